@@ -32,6 +32,8 @@ CLOSE, NEAR = 2, 0.2
 """Points share their names' place whose KL differs by a smaller factor and whose costs by less than e^0.2."""
 LEFT = 5
 """The x axis begins at the least cost over this, which leaves the names room."""
+ALIKE = 1.02
+"""Costs whose ratio is at most this are alike."""
 LEAST_KL = 1e-6
 """Nats: a nearer point is the full cache itself, and off a logarithmic axis."""
 LINE_INCHES, COST_INCHES, WIDTHS = 0.125, 2.7, (5.0, 4.6)
@@ -120,7 +122,13 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
         sources = sorted({*panel.step_source.dropna()} - {"modelled"})
         words = f"{words}, {' and '.join(sources)}" if sources else words
     front = points[points.front.fillna("").str.contains(cost)].sort_values("x")
-    axes.plot(front.x, front[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
+    # Of those that cost alike and cannot be told apart, the line passes through the closest.
+    is_lowest = []
+    for x, kl in zip(front.x, front[KL], strict=True):
+        closer = (front.x <= ALIKE * x) & (front[KL] < kl)
+        is_lowest.append(not closer.any())
+    lowest = front[is_lowest]
+    axes.plot(lowest.x, lowest[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
     _name(axes, front)
     style.log_y(axes)
     style.log_x(axes, "{x:,.0f}")

@@ -357,6 +357,15 @@ def test_of_few_windows_a_front_takes_a_larger_difference_for_noise(windows, exp
     assert fronts(points((0.1, 0.09, None), (0.1, 0.07, None), windows=1))[0] == "", "without an error numbers decide"
 
 
+def test_a_row_with_a_large_error_excludes_no_other():
+    """The first two cannot be told apart. The third is certainly closer than the closest of them, if not than the other
+    one, whose own error is large."""
+    rows = points((0.05, 0.019, None), (0.05, 0.033, None), (0.27, 0.001, None), (0.3, 0.0009, None), windows=2)
+    for row, stderr in zip(rows, (0.003, 0.02, 0.0007, 0.0007), strict=True):
+        row["kl_nats_stderr"] = stderr
+    assert fronts(rows) == ["size", "size", "size", ""]
+
+
 def test_the_upper_reference_is_on_no_front(results):
     labels = {row["label"]: row["front"] for row in board(results, "frontier")}
     assert "Oracle" not in labels and labels["Full cache"] == "size, step time"

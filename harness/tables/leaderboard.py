@@ -167,26 +167,40 @@ def size_of(row: TableRow, column: Column) -> float:
 
 
 def fronts(rows: Sequence[TableRow]) -> list[str]:
-    """For each row the costs for which no other row of its model beats it, as in "size, step time"."""
-    unbeaten = {}
-    for words, cost in COSTS.items():
-        points = [row for row in rows if row.get(cost) is not None and row.get(KL.name) is not None]
-        unbeaten[words] = {id(row) for row in points if not any(_beats(other, row, cost) for other in points)}
-    return [", ".join(words for words, found in unbeaten.items() if id(row) in found) for row in rows]
+    """For each row the costs for which it is on the front of its model, as in "size, step time"."""
+    found: dict[str, set[int]] = {words: set() for words in COSTS}
+    for of_model in grouped(rows, lambda row: row["model"]).values():
+        for words, cost in COSTS.items():
+            found[words] |= {id(row) for row in _front(of_model, cost)}
+    return [", ".join(words for words, front in found.items() if id(row) in front) for row in rows]
 
 
-def _beats(one: TableRow, other: TableRow, cost: str) -> bool:
-    """Whether `one` is better in cost or KL and not worse in the other, beyond the tolerance: `SAME_SIZE` or
-    `SAME_STEP` of cost, and of KL half the width of the interval with the confidence of one standard error (68 %)."""
-    if one["model"] != other["model"]:
-        return False
-    cheaper = other[cost] - one[cost]
-    closer = other[KL.name] - one[KL.name]
-    same_cost = SAME_SIZE if cost == SIZE.name else SAME_STEP * other[cost]
+def _front(rows: Sequence[TableRow], cost: str) -> list[TableRow]:
+    """The rows that are worth their cost, found from the cheapest on.
+
+    A row is on the front if it is certainly closer to the full cache than the closest cheaper row of the front, and no
+    row of the same cost is certainly closer. A row whose own error is large thus excludes no other.
+    """
+    points = [row for row in rows if row.get(cost) is not None and row.get(KL.name) is not None]
+    front: list[TableRow] = []
+    for row in sorted(points, key=lambda row: row[cost]):
+        tolerance = SAME_SIZE if cost == SIZE.name else SAME_STEP * row[cost]
+        cheaper = [other for other in front if row[cost] - other[cost] > tolerance]
+        alike = [other for other in points if abs(row[cost] - other[cost]) <= tolerance]
+        closest_cheaper = min(cheaper, key=lambda other: other[KL.name], default=None)
+        closest_alike = min(alike, key=lambda other: other[KL.name])
+        gains = closest_cheaper is None or _certainly_closer(row, closest_cheaper)
+        if gains and not _certainly_closer(closest_alike, row):
+            front.append(row)
+    return front
+
+
+def _certainly_closer(one: TableRow, other: TableRow) -> bool:
+    """Whether the KL of `one` is lower by more than half the width of the interval of the difference that has the
+    confidence of one standard error (68 %). Of a single window no error is known, and the numbers decide."""
     stderr = math.hypot(*(row.get(f"{KL.name}_stderr") or 0 for row in (one, other)))
-    # Of a single window no error is known: the numbers decide.
-    same_kl = critical_value(_fewest((one, other), NUM_WINDOWS.name), ONE_SIGMA) * stderr if stderr else 0.0
-    return cheaper >= -same_cost and closer >= -same_kl and (cheaper > same_cost or closer > same_kl)
+    lead = other[KL.name] - one[KL.name]
+    return lead > (critical_value(_fewest((one, other), NUM_WINDOWS.name), ONE_SIGMA) * stderr if stderr else 0.0)
 
 
 def _fewest(rows: Iterable[TableRow], column: str) -> float | None:
