@@ -127,7 +127,7 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     for x, kl in zip(front.x, front[KL], strict=True):
         closer = (front.x <= ALIKE * x) & (front[KL] < kl)
         is_lowest.append(not closer.any())
-    lowest = front[is_lowest]
+    lowest = front.loc[is_lowest]
     axes.plot(lowest.x, lowest[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
     _name(axes, front)
     style.log_y(axes)

@@ -13,8 +13,8 @@ from cases import CASES, Case
 from living import attached_with_link, calibration_of, open_live, setup_of, tiny
 from tokens import byte_tokenizer
 
+from harness.cached_model import CachedModel
 from harness.model.load import LoadedModel
-from harness.offload.cached_model import CachedModel
 from harness.settings.config import LatencyConfig
 from harness.speed import generate as speed
 from harness.speed.cell import Cell, time_cell
@@ -54,11 +54,10 @@ def first_tokens(case: Case, ids: torch.Tensor, options: dict[str, object]) -> l
 
 
 def bytes_of_usage(case: Case, ids: torch.Tensor, end: int, steps: int, options: dict[str, object]) -> tuple[int, int]:
-    with attached_with_link() as (attached, link):
-        cached = CachedModel(
-            attached, case.method, codec=case.codec, calibration=calibration_of(attached), placement="host", link=link,
-            **options,
-        )  # fmt: skip
+    with attached_with_link() as (attached, link), CachedModel(
+        attached, case.method, codec=case.codec, calibration=calibration_of(attached), placement="host", link=link,
+        **options,
+    ) as cached:  # fmt: skip
         made = cached.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=end, pad_token_id=0)
         assert made.shape[1] == ids.shape[1] + steps + 1 and cached.usage.steps == steps
         return cached.usage.h2d_bytes, cached.usage.d2h_bytes
