@@ -333,7 +333,7 @@ def size_is_its_closed_form(trial: Trial) -> str:
     if not known:
         return f"reads what the data decides, here {found:.1%} of the cache"
     codec = without_keys(trial.setup.codec) if method.holds_keys else trial.setup.codec
-    expected = expected_size(method, rows, geometry.num_layers, code_width(codec, geometry), geometry.windows)
+    expected = expected_size(method, rows, geometry.num_layers, code_width(codec, geometry))
     if abs(found - expected) > SIZE_TOLERANCE:
         raise BrokenError(f"size is {found:.6f}; by tokens_read it is {expected:.6f}")
     return f"reads {found:.1%} of the cache"

@@ -5,8 +5,8 @@
     frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], size=0.16)
 
 Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`, `results_dir="mine"`.
-`size` is the share of the full cache that a decode step reads. A number means the nearest size that method and texts
-allow (`size=nearest:0.16` of the command line); results say which it was. None keeps the method's own.
+`size` is the share of the full cache that a decode step reads, as on the command line: 0.16 or "16%", which is refused
+where method and lengths do not allow it, or "nearest:0.16", the nearest that they do. None keeps the method's own.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Model:
 
     def configured(self, *, size: float | str | None = None, **settings: Any) -> RunConfig:
         """The checked settings of a run. A model in memory decides model and platform."""
-        given = self.settings | settings | {"size": f"nearest:{size}" if isinstance(size, float | int) else size}
+        given = self.settings | settings | {"size": size}
         words = [override(name, value) for name, value in given.items() if value is not None]
         loaded = self.resources.loaded
         if loaded is not None:
@@ -178,9 +178,10 @@ class Model:
 def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Records of accuracy as a frame with a line for each.
 
-    Columns: method, settings, size (the share of the full cache that was read), and of each metric its value, its
-    standard error, and its difference to the full cache's run on the same questions or windows. With more than one task
-    a metric's name follows the task's: `kv_recall acc`.
+    Columns: method, settings, size (the share of the full cache that was read), unmet_size (the size that was asked
+    for, where the one that was read differs by more than a tenth), and of each metric its value, its standard error,
+    and its difference to the full cache's run on the same questions or windows. With more than one task a metric's name
+    follows the task's: `kv_recall acc`.
     """
     folders = dict.fromkeys(record["config"]["results_dir"] for record in records)
     lines = []
@@ -188,6 +189,9 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         whole = [row for row in rows if "[" not in row["task"]]
         several = len({row["task"] for row in whole}) > 1
         line = {"method": record["config"]["label"], "settings": rows[0]["settings"], "size": rows[0]["size"]}
+        unmet = [row["unmet_size"] for row in rows if row["unmet_size"] is not None]
+        if unmet:
+            line["unmet_size"] = unmet[0]
         for row in whole:
             name = f"{row['task']} {row['metric']}" if several else row["metric"]
             line[name] = row["value"]

@@ -25,7 +25,7 @@ from harness.model.attention import dense_attention, heads_last, weighted_values
 from harness.model.policies import new_states, policies_of, select
 from harness.model.rereading import run_prompts
 from harness.offload.hot_rows import HotRows, rooms
-from harness.sizes import ReadStats, code_width, in_windows, resident_share, share_beside, share_of_cache
+from harness.sizes import ReadStats, code_width, resident_share, share_beside, share_of_cache, window_share
 from methods.attention import hide
 from methods.base import (
     EMPTY,
@@ -376,22 +376,21 @@ class DecodePass(Handler):
         rows = float(weights.sum())
         pairs = float((weights * (cached + 1)).sum())
         cached = cached.clamp(min=1)  # 0: padding only
-        local = share_beside(cached, in_windows(cached, geometry.windows), geometry.num_layers, geometry.windows)
+        local = window_share(cached, geometry)
         sums = {"window_sum": float((weights * local).sum()), "resident_sum": float(weights.sum(1).cpu() @ resident)}
         if self.session.reads_everything:
             recall = rows if session.measure_recall else None
             whole = {"rows": rows, "fired_rows": rows, "frac_sum": rows, "pairs_read": pairs, "pairs": pairs}
             return ReadStats(**whole, **sums, recall_sum=recall)
         exempt, num_layers = session.method.num_exempt_layers, geometry.num_layers
-        share = share_of_cache(cached, self.read, code_width(codec, geometry), exempt, num_layers, geometry.windows)
-        index_share = share_beside(cached, self.index_read, num_layers, geometry.windows)
+        share = share_of_cache(cached, self.read, code_width(codec, geometry), exempt, num_layers)
+        index_share = share_beside(cached, self.index_read, num_layers)
         selecting = num_layers - exempt
         if session.rooms is not None:
             width, heads = code_width(codec, geometry), geometry.num_kv_heads
-            of_cache = num_layers * cached + in_windows(cached, geometry.windows)
             of_method = [policy for policy in self.policies if policy.kind == "method"]
             read_whole = sum(policy.when not in NAMES_ROWS for policy in of_method)
-            crossed = (exempt * cached + width * (read_whole * cached + self.loaded / heads)) / of_cache
+            crossed = (exempt * cached + width * (read_whole * cached + self.loaded / heads)) / (num_layers * cached)
             sums["link_sum"] = float((weights * crossed).sum())
             sums["rows_loaded"] = float((weights * self.loaded).sum())
             sums["hit_sum"] = float((weights * (1 - self.missed / self.selected.clamp(min=1))).sum())

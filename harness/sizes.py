@@ -1,18 +1,19 @@
 """How large a method is, once for replay, live decoding and the cost model; and how a method is set to a size.
 
-Shares of the full cache, means over decode rows. A floating-point element counts 16 bits, an element under a codec its
-bits, an integer of a method's own its width:
-size           share of the full cache that a row reads over all layers, the exempt ones included, its own token not.
-               Under offloading this crosses the link, but for local layers
+Shares of the full cache of the layers that see every token, exempt layers included: what a method governs. Means over
+decode rows. A floating-point element counts 16 bits, an element under a codec its bits, an integer of a method's own
+its width:
+size           share of the full cache that a row reads, its own token not. Under offloading this crosses the link
 device_frac    read in device memory: size, and on top an index that is read to select (partial keys, page bounds) or
                rows that stay on the device
-resident_frac  kept on the device by the method's state, the codec and the local layers, of the full cache at T
-window_frac    read by local layers, whatever the method; a part of size
+resident_frac  kept on the device by the method's state and the codec, of the full cache at T
 
-A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens. These count both in what is
-read and in the full cache, so that reading everything is 1. With G layers that see every token and local layers l:
-size = (tokens read in the G layers + sum_l min(t, w_l - 1)) / (G t + sum_l min(t, w_l - 1)). Recurrent layers hold no
-tokens; their states are reported in bytes.
+A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens, on the device, whatever the
+method. It counts in none of these. It has a share of its own:
+window_frac    bytes that local layers hold / bytes of the whole cache, all layers included
+
+Recurrent layers hold no tokens; their states are reported in bytes. Where all layers are local, sequences stay within
+the windows, so that every layer sees every token.
 
 `size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over all
 causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
@@ -22,28 +23,39 @@ Methods are compared at equal size, not at equal settings: `sized_as_stored` fin
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from methods.base import NAMES_ROWS, Geometry, Method, Row, State, Window
+from harness.settings.schema import is_unmet
+from methods.base import NAMES_ROWS, Geometry, Method, Row, State
 from methods.codec import AnyCodec, without_keys
+
+log = logging.getLogger(__name__)
 
 TOLERANCE = 0.01
 FLOAT_BYTES = 2
 """Of a floating-point element in every share, whatever the machine computes in."""
 
 
-def in_windows(cached: Tensor, windows: Sequence[Window]) -> Tensor:
-    """Tokens that local layers hold of so many cached ones, in tokens of a layer that sees all: fp64, like `cached`."""
-    held = [window.weight * window.num_cached(cached).double() for window in windows]
-    return torch.stack(held).sum(0) if held else torch.zeros_like(cached, dtype=torch.float64)
+def window_share(cached: Tensor, geometry: Geometry) -> Tensor:
+    """Bytes that local layers hold / bytes that all layers hold, per row: fp64, shaped like `cached`.
+
+    cached: tokens t of each row, at least 1.
+    """
+    of_all = geometry.num_layers * cached.double()
+    in_windows = torch.zeros_like(of_all)
+    for window in geometry.windows:
+        in_windows += window.weight * window.num_cached(cached)
+    return in_windows / (of_all + in_windows)
 
 
 def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
@@ -57,21 +69,18 @@ def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
     return (of_key + codec.values.bits_per_element(value_dim) * value_dim) / geometry.elements / 16
 
 
-def share_of_cache(
-    cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int, windows: Sequence[Window] = ()
-) -> Tensor:
-    """Elements read / elements of the full cache, per row.
+def share_of_cache(cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int) -> Tensor:
+    """Elements read / elements of the full cache, per row, in the layers that see every token.
 
     cached: tokens t of each row; read: tokens read, summed over the non-exempt layers (mean over KV heads), of the same
-    shape; width: bits of a stored element / 16; windows: of the local layers.
+    shape; width: bits of a stored element / 16.
     """
-    local = in_windows(cached, windows)
-    return (num_exempt * cached.double() + width * read + local) / (num_layers * cached.double() + local)
+    return (num_exempt * cached.double() + width * read) / (num_layers * cached.double())
 
 
-def share_beside(cached: Tensor, read: Tensor, num_layers: int, windows: Sequence[Window] = ()) -> Tensor:
+def share_beside(cached: Tensor, read: Tensor, num_layers: int) -> Tensor:
     """Elements read of something else than the cache / elements of the full cache, per row. read: in tokens."""
-    return read.double() / (num_layers * cached.double() + in_windows(cached, windows))
+    return read.double() / (num_layers * cached.double())
 
 
 def resident_share(
@@ -82,8 +91,7 @@ def resident_share(
     geometry: Geometry,
     rooms: Sequence[int] | None = None,
 ) -> Tensor:
-    """Share of the full cache at T that a method, its codec and the local layers keep on the device of each sequence,
-    fp64 [batch].
+    """Share of the full cache at T that a method and its codec keep on the device of each sequence, fp64 [batch].
 
     states: the method's, one on each device; none: it reads all, and its codec may leave the last tokens exact.
     final: int [batch], T. rooms: of each sequence the fetched rows that a KV head keeps in each layer that names its
@@ -92,8 +100,7 @@ def resident_share(
     """
     final = final.cpu()
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
-    local = in_windows(final, geometry.windows)
-    kept = token * local
+    kept = torch.zeros(len(final), dtype=torch.float64)
     if not states:
         exact = final - codec.stored(final) if codec else torch.zeros_like(final)
         kept += token * (geometry.num_layers - num_exempt) * exact.double()
@@ -117,7 +124,7 @@ def resident_share(
         method = states[0].method
         naming = sum(method.when_of(layer) in NAMES_ROWS for layer in range(num_exempt, geometry.num_layers))
         kept += token * code_width(codec, geometry) * naming * torch.tensor(rooms, dtype=torch.float64)
-    return kept / (token * (geometry.num_layers * final.double() + local))
+    return kept / (token * geometry.num_layers * final.double())
 
 
 def _last_rows(state: State) -> list[Row]:
@@ -144,11 +151,11 @@ class ReadStats:
 
     rows: decode rows, counted once per sequence. fired_rows: rows on which the method's selection (or quantized read)
     ran in every non-exempt layer. frac_sum, index_sum, resident_sum, window_sum: sums of the shares of the cache that
-    were read, read of an index, kept on the device, and read in local layers. pairs_read, pairs: (query, key) pairs,
-    own token and prompt rows included, mean over the non-exempt layers. code_bits: of one stored element, without the
-    groups' scales. recall_sum: sum of attention_recall. link_sum, hit_sum: where rows stay on the device, sums of the
-    share of the cache that crosses the link and of the selected rows that are there when a layer selects; None
-    elsewhere. rows_loaded: rows of a KV head that crossed the link there, of the layers under the method.
+    were read, read of an index and kept on the device, and of the share that local layers hold. pairs_read, pairs:
+    (query, key) pairs, own token and prompt rows included, mean over the non-exempt layers. code_bits: of one stored
+    element, without the groups' scales. recall_sum: sum of attention_recall. link_sum, hit_sum: where rows stay on the
+    device, sums of the share of the cache that crosses the link and of the selected rows that are there when a layer
+    selects; None elsewhere. rows_loaded: rows of a KV head that crossed the link there, of the layers under the method.
     recurrent_bytes: of a sequence's states in recurrent layers. latent_bytes: of a token in all layers that store
     latents. Both are 0 where the model has none.
     """
@@ -214,7 +221,7 @@ class ReadStats:
 
     @property
     def window_frac(self) -> float:
-        """Share that local layers read."""
+        """Share of the whole cache that local layers hold."""
         return self._mean(self.window_sum)
 
     @property
@@ -271,8 +278,8 @@ class StepReads:
         geometry, num_layers = self.geometry, self.geometry.num_layers
         read, index_read = (_sum(cached, each) for each in (reads, index_reads))
         self.rows += len(cached)
-        share = share_of_cache(cached, read, self.width, self.num_exempt, num_layers, geometry.windows)
-        index_share = share_beside(cached, index_read, num_layers, geometry.windows)
+        share = share_of_cache(cached, read, self.width, self.num_exempt, num_layers)
+        index_share = share_beside(cached, index_read, num_layers)
         exact = self.num_exempt * cached + index_read + num_layers
         for window in geometry.windows:
             exact = exact + window.weight * (window.num_cached(cached) + 1)
@@ -303,12 +310,10 @@ def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
-def expected_size(
-    method: Method, rows: Mapping[Row, int], num_layers: int, width: float = 1.0, windows: Sequence[Window] = ()
-) -> float:
+def expected_size(method: Method, rows: Mapping[Row, int], num_layers: int, width: float = 1.0) -> float:
     """The size that `method` will report over `rows`, from its closed form; rows without cached tokens count nothing.
 
-    rows: how many requests each row occurs in. width: bits of a stored element / 16. windows: of the local layers.
+    rows: how many requests each row occurs in. width: bits of a stored element / 16.
     Raises ValueError where the method's reads depend on the data.
     """
     exempt = min(method.num_exempt_layers, num_layers)
@@ -320,9 +325,8 @@ def expected_size(
         if None in reads:
             raise ValueError("the size of this method depends on the data")
         read = sum(each for each in reads if each is not None)
-        local = float(in_windows(torch.tensor(row.cached), windows))
-        whole = num_layers * row.cached + local
-        total += multiplicity * (exempt * row.cached + width * read + local) / whole
+        whole = num_layers * row.cached
+        total += multiplicity * (exempt * row.cached + width * read) / whole
         weight += multiplicity
     return total / weight
 
@@ -333,14 +337,14 @@ def sized_as_stored(
     """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
-    nearest: take it however far it is. Raises UserError where, otherwise, nothing lands within `TOLERANCE`, and where
-    the method has no size to set, or allows none at these lengths.
+    nearest: take it however far it is, with a warning beyond a tenth of the target. Raises UserError where, otherwise,
+    nothing lands within `TOLERANCE`, and where the method has no size to set, or allows none at these lengths.
     """
-    counted, num_layers, windows = Counter(rows), geometry.num_layers, geometry.windows
+    counted, num_layers = Counter(rows), geometry.num_layers
     width = code_width(without_keys(codec) if method.holds_keys else codec, geometry)
 
     def size_of(number: float) -> float:
-        return expected_size(method.with_size(number), counted, num_layers, width, windows)
+        return expected_size(method.with_size(number), counted, num_layers, width)
 
     try:
         least = max(method.min_size(row) for row in counted)
@@ -351,10 +355,20 @@ def sized_as_stored(
     except ValueError as error:
         raise UserError(f"size={target:g}: method {method.title} cannot be sized so: {error}") from error
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
-    if abs(size_of(best) - target) > TOLERANCE and not nearest:
+    taken = size_of(best)
+    if abs(taken - target) > TOLERANCE and not nearest:
+        allowed = f"{size_of(least):.3f} to {size_of(1.0):.3g}"
         raise UserError(
-            f"size={target}: the nearest size is {size_of(best):.3f}; allowed here: {size_of(least):.3f} to "
-            f"{size_of(1.0):.3g} ({method.num_exempt_layers} of {num_layers} layers read the full cache"
-            f"{f', {len(windows)} more a window' if windows else ''})"
+            f"size={target}: the nearest size of {method.title} is {taken:.3f}; allowed here: {allowed} "
+            f"(method.num_exempt_layers={method.num_exempt_layers} of {num_layers} layers read the full cache), "
+            f"or size=nearest:{target}"
         )
+    if is_unmet(target, taken):
+        warn_once(f"{method.title}: asked for size {target:g}, the nearest size here is {taken:.3f}")
     return method.with_size(best)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning, the first time that it is given."""
+    log.warning(message)

@@ -1,10 +1,12 @@
 """The leaderboard and its fronts, from `leaderboard.csv`: every method by name, and KL by size and step time.
 
 Left, a line per method: its KL at each size, the closest to the full cache first; the fuller a marker, the larger the
-size. Right, a point per method and size: its look says how the method reads less, hollow where the step is modelled.
-The line is the front, of points that no other beats in both; their names stand to the left and below, where by its
-meaning nothing else lies. The full cache, whose KL is 0, is a line at its step time. One's own runs beside the shipped
-ones have a colour of their own, and their label in the legend.
+size. A cross is a method that cannot have the size and ran at the nearest.
+
+Right, a point per method and size: its look says how the method reads less, hollow where the step is modelled. The line
+is the front, of points that no other beats in both; their names stand to the left and below, where by its meaning
+nothing else lies. The full cache, whose KL is 0, is a line at its step time. One's own runs beside the shipped ones
+have a colour of their own, and their label in the legend.
 """
 
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
+from harness.settings.schema import is_unmet
 from harness.tables import columns
 from plots import data, style
 
@@ -28,6 +31,8 @@ COSTS = {
 }
 """By what `front` names: the column of the costs, its factor, and the axis."""
 ALL = "reads all"
+OTHER_SIZE = "x"
+"""The marker of a method that cannot have the size it was asked for."""
 CLOSE, NEAR = 2, 0.2
 """Points share their names' place whose KL differs by a smaller factor and whose costs by less than e^0.2."""
 LEFT = 5
@@ -87,14 +92,18 @@ def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
         axes.plot(own[KL], [lines[label]] * len(own), color=color, linewidth=0.6, alpha=0.5)
         for _, row in own.iterrows():
             fill = 1 if pd.isna(row.asked_size) else (sizes.index(row.asked_size) + 1) / len(sizes)
+            has_other_size = is_unmet(row.asked_size, row["size"])
             axes.errorbar(
                 row[KL], lines[label], xerr=[[min(row[f"{KL}_stderr"], 0.9 * row[KL])], [row[f"{KL}_stderr"]]],
-                color=color, marker=marker, markerfacecolor=_paler(color, fill), elinewidth=0.6, markersize=4,
+                color=color, marker=OTHER_SIZE if has_other_size else marker, markerfacecolor=_paler(color, fill),
+                elinewidth=0.6, markersize=4,
             )  # fmt: skip
     for index, size in enumerate(sizes):
         face = _paler(style.GREY, (index + 1) / len(sizes))
         words = f"size {100 * size:.0f} %"
         axes.plot([], [], "o", color=style.GREY, markerfacecolor=face, markersize=4, label=words)
+    if any(map(is_unmet, points.asked_size, points["size"])):
+        axes.plot([], [], OTHER_SIZE, color=style.GREY, markersize=4, label="not the size asked for")
     fronts = set(points[points.front.fillna("") != ""].label)
     axes.set_yticks(range(len(lines)), list(lines), fontsize=6)
     for tick in axes.get_yticklabels():

@@ -105,7 +105,7 @@ REFUSED = {
     "method=infinigen method.alpha=4 size=0.16": "method.alpha=4.0: size=0.16 sets it; leave one of them out",
     "method=quest method.read_frac=0.3 size=0.16": "method.read_frac=0.3: size=0.16 sets it",
     "-m method=full,h2": "method=h2: did you mean 'h2o'",
-    "size=near:0.1": "size=near:0.1: must be a share of the full cache such as 0.16, or nearest:0.16",
+    "size=near:0.1": "size=near:0.1: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
     "size=nearest:2": "size=2.0: must be above 0 and at most 1",
     "experiment=latency method=full device_rows=2": "device_rows=2: Full cache selects no rows; needs a method that",
     "method=quest device_rows=0.5": "device_rows=0.5: must be 0, or 1 and more, times the rows that a step reads",

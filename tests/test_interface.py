@@ -61,7 +61,7 @@ def test_turns_are_known_and_unknown(tmp_path):
 def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
     text = tmp_path / "it's, mine.txt"
     text.write_text("The cache of keys and values outgrows the memory. " * 20)
-    frame = model.perplexity(text, methods=["full", "int4", "streaming"], size=0.7)
+    frame = model.perplexity(text, methods=["full", "int4", "streaming"], size="nearest:0.7")
     assert list(frame.method) == ["Full cache", "INT4", "Streaming"]
     assert frame["size"][0] == 1 and frame["size"][2] == pytest.approx(0.7, abs=0.02)
     assert frame.kl_nats[0] == pytest.approx(0, abs=1e-6) and frame.kl_nats[1] > 0

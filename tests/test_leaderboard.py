@@ -170,11 +170,14 @@ def test_an_entry_is_lenient_only_where_it_says_so():
     assert [each.method_name for each in lenient.cells] == ["full"] and len(lenient.left_out) == 2
 
 
-def test_nearest_takes_a_method_without_a_size_as_it_is():
-    assert load(["method=full", "size=nearest:0.1"]).size is None
+def test_the_full_cache_runs_as_it_is_and_under_nearest_so_does_a_method_without_a_size():
+    as_it_is = load(["method=full"])
+    for size in ("0.1", "nearest:0.1"):
+        assert load(["method=full", f"size={size}"]) == as_it_is, "one record for all sizes"
+    assert load(["method=int4", "size=nearest:0.1"]).size is None
     assert load(["method=h2o", "size=nearest:0.1"]).size == 0.1
     with pytest.raises(UserError, match="has no size to set"):
-        load(["method=full", "size=0.1"])
+        load(["method=int4", "size=0.1"])
 
 
 # Rows

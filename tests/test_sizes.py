@@ -101,6 +101,14 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
         sized_as_stored(Streaming(num_sinks=100), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
+def test_a_size_that_was_not_asked_for_is_told_once(caplog):
+    rows = [Row(cached, 50, 100) for cached in range(50, 99)]
+    for target in (0.211, 0.211, 0.3):  # the first cannot be: two of ten layers and five tokens are the least
+        sized_as_stored(Streaming(), None, replace(GEOMETRY, num_layers=10), rows, target, nearest=True)
+    said = [record.message for record in caplog.records]
+    assert said == ["Streaming: asked for size 0.211, the nearest size here is 0.256"]
+
+
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
     method, width = Streaming(kept_frac=0.5, num_sinks=1), 0.28125
     one, other = (expected_size(method, {row: 1}, 4) for row in (Row(6, 1, 10), Row(9, 1, 10)))

@@ -16,7 +16,17 @@ from harness.errors import UserError
 from harness.records import record as records
 from harness.records.samples import Baselines
 from harness.tables import write as tables
-from harness.tables.columns import LATENCY, METRICS, MISSING, TABLES, names, quantity, read_table, shape_of
+from harness.tables.columns import (
+    LATENCY,
+    METRICS,
+    MISSING,
+    TABLES,
+    UNMET_SIZE,
+    names,
+    quantity,
+    read_table,
+    shape_of,
+)
 from harness.tables.pages import MAX_WIDTH, render_markdown, render_terminal, sheets_of
 from tests.composed import load
 
@@ -143,13 +153,25 @@ def test_a_timed_cell_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_pat
     segments = {"attention_s": 1, "ffn_s": 2, "prediction_s": None, "transfer_s": 4, "other_s": 0}
     save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS | segments)
     (row,) = update(tmp_path, "latency")
-    assert tuple(row) == names(LATENCY)
+    assert tuple(row) == tuple(name for name in names(LATENCY) if name != UNMET_SIZE.name)
     shown = ("label", "prefill_s", "h2d_bytes", "link_bytes_per_s", "source", "attention_s", "prediction_s", "size")
     assert [row[name] for name in shown] == ["offload", "2.0", str(2**31), "", "emulated", "1", "", "0.2"]
     (line,) = sheet(tmp_path / "tables" / "latency.csv")
     expected = {"prefill (ms)": "2000.0", "step p50 (ms)": "62.50", "to device (GiB)": "2.000", "tokens/s": "12.80"}
     assert expected.items() <= line.items() and line["size (%)"] == "20.0"
     assert "link (GiB/s)" not in line, "a column without a number"
+
+
+def test_a_size_that_was_not_met_has_a_column(tmp_path):
+    asked = "size=nearest:0.1"
+    save_text(tmp_path, "method=h2o", asked, size=0.12)
+    save_text(tmp_path, "method=quest", asked, size=0.109)
+    rows = update(tmp_path, "perplexity")
+    assert {(row["method"], row["unmet_size"]) for row in rows} == {("h2o", "0.1"), ("quest", "")}
+    assert "size asked for (%)" in page(tmp_path, "perplexity")
+    save(tmp_path, ["experiment=latency", "label=infinigen", asked], LATENCY_METRICS)  # ran at .2
+    (row,) = update(tmp_path, "latency")
+    assert row["unmet_size"] == "0.1" and "size asked for (%)" in page(tmp_path, "latency")
 
 
 def test_order_depends_on_the_records_alone(tmp_path):

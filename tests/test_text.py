@@ -7,6 +7,7 @@ import pytest
 from harness.data import text
 from harness.errors import UserError
 from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
+from tests.tokens import byte_tokenizer, starting_tokenizer
 
 OFFLINE = DataConfig("offline")
 RAW_WIKITEXT = " \n = A title = \n \n First line . \n Second\u2028line . \n \n"
@@ -56,7 +57,7 @@ def test_wikitext_from_the_file_equals_the_hub(tmp_path, monkeypatch):
     assert local == text.corpus_text(wikitext, DataConfig("hub")) == "\n\n".join(HUB_ROWS)
 
 
-def test_tokens_are_those_of_one_call_without_special_tokens():
+def test_a_text_is_tokenized_in_one_call_without_special_tokens():
     calls = []
 
     def tokenizer(whole, **options):
@@ -66,7 +67,7 @@ def test_tokens_are_those_of_one_call_without_special_tokens():
     corpus, calibration = CorpusConfig("offline"), CalibrationConfig(num_tokens=2)
     assert text.corpus_ids(corpus, OFFLINE, tokenizer) == [7, 8, 9]
     assert text.calibration_ids(calibration, tokenizer) == [7, 8]
-    assert calls == [(text.offline_text(), False)] * 2
+    assert [call for call in calls if call[0] != text.PROBE] == [(text.offline_text(), False)] * 2
     with pytest.raises(UserError, match="calibration.num_tokens=5: the calibration text has 3 tokens"):
         text.calibration_ids(CalibrationConfig(num_tokens=5), tokenizer)
     with pytest.raises(UserError, match="no tokenizer"):
@@ -77,6 +78,29 @@ def test_windows_follow_one_another():
     assert text.window_ids(range(10), seq_len=3, num_windows=2, offset=4) == [[4, 5, 6], [7, 8, 9]]
     with pytest.raises(UserError, match=r"num_windows=2 of seq_len=3 from token 5 need 11 tokens, but the text has 10"):
         text.window_ids(range(10), seq_len=3, num_windows=2, offset=5)
+
+
+def test_every_window_stands_behind_the_start():
+    windows = text.window_ids(range(10), seq_len=4, num_windows=2, offset=4, start=[77])
+    assert windows == [[77, 4, 5, 6], [77, 7, 8, 9]], "the start counts as a token, and no token of the text is lost"
+    with pytest.raises(UserError, match=r"seq_len=1: must be above 1, the tokens with which every text starts"):
+        text.window_ids(range(10), seq_len=1, num_windows=2, offset=4, start=[77])
+
+
+def test_the_start_is_what_the_tokenizer_puts_before_a_text():
+    plain, starting = byte_tokenizer(), starting_tokenizer()
+    assert text.start_ids(plain) == [] and text.start_ids(starting) == [starting.bos_token_id]
+
+    def making(whole, alone):
+        return lambda _, **options: {"input_ids": whole if options["add_special_tokens"] else alone}
+
+    assert text.start_ids(making([5, 6, 7, 8], [7])) == [5, 6], "whatever stands behind"
+    with pytest.raises(UserError, match=r"the tokenizer makes \[5\] of 'The' and \[7\] without special tokens"):
+        text.start_ids(making([5], [7]))
+    for tokenizer in (plain, starting):
+        assert text.prompt_ids("Hi", tokenizer) == tokenizer("Hi").input_ids == tokenizer.encode("Hi")
+    assert text.prompt_ids("<s>Hi", starting) == starting("Hi").input_ids, "a start that is written out is not doubled"
+    assert text.calibration_ids(CalibrationConfig(num_tokens=3), starting)[0] == starting.bos_token_id
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A real fast tokenizer with one token a character, but for two merges that cross a line's end."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 NEWLINE, SPACE = "Ċ", "Ġ"  # as byte-level tokenizers write them
@@ -17,11 +17,18 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
+def starting_tokenizer() -> PreTrainedTokenizerFast:
+    """As `byte_tokenizer`, but every text starts with `<s>`, as for Llama and Gemma."""
+    tokenizer = byte_tokenizer()
+    start = processors.TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = start
+    return tokenizer
+
+
 class ByteTokenizer:
-    """A token a byte, of a text without special tokens."""
+    """A token a byte; it knows no special tokens."""
 
     def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
-        assert options["add_special_tokens"] is False
         return {"input_ids": list(text.encode())}
 
 

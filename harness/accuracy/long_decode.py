@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from harness.accuracy.perplexity import FULL, as_perplexity, full_pass, score_rows
-from harness.data.text import corpus_ids, first_window_offset, window_ids
+from harness.data.text import corpus_ids, first_window_offset, start_ids, window_ids
 from harness.decoding import Draft, write
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
@@ -89,7 +89,14 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
         )
     ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)
     offset = first_window_offset(config.corpus, config.calibration)
-    prompts = window_ids(ids, seq_len=length, num_windows=config.num_windows, offset=offset, setting="prefill_len")
+    prompts = window_ids(
+        ids,
+        seq_len=length,
+        num_windows=config.num_windows,
+        offset=offset,
+        start=start_ids(loaded.tokenizer),
+        setting="prefill_len",
+    )
     references = Memo() if references is None else references
     pairs: list[Pair] = []
     reads = ReadStats()

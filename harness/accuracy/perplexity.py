@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.data.text import corpus_ids, first_window_offset, window_ids
+from harness.data.text import corpus_ids, first_window_offset, start_ids, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
@@ -93,7 +93,8 @@ def run_perplexity(
         raise UserError(f"seq_len={config.seq_len}: {loaded.name} takes at most {loaded.max_length} tokens")
     ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)
     offset = first_window_offset(config.corpus, config.calibration)
-    windows = window_ids(ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset)
+    start = start_ids(loaded.tokenizer)
+    windows = window_ids(ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset, start=start)
     references = Memo() if references is None else references
     with attach(loaded.model, loaded.prompts) as attached:
         prompt, length = max(1, config.prefill_len), config.seq_len

@@ -1,7 +1,9 @@
 """Texts and their token ids: evaluation corpora, calibration text, windows.
 
 A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in one call without special tokens. Windows
-and calibration are slices of that one sequence, so a file always gives the same tokens in every experiment.
+and calibration are slices of that one sequence, so a file always gives the same tokens in every experiment. Each slice
+stands behind the tokens with which the tokenizer starts a text (`start_ids`), if it has any: models such as Gemma were
+never trained without. They count as tokens of the slice.
 
     offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12 ship different
                versions of it, which is why a record carries the sha256 of the text
@@ -21,6 +23,8 @@ from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
 
 WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 WIKITEXT_FILE = "wikitext2/test.txt"  # below data.root
+PROBE = "The"
+"""A text of which a tokenizer is asked what it puts around."""
 
 
 def offline_text() -> str:
@@ -77,12 +81,41 @@ def calibration_text(calibration: CalibrationConfig) -> str:
 
 
 def token_ids(text: str, tokenizer: Any) -> list[int]:
-    """Ids of the whole text, tokenized in one call without special tokens; UserError without a tokenizer (None)."""
+    """Ids of a piece of text, tokenized in one call without special tokens; UserError without a tokenizer (None)."""
+    require_tokenizer(tokenizer)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def prompt_ids(text: str, tokenizer: Any) -> list[int]:
+    """Ids of a whole prompt, with the special tokens that the tokenizer adds. A start token that the text itself begins
+    with is not added again. UserError without a tokenizer (None)."""
+    require_tokenizer(tokenizer)
+    start_token = getattr(tokenizer, "bos_token", None)
+    is_started = bool(start_token) and text.startswith(start_token)
+    return list(tokenizer(text, add_special_tokens=not is_started, verbose=False)["input_ids"])
+
+
+def start_ids(tokenizer: Any) -> list[int]:
+    """Ids that the tokenizer puts before every text: one for Llama or Gemma, none for Qwen2.5 or SmolLM2.
+
+    Raises UserError without a tokenizer (None), and for one whose special tokens do not stand around the text.
+    """
+    whole, plain = prompt_ids(PROBE, tokenizer), token_ids(PROBE, tokenizer)
+    for first in range(len(whole) - len(plain) + 1):
+        if whole[first : first + len(plain)] == plain:
+            return whole[:first]
+    raise UserError(
+        f"the tokenizer makes {whole} of {PROBE!r} and {plain} without special tokens: where its special tokens stand "
+        "cannot be told; give the model another tokenizer"
+    )
+
+
+def require_tokenizer(tokenizer: Any) -> None:
+    """Raise UserError without a tokenizer (None)."""
     if tokenizer is None:
         raise UserError(
             "this model has no tokenizer, so it cannot read text: choose one that has, such as smollm2-135m"
         )
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def corpus_ids(corpus: CorpusConfig, data: DataConfig, tokenizer: Any) -> list[int]:
@@ -91,8 +124,9 @@ def corpus_ids(corpus: CorpusConfig, data: DataConfig, tokenizer: Any) -> list[i
 
 
 def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]:
-    """The first `calibration.num_tokens` ids of the calibration text; UserError where it is shorter."""
-    ids = token_ids(calibration_text(calibration), tokenizer)
+    """`calibration.num_tokens` ids: the tokenizer's start, and the first of the calibration text. UserError where it
+    is shorter."""
+    ids = [*start_ids(tokenizer), *token_ids(calibration_text(calibration), tokenizer)]
     if len(ids) < calibration.num_tokens:
         raise UserError(f"calibration.num_tokens={calibration.num_tokens}: the calibration text has {len(ids)} tokens")
     return ids[: calibration.num_tokens]
@@ -108,16 +142,27 @@ def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) ->
 
 
 def window_ids(
-    ids: Sequence[int], *, seq_len: int, num_windows: int, offset: int, setting: str = "seq_len"
+    ids: Sequence[int],
+    *,
+    seq_len: int,
+    num_windows: int,
+    offset: int,
+    start: Sequence[int] = (),
+    setting: str = "seq_len",
 ) -> list[list[int]]:
-    """`num_windows` windows of `seq_len` ids that follow one another from token `offset`.
+    """`num_windows` windows of `seq_len` ids: each the `start`, then ids of the text, which follow one another from
+    token `offset`.
 
-    setting: the setting of their length, for the error. Raises UserError where the text is too short.
+    setting: the setting of their length, for the error. Raises UserError where the text is too short, or a window has
+    no room for text.
     """
-    needed = offset + seq_len * num_windows
-    if len(ids) < needed:
+    of_text = seq_len - len(start)
+    if of_text < 1:
+        raise UserError(f"{setting}={seq_len}: must be above {len(start)}, the tokens with which every text starts")
+    stop = offset + of_text * num_windows
+    if len(ids) < stop:
         raise UserError(
-            f"num_windows={num_windows} of {setting}={seq_len} from token {offset} need {needed} tokens, "
+            f"num_windows={num_windows} of {setting}={seq_len} from token {offset} need {stop} tokens, "
             f"but the text has {len(ids)}: lower them, or choose a longer text"
         )
-    return [list(ids[start : start + seq_len]) for start in range(offset, needed, seq_len)]
+    return [[*start, *ids[first : first + of_text]] for first in range(offset, stop, of_text)]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.data.text import calibration_ids, corpus_ids, first_window_offset
+from harness.data.text import calibration_ids, corpus_ids, first_window_offset, start_ids
 from harness.errors import UserError, refused
 from harness.files import cache_dir
 from harness.model.attach import Attached, PromptPass, attach
@@ -461,7 +461,8 @@ def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
     if num_tokens > loaded.max_length:
         raise UserError(f"analysis.num_tokens={num_tokens}: {loaded.name} takes at most {loaded.max_length} tokens")
     offset = first_window_offset(config.corpus, config.calibration)
-    ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)[offset:]
+    text = corpus_ids(config.corpus, config.data, loaded.tokenizer)[offset:]
+    ids = [*start_ids(loaded.tokenizer), *text]
     if len(ids) < num_tokens:
         raise UserError(
             f"analysis.num_tokens={num_tokens}: the text has {len(ids)} tokens from token {offset} on; choose a "

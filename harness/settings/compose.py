@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -32,6 +32,9 @@ from harness.settings import own_method, schema, systems
 from harness.settings.config import CODEC_WORDS, CPU_DTYPE, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.experiment import Experiment, find
 from harness.settings.schema import build, group, is_group, kind_of, options, path_text, setting_of
+
+if TYPE_CHECKING:
+    from methods.base import Method
 
 OF_THE_CODEC = ("codec", "value_codec", "rotation", "key_groups")
 DEFAULTS = ("group_size", "residual", "device_rows", "prefetch")
@@ -302,22 +305,45 @@ def _take_codec(settings: dict[str, Any]) -> None:
 
 
 def _take_size(settings: dict[str, Any]) -> None:
-    """Read `size=nearest:0.16`, under which a method without a size runs at its own."""
-    size = settings.get("size")
-    if not isinstance(size, str):
+    """Read `size`: a share of the full cache such as 0.16 or 16%, or the nearest possible one, `nearest:0.16`.
+
+    The full cache has no size to set and runs as it is, so that a sweep may name it. Under `nearest` so does every
+    method without a size, such as a codec's preset.
+    """
+    given = settings.get("size")
+    if given is None:
         return
-    rule, _, share = size.partition(":")
+    sizing, share = "exact", given
+    if isinstance(given, str):
+        rule, _, words = given.rpartition(":")
+        share = _share_in(words)
+        if share is None or rule not in ("", "nearest"):
+            raise UserError(f"size={given}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16")
+        sizing = rule or sizing
+    method = settings["method"]
+    is_full_cache = method.reads_all and settings.get("codec") is None
+    if is_full_cache or (sizing == "nearest" and not _has_size(method)):
+        share, sizing = None, "exact"  # the same run at every size
+    settings |= {"size": share, "sizing": sizing}
+
+
+def _share_in(words: str) -> float | None:
+    """The number in `0.16` or `16%`; None where there is none."""
+    is_percent = words.endswith("%")
     try:
-        number: float | None = float(share)
+        number = float(words.removesuffix("%"))
     except ValueError:
-        rule = ""
-    if rule != "nearest":
-        raise UserError(f"size={size}: must be a share of the full cache such as 0.16, or nearest:0.16")
+        return None
+    return number / 100 if is_percent else number
+
+
+def _has_size(method: Method) -> bool:
+    """Whether a method can be set to a size."""
     try:
-        settings["method"].with_size(1.0)
+        method.with_size(1.0)
     except ValueError:
-        number = None  # the same run at every size
-    settings |= {"size": number, "sizing": "nearest"}
+        return False
+    return True
 
 
 def _check_experiment(config: RunConfig, experiment: Experiment, given: set[str]) -> None:

@@ -328,7 +328,8 @@ class RunConfig:
     channel. rotation: applied to a vector before an integer codec. residual: number of last tokens that stay exact, on
     the device. device_rows: rows of each layer and KV head that stay on the device, in times of what a step reads at
     most. prefetch: rows that a query made in the layer before would select cross the link early. size: the share of the
-    full cache that a decode step is to read; sizing: `nearest` for `size=nearest:SHARE`. link_gbps, max_kl: bounds of a
+    full cache, of the layers that see every token, that a decode step is to read; sizing: `nearest` for
+    `size=nearest:SHARE`. link_gbps, max_kl: bounds of a
     frontier, in 10^9 bytes/s and nats. tracker: gets a copy of the record.
     """
 
@@ -380,7 +381,7 @@ class RunConfig:
             try:
                 self.method.with_size(self.size)
             except ValueError as error:
-                raise UserError(f"size={self.size}: {error}") from error
+                raise UserError(f"size={self.size}: {error}; size=nearest:{self.size} runs it as it is") from error
         self._check_codecs()
 
     @property

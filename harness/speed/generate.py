@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.data.text import token_ids
+from harness.data.text import prompt_ids
 from harness.decoding import Draft
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -87,7 +87,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
     tokens, or a sequence longer than the model's limit.
     """
     assert config.prompt is not None, "parse() asks for it"
-    ids = token_ids(config.prompt, loaded.tokenizer)
+    ids = prompt_ids(config.prompt, loaded.tokenizer)
     total = len(ids) + config.max_new_tokens
     if not ids or total > loaded.max_length:
         raise UserError(
@@ -114,7 +114,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 pinned=platform.pinned,
             )
             with closing(session):
-                write(loaded.tokenizer.decode(ids))  # type: ignore[union-attr]
+                write(config.prompt)
                 continuation = _Continuation(config, loaded.tokenizer.eos_token_id)  # type: ignore[union-attr]
                 text, times = _stream(session, ids, continuation, loaded.tokenizer, write, weights)
                 session.drain()
@@ -156,6 +156,8 @@ def _stream(
     """Write the text as it grows. Returns it, with the number of tokens, the times of prefill and decoding, and the
     bytes of weights that the decode steps streamed."""
     prompt = torch.tensor([ids], device=session.attached.device)
+    last = list(ids[-1:])
+    before = str(tokenizer.decode(last))
     began = time.perf_counter()
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
     of_prompt = weights.num_bytes if weights else 0
@@ -165,7 +167,8 @@ def _stream(
         if text.ends_itself():  # the end-of-text token is no part of the text
             text.tokens.pop()
             break
-        so_far = str(tokenizer.decode(text.tokens))
+        # Behind the prompt's last token, as some tokenizers drop the space at the beginning of a text.
+        so_far = str(tokenizer.decode([*last, *text.tokens])).removeprefix(before)
         so_far = so_far.rstrip("\ufffd")  # without a character whose bytes are not all there yet
         write(so_far.removeprefix(shown))
         shown = so_far

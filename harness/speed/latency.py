@@ -16,7 +16,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from harness.data.text import offline_text, token_ids
+from harness.data.text import offline_text, start_ids, token_ids
 from harness.errors import UserError
 from harness.files import cache_dir
 from harness.model.attach import Attached, attach, prompt_bytes
@@ -120,13 +120,16 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
-    """Prompts int64 [batch, prompt]: the offline text after the tokens that calibrate, repeated where it ends; random
-    ids where the model has no tokenizer."""
+    """Prompts int64 [batch, prompt]: each the tokenizer's start, then offline text after the tokens that calibrate,
+    repeated where it ends; random ids where the model has no tokenizer."""
     batch, length = config.latency.batch_size, config.latency.prompt_len
     if loaded.tokenizer is None:
         return random_ids(loaded, batch, length, config.seed)
-    ids = torch.tensor(token_ids(offline_text(), loaded.tokenizer))
-    return ids[(config.calibration.num_tokens + torch.arange(batch * length)) % len(ids)].view(batch, length)
+    start = torch.tensor(start_ids(loaded.tokenizer), dtype=torch.long)[:length]
+    text = torch.tensor(token_ids(offline_text(), loaded.tokenizer))
+    of_text = length - len(start)
+    places = (config.calibration.num_tokens + torch.arange(batch * of_text)) % len(text)
+    return torch.cat([start.expand(batch, -1), text[places].view(batch, of_text)], 1)
 
 
 def random_ids(loaded: LoadedModel, batch: int, length: int, seed: int) -> Tensor:

@@ -74,12 +74,14 @@ NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
 SIZE = Column("size", "size (%)", 100, 1)
 """Share of the full cache that a decode step reads, and moves over the link if the cache is offloaded."""
+UNMET_SIZE = Column("unmet_size", "size asked for (%)", 100, 1)
+"""Where a run has another size than was asked for by more than a tenth of that: the size that was asked for."""
 DEVICE_FRAC = Column("device_frac", "read on device (%)", 100, 1)
 RESIDENT_FRAC = Column("resident_frac", "kept on device (%)", 100, 1)
 OF_SOME_RUNS = (
     Column("link_frac", "over the link (%)", 100, 1),
     Column("hit_frac", "found on device (%)", 100, 1),
-    Column("window_frac", "size in local windows (%)", 100, 1),
+    Column("window_frac", "whole cache in local windows (%)", 100, 1),
     Column("recurrent_bytes", "recurrent state (MiB)", 1 / MIB, 2),
     Column("latent_bytes", "latent per token (KiB)", 1 / 1024, 2),
 )
@@ -97,7 +99,7 @@ TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
 ACCURACY = (
     EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
     Column("task"),
-    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_CONTEXTS, NUM_FEWSHOT, SEQ_LEN, SIZE,
+    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_CONTEXTS, NUM_FEWSHOT, SEQ_LEN, SIZE, UNMET_SIZE,
     Column("size_artifact", "size as the artifact counts it (%)", 100, 1),
     DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, REPEATS_STDERR, SOURCE, SHIPPED, RUN_ID,
 )  # fmt: skip
@@ -128,7 +130,7 @@ LATENCY = (
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     LINK_BYTES_PER_S,
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
-    SIZE, DEVICE_FRAC, SHIPPED, RUN_ID, *SEGMENTS,
+    SIZE, UNMET_SIZE, DEVICE_FRAC, SHIPPED, RUN_ID, *SEGMENTS,
 )  # fmt: skip
 ANALYSIS = (
     EXPERIMENT, MODEL, Column("series"), LAYER, X_NAME, Column("x", "x", 1, 3),
@@ -176,7 +178,7 @@ TABLES: Mapping[str, Sequence[Column]] = {
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
 OPTIONAL = (
-    *(column.name for column in (*OF_SOME_RUNS, REPEATS_STDERR, NUM_CONTEXTS, NUM_WINDOWS)),
+    *(column.name for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS)),
     *(f"{task.name}_{NUM_CONTEXTS.name}" for task in BOARD_TASKS),
 )
 """Columns that a table may lack; an older table lacks the numbers of contexts."""

@@ -35,6 +35,7 @@ from harness.tables.columns import (
     SETTINGS,
     SIZE,
     STEP,
+    UNMET_SIZE,
     Column,
     TableRow,
     grouped,
@@ -69,7 +70,7 @@ BRIEF = (
 )
 """Metrics of `METRICS` that a terminal shows."""
 BRIEF_SPEED = ("prefill_s", "tokens_per_s", "step_p50_s", "h2d_bytes", "peak_device_bytes")
-BRIEF_SHAPE = ("batch_size", "prompt_len", "gen_len", "size")
+BRIEF_SHAPE = ("batch_size", "prompt_len", "gen_len", "size", "unmet_size")
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
 OWN = "*"
@@ -220,7 +221,8 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         size = min(row["size"] or 0 for row in cells.values())
         return (size < 1, label, size, max(row["seq_len"] or 0 for row in cells.values()), settings)  # full cache first
 
-    sizes = [SIZE, *(each for each in (*OF_SOME_RUNS, DEVICE_FRAC, RESIDENT_FRAC) if has_any(rows, each))]
+    beside = (UNMET_SIZE, *OF_SOME_RUNS, DEVICE_FRAC, RESIDENT_FRAC)
+    sizes = [SIZE, *(each for each in beside if has_any(rows, each))]
     return Sheet(
         title,
         [LABEL.heading, SETTINGS.heading, *(each.heading for each in sizes), *headings.values()],
@@ -318,7 +320,7 @@ def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         return (size < 1, row["label"], row["batch_size"], row["prompt_len"], row["gen_len"], size, row["settings"])
 
     words = [LABEL, SETTINGS] if any(row["settings"] for row in rows) else [LABEL]
-    numbers = [SIZE, DEVICE_FRAC, *(each for each in LATENCY if each.digits is not None)]
+    numbers = [SIZE, UNMET_SIZE, DEVICE_FRAC, *(each for each in LATENCY if each.digits is not None)]
     shown = [each for each in dict.fromkeys(numbers) if each == SIZE or has_any(rows, each)]
     lines = [
         [row[each.name] or MISSING for each in words] + [each.show(row.get(each.name)) for each in shown]

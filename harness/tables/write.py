@@ -35,7 +35,7 @@ from harness.records.samples import (
     of_windows,
 )
 from harness.settings.experiment import find, foreign_settings
-from harness.settings.schema import kind_of
+from harness.settings.schema import is_unmet, kind_of
 from harness.tables import leaderboard
 from harness.tables.columns import (
     BOARD,
@@ -119,9 +119,11 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
 
 
 def render_csv(columns: Sequence[Column], rows: Iterable[TableRow]) -> str:
-    """The rows under `columns` as CSV; other keys are left out."""
+    """The rows under `columns` as CSV; other keys are left out, and columns of some models or runs without a value."""
+    rows = list(rows)
+    shown = [column for column in columns if column.name not in OPTIONAL or has_any(rows, column)]
     text = io.StringIO()
-    writer = csv.DictWriter(text, names(columns), restval="", extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, names(shown), restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
@@ -158,8 +160,7 @@ def _write(path: Path, shape: str, rows: TableRows, *, keep_empty: bool = True) 
         path.unlink(missing_ok=True)
         path.with_suffix(".md").unlink(missing_ok=True)
         return
-    columns = [column for column in TABLES[shape] if column.name not in OPTIONAL or has_any(rows, column)]
-    write_atomic(path, render_csv(columns, rows))
+    write_atomic(path, render_csv(TABLES[shape], rows))
     write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 
 
@@ -231,7 +232,7 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
     }
     metrics = record["metrics"]
     if record["table"] == "latency":
-        return [common | metrics]
+        return [common | metrics | {"unmet_size": _unmet_size(config, metrics)}]
     if record["table"] == "analysis":
         return [common | {"source": metrics["source"]} | point for point in metrics["points"]]
     return [common | row for row in _accuracy_rows(record, full)]
@@ -314,7 +315,14 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     shared = {"seq_len": seq_len, "source": "measured"}
     conditions = {key: entries.get(key, shared.get(key)) for key in CONDITIONS}
-    return shared | {"task": Path(name).name.translate(ROUND)} | conditions
+    task = {"task": Path(name).name.translate(ROUND), "unmet_size": _unmet_size(config, entries)}
+    return shared | task | conditions
+
+
+def _unmet_size(config: Mapping[str, Any], entries: Mapping[str, Any]) -> float | None:
+    """The size that was asked for, where the one that ran is another."""
+    asked: float | None = config.get("size")
+    return asked if is_unmet(asked, entries.get("size")) else None
 
 
 # The rows of each figure of speed. One cell serves several figures. Each model and machine has a sweep of its own.
