@@ -199,7 +199,7 @@ class PartialLogits(Tensor):
                 return guarded.as_subclass(Tensor)[args[1]]
             raise UserError(guarded.why)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartialLogits({tuple(self.shape)}: {self.why})"
 
     def _reads_hidden(self, index: Any) -> bool:
