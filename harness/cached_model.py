@@ -168,7 +168,7 @@ class MethodCache(ModelCache):
 
     update = update_conv_state = update_recurrent_state = get_mask_sizes = _refuse
     crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = fork = join = _refuse
-    __reduce_ex__ = __iter__ = __getitem__ = _refuse  # type: ignore[assignment]
+    __reduce_ex__ = __iter__ = __getitem__ = _refuse
 
 
 class PartialLogits(Tensor):
