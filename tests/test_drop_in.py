@@ -21,7 +21,7 @@ from transformers import DynamicCache, TextIteratorStreamer, pipeline
 import harness
 from harness.cached_model import CachedModel
 from harness.errors import UserError
-from harness.model.attach import attach
+from harness.model.attach import attach, run_prompt
 from harness.model.tiny import tiny_model
 
 NEW = 6
@@ -424,17 +424,13 @@ def test_nothing_works_after_the_block(model, attached):
 
 def test_caches_are_freed_with_their_last_reference_and_at_the_end(model, attached):
     ids, _ = prompts(24)
-    closed = []
-    with attached() as cached:
+    with attached():
         out = model(ids)
         first = out.past_key_values.session
-        first.close = lambda: closed.append("first")
         out = model(ids)
-        del first
-        assert len(cached._caches) == 1
-        session = out.past_key_values.session
-        assert session.stores[0].slots.numel() > 0
-    assert not session.caches and out.past_key_values.session is None
+        second = out.past_key_values.session
+        assert second.caches and not first.caches
+    assert not second.caches and out.past_key_values.session is None
 
 
 # Threads
@@ -548,21 +544,29 @@ def test_a_thread_that_outlives_the_block_is_told(model, attached):
     assert len(said) == 1 and "the block of harness.attach has ended" in said[0]
 
 
-def test_a_bare_call_beside_a_run_is_refused(model):
-    """It would take that run's cache for its own."""
-    ids, _ = prompts(24)
+def test_a_bare_call_in_the_middle_of_anothers_pass_is_refused(model):
+    """It would go through that pass's attention and write to its cache."""
+    ids, real = prompts(24)
     said: list[str] = []
 
     def use() -> None:
         try:
-            model(ids)
+            model(ids[:, :9])
         except UserError as error:
             said.append(str(error))
 
-    with attach(model):
+    def call_meanwhile(*_) -> None:
         thread = threading.Thread(target=use)
         thread.start()
         thread.join()
+
+    with attach(model) as under:
+        expected = run_prompt(under, ids, real.bool()).hidden
+        hook = model.model.layers[1].register_forward_pre_hook(call_meanwhile)
+        try:
+            assert torch.equal(run_prompt(under, ids, real.bool()).hidden, expected)
+        finally:
+            hook.remove()
     assert len(said) == 1 and "wait until the run that attached it has ended" in said[0]
 
 
