@@ -185,7 +185,7 @@ def check_module(module: str, arguments: list[str]) -> None:
 def small_model(monkeypatch, tmp_path):
     """`harness.load` gives a tiny model and short texts, so that the Python examples run as they stand."""
     network = tiny_model("llama", num_key_value_heads=2, num_hidden_layers=30, max_position_embeddings=2048)
-    short = {"num_windows": 1, "seq_len": 96, "prefill_len": 48, "too_long": "truncate", "calibration.num_tokens": 64}
+    short = {"num_windows": 1, "seq_len": 256, "prefill_len": 128, "too_long": "truncate", "calibration.num_tokens": 64}
     settings = short | {"results_dir": str(tmp_path / "results"), "platform.link_gbps": 1}
     load = harness.load
     monkeypatch.setattr(harness, "load", lambda name: load(network, byte_tokenizer(), **settings), raising=False)
