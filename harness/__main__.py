@@ -5,14 +5,23 @@ It lies above all other modules: it hands the figures of `plots` to `harness`, w
 
 import sys
 
-from harness.errors import interruptible
+from harness.errors import USERS, interruptible, missing
+
+OWN = ("harness", "methods", "plots")
+"""The packages of this project."""
 
 
 def main() -> int:
     """The command line; imported when it is called, so that Ctrl-C meanwhile is no traceback."""
-    from harness.launch.cli import main
-    from plots import draw_figures
-
+    try:
+        from harness.launch.cli import main
+        from plots import draw_figures
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in OWN:
+            raise
+        installs = "`make setup` installs all into .venv, `pip install .` into this Python"
+        print(f"error: {sys.executable}: {missing(error)}; {installs}", file=sys.stderr)
+        return USERS
     return main(sys.argv[1:], draw=draw_figures)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar, get_args
 
-from harness.data.text import offline_text
+from harness.data.text import named_text
 from harness.errors import UserError
 from harness.files import text_sha256
+from harness.model.load import tokenizer_of_random
 from harness.records import inputs
 from harness.resources import Resources
 from harness.settings.config import OFFLINE_TASKS, TASKS, RunConfig, Statistic
@@ -69,6 +70,9 @@ class Tasks(Experiment):
     memory_settings = ("num_fewshot",)
 
     def check(self, config: RunConfig) -> None:
+        if config.model.weights == "random" and tokenizer_of_random(config.model) is None:
+            lacks = f"kind={config.kind} reads text, and there is no tokenizer for {config.model.name} here"
+            raise UserError(f"model.weights=random: {lacks}; random token ids serve kind=perplexity and others")
         if {*config.tasks} <= {*TASKS} and (config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}):
             return  # spares loading lm-eval
         from harness.data.tasks import check_names, plan
@@ -140,7 +144,8 @@ class Latency(Experiment):
         check_live(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
-        return inputs.calibration(config.calibration) | {"prompt": text_sha256(offline_text())}
+        prompt = named_text(config.calibration.name)
+        return inputs.calibration(config.calibration) | {"prompt": text_sha256(prompt)}
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.speed.latency import run_latency

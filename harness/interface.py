@@ -11,6 +11,7 @@ where method and lengths do not allow it, or "nearest:0.16", the nearest that th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from harness.launch.runner import run as start
 from harness.model.attach import attach as attach_decoder
 from harness.model.load import LoadedModel, from_memory
 from harness.offload.weights import streamed_weights
+from harness.progress import bar, quietly
 from harness.records.record import read_record
 from harness.records.samples import full_runs
 from harness.resources import Resources
@@ -35,10 +37,11 @@ from harness.settings.compose import load as load_settings
 from harness.settings.compose import override
 from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.schema import options
-from harness.setup import Setup, calibrated, codec_of, tokenized
+from harness.setup import Setup, calibrated, codec_of, sized_on_text, tokenized
 from harness.speed.generate import Generated, run_generate
 from harness.speed.latency import compute_threads, two_memories
 from harness.tables.write import with_rows
+from methods.base import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,71 +110,98 @@ class Model:
         return config if loaded is None else replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
 
     def generate(
-        self, prompt: str, method: str = "infinigen", size: float | str | None = None, **settings: Any
+        self,
+        prompt: str,
+        method: str = "infinigen",
+        size: float | str | None = None,
+        quiet: bool = False,
+        **settings: Any,
     ) -> Generated:
         """Continue a prompt with a method's live cache, greedily unless a temperature is set.
 
-        method: a name of `conf/method` or a file. settings: such as max_new_tokens=64, placement="device",
-            temperature=0.7, top_p=0.9, seed=1.
+        method: a name of `conf/method` or a file. quiet: show no progress bar. settings: such as max_new_tokens=64,
+            placement="device", temperature=0.7, top_p=0.9, seed=1.
 
         Returns:
             Text, tokens/s and bytes over the link, which `print` shows.
         """
         config = self.configured(experiment="generate", prompt=prompt, method=method, size=size, **settings)
-        with users_faults(config):
-            return run_generate(config, self.resources.model(config.model), lambda piece: None)
+        steps = 1 + config.max_new_tokens  # the prompt's pass, and a step for each token
+        with users_faults(config), quietly(quiet), bar(total=steps, desc="generate", unit="step") as shown:
+            return run_generate(config, self.resources.model(config.model), lambda piece: shown.update())
 
     def perplexity(
         self,
         text: str | Path | None = None,
         methods: Sequence[str] = ("full", "infinigen"),
         size: float | str | None = None,
+        quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
         """Perplexity of a text, and the KL to the full cache, under each method.
 
-        text: a UTF-8 file; None takes the offline text. settings: such as num_windows=2, seq_len=1024.
+        text: a UTF-8 file; None takes the offline text. quiet: print no lines and no progress bars on stderr. settings:
+            such as num_windows=2, seq_len=1024.
         Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(methods, size, {"experiment": "perplexity", "corpus.path": text}, settings)
+        return self._measured(methods, size, {"experiment": "perplexity", "corpus.path": text}, settings, quiet)
 
     def tasks(
         self,
         tasks: Sequence[str],
         methods: Sequence[str] = ("full", "infinigen"),
         size: float | str | None = None,
+        quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
         """lm-eval's tasks under each method.
 
-        tasks: names of tasks and groups. settings: such as data="hub", num_samples=50, num_fewshot=5, temperature=0.6,
-            repeats=4.
+        tasks: names of tasks and groups. quiet: as of `perplexity`. settings: such as data="hub", num_samples=50,
+            num_fewshot=5, temperature=0.6, repeats=4.
         Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(methods, size, {"experiment": "tasks", "tasks": list(tasks)}, settings)
+        return self._measured(methods, size, {"experiment": "tasks", "tasks": list(tasks)}, settings, quiet)
 
     def turns(
         self,
         tasks: Sequence[str],
         methods: Sequence[str] = ("full", "infinigen"),
         size: float | str | None = None,
+        quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
         """Several questions to one cache, known and unknown when a method reduced it, as `experiment=turns`.
 
         The arguments are those of `tasks`. Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(methods, size, {"experiment": "turns", "tasks": list(tasks)}, settings)
+        return self._measured(methods, size, {"experiment": "turns", "tasks": list(tasks)}, settings, quiet)
 
     def _measured(
-        self, methods: Sequence[str], size: float | str | None, run: Mapping[str, Any], settings: Mapping[str, Any]
+        self,
+        methods: Sequence[str],
+        size: float | str | None,
+        run: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        quiet: bool,
     ) -> pd.DataFrame:
+        def say(line: str) -> None:
+            if not quiet:
+                print(line, file=sys.stderr, flush=True)
+
         records = []
-        for method in methods:
+        for number, method in enumerate(methods, 1):
             config = self.configured(method=method, size=size, **run, **settings)
-            path = start(Run.of(config, self.resources), self.resources, say=lambda line: None)
+            todo = Run.of(config, self.resources)
+            is_new = not todo.is_finished()
+            if is_new:
+                say(f"{todo.title}: running, {number} of {len(methods)}")
+            with quietly(quiet):
+                path = start(todo, self.resources, say=say)
             report([path])
-            records.append(read_record(path))
+            record = read_record(path)
+            if is_new:
+                say(f"{todo.title}: took {record['seconds']:.0f} s; {path}")
+            records.append(record)
         return frame(records)
 
 
@@ -248,18 +278,21 @@ def attach(
             model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
         config = model.configured(experiment="generate", prompt="-", method=method, size=size, **settings)
         loaded, platform = model.loaded, config.platform
-        needs_tokenizer = config.method.needs_calibration or config.method.rereads
-        if needs_tokenizer and loaded.tokenizer is None:
+        needs_tokenizer = config.method.needs_calibration or config.method.rereads or config.size_is_measured
+        if needs_tokenizer and loaded.reader is None:
             loaded.tokenizer = _tokenizer_of(loaded, method)
         stack.enter_context(compute_threads(attached.device))
-        calibration = calibrated(config, config.method, loaded, attached)
-        setup = Setup(tokenized(config.method, loaded), codec_of(config), calibration)
+        chosen, size = config.method, config.size
+        if config.size_is_measured:  # once, on a text of which half is the prompt, instead of in each call
+            chosen, size = sized_on_text(config, loaded, attached, [Row(1, 1, 2)]), None
+        calibration = calibrated(config, chosen, loaded, attached)
+        setup = Setup(tokenized(chosen, loaded), codec_of(config), calibration)
         _, link = stack.enter_context(two_memories(config, attached))
         stack.enter_context(streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned))
         cached = CachedModel(
             attached,
             setup.method,
-            size=config.size,
+            size=size,
             nearest=config.sizing == "nearest",
             codec=setup.codec,
             calibration=setup.calibration,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+import torch
 from torch import Tensor
 
 from harness.data.text import calibration_ids, token_ids
@@ -15,9 +17,12 @@ from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.replay import ReplaySession
 from harness.settings.config import RunConfig
-from harness.sizes import sized_as_stored
+from harness.sizes import TOLERANCE, sized_as_stored
 from methods.base import Calibration, Method, Row
 from methods.codec import TURBO_BITS, AnyCodec, ChannelCodec, Codec, RowCodec, SplitCodec, TurboCodec
+
+MEASUREMENTS = 14
+"""Passes over the calibration text that look for a size, at most."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +64,83 @@ def prepare(
 
     decode_rows: lists the rows that `size` is to be met on; called only where it is set.
     """
-    method, codec = config.method, codec_of(config)
-    if config.size is not None:
-        nearest = config.sizing == "nearest"
-        method = sized_as_stored(method, codec, attached.geometry, decode_rows(), config.size, nearest=nearest)
+    if config.size is None:
+        return _setup(config, config.method, loaded, attached)
+    if config.size_is_measured:
+        return _setup(config, sized_on_text(config, loaded, attached, decode_rows()), loaded, attached)
+    nearest = config.sizing == "nearest"
+    method = sized_as_stored(
+        config.method, codec_of(config), attached.geometry, decode_rows(), config.size, nearest=nearest
+    )
+    return _setup(config, method, loaded, attached)
+
+
+def _setup(config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached) -> Setup:
     calibration = calibrated(config, method, loaded, attached)
-    return Setup(tokenized(method, loaded), codec, calibration, config.device_rows, config.prefetch)
+    return Setup(tokenized(method, loaded), codec_of(config), calibration, config.device_rows, config.prefetch)
+
+
+def sized_on_text(config: RunConfig, loaded: LoadedModel, attached: Attached, rows: Sequence[Row]) -> Method:
+    """The method of `config`, whose reads depend on the data, with the setting whose size is nearest to `config.size`
+    on the calibration text.
+
+    Bisection over the number that `with_size` takes: each step replays the text and takes the size that was read. Its
+    prompt has the same share of it as the prompts of `rows` have of their sequences. Raises UserError where nothing
+    lands within `TOLERANCE` and `nearest` was not asked for, and where the method allows no size.
+    """
+    target = config.size
+    assert target is not None, "asked for by the caller"
+    ids = calibration_ids(config.calibration, loaded.reader)[: loaded.max_length]
+    share_of_prompt = fmean(row.prompt / row.final for row in rows)
+    prompt = min(max(1, round(share_of_prompt * len(ids))), len(ids) - 2)
+
+    def size_of(number: float) -> float:
+        setup = _setup(config, config.method.with_size(number), loaded, attached)
+        return _size_on(ids, prompt, setup, attached)
+
+    whole = Row(prompt, prompt, len(ids))
+    what = f"size={target:g}: method {config.method.title or config.method_name}"
+    try:
+        low, high = config.method.min_size(whole), 1.0
+        measured = {low: size_of(low), high: size_of(high)}
+        for _ in range(MEASUREMENTS - 2):
+            best = min(measured, key=lambda number: abs(measured[number] - target))
+            if abs(measured[best] - target) < TOLERANCE / 4:
+                break
+            middle = (low + high) / 2
+            measured[middle] = size_of(middle)
+            low, high = (middle, high) if measured[middle] < target else (low, middle)
+    except ValueError as error:
+        raise UserError(f"{what} cannot be sized so: {error}") from error
+    best = min(measured, key=lambda number: abs(measured[number] - target))
+    if abs(measured[best] - target) > TOLERANCE and config.sizing != "nearest":
+        least, most = min(measured.values()), max(measured.values())
+        found = f"the nearest size measured on the calibration text is {measured[best]:.3f}"
+        raise UserError(f"{what}: {found}, of {least:.3f} to {most:.3f}; size=nearest:{target:g} takes it")
+    return config.method.with_size(best)
+
+
+@torch.inference_mode()
+def _size_on(ids: Sequence[int], prompt: int, setup: Setup, attached: Attached) -> float:
+    """The size that a method reads in the rows of one sequence after its prompt."""
+    tokens = torch.tensor([ids], device=attached.device)
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    session = setup.replay(attached, torch.tensor([len(ids)], device=attached.device), len(ids))
+    session.prefill(tokens[:, :prompt], real[:, :prompt])
+    session.decode(tokens[:, prompt:-1], real[:, prompt:-1])
+    return session.reads.size
 
 
 def tokenized(method: Method, loaded: LoadedModel) -> Method:
     """The method with its texts as token ids of the model; UserError where it has texts and the model no tokenizer."""
 
     def encode(text: str) -> list[int]:
-        if loaded.tokenizer is None:
+        if loaded.reader is None:
             raise UserError(
                 f"method {method.label}: its instructions are text, and {loaded.name} has no tokenizer; choose a model "
                 "that has one, or give token ids, such as method.instruction=[5,6]"
             )
-        return token_ids(text, loaded.tokenizer)
+        return token_ids(text, loaded.reader)
 
     return method.tokenized(encode)
 
@@ -89,7 +153,7 @@ def calibrated(config: RunConfig, method: Method, loaded: LoadedModel, attached:
     if num_tokens > loaded.max_length:
         limit = f"{loaded.name} takes at most {loaded.max_length} tokens"
         raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
-    ids = calibration_ids(config.calibration, loaded.tokenizer)
+    ids = calibration_ids(config.calibration, loaded.reader)
     return cached_calibration(attached, method, ids, loaded.fingerprint, cache_dir() / "calibration")
 
 

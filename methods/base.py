@@ -209,8 +209,15 @@ class Method:
         return 0
 
     def with_size(self, frac: float) -> Self:
-        """This method sized by one number in (0, 1]. Raises ValueError where the method has no such number."""
-        raise ValueError(f"method {type(self).__name__} has no size to set: it reads the same share always")
+        """This method sized by one number in (0, 1]. Raises ValueError where the method has no such number.
+
+        The size that is read must grow with the number, but need not be equal to it: exempt layers and codecs come on
+        top. The harness looks for the number, by `tokens_read` where it says the size, else by measuring it.
+        """
+        no_size = f"method {type(self).__name__} has no size to set: it reads the same share always"
+        raise ValueError(
+            f"{no_size}; size=nearest:{frac:g} runs it as it is, and with_size gives it one (CONTRIBUTING.md)"
+        )
 
     def min_size(self, row: Row) -> float:
         """Least number for `with_size` that a sequence with this prompt and T allows. Raises ValueError if none."""

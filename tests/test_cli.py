@@ -60,6 +60,18 @@ def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     assert {path.name for path in Path().iterdir()} == {"results"}
 
 
+def test_a_sweep_with_a_size_runs_the_full_cache_as_it_is(runs, capsys):
+    assert main(["-m", "method=full,infinigen,h2o", "size=0.1"]) == 0
+    assert [(config.method_name, config.size) for config in runs.configs] == [
+        ("full", None), ("infinigen", 0.1), ("h2o", 0.1),
+    ]  # fmt: skip
+    assert main(["method=full", "size=0.1"]) == main(["method=full"]) == 0
+    assert len(runs.configs) == 3, "one run, whatever size is given"
+    assert main(["-m", "method=int4,h2o", "size=0.2"]) == 2
+    assert "size=0.2: method Full has no size to set" in capsys.readouterr().err
+    assert main(["-m", "method=int4,h2o", "size=nearest:0.2"]) == 0
+
+
 def test_help_lists_methods_and_systems(runs, capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
@@ -190,6 +202,13 @@ def test_a_terminal_of_ascii_shows_any_name(runs, monkeypatch):
         assert main(["method=größer"]) == 2
     terminal.flush()
     assert written.getvalue().count(rb"gr\xf6\xdfer") == 3
+
+
+def test_without_the_environment_one_line_says_what_installs_it(tmp_path):
+    command = [sys.executable, "-S", ROOT / "run.py", "method=full"]  # without site-packages
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert "needs the Python package hydra, which is not installed; `make setup`" in done.stderr
 
 
 def test_entry_point(tmp_path):

@@ -118,6 +118,17 @@ def test_automatic_settings_of_a_task(given, prefill, num_samples):
     assert [config.num_samples_of(task) for task in config.tasks] == num_samples
 
 
+@pytest.mark.parametrize(
+    ("given", "prefill"),
+    [(["method=h2o"], "artifact"), (["method=h2o", "size=0.2"], "dense"), (["method=fp8"], "artifact"),
+     (["method=h2o", "size=nearest:0.2"], "dense"), (["method=fp8", "size=nearest:0.2"], "dense"),
+     (["method=h2o", "size=0.2", "prefill=question"], "question"), (["method=full", "size=0.2"], "artifact")],
+)  # fmt: skip
+def test_a_task_with_a_size_has_a_dense_prompt_which_the_size_does_not_move(given, prefill):
+    """But for the full cache, which has no size, and whose scores do not depend on where the prompt ends."""
+    assert load(["experiment=tasks", *given]).prefill_of("copa") == prefill
+
+
 def test_a_given_source_replaces_name_and_shape(tmp_path):
     (folder := tmp_path / "My-Model.v2").mkdir()
     model = load(["model=opt-6.7b", f"model.path={folder}"]).model

@@ -72,6 +72,35 @@ def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
     assert made == {model.loaded.fingerprint}, "the weights in memory are a run's identity"
 
 
+def test_a_run_says_on_stderr_where_it_is_unless_it_is_to_be_quiet(model, capsys):
+    methods = ["full", "streaming"]
+    model.perplexity(methods=methods, size=0.7)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "perplexity Full cache: running, 1 of 2"
+    assert lines[1].startswith("perplexity Full cache: took ") and lines[1].endswith("record.json")
+    assert lines[2] == "perplexity Streaming at 0.7: running, 2 of 2" and len(lines) == 4
+    model.perplexity(methods=methods, size=0.7)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("finished before, skipped" in line for line in said)
+    model.perplexity(methods=methods, size=0.8, quiet=True)
+    model.tasks(["kv_recall"], methods=["full"], num_samples=2, too_long="truncate", quiet=True)
+    model.generate(PROMPT, method="full", max_new_tokens=2, quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bars_are_shown_in_terminals_and_notebooks_unless_it_is_to_be_quiet(model, monkeypatch, capsys):
+    def shown(**settings):
+        model.generate(PROMPT, method="full", max_new_tokens=2, **settings)
+        return "generate" in capsys.readouterr().err
+
+    assert not shown(), "a file"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert shown() and not shown(quiet=True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert shown() and not shown(quiet=True)
+
+
 def test_tasks_name_their_metrics(model):
     frame = model.tasks(["kv_recall", "passkey"], methods=["full"], num_samples=2, too_long="truncate")
     assert {"kv_recall acc", "passkey acc"} <= set(frame.columns) and len(frame) == 1

@@ -20,6 +20,7 @@ from harness.model import load as models
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
+from harness.model.random_ids import RandomIds
 from harness.offload.links import open_link
 from harness.records.record import settings_id
 from harness.settings.compose import compose
@@ -45,7 +46,7 @@ FAST = 1e9
 
 CELL = [
     "experiment=latency", "model.weights=random", "batch_size=2", "prompt_len=40", "gen_len=12", "timed_steps=4",
-    "platform.link_gbps=1",
+    "platform.link_gbps=1", "calibration.num_tokens=40",
 ]  # fmt: skip
 
 
@@ -235,9 +236,9 @@ def test_refuses(overrides, message):
 
 @pytest.fixture
 def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
-    """Runs on a tiny model without a tokenizer, in an empty current folder."""
+    """Runs on a tiny model with random weights, in an empty current folder."""
     monkeypatch.chdir(tmp_path)
-    loaded = LoadedModel(tiny_gqa, None, "tiny", 512, "f" * 64)
+    loaded = LoadedModel(tiny_gqa, None, "tiny", 512, "f" * 64, random_ids=RandomIds(256, start=1))
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
 
 

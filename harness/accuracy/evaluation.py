@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TextIO
 
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
-from tqdm import tqdm
 
 from harness.accuracy.answers import Document, Request, Score, Written, generate, score
 from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
@@ -32,6 +31,7 @@ from harness.data.tasks import COMPLAINTS, FEWSHOT_SEED, load_suite
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.progress import bar
 from harness.records.samples import clustered_stderr
 from harness.settings.config import GENERATED_TASKS, RunConfig
 from harness.settings.experiment import Outcome
@@ -185,11 +185,11 @@ class ReplayEngine:
         return self._answer(partial(generate, tokenizer=self.loaded.tokenizer), requests)
 
     def _answer(self, answer: Callable[..., tuple[list[Any], ReadStats]], requests: Sequence[Request]) -> list[Any]:
-        bar = tqdm(total=len(requests), desc=self.task, unit="answer", leave=False, disable=None, file=self.bar_file)
-        with attach(self.loaded.model, self.loaded.prompts) as attached, bar:
+        answered = bar(total=len(requests), desc=self.task, unit="answer", file=self.bar_file)
+        with attach(self.loaded.model, self.loaded.prompts) as attached, answered:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
             self.method = setup.method
-            answers, reads = answer(requests, attached, setup, bar.update)
+            answers, reads = answer(requests, attached, setup, answered.update)
         self.requests += requests
         self.reads += reads
         return answers
@@ -233,7 +233,7 @@ def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:
     if mode == "artifact" and config.size is not None:
         raise UserError(
             f"size={config.size}: not with prefill=artifact (task {name}), whose decode rows depend on the size "
-            "itself; set the method's own size, or use prefill=dense or question"
+            "itself; leave prefill out, which is dense with a size, or set the method's own settings in place of size"
         )
     # Under a codec every row past the first reads coded tokens, even where none is dropped.
     coded = config.method.reads_all and config.codec is not None

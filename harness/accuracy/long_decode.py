@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from harness.accuracy.perplexity import FULL, as_perplexity, full_pass, score_rows
 from harness.data.text import corpus_ids, first_window_offset, start_ids, window_ids
@@ -26,6 +25,7 @@ from harness.decoding import Draft, write
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
+from harness.progress import bar
 from harness.records.samples import EXPONENTIAL, clustered_stderr
 from harness.resources import Memo
 from harness.settings.config import RunConfig
@@ -87,14 +87,14 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
             f"prefill_len={length} and max_new_tokens={steps}: must be together at most {loaded.max_length}, the limit "
             f"of {loaded.name}"
         )
-    ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)
+    ids = corpus_ids(config.corpus, config.data, loaded.reader)
     offset = first_window_offset(config.corpus, config.calibration)
     prompts = window_ids(
         ids,
         seq_len=length,
         num_windows=config.num_windows,
         offset=offset,
-        start=start_ids(loaded.tokenizer),
+        start=start_ids(loaded.reader),
         setting="prefill_len",
     )
     references = Memo() if references is None else references
@@ -126,7 +126,7 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
     sizes = {"seq_len": length + steps} | reads.sizes
     return Outcome(
         metrics={config.corpus.title: summarize(pairs) | sizes},
-        samples={"prompts": [_raw(pair, loaded.tokenizer) for pair in pairs]},
+        samples={"prompts": [_raw(pair, loaded.reader) for pair in pairs]},
         methods={config.corpus.title: asdict(setup.method)},
         chunks=list(curve(pairs, steps)),
     )
@@ -147,7 +147,7 @@ def decode_freely(attached: Attached, setup: Setup, prompts: Prompts, drafts: Se
         return drafts, attached.logits(hidden[-1])
 
     logits = attached.logits(session.prefill(ids, real)[:, -1])
-    for _ in tqdm(write(drafts, logits, feed), "decoding", new, unit="step", leave=False, disable=None):
+    for _ in bar(write(drafts, logits, feed), desc="decoding", total=new, unit="step"):
         pass
     session.reads.check_fired()
     tokens = torch.tensor([draft.tokens for draft in drafts], device=attached.device)

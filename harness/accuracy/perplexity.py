@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from harness.data.text import corpus_ids, first_window_offset, start_ids, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
+from harness.progress import bar
 from harness.records.samples import clustered_stderr
 from harness.resources import Memo
 from harness.settings.config import RunConfig
@@ -91,9 +91,9 @@ def run_perplexity(
     """
     if config.seq_len > loaded.max_length:
         raise UserError(f"seq_len={config.seq_len}: {loaded.name} takes at most {loaded.max_length} tokens")
-    ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)
+    ids = corpus_ids(config.corpus, config.data, loaded.reader)
     offset = first_window_offset(config.corpus, config.calibration)
-    start = start_ids(loaded.tokenizer)
+    start = start_ids(loaded.reader)
     windows = window_ids(ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset, start=start)
     references = Memo() if references is None else references
     with attach(loaded.model, loaded.prompts) as attached:
@@ -101,7 +101,7 @@ def run_perplexity(
         rows = [Row(cached, prompt, length) for cached in range(config.prefill_len, length - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
         scored = []
-        for window in tqdm(windows, desc="windows", unit="window", leave=False, disable=None):
+        for window in bar(windows, desc="windows", unit="window"):
             key = (tuple(window), config.prefill_len)
             full_nll, reference = references.get(key, partial(full_pass, attached, window, config.prefill_len))
             scored.append(_score(attached, setup, window, config.prefill_len, full_nll, reference))

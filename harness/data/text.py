@@ -9,6 +9,7 @@ never trained without. They count as tokens of the slice.
                versions of it, which is why a record carries the sha256 of the text
     wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the convention behind published
                perplexities; the same tokens from the original file and from the hub
+    random     a number of words, of which a model with random weights makes random ids (`harness.model.random_ids`)
     FILE       `corpus.path=FILE`, as it is
 """
 
@@ -25,6 +26,8 @@ WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 WIKITEXT_FILE = "wikitext2/test.txt"  # below data.root
 PROBE = "The"
 """A text of which a tokenizer is asked what it puts around."""
+RANDOM_WORDS = 2**20
+"""Length of the text of which random ids are made: four windows of 262,144 tokens."""
 
 
 def offline_text() -> str:
@@ -32,6 +35,16 @@ def offline_text() -> str:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def random_text() -> str:
+    """A text whose words are counted, not read."""
+    return "random " * RANDOM_WORDS
+
+
+def named_text(name: str) -> str:
+    """The text `offline` or `random`."""
+    return random_text() if name == "random" else offline_text()
 
 
 def read_text(path: str | Path, setting: str) -> str:
@@ -59,8 +72,8 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
     """
     if corpus.path is not None:
         return read_text(corpus.path, "corpus.path")
-    if corpus.name == "offline":
-        return offline_text()
+    if corpus.name in ("offline", "random"):
+        return named_text(corpus.name)
     if data.name == "local":
         raw = read_text(Path(str(data.root)) / WIKITEXT_FILE, f"corpus={corpus.name}, file")
         # As the hub's loading script: a row is a line with its line end, and a line of white space is an empty row.
@@ -76,8 +89,10 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
 
 
 def calibration_text(calibration: CalibrationConfig) -> str:
-    """The file `calibration.path`, by default the offline text; raises UserError where it cannot be read."""
-    return offline_text() if calibration.path is None else read_text(calibration.path, "calibration.path")
+    """The file `calibration.path`, else the named text; raises UserError where it cannot be read."""
+    if calibration.path is None:
+        return named_text(calibration.name)
+    return read_text(calibration.path, "calibration.path")
 
 
 def token_ids(text: str, tokenizer: Any) -> list[int]:
@@ -134,10 +149,11 @@ def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]
 
 def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
     """Token at which the first evaluation window starts: `corpus.offset_tokens`; without it, right after the
-    calibration tokens where both are the offline text, so that no method is scored on the text that calibrated it."""
+    calibration tokens where both are the same text, so that no method is scored on the text that calibrated it."""
     if corpus.offset_tokens is not None:
         return corpus.offset_tokens
-    same_text = corpus.path is None and corpus.name == "offline" and calibration.path is None
+    has_files = corpus.path is not None or calibration.path is not None
+    same_text = corpus.name == calibration.name and not has_files
     return calibration.num_tokens if same_text else 0
 
 

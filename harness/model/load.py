@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from harness.errors import UserError, missing, reason, refused
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
+from harness.model.random_ids import RandomIds
 from harness.model.shape import NESTED, SIZES, as_config, require_room, size
 from harness.settings.config import ModelConfig
 
@@ -51,6 +52,7 @@ class LoadedModel:
         fingerprint: identity of the weights, 64 hex digits: sha256 of the source's files, of hub id and revision, of
             shape and seed, or of the weights in memory. Device and dtype of a loaded source do not enter.
         prompts: passes over prompts that runs share; None: each runs its own.
+        random_ids: of random weights, what makes token ids of texts.
     """
 
     model: PreTrainedModel
@@ -59,6 +61,12 @@ class LoadedModel:
     max_length: int
     fingerprint: str
     prompts: DensePrompts | None = None
+    random_ids: RandomIds | None = None
+
+    @property
+    def reader(self) -> Any:
+        """What makes token ids of the texts that a run reads: the tokenizer, or of random weights `random_ids`."""
+        return self.random_ids or self.tokenizer
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -71,22 +79,30 @@ def load_model(config: ModelConfig) -> LoadedModel:
     from transformers.utils import logging
 
     devices, dtype = _placement(config)
-    directory: Path | None
     if config.weights == "random":
-        described = model_config(config)
-        values = {k: v for k, v in described.to_dict().items() if k not in ("transformers_version", "dtype")}
-        text = json.dumps(values, sort_keys=True, default=str)
-        directory, fingerprint = _tokenizer_directory(config), text_sha256("random", text, str(config.seed))
-        model = _random(config, described, devices, dtype)
-    else:
-        directory, fingerprint = _found(config)
-        logging.disable_progress_bar()
-        try:
-            model = _pretrained(config, directory, devices, dtype)
-        finally:
-            logging.enable_progress_bar()
-    tokenizer = _tokenizer(directory, config, model)
+        return _of_random_weights(config, devices, dtype)
+    directory, fingerprint = _found(config)
+    logging.disable_progress_bar()
+    try:
+        model = _pretrained(config, directory, devices, dtype)
+    finally:
+        logging.enable_progress_bar()
+    tokenizer = _tokenizer(directory, config, _num_embeddings(model))
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, config.name, _max_length(model), fingerprint)
+
+
+def _of_random_weights(config: ModelConfig, devices: Sequence[torch.device], dtype: torch.dtype) -> LoadedModel:
+    """A model that has the shape of `config`, and reads random token ids."""
+    described = model_config(config)
+    values = {k: v for k, v in described.to_dict().items() if k not in ("transformers_version", "dtype")}
+    text = json.dumps(values, sort_keys=True, default=str)
+    fingerprint = text_sha256("random", text, str(config.seed))
+    tokenizer = tokenizer_of_random(config, described)
+    start = described.bos_token_id
+    has_start = isinstance(start, int) and 0 <= start < described.vocab_size
+    random_ids = RandomIds(described.vocab_size, start if has_start else None)
+    model = _random(config, described, devices, dtype).eval().requires_grad_(False)
+    return LoadedModel(model, tokenizer, config.name, _max_length(model), fingerprint, random_ids=random_ids)
 
 
 def from_memory(
@@ -102,7 +118,7 @@ def from_memory(
 
     name = name or Path(model.name_or_path or model.config.model_type).name
     if tokenizer is not None:
-        _require_embeddings(f"model {name}: its tokenizer", tokenizer, model)
+        _require_embeddings(f"model {name}: its tokenizer", tokenizer, _num_embeddings(model))
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
     for key, weight in model.named_parameters():
         digest.update(f"{key} {weight.dtype} {tuple(weight.shape)}".encode())
@@ -301,22 +317,29 @@ def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None
 # The tokenizer
 
 
-def _tokenizer_directory(config: ModelConfig) -> Path | None:
-    """Where random weights find a tokenizer without a download; None where there is none."""
+def tokenizer_of_random(
+    config: ModelConfig, described: PreTrainedConfig | None = None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that random weights find on this machine, without a download. None where there is none, or where it
+    has more tokens than the model has embeddings. described: the model's shape, where the caller has it."""
+    directory: Path | None = None
     if config.path:
         path = Path(config.path)
-        return path if path.is_dir() else path.parent
-    if config.hub_id:
-        return next(source.cached_snapshots(config.hub_id), None)
-    packaged = config.name == source.PACKAGED_NAME and importlib.util.find_spec(source.PACKAGE)
-    return _found(config)[0] if packaged else None
+        directory = path if path.is_dir() else path.parent
+    elif config.hub_id:
+        directory = next(source.cached_snapshots(config.hub_id), None)
+    elif config.name == source.PACKAGED_NAME and importlib.util.find_spec(source.PACKAGE):
+        directory = _found(config)[0]
+    if directory is None:
+        return None
+    return _tokenizer(directory, config, (described or model_config(config)).vocab_size)
 
 
-def _tokenizer(directory: Path | None, config: ModelConfig, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+def _tokenizer(directory: Path, config: ModelConfig, num_embeddings: int) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights; None where there is none, or random weights have too few embeddings for it."""
     from transformers import AutoTokenizer
 
-    if directory is None or not source.has_tokenizer(directory):
+    if not source.has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
     files = {path.name for path in directory.iterdir()}
     slow = "tokenizer.model" in files and "tokenizer.json" not in files
@@ -324,7 +347,7 @@ def _tokenizer(directory: Path | None, config: ModelConfig, model: PreTrainedMod
     with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{needs}"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     try:
-        _require_embeddings(f"model {config.name}: the tokenizer in {directory}", tokenizer, model)
+        _require_embeddings(f"model {config.name}: the tokenizer in {directory}", tokenizer, num_embeddings)
     except UserError:
         if config.weights == "random":
             return None
@@ -332,16 +355,19 @@ def _tokenizer(directory: Path | None, config: ModelConfig, model: PreTrainedMod
     return tokenizer
 
 
-def _require_embeddings(what: str, tokenizer: Any, model: PreTrainedModel) -> None:
+def _num_embeddings(model: PreTrainedModel) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _require_embeddings(what: str, tokenizer: Any, num_embeddings: int) -> None:
     """Raise UserError where texts are made of more tokens than the model has embeddings.
 
     Added tokens may lie beyond, as one that transformers adds to a GGUF's tokenizer: a text with such a token is
     refused when it is run.
     """
     tokens = max(tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0))
-    embeddings = model.get_input_embeddings().weight.shape[0]
-    if tokens > embeddings:
+    if tokens > num_embeddings:
         raise UserError(
-            f"{what} has {tokens} tokens, more than the model's embedding (vocab_size={embeddings}); give it its own "
-            "tokenizer"
+            f"{what} has {tokens} tokens, more than the model's embedding (vocab_size={num_embeddings}); give it its "
+            "own tokenizer"
         )

@@ -335,7 +335,7 @@ def columns(subject: Subject) -> list[Point]:
     columns of a KV head are ordered by |q| + |k|, as InfiniGen chooses partial columns, which are the leftmost.
     """
     loaded = subject.loaded
-    ids = calibration_ids(subject.config.calibration, loaded.tokenizer)
+    ids = calibration_ids(subject.config.calibration, loaded.reader)
     folder = cache_dir() / "calibration"
     calibration = cached_calibration(subject.attached, InfiniGen(), ids, loaded.fingerprint, folder)
     layers = subject.layers(COLUMN_LAYERS)
@@ -461,8 +461,8 @@ def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
     if num_tokens > loaded.max_length:
         raise UserError(f"analysis.num_tokens={num_tokens}: {loaded.name} takes at most {loaded.max_length} tokens")
     offset = first_window_offset(config.corpus, config.calibration)
-    text = corpus_ids(config.corpus, config.data, loaded.tokenizer)[offset:]
-    ids = [*start_ids(loaded.tokenizer), *text]
+    text = corpus_ids(config.corpus, config.data, loaded.reader)[offset:]
+    ids = [*start_ids(loaded.reader), *text]
     if len(ids) < num_tokens:
         raise UserError(
             f"analysis.num_tokens={num_tokens}: the text has {len(ids)} tokens from token {offset} on; choose a "

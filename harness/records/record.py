@@ -38,6 +38,8 @@ IN_COLUMNS = {
 """Settings that `changed_settings` leaves out: a table has a column for them, or they decide no number."""
 GROUPS = ("method", "task", "latency", "sampling")
 """Groups whose settings are named without the group on the command line or in a table."""
+SIZED_ON = "sized on"
+"""Beside the settings of a run whose size was met by a search: on what."""
 BAD_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What code raises when a record holds values that no run writes."""
 log = logging.getLogger(__name__)
@@ -131,6 +133,8 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
         group, _, rest = name.partition(".")
         if {name, group}.isdisjoint(foreign | IN_COLUMNS) and value != defaults.get(name):
             found[rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")] = value
+    if config.size_is_measured:
+        found[SIZED_ON] = "calibration text"
     return found
 
 

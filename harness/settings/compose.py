@@ -190,6 +190,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings["data"] = data = build(configs.DataConfig, group(settings, "data"), "data")
     settings["corpus"] = build(configs.CorpusConfig, group(settings, "corpus"), "corpus")
     settings["calibration"] = build(configs.CalibrationConfig, group(settings, "calibration"), "calibration")
+    _take_random_ids(settings)
     settings["analysis"] = build(configs.AnalysisConfig, group(settings, "analysis"), "analysis")
     file = _take_method(settings, given)
     _take_codec(settings)
@@ -252,6 +253,19 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if "model.name" not in given:
         model["name"] = Path(os.path.realpath(source)).name.removesuffix(".gguf")
     return model
+
+
+def _take_random_ids(settings: dict[str, Any]) -> None:
+    """With random weights, put random token ids in the place of the texts. They need no tokenizer."""
+    is_random = settings["model"].weights == "random"
+    for name in ("corpus", "calibration"):
+        text = settings[name]
+        if is_random and text.path is not None:
+            reads = "model.weights=random reads random token ids"
+            raise UserError(f"{name}.path={text.path}: {reads}; leave it out, or model.weights=pretrained")
+        if not is_random and text.name == "random":
+            raise UserError(f"{name}.name=random: needs model.weights=random; allowed: offline")
+        settings[name] = replace(text, name="random") if is_random else text
 
 
 def _take_method(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
@@ -322,8 +336,10 @@ def _take_size(settings: dict[str, Any]) -> None:
         sizing = rule or sizing
     method = settings["method"]
     is_full_cache = method.reads_all and settings.get("codec") is None
-    if is_full_cache or (sizing == "nearest" and not _has_size(method)):
+    if is_full_cache:
         share, sizing = None, "exact"  # the same run at every size
+    elif sizing == "nearest" and not _has_size(method):
+        share = None
     settings |= {"size": share, "sizing": sizing}
 
 

@@ -110,13 +110,12 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """The text of the windows: a named one, or the file `path`.
+    """The text of the windows: a named one, or the file `path`. `random` stands for random token ids.
 
-    offset_tokens: where the first window begins. None: after the calibration text where both are the offline text,
-    else 0.
+    offset_tokens: where the first window begins. None: after the calibration text where both are the same text, else 0.
     """
 
-    name: Literal["offline", "wikitext2"]
+    name: Literal["offline", "wikitext2", "random"]
     path: FileText | None = None
     offset_tokens: Natural | None = None
 
@@ -128,10 +127,11 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class CalibrationConfig:
-    """The first `num_tokens` tokens of the calibration text: the file `path`, or the offline text."""
+    """The first `num_tokens` tokens of the calibration text: the file `path`, or a named one."""
 
     path: FileText | None = None
     num_tokens: Count = 1024
+    name: Literal["offline", "random"] = "offline"
 
 
 @dataclass(frozen=True)
@@ -385,6 +385,16 @@ class RunConfig:
         self._check_codecs()
 
     @property
+    def size_is_measured(self) -> bool:
+        """Whether `size` is met by a search on the calibration text, as the method's reads depend on the data."""
+        if self.size is None:
+            return False
+        from methods.base import Row  # loaded with the method
+
+        sized = self.method.with_size(self.size)
+        return sized.tokens_read(Row(cached=1000, prompt=900, final=1100), sized.num_exempt_layers) is None
+
+    @property
     def codec_name(self) -> str | None:
         """The codec in words, such as `hadamard-int4`, or `int4/int8` of keys and values; None stores rows exactly."""
         return codec_words(**{name: getattr(self, name) for name in CODEC_WORDS})
@@ -415,13 +425,15 @@ class RunConfig:
         """Which rows of `task` are decode rows: dense, question or artifact.
 
         `auto`: the prompt of a generated task ends before the question, where methods differ. A task whose answers the
-        model writes decodes from the prompt's end, as in serving. Any other is scored as in the artifact.
+        model writes decodes from the prompt's end, as in serving. Any other is scored as in the artifact; with `size`
+        it is dense too, since the artifact's decode rows depend on the size itself.
         """
         if self.prefill != "auto":
             return self.prefill
         if task in GENERATED_TASKS:
             return "question"
-        return "dense" if writes else "artifact"
+        has_size = self.size is not None or self.sizing == "nearest"
+        return "dense" if writes or has_size else "artifact"
 
     def num_samples_of(self, task: str) -> int | None:
         """Questions of `task`; None is all of them. RULER's have num_samples at each of their lengths."""

@@ -87,7 +87,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
     tokens, or a sequence longer than the model's limit.
     """
     assert config.prompt is not None, "parse() asks for it"
-    ids = prompt_ids(config.prompt, loaded.tokenizer)
+    ids = prompt_ids(config.prompt, loaded.reader)
     total = len(ids) + config.max_new_tokens
     if not ids or total > loaded.max_length:
         raise UserError(
@@ -113,13 +113,15 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 prefetch=config.prefetch,
                 pinned=platform.pinned,
             )
+            # Where ids stand for no words, the prompt is shown as its ids too.
+            prompt = config.prompt if loaded.random_ids is None else loaded.random_ids.decode(ids)
             with closing(session):
-                write(config.prompt)
-                continuation = _Continuation(config, loaded.tokenizer.eos_token_id)  # type: ignore[union-attr]
-                text, times = _stream(session, ids, continuation, loaded.tokenizer, write, weights)
+                write(prompt)
+                continuation = _Continuation(config, loaded.reader.eos_token_id)
+                text, times = _stream(session, ids, continuation, loaded.reader, write, weights)
                 session.drain()
                 return Generated(
-                    prompt=config.prompt,
+                    prompt=prompt,
                     text=text,
                     num_prompt_tokens=len(ids),
                     **times,

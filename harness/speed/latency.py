@@ -16,18 +16,16 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from harness.data.text import offline_text, start_ids, token_ids
+from harness.data.text import named_text, start_ids, token_ids
 from harness.errors import UserError
-from harness.files import cache_dir
 from harness.model.attach import Attached, attach, prompt_bytes
-from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.offload.links import Link, open_link
 from harness.offload.memory import require_memory, smaller_card
 from harness.resources import Memo
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
-from harness.setup import Setup, codec_of, prepare
+from harness.setup import Setup, prepare
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
 from methods.base import Row
@@ -108,12 +106,7 @@ def compute_threads(device: torch.device) -> Iterator[int]:
 
 
 def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
-    shape, method = config.latency, config.method
-    textless = loaded.tokenizer is None and config.model.weights == "random" and config.size is None
-    if textless and method.needs_calibration:  # to random weights any ids are as good as a text
-        ids = random_ids(loaded, 1, min(config.calibration.num_tokens, shape.prompt_len), config.seed)[0].tolist()
-        calibration = cached_calibration(attached, method, ids, loaded.fingerprint, cache_dir() / "calibration")
-        return Setup(method, codec_of(config), calibration)
+    shape = config.latency
     total = shape.prompt_len + shape.gen_len
     rows = range(shape.prompt_len, total - 1)
     return prepare(config, loaded, attached, lambda: [Row(cached, shape.prompt_len, total) for cached in rows])
@@ -121,21 +114,13 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
     """Prompts int64 [batch, prompt]: each the tokenizer's start, then offline text after the tokens that calibrate,
-    repeated where it ends; random ids where the model has no tokenizer."""
+    repeated where it ends."""
     batch, length = config.latency.batch_size, config.latency.prompt_len
-    if loaded.tokenizer is None:
-        return random_ids(loaded, batch, length, config.seed)
-    start = torch.tensor(start_ids(loaded.tokenizer), dtype=torch.long)[:length]
-    text = torch.tensor(token_ids(offline_text(), loaded.tokenizer))
+    start = torch.tensor(start_ids(loaded.reader), dtype=torch.long)[:length]
+    text = torch.tensor(token_ids(named_text(config.calibration.name), loaded.reader))
     of_text = length - len(start)
     places = (config.calibration.num_tokens + torch.arange(batch * of_text)) % len(text)
     return torch.cat([start.expand(batch, -1), text[places].view(batch, of_text)], 1)
-
-
-def random_ids(loaded: LoadedModel, batch: int, length: int, seed: int) -> Tensor:
-    """Token ids int64 [batch, length], uniform over the vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(loaded.model.config.vocab_size, (batch, length), generator=generator)
 
 
 def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:
