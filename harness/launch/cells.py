@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users
 from harness.files import HeldError, holding
-from harness.launch import tracking
+from harness.launch import status, tracking
 from harness.launch.runner import Run, fail, is_held, relabel, require_devices, run
 from harness.resources import Resources
 from harness.settings.config import RunConfig
@@ -73,8 +73,10 @@ def run_cells(
     require_devices(configs)
     resources, began = resources or Resources(), time.time()
     resources.shares_prompts |= len(configs) > 1
+    runs: list[Run] = []
     todo: list[Run] = []
     for each in map(Run.of, tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None)):
+        runs.append(each)
         if each.is_finished():
             relabel(each)
             yield each.path
@@ -88,6 +90,7 @@ def run_cells(
     if len(todo) < len(configs):
         tqdm.write(f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped")
 
+    planned = status.note(runs) if todo else None
     spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []
@@ -124,6 +127,8 @@ def run_cells(
                     pass
             todo = held
 
+    if planned is not None and not put_off:
+        planned.unlink(missing_ok=True)  # every cell has a record now
     for each in put_off:
         tqdm.write(f"put off: {each.title}")
     for said, _ in failures if len(failures) > 1 else ():

@@ -3,13 +3,16 @@
     python run.py status=true results_dir=results     # of all that was started there
     python run.py grid=leaderboard status=true        # of the cells of a command, with status=true at its end
 
-A run is running if a living process holds its lock. The time left is for one process: the mean time of the done cells
+A grid leaves a list of its cells in `runs/.grids` until all have begun, so that after an interruption a folder counts
+those that were never begun as missing, too. A run is running if a living process holds its lock. The time left is for one process: the mean time of the done cells
 of the same experiment, for each cell that is not done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import fmean
@@ -18,9 +21,12 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 
 from harness.errors import UserError
+from harness.files import text_sha256, write_atomic
 from harness.launch.runner import Run, is_held
 from harness.records import record as records
 
+GRIDS = ".grids"
+"""The folder beside the records with the lists of cells of grids that have not ended."""
 STATES = ("done", "running", "failed", "interrupted", "missing")
 
 
@@ -35,6 +41,30 @@ class Cell(NamedTuple):
     error: str | None = None
 
 
+def note(runs: Sequence[Run]) -> Path:
+    """Write the list of a grid's cells beside their records. Returns its path, which is the same at every start of the
+    grid. A folder that cannot be written is said by the first cell."""
+    cells = [_identity(run.path) | {"title": run.title} for run in runs]
+    text = json.dumps(cells, indent=1)
+    path = runs[0].path.parents[2] / GRIDS / f"{text_sha256(text)[:16]}.json"
+    with suppress(UserError):
+        write_atomic(path, text)
+    return path
+
+
+def _identity(path: Path) -> dict[str, str]:
+    """What a record is of, whatever the code."""
+    return {"experiment": path.parts[-3], "settings_id": records.settings_of(path.parent.name)}
+
+
+def _noted(results_dir: str | Path) -> Iterator[dict[str, str]]:
+    """The cells in the lists of a results folder; lists that are damaged are left out."""
+    for path in sorted((Path(results_dir) / "runs" / GRIDS).glob("*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            cells = json.loads(path.read_text(encoding="utf-8"))
+            yield from [{name: str(cell[name]) for name in ("experiment", "settings_id", "title")} for cell in cells]
+
+
 def of_runs(runs: Iterable[Run]) -> Iterator[Cell]:
     """The cells of a command."""
     for run in runs:
@@ -42,7 +72,8 @@ def of_runs(runs: Iterable[Run]) -> Iterator[Cell]:
 
 
 def of_folder(results_dir: str | Path) -> Iterator[Cell]:
-    """All that was started in a results folder: of runs that differ in code alone, the one that is furthest."""
+    """All that was started in a results folder: of runs that differ in code alone, the one that is furthest. The cells
+    of a grid that has not ended are missing where they have no record."""
     best: dict[tuple[str, str], Cell] = {}
     for record in records.read_all(results_dir):
         path = records.record_path(results_dir, record["experiment"], record["run_id"])
@@ -50,6 +81,9 @@ def of_folder(results_dir: str | Path) -> Iterator[Cell]:
         key = (record["experiment"], record["settings_id"])
         if key not in best or STATES.index(cell.state) < STATES.index(best[key].state):
             best[key] = cell
+    for noted in _noted(results_dir):
+        key = (noted["experiment"], noted["settings_id"])
+        best.setdefault(key, Cell(noted["experiment"], noted["title"], "missing"))
     yield from best.values()
 
 
