@@ -3,7 +3,8 @@
     import harness
 
     model = harness.load("smollm2-135m")
-    print(model.generate("The KV cache", method="infinigen", size=0.1))
+    text = open("my.txt").read()  # some hundred tokens, of which a tenth can be read
+    print(model.generate(text, method="infinigen", size=0.1))
 
 `harness.load` and `harness.attach` are the Python interface; `run.py` is the command line.
 """

@@ -1,7 +1,7 @@
 """The Python interface: `harness.load` and `harness.attach`. Its runs are the command line's, with their records.
 
     model = harness.load("smollm2-135m")
-    print(model.generate("The KV cache", method="infinigen", size=0.1))
+    print(model.generate(open("my.txt").read(), method="infinigen", size=0.1))  # a prompt of some hundred tokens
     frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], size=0.16)
 
 Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`, `results_dir="mine"`.

@@ -99,7 +99,7 @@ def sized_on_text(config: RunConfig, loaded: LoadedModel, attached: Attached, ro
         return _size_on(ids, prompt, setup, attached)
 
     whole = Row(prompt, prompt, len(ids))
-    what = f"size={target:g}: method {config.method.title or config.method_name}"
+    what = f"size={target:g}: method={config.method_name}"
     try:
         low, high = config.method.min_size(whole), 1.0
         measured = {low: size_of(low), high: size_of(high)}

@@ -68,7 +68,7 @@ def test_what_no_setting_reaches_is_refused_with_what_was_measured(texts, capsys
     Path("mine.py").write_text((MINE + WITH_SIZE).replace("4 * frac", "2 + frac"))
     assert main(["method=./mine.py", "size=0.001", *texts]) == 2
     said = capsys.readouterr().err
-    assert "size=0.001: method InfiniGen: the nearest size measured on the calibration text is 0." in said
+    assert "size=0.001: method=mine: the nearest size measured on the calibration text is 0." in said
     assert "size=nearest:0.001 takes it" in said and said.count("\n") == 1
     assert main(["method=./mine.py", "size=nearest:0.001", *texts]) == 0
 
@@ -77,10 +77,8 @@ def test_a_method_without_with_size_is_told_what_to_write(texts, capsys):
     Path("mine.py").write_text(MINE + UNSIZED)
     assert main(["method=./mine.py", "size=0.2", *texts]) == 2
     said = capsys.readouterr().err
-    assert (
-        "size=0.2: method Mine has no size to set: it reads the same share always; size=nearest:0.2 runs" in said
-        and "with_size" in said
-    )
+    assert "size=0.2: method Mine has no size to set: it reads the same share always; size=nearest:0.2 runs" in said
+    assert "with_size gives it one (CONTRIBUTING.md)" in said
 
 
 def test_attach_searches_once(texts, tmp_path):

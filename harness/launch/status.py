@@ -4,8 +4,8 @@
     python run.py grid=leaderboard status=true        # of the cells of a command, with status=true at its end
 
 A grid leaves a list of its cells in `runs/.grids` until all have begun, so that after an interruption a folder counts
-those that were never begun as missing, too. A run is running if a living process holds its lock. The time left is for one process: the mean time of the done cells
-of the same experiment, for each cell that is not done.
+those that were never begun as missing, too. A run is running if a living process holds its lock. The time left is for
+one process: the mean time of the done cells of the same experiment, for each cell that is not done.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`experiment=generate`: decodes text token by token, and says what its cache moved.
 
-python run.py experiment=generate prompt="The KV cache" method=h2o placement=host max_new_tokens=100 temperature=0.7
+python run.py experiment=generate prompt="$(cat my.txt)" method=h2o placement=host max_new_tokens=100 temperature=0.7
 """
 
 from __future__ import annotations
