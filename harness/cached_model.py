@@ -342,7 +342,12 @@ class CachedModel:
         """
         with self._turns:
             self._require_open()
-            return self._forward(_by_name(self._parameters, args, kwargs))
+            try:
+                return self._forward(_by_name(self._parameters, args, kwargs))
+            except ValueError as error:
+                if isinstance(error, UserError) or not str(error).startswith("method."):
+                    raise
+                raise UserError(str(error)) from error  # `methods` knows no UserError
 
     def _forward(self, given: Mapping[str, Any]) -> Any:
         """`forward`, of arguments by name."""

@@ -22,11 +22,12 @@ import harness
 from harness.cached_model import CachedModel
 from harness.errors import UserError
 from harness.model.attach import attach, run_prompt
+from harness.model.families import tiny_family
 from harness.model.tiny import tiny_model
 
 NEW = 6
 PLAIN = {"calibration.num_tokens": 64, "platform.link_gbps": 1}
-METHODS = {"full": None, "infinigen": 0.6, "h2o": 0.7, "int4": None}
+METHODS = {"full": None, "infinigen": "nearest:0.6", "h2o": "nearest:0.7", "int4": None}
 TEXTS = ["What is a cache?", "A cache of keys and values", "Keys"]
 
 
@@ -191,7 +192,7 @@ def test_pipelines(given, model, tokenizer, attached):
     bare = texts(model)
     with attached() as cached:
         assert texts({"model": model, "cached": cached}[given]) == bare
-    with attached("h2o", 0.7) as cached:
+    with attached("h2o") as cached:
         found = texts({"model": model, "cached": cached}[given])
         ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
         assert found[0] == found[1] == TEXTS[0] + tokenizer.decode(generated(model, ids, None)[0, ids.shape[1] :])
@@ -233,7 +234,7 @@ def test_lm_evals_own_model_runs_on_it(method, model, tokenizer, attached, monke
         return scores + lm.loglikelihood_rolling(whole, disable_tqdm=True), texts
 
     bare, bare_texts = run(model)
-    with attached(method, 0.6 if method == "infinigen" else None, prefill_len=1) as cached:
+    with attached(method, prefill_len=1) as cached:
         scores, texts = run(model)
         assert (scores, texts) == run(cached)
         if method == "full":
@@ -395,11 +396,39 @@ def test_wrong_settings_of_attach_are_one_line(settings, said, model):
         pytest.fail("refused")
 
 
-def test_a_size_that_no_method_has_is_one_line(model, attached):
+@pytest.mark.parametrize("size", [1e-9, "1e-9"])
+def test_a_size_that_no_method_has_is_one_line(size, attached):
     ids, _ = prompts(24)
-    with pytest.raises(UserError, match="size=1e-0?9") as raised, attached("h2o", "1e-9") as cached:
+    with pytest.raises(UserError, match="size=1e-0?9") as raised, attached("h2o", size) as cached:
         cached.generate(ids, max_new_tokens=NEW)
     assert "\n" not in str(raised.value)
+
+
+def test_a_method_that_cannot_work_on_the_model_is_one_line(model, attached):
+    ids, _ = prompts(24)
+    with attached("streaming", prefill_len=3, **{"method.num_exempt_layers": 4}):
+        for settings in ({}, {"use_cache": True}):
+            with pytest.raises(UserError, match=r"^method\.num_exempt_layers=4"):
+                model(ids, **settings)
+        with pytest.raises(UserError, match=r"^method\.num_exempt_layers=4"):
+            model.generate(ids)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text", "lfm2", "jamba", "gpt_oss", "deepseek_v3"])
+def test_windows_recurrent_layers_and_latents_run_as_the_bare_model(family, tmp_path):
+    network = tiny_family(family)
+    network.generation_config.eos_token_id = None
+    ids, _ = prompts(26)
+    with torch.no_grad():
+        bare = generated(network, ids, None)
+        logits = network(ids).logits
+    settings = PLAIN | {"results_dir": str(tmp_path), "method.num_exempt_layers": 0}
+    with harness.attach(network, method="full", prefill_len=1, **settings):
+        assert torch.equal(generated(network, ids, None), bare)
+        torch.testing.assert_close(network(ids).logits, logits, atol=1e-4, rtol=0)
+        prompt = network(ids[:, :20], use_cache=True)
+        rows = network(ids[:, 20:], past_key_values=prompt.past_key_values).logits
+        torch.testing.assert_close(rows, logits[:, 20:], atol=1e-4, rtol=0)
 
 
 def test_nothing_works_after_the_block(model, attached):
