@@ -6,15 +6,15 @@
     text = open("my.txt").read()  # some hundred tokens, of which a tenth can be read
     print(model.generate(text, method="infinigen", size=0.1))
 
-`harness.load` and `harness.attach` are the Python interface; `run.py` is the command line.
+`harness.load`, `harness.attach` and `harness.lm` are the Python interface; `run.py` is the command line.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.interface import Model, attach, frame, load
+    from harness.interface import Model, attach, frame, lm, load
 
-__all__ = ["Model", "attach", "frame", "load"]
+__all__ = ["Model", "attach", "frame", "lm", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,7 @@
 """The command line: `kv-harness method=infinigen`, `python -m harness`, and in a checkout `python run.py`.
 
+`kv-harness lm-eval ...` is lm-eval's own command line, with the model `kv`.
+
 It lies above all other modules: it hands the figures of `plots` to `harness`, which knows none.
 """
 
@@ -22,6 +24,10 @@ def main() -> int:
         installs = "`make setup` installs all into .venv, `pip install .` into this Python"
         print(f"error: {sys.executable}: {missing(error)}; {installs}", file=sys.stderr)
         return USERS
+    if sys.argv[1:2] == ["lm-eval"]:
+        from harness import lm_command  # lm-eval takes seconds to import
+
+        return lm_command.main(sys.argv[2:])
     return main(sys.argv[1:], draw=draw_figures)
 
 

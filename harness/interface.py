@@ -46,6 +46,8 @@ from methods.base import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from harness.method_lm import MethodLM
+
 
 def load(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> Model:
     """Load a model for every measurement of this interface.
@@ -323,3 +325,53 @@ def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
     except (OSError, ValueError) as error:
         raise UserError(f"method={method}: reads text; give the model's tokenizer, tokenizer=") from error
+
+
+OF_LM_EVAL = {
+    "tasks": "tasks",
+    "num_samples": "limit",
+    "num_fewshot": "num_fewshot",
+    "apply_chat_template": "apply_chat_template",
+    "fewshot_as_multiturn": "fewshot_as_multiturn",
+    "system_instruction": "system_instruction",
+    "include_path": "include_path",
+    "metadata": "metadata",
+    "data": "a task's YAML, dataset_path and dataset_kwargs",
+    "repeats": "repeats in a task's YAML",
+}
+"""Settings of `Model.tasks` that lm-eval decides where it evaluates, and what it has instead."""
+
+
+def lm(
+    model: PreTrainedModel | Model,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    method: str = "infinigen",
+    size: float | str | None = None,
+    **settings: Any,
+) -> MethodLM:
+    """A model under a method for lm-eval: `lm_eval.simple_evaluate(model=harness.lm(model, size=0.2), tasks=[...])`.
+
+    Log-likelihoods and texts are those of `Model.tasks` with the same settings. lm-eval chooses tasks and examples.
+
+    Args:
+        model: a loaded transformers model, which is put into evaluation mode, or a `Model`.
+        tokenizer: of a loaded transformers model; by default the one at its `name_or_path`.
+        method, size: as of `Model.tasks`; each task is sized by itself.
+        settings: such as prefill="question", too_long="truncate", temperature=0.6, `**{"method.alpha": 4}`.
+
+    Raises:
+        UserError: the model is refused, it has no tokenizer, or a setting is wrong or one of lm-eval's own.
+    """
+    from harness.method_lm import MethodLM  # lm-eval takes seconds to import
+
+    for name, value in settings.items():
+        if theirs := OF_LM_EVAL.get(name.partition(".")[0]):
+            raise UserError(f"{name}={value}: lm-eval decides it, by {theirs}; leave it out")
+    if not isinstance(model, Model):
+        model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
+    config = model.configured(experiment="tasks", method=method, size=size, **settings)
+    loaded = model.loaded
+    if loaded.tokenizer is None:
+        loaded.tokenizer = _tokenizer_of(loaded, method)
+    return MethodLM(config, loaded)

@@ -90,7 +90,7 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     reads, results = {}, {}
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, loaded, name, sys.stderr)
-        prefill = prefill_of(task, name, config)
+        prefill = prefill_of(name, config, writes=_generates(task))
         results[name], outcome.metrics[name], outcome.samples[name] = _run_task(task, config, loaded, engine, prefill)
         outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
     for group in suite.groups.values():
@@ -227,9 +227,9 @@ def _generates(task: Task) -> bool:
     return task.OUTPUT_TYPE == "generate_until"
 
 
-def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:
-    """Which rows of the task's requests are dense."""
-    mode = config.prefill_of(name, writes=_generates(task))
+def prefill_of(name: str, config: RunConfig, *, writes: bool) -> Prefill:
+    """Which rows of a task's requests are dense. writes: the model writes the answers."""
+    mode = config.prefill_of(name, writes=writes)
     if mode == "artifact" and config.size is not None:
         raise UserError(
             f"size={config.size}: not with prefill=artifact (task {name}), whose decode rows depend on the size "

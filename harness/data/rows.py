@@ -1,7 +1,9 @@
 """Where the rows of a task come from: files below `data.root`, named as on the hub, or data sets of the hub.
 
-A split is one file, `SPLIT.jsonl`, `SPLIT.json` or `SPLIT.parquet` (JSON lines or parquet), or several,
-`SPLIT-*.parquet`, in the first of these folders, or in its `data`, that has the split which is scored:
+A task of one's own may name its files itself (`dataset_path: json`, `dataset_kwargs: {data_files: ...}`, or a folder as
+`dataset_path: ./DIR`). These are read whatever `data` is. Else a split is one file, `SPLIT.jsonl`, `SPLIT.json` or
+`SPLIT.parquet` (JSON lines or parquet), or several, `SPLIT-*.parquet`, in the first of these folders, or in its `data`,
+that has the split which is scored:
 
     ROOT/<dataset_path>/<dataset_name>    such as cais/mmlu/abstract_algebra
     ROOT/<last part of dataset_path>/<dataset_name>    mmlu/abstract_algebra
@@ -24,7 +26,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from glob import escape
+from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 ONLY_PART = (None, "", "main", "default")
 """Names of a data set's part that the hub uses where there is one."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
+LOADERS = ("arrow", "csv", "json", "parquet", "text")
+"""What `dataset_path` says of a data set that is made of `data_files`."""
 ROLES = ("test_split", "validation_split", "training_split", "fewshot_split")
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
 """Types of JSON values but null, in words."""
@@ -96,7 +100,9 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     Raises:
         UserError: a file that is missing, empty or malformed, a hub that cannot be reached, or too few examples.
     """
-    if config.data.name == "local":
+    if own_files(own) is not None:
+        source = _named_source(task, own)
+    elif config.data.name == "local":
         files = find_files(str(config.data.root), task, own)
         with no_network():
             rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
@@ -111,6 +117,44 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
             "from which examples are drawn; allowed: fewer"
         )
     return source
+
+
+def own_files(config: Mapping[str, Any]) -> Files | None:
+    """The files of this machine that a task's YAML names itself, by split; None where it names none.
+
+    As in lm-eval, relative paths begin in the working folder. Those of a folder have no split: "".
+    """
+    path = str(config.get("dataset_path") or "")
+    if path.startswith(("/", "./", "../")):
+        return {"": [file for file in sorted(Path(path).rglob("*")) if file.is_file()]}
+    options = config.get("dataset_kwargs") or {}
+    named = options.get("data_files")
+    if path not in LOADERS or not named:
+        return None
+    files: dict[str, list[Path]] = {}
+    for split, given in (named if isinstance(named, Mapping) else {"train": named}).items():
+        patterns = [given] if isinstance(given, str) else list(given)
+        if any("://" in pattern for pattern in patterns):
+            return None
+        whole = [str(Path(options.get("data_dir") or "") / pattern) for pattern in patterns]
+        files[str(split)] = [Path(found) for pattern in whole for found in sorted(glob(pattern)) or [pattern]]
+    return files
+
+
+def _named_source(task: str, config: Mapping[str, Any]) -> Source:
+    """The rows of the files that a task's YAML names. Raises UserError for a missing or damaged one."""
+    import datasets
+
+    files = own_files(config) or {}
+    missing = [path for paths in files.values() for path in paths if not path.is_file()]
+    if missing or not any(files.values()):
+        where = missing[0] if missing else config.get("dataset_path")
+        raise UserError(f"tasks={task}: its YAML names {where}, but there is no such file in {Path.cwd()}")
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # its log of a bad file is in the error
+    with no_network(), refused(f"tasks={task}: the files that its YAML names cannot be read"):
+        rows = datasets.load_dataset(config["dataset_path"], config.get("dataset_name"), **hub_options(config))
+    lines = {split: paths for split, paths in files.items() if [path.suffix for path in paths] == [".jsonl"]}
+    return Source(f"task {task}", rows, lines)
 
 
 def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:

@@ -37,7 +37,17 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
 
 from harness.data import generated, ruler
-from harness.data.rows import Rows, Source, example_split, from_hub, layout, no_network, scored_split, source_of
+from harness.data.rows import (
+    Rows,
+    Source,
+    example_split,
+    from_hub,
+    layout,
+    no_network,
+    own_files,
+    scored_split,
+    source_of,
+)
 from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import cache_dir, replacing, text_sha256
 from harness.model.shape import read_yaml
@@ -234,7 +244,8 @@ class _Planner(TaskFactory):
             return "executes the code that a model writes, which is not offered"
         if task.get("doc_to_image") or task.get("doc_to_audio"):
             return "needs images or sound; models here read text"
-        if self._config.data.name != "offline" or (name in self._folder and task.get("custom_dataset")):
+        makes_rows = name in self._folder and task.get("custom_dataset")
+        if self._config.data.name != "offline" or makes_rows or own_files(task) is not None:
             return None
         why_not = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"
         if Leaf(name, dict(task)).makes_rows:

@@ -111,6 +111,8 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
 def _leaf(leaf: Leaf, digest: str, data: DataConfig) -> str:
     """The identity of a task with its data. digest: of its YAML."""
+    if named := rows.own_files(leaf.config):
+        return text_sha256(digest, *(files_sha256(paths) for _, paths in sorted(named.items())))
     if leaf.makes_rows or data.name == "offline":
         return digest
     if data.name == "local":

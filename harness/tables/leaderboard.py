@@ -254,8 +254,8 @@ def answer(results_dir: str | Path, model: str, link_gbps: float, max_kl: float)
     """
     path = table_to_read(results_dir, f"{NAME}.csv")
     if path is None:
-        own = Path(results_dir) / "tables" / f"{NAME}.csv"
-        raise UserError(f"{own}: there is none yet; `{COMMAND} grid=leaderboard` makes it")
+        missing = Path(results_dir) / "tables" / f"{NAME}.csv"
+        raise UserError(f"{missing}: there is none yet; `{COMMAND} grid=leaderboard` makes it")
     rows = read_table(path)
     if shape_of(tuple(rows[0]) if rows else ()) not in ("board", None):
         raise UserError(f"{path}: not a leaderboard; `{COMMAND} grid=leaderboard` makes it anew")
