@@ -110,6 +110,7 @@ def main() -> None:
         print(run("kv-harness", "method=h2o", "num_windows=1", "seq_len=384"))
         assert (work / "results" / "tables" / "perplexity.csv").is_file()
         assert "infinigen2" in run("kv-harness", "--help")
+        assert "lm-eval validate" in run("kv-harness", "lm-eval", "--help")
 
 
 if __name__ == "__main__":

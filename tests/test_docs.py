@@ -20,6 +20,7 @@ import pytest
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from lm_eval._cli import HarnessCLI
 
 import harness
 from harness.launch.cli import main
@@ -146,6 +147,9 @@ def check_run(arguments: list[str]) -> None:
     """
     if arguments == ["--help"]:
         return
+    if arguments[:1] == ["lm-eval"]:
+        check_lm_eval(arguments[1:])
+        return
     arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
     asked = [word for word in arguments if word.lstrip("+").startswith("cluster")]
     if asked:
@@ -156,6 +160,14 @@ def check_run(arguments: list[str]) -> None:
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
     for overrides in runs_of(quoted):
         accept(tuple(overrides))
+
+
+def check_lm_eval(arguments: list[str]) -> None:
+    """lm-eval knows the options, and `kv` the settings."""
+    namespace = HarnessCLI()._subparsers.choices["run"].parse_args(arguments)
+    settings = dict(namespace.model_args)
+    assert namespace.model == "kv" and settings.pop("pretrained")
+    accept(tuple(f"{name}={value}" for name, value in settings.items()))
 
 
 @cache
