@@ -37,13 +37,12 @@ class KVModel(MethodLM):
 
     Args:
         pretrained: an entry of `conf/model`, a folder, a GGUF file or an id of the hub.
-        method, size: as of `harness.lm`.
         device: cpu or cuda, as `platform`; without a CUDA device it is the CPU, as lm-eval asks for cuda:0 by default.
         dtype: as `model.dtype`; "auto" takes the platform's.
         max_length: a limit of context and answer, in tokens, below the model's own.
         batch_size, max_batch_size: play no part: replay makes batches that fit.
         trust_remote_code: as `model.trust_remote_code`.
-        settings: of `harness.lm`, and of the model such as `model.gguf_file`.
+        settings: of `harness.lm` (method, size, ...), and of the model such as `model.gguf_file`.
 
     Raises UserError in one line.
     """
@@ -51,8 +50,6 @@ class KVModel(MethodLM):
     def __init__(
         self,
         pretrained: str | None = None,
-        method: str = "infinigen",
-        size: float | str | None = None,
         *,
         device: str | None = None,
         dtype: str = "auto",
@@ -73,7 +70,7 @@ class KVModel(MethodLM):
         if trust_remote_code:
             of_model["model.trust_remote_code"] = True
         model = interface.load(str(pretrained), **of_model)
-        made = interface.lm(model, method=str(method), size=size, **settings)
+        made = interface.lm(model, **settings)
         super().__init__(made.config, made.loaded)
         if max_length is not None:
             if not isinstance(max_length, int) or not 2 <= max_length <= self.max_length:
@@ -92,16 +89,15 @@ def main(argv: Sequence[str]) -> int:
     """Run lm-eval's command line; returns the exit code.
 
     A refusal is one line and exit code 2, and so is an error that no code of this project raised: of a task's name, its
-    data, or an option of lm-eval.
+    data, or a value of lm-eval's. SystemExit is that of argparse: of --help, or of an unknown option.
     """
     model_registry.register(NAME, target=KVModel)
-    logging.getLogger("lm_eval").removeHandler(COMPLAINTS)  # lm-eval's command shows its log itself
-    before = sys.argv
+    log = logging.getLogger("lm_eval")
+    before, handlers, level = sys.argv, log.handlers, log.level
+    log.handlers = [handler for handler in handlers if handler is not COMPLAINTS]  # lm-eval's command shows its log
     sys.argv = [f"{PROGRAM} lm-eval", *argv]
     try:
         cli_evaluate()
-    except SystemExit as end:  # of --help, or of an unknown option
-        return int(end.code or 0)
     except KeyboardInterrupt as stop:
         print("interrupted", file=sys.stderr)
         return code_of_stop(stop)
@@ -117,7 +113,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {describe(error)}; {TRACEBACKS}=1 shows where", file=sys.stderr)
         return BUG
     finally:
-        sys.argv = before
+        sys.argv, log.handlers = before, handlers
+        log.setLevel(level)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""lm-eval's own evaluation of a method: the numbers are those of `experiment=tasks`; its command line; a task's files."""
+"""lm-eval's own evaluation of a method has the numbers of `experiment=tasks`; its command line; a task's own files."""
 
 import json
 from functools import partial
