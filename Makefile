@@ -148,6 +148,7 @@ clean:  ## remove caches and build leftovers (.venv and results stay)
 $(STAMP): $(LOCKS)
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 with venv is needed, none is on the PATH; name one with PYTHON=" >&2; exit 1; }
 	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "error: PYTHON=$(PYTHON) is not Python 3.11 or 3.12 with venv" >&2; exit 1; }
+	@test ! -L "$(VENV)" || { echo "error: $(VENV) is a link; make would empty the environment of another checkout, so remove the link" >&2; exit 1; }
 	@echo "installing into $(VENV) (once, some minutes)"
 	"$(PYTHON)" -m venv --clear $(VENV)
 	@echo '*' > $(VENV)/.gitignore

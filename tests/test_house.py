@@ -63,6 +63,15 @@ def setup(checkout: Path) -> int:
     return (checkout / "log").read_text().split().count("made")
 
 
+def test_an_environment_behind_a_link_is_left_alone(checkout):
+    other = checkout / "other"
+    (other / "bin").mkdir(parents=True)
+    (checkout / ".venv").symlink_to(other)
+    done = make(checkout, "setup", f"PYTHON={checkout}/python")
+    assert done.returncode == 2 and "error: .venv is a link" in done.stderr
+    assert (other / "bin").is_dir() and not (checkout / "log").exists()
+
+
 def newer_lock(checkout: Path) -> None:
     newer = (checkout / ".venv" / "installed").stat().st_mtime + 10
     os.utime(checkout / "requirements-model.lock", (newer, newer))
