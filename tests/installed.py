@@ -29,7 +29,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "runs", "jobs", "figures", "*.h
 """Of `results` what is made from the tables, and what is a machine's own."""
 SHORT = """\
 import functools, harness
-harness.load = functools.partial(harness.load, num_windows=1, seq_len=384)
+harness.load = functools.partial(harness.load, num_windows=1)
 """
 """Before README's lines, so that they take seconds."""
 FROM_THE_WHEEL = """
@@ -107,7 +107,7 @@ def main() -> None:
         run("python", "-c", FROM_THE_WHEEL)
         for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL):
             print(run("python", "-c", SHORT + block))
-        print(run("kv-harness", "method=h2o", "num_windows=1", "seq_len=384"))
+        print(run("kv-harness", "method=h2o", "num_windows=1"))
         assert (work / "results" / "tables" / "perplexity.csv").is_file()
         assert "infinigen2" in run("kv-harness", "--help")
         assert "lm-eval validate" in run("kv-harness", "lm-eval", "--help")
