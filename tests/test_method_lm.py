@@ -37,7 +37,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """A short and a long one of choices, so that a size that both share is the size of neither."""
-SETTINGS: dict[str, Any] = {"method": "streaming", "size": 0.5, "prefill": "dense", "temperature": 1.0}
+SETTINGS: dict[str, Any] = {"method": "streaming", "size": "nearest:0.6", "prefill": "dense", "temperature": 1.0}
 
 
 @pytest.fixture(scope="module")
