@@ -105,8 +105,8 @@ def prompt_ids(text: str, tokenizer: Any) -> list[int]:
     """Ids of a whole prompt, with the special tokens that the tokenizer adds. A start token that the text itself begins
     with is not added again. UserError without a tokenizer (None)."""
     require_tokenizer(tokenizer)
-    start_token = getattr(tokenizer, "bos_token", None)
-    is_started = bool(start_token) and text.startswith(start_token)
+    start_token: str = getattr(tokenizer, "bos_token", None) or ""
+    is_started = start_token != "" and text.startswith(start_token)
     return list(tokenizer(text, add_special_tokens=not is_started, verbose=False)["input_ids"])
 
 

@@ -77,7 +77,7 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     sides: list[dict[Any, Number]] = []
     for source in (before, after):
         with opened(source) as folder:
-            numbers = {tuple(number[name] for name in KEYS): number for number in _numbers(folder)}
+            numbers: dict[Any, Number] = {tuple(number[name] for name in KEYS): number for number in _numbers(folder)}
         if not numbers:
             raise UserError(f"{source}: no finished run in it, and tables alone do not say what was run")
         sides.append(numbers)
