@@ -412,6 +412,15 @@ def test_what_cannot_be_answered_is_one_line(other, tmp_path, capsys):
         fastest([row, row | {"label": "Streaming", "kl_nats": 0.5}], 1.0, 0.1)
 
 
+def test_a_damaged_leaderboard_is_set_aside_and_made_anew(other, caplog):
+    path = other / "tables" / "leaderboard.csv"
+    whole = path.read_text()
+    path.write_text(whole.replace(",", ";"))
+    tables.update(other, "leaderboard-scores")
+    assert path.read_text() == whole and path.with_name("leaderboard.csv.damaged-1").exists()
+    assert "leaderboard.csv: not a table of results" in caplog.text
+
+
 # One's own method or codec beside the shipped ones
 
 CODEC = """

@@ -36,6 +36,7 @@ RAN = {"seconds": 90.0, "error": None, "environment": WHERE | {"commit": "abc", 
 INJECTED = '<img src="http://example.org/x.png">&'
 HOSTILE = "</script><svg onload='alert(1)'><!-- \u2028 \" datum['x'] ${alert(1)} {{7*7}} \\u003c a.b[0] \n'];alert(1)//"
 HEADER = ",".join(names(ACCURACY))
+LONG_NUMBER = ",".join("9" * 401 if name == "value" else "" for name in names(ACCURACY))
 FINDING = "H2O reads less & loses <more>."
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 
@@ -290,6 +291,7 @@ def refusal(results: Path) -> str:
         ("figures/fig11.svg", "<html/>", "fig11.svg: not an SVG image"),
         ("tables/fig11.csv", "no table", "fig11.csv: not a table of results"),
         ("tables/fig11.csv", f"{HEADER}\n{'x,' * HEADER.count(',')}x\n", "fig11.csv: not a table of results"),
+        ("tables/fig11.csv", f"{HEADER}\n{LONG_NUMBER}\n", "fig11.csv: not a table of results (ValueError: value=inf)"),
         ("findings.yaml", "fig111: a", "findings.yaml: fig111: did you mean 'fig11'"),
         ("findings.yaml", "fig11: 3", "findings.yaml: must map names of figures to sentences"),
         ("findings.yaml", "a: b: c", "findings.yaml: not YAML"),

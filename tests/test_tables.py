@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -302,16 +302,92 @@ def test_processes_that_write_at_once_leave_the_rows_of_all_and_the_shipped_ones
     assert {file.name for file in (shipped / "tables").iterdir()} == {"fig11.csv", "fig11.md"}
 
 
-def test_a_file_that_is_no_table_stays_and_is_named(tmp_path):
+def of_spreadsheet(text: str) -> bytes:
+    """As a spreadsheet saves it as "Unicode text"."""
+    return text.replace(",", "\t").encode("utf-16")
+
+
+DAMAGED: dict[str, Callable[[str], str | bytes]] = {
+    "semicolons": lambda text: text.replace(",", ";"),
+    "Unicode text": of_spreadsheet,
+    "nan": lambda text: text.replace(",0.75,", ",nan,"),
+    "401 digits": lambda text: text.replace(",0.75,", f",{'9' * 401},"),
+    "5,000 digits": lambda text: text.replace(",0.75,", f",{'9' * 5000},"),
+    "a decimal comma": lambda text: text.replace(",0.75,", ',"0,75",'),
+    "truncated": lambda text: text[:-40],
+    "no label": lambda text: text.replace(",H2O,", ",,"),
+    "a merge conflict": lambda text: f"<<<<<<< HEAD\n{text}",
+    "binary": lambda text: bytes(range(256)),
+    "empty": lambda text: "",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_table_is_set_aside_and_written_anew_from_the_records(name, tmp_path, caplog):
+    save_task(tmp_path, "method=h2o")
+    path = tables.update(tmp_path, "fig11")
+    whole, damaged = path.read_text(), DAMAGED[name](path.read_text())
+    assert damaged != whole
+    path.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    with pytest.raises(UserError, match="^[^\n]*fig11.csv: not a table of results [^\n]*$"):
+        read_table(path)
+    for number in (1, 2):
+        assert tables.update(tmp_path, "fig11").read_text() == whole
+        assert (
+            path.with_name(f"fig11.csv.damaged-{number}").read_bytes()
+            == path.with_name("fig11.csv.damaged-1").read_bytes()
+        )
+        (line,) = caplog.messages
+        assert (
+            f"{path}: not a table of results (" in line and f"kept as fig11.csv.damaged-{number}, written anew" in line
+        )
+        caplog.clear()
+        path.write_bytes(path.with_name("fig11.csv.damaged-1").read_bytes())
+    assert not (path.parent / ".lock").exists()
+    assert [file.name for file in path.parent.glob("*.csv")] == ["fig11.csv"], "nothing takes it for a table"
+
+
+def test_shipped_rows_that_a_damaged_table_had_are_counted(shipped, caplog):
+    """They have no records. What a file without a legible header had, nobody knows."""
+    path = shipped / "tables" / "fig11.csv"
+    whole = path.read_text()
+    num_shipped = len(read_table(path))
+    save_task(shipped, "method=quest", "label=mine")
+    for damaged, said in (
+        (whole.replace(",", ";").encode(), f"; {num_shipped} shipped rows, which have no records, are lost"),
+        (of_spreadsheet(whole), f"; {num_shipped} shipped rows, which have no records, are lost"),
+        (b"", "; rows that the project ships in it, if it does, are lost"),
+        (whole.splitlines()[0].replace(",", ";").encode(), "written anew from the records"),
+    ):
+        path.write_bytes(damaged)
+        rows = read_table(tables.update(shipped, "fig11"))
+        assert {row["label"] for row in rows} == {"mine"}
+        (line,) = caplog.messages
+        assert said in line and ("lost" in line) == ("lost" in said)
+        caplog.clear()
+
+
+def test_a_byte_order_mark_is_no_damage(shipped, caplog):
+    path = shipped / "tables" / "fig11.csv"
+    whole = path.read_text()
+    path.write_text(f"\ufeff{whole}")
+    assert tables.update(shipped, "fig11").read_text() == whole and not caplog.messages
+
+
+def test_a_table_of_another_kind_of_run_is_set_aside(tmp_path, caplog):
+    save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS)
+    latency = tables.update(tmp_path, "latency").read_text()
     save_task(tmp_path)
     path = tables.update(tmp_path, "fig11")
-    for text in ("a,b\n1,2\n", path.read_text().replace("0.75", "much"), path.read_text() + "x\n", "\x00"):
-        path.write_text(text)
-        with pytest.raises(UserError, match="fig11.csv: not a table of results"):
-            tables.update(tmp_path, "fig11")
-        assert path.read_text() == text and not (path.parent / ".lock").exists()
-    shutil.rmtree(path.parent)
-    path.parent.write_text("a file where the folder should be")
+    whole = path.read_text()
+    path.write_text(latency)
+    assert tables.update(tmp_path, "fig11").read_text() == whole
+    assert "(it is of another kind of run); kept as fig11.csv.damaged-1" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    save_task(tmp_path)
+    (tmp_path / "tables").write_text("a file where the folder should be")
     with pytest.raises(UserError, match="results_dir: .*tables cannot be written"):
         tables.update(tmp_path, "fig11")
 

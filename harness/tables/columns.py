@@ -18,6 +18,8 @@ K = TypeVar("K")
 TableRow = dict[str, Any]
 """A table row by column name: numbers, words, or None for an empty cell."""
 
+MAX_DIGITS = 18
+"""Digits of an integer in a table: it fits into 64 bits."""
 PUBLISHED_CSV = Path(__file__).parent / "published.csv"
 MISSING = "-"
 MIB, GIB = 2**20, 2**30
@@ -177,6 +179,13 @@ TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
+NEEDED = {
+    "accuracy": ("model", "label", "task", "metric"),
+    "latency": ("model", "label", "batch_size", "prompt_len", "gen_len"),
+    "analysis": ("model", "series", "metric"),
+    "board": ("model", "method", "label"),
+}  # fmt: skip
+"""By shape of table, the columns that no row of it leaves empty."""
 OPTIONAL = (
     *(column.name for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS)),
     *(f"{task.name}_{NUM_CONTEXTS.name}" for task in BOARD_TASKS),
@@ -293,28 +302,41 @@ def shape_of(header: Sequence[str]) -> str | None:
 def typed(row: Mapping[str, str]) -> TableRow:
     """A line of a CSV as a table row; an empty number is None. Raises ValueError for another cell that is no number.
 
-    A number without a point stays an int, so the row is written as it was read.
+    A number without a point stays an int, so the row is written as it was read; one of very many digits is a float, or
+    infinite, which `check` refuses.
     """
 
     def number(text: str) -> float | None:
-        return (int(text) if text.isdecimal() else float(text)) if text else None
+        if not text:
+            return None
+        return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else float(text)
 
     return {name: text if column(name).digits is None else number(text) for name, text in row.items()}
 
 
+NO_TABLE = "not a table of results"
+ANEW = "delete it, or repeat a run of its experiment, which keeps it under another name and writes it anew"
+
+
 def read_table(path: Path) -> list[TableRow]:
-    """The rows of a table's CSV. Raises UserError for a file that is no table of results."""
+    """The rows of a table's CSV. Raises UserError for a file that is no table of results.
+
+    A byte order mark, which spreadsheets write, is no damage.
+    """
     try:
-        lines = csv.DictReader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True)
+        lines = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""), strict=True)
         rows = list(lines)
         shape = shape_of(lines.fieldnames or ())
         if shape is not None and not any(None in (*row, *row.values()) for row in rows):
             table = [typed(row) for row in rows]
             check(TABLES[shape], table)
+            for name in NEEDED[shape]:
+                if any(row[name] in (None, "") for row in table):
+                    raise ValueError(f"a row without {name}")
             return table
     except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{path}: not a table of results ({reason(error)}); make it anew") from error
-    raise UserError(f"{path}: not a table of results; make it anew")
+        raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {ANEW}") from error
+    raise UserError(f"{path}: {NO_TABLE} (other columns, or a line of another length); {ANEW}")
 
 
 def check(columns: Sequence[Column], rows: Iterable[TableRow]) -> None:

@@ -240,7 +240,7 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
 
 
 def _heading(row: TableRow) -> str:
-    if is_depth(row):
+    if is_depth(row) and row["metric"].isdecimal():
         return f"{int(row['metric']):,} tokens, {row['task'].partition(', ')[2].removesuffix(']')}"
     return f"{row['task']} {quantity(row['metric']).heading}"
 

@@ -13,6 +13,7 @@ own has the same identity (`IDENTITY`) and replaces it. All other rows are made 
 import argparse
 import csv
 import io
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from harness.errors import exit_code
+from harness.errors import UserError, exit_code
 from harness.files import holding, write_atomic
 from harness.places import table_to_read
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
@@ -38,7 +39,9 @@ from harness.settings.experiment import find, foreign_settings
 from harness.settings.schema import is_unmet, kind_of
 from harness.tables import leaderboard
 from harness.tables.columns import (
+    ANEW,
     BOARD,
+    NO_TABLE,
     OF_SOME_RUNS,
     OPTIONAL,
     TABLES,
@@ -60,6 +63,8 @@ TableRows = Sequence[TableRow]
 Pairs = list[tuple[Record, list[TableRow]]]
 """Records, each with its rows."""
 ROUND = str.maketrans("[]", "()")
+SHIPPED_CELL = re.compile(r'(^|[,;\t"])yes($|[,;\t"])')
+"""A cell that marks a shipped row, whatever a spreadsheet put between the cells."""
 CONDITIONS = (
     "num_samples", "num_fewshot", "seq_len", "size", "size_artifact", "device_frac", "resident_frac",
     *(column.name for column in OF_SOME_RUNS),
@@ -86,9 +91,10 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from the finished records and the shipped rows.
 
     `latency` also gives the tables of the figures of speed; the leaderboard's two experiments give the leaderboard. A
-    damaged record is left out with a warning that names it. One process at a time writes the tables of a folder.
+    damaged record is left out with a warning that names it, a damaged table set aside with a warning. One process at a
+    time writes the tables of a folder.
 
-    Returns the path of the CSV. Raises UserError if the folder cannot be written, or the CSV is no table of results.
+    Returns the path of the CSV. Raises UserError if the folder cannot be written.
     """
     folder = Path(results_dir) / "tables"
     path = folder / f"{experiment}.csv"
@@ -143,10 +149,55 @@ def ship(results_dir: Path) -> None:
 def _merged(path: Path, shape: str, own: TableRows) -> TableRows:
     """One's own rows, and the shipped rows at `path` that they do not replace."""
     replaced = {_identity(shape, row) for row in own}
-    source = table_to_read(path.parents[1], path.name)
-    there = read_table(source) if source else []
+    there = _rows_at(path, shape)
     kept = [row for row in there if row.get("shipped") and _identity(shape, row) not in replaced]
     return [*kept, *own]
+
+
+def _rows_at(path: Path, shape: str) -> TableRows:
+    """The rows of the table at `path`, or of the shipped one where there is none. A table that is damaged or of another
+    shape is set aside, and a warning says so and what is lost."""
+    source = table_to_read(path.parents[1], path.name)
+    if source is None:
+        return []
+    try:
+        rows = read_table(source)
+        if not rows or shape_of(tuple(rows[0])) == shape:
+            return rows
+        damage = f"{path}: {NO_TABLE} (it is of another kind of run)"
+    except UserError as error:
+        damage = str(error).removesuffix(f"; {ANEW}")
+    if source != path:  # of the installation
+        raise UserError(f"{damage}; install the project again")
+    lost = _lost_rows(path)
+    kept = _aside(path)
+    try:
+        path.replace(kept)
+    except OSError as error:
+        raise UserError(f"{damage}; it cannot be renamed to {kept.name} ({error.strerror or error})") from error
+    source = table_to_read(path.parents[1], path.name)
+    if source is not None:
+        lost = "; shipped rows come from the installation"
+    log.warning("%s; kept as %s, written anew from the records%s", damage, kept.name, lost)
+    return [] if source is None else read_table(source)
+
+
+def _lost_rows(path: Path) -> str:
+    """What is said of the shipped rows of a damaged table, which have no records."""
+    try:
+        text = path.read_bytes().replace(b"\0", b"").decode(errors="replace")  # NULs: of UTF-16
+    except OSError:
+        text = ""
+    count = sum(bool(SHIPPED_CELL.search(line)) for line in text.splitlines())
+    if count:
+        return f"; {count} shipped rows, which have no records, are lost: take the file from the project again"
+    return "" if "shipped" in text else "; rows that the project ships in it, if it does, are lost"
+
+
+def _aside(path: Path) -> Path:
+    """The first free `NAME.csv.damaged-N` beside a damaged table. It ends so that nothing takes it for a table."""
+    candidates = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def _identity(shape: str, row: TableRow) -> tuple[Any, ...]:
