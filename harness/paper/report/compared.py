@@ -114,7 +114,8 @@ def _cells(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
 def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
     """The overview's table of a leaderboard: the full cache, the upper bound, the methods closest to the full cache at
     `MAIN_SIZE`, and those of the paper. None without a row of some size."""
-    known = [row for row in rows if row.get(KL.name) is not None and is_best(row)]
+    scored = [row for row in rows if row.get(KL.name) is not None and row[SIZE.name] is not None]
+    known = [row for row in scored if is_best(row)]
     sizes = {row[ASKED_SIZE.name] for row in known} - {None}
     if not sizes:
         return None
