@@ -332,3 +332,16 @@ def test_another_models_results_within_the_folder_stand_beside(results, tmp_path
     assert "Scores that a table lacks (2) fig11, first: 1 fig11, second: 1" in text and "without numbers: none." in text
     alone = report.write_report(tmp_path / "second").read_text()
     assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone
+
+
+def test_a_leaderboards_row_without_a_size_is_not_in_the_overview():
+    row = {
+        "model": "m",
+        "method": "quest",
+        "label": "Quest",
+        "exempt_choice": "best",
+        "asked_size": 0.1,
+        "kl_nats": 0.3,
+    }
+    sheet = main_scores([row | {"size": 0.1}, row | {"label": "damaged", "size": None}])
+    assert sheet is not None and [line[0] for line in sheet.lines] == ["Quest"]
