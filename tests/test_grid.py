@@ -290,7 +290,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     runs.configs.clear()
     assert main(["grid=accuracy"]) == 0
     assert [config.method_name for config in runs.configs] == ["h2o", "int4"]
-    assert list(Path("results/runs").glob(".grids/*")) == []
+    assert list(Path("results/runs").glob("grids/*")) == []
     printed = capsys.readouterr().out
     assert "1 of 3 cells were finished before, skipped" in printed and "interrupted before, run again" in printed
     assert "Full cache" in printed

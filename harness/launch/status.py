@@ -3,7 +3,7 @@
     python run.py status=true results_dir=results     # of all that was started there
     python run.py grid=leaderboard status=true        # of the cells of a command, with status=true at its end
 
-A grid leaves a list of its cells in `runs/.grids` until all have begun, so that after an interruption a folder counts
+A grid leaves a list of its cells in `runs/grids` until all have begun, so that after an interruption a folder counts
 those that were never begun as missing, too. A run is running if a living process holds its lock. The time left is for
 one process: the mean time of the done cells of the same experiment, for each cell that is not done.
 """
@@ -25,8 +25,8 @@ from harness.files import text_sha256, write_atomic
 from harness.launch.runner import Run, is_held
 from harness.records import record as records
 
-GRIDS = ".grids"
-"""The folder beside the records with the lists of cells of grids that have not ended."""
+GRIDS = "grids"
+"""The folder beside those of the experiments with the lists of cells of grids that have not ended."""
 STATES = ("done", "running", "failed", "interrupted", "missing")
 
 
@@ -43,12 +43,11 @@ class Cell(NamedTuple):
 
 def note(runs: Sequence[Run]) -> Path:
     """Write the list of a grid's cells beside their records. Returns its path, which is the same at every start of the
-    grid. A folder that cannot be written is said by the first cell."""
+    grid. Raises UserError where the folder cannot be written."""
     cells = [_identity(run.path) | {"title": run.title} for run in runs]
     text = json.dumps(cells, indent=1)
     path = runs[0].path.parents[2] / GRIDS / f"{text_sha256(text)[:16]}.json"
-    with suppress(UserError):
-        write_atomic(path, text)
+    write_atomic(path, text)
     return path
 
 
