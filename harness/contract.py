@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.errors import UserError, line_in
+from harness.errors import UserError, line_in, reason
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.policies import new_states, policies_of
@@ -27,7 +27,7 @@ from harness.offload.links import Link, open_link
 from harness.offload.live import LiveSession
 from harness.replay import ReplaySession
 from harness.settings.config import RunConfig
-from harness.setup import Setup, codec_of
+from harness.setup import CheckedCodec, Setup, codec_of
 from harness.sizes import code_width, expected_size, resident_share
 from methods.base import NAMES_ROWS, Lengths, Method, Row, Rows, Selection
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
@@ -492,7 +492,9 @@ def _refusal(trial: Trial) -> str | None:
         new_states(trial.attached, method, Lengths(lengths, lengths + STEPS), trial.setup.calibration)
     except ValueError as error:
         return str(error)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         pass  # the checks report it
     return None
 
@@ -509,11 +511,14 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
         return Finding("-", str(reason))
     except BrokenError as error:
         return Finding("FAILED", str(error))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
-        said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        halves = (trial.setup.codec.keys, trial.setup.codec.values) if trial.setup.codec else ()
-        line = line_in(
-            error, {str(sys.modules[type(each).__module__].__file__) for each in (trial.setup.method, *halves)}
-        )
+        said = str(error) if isinstance(error, UserError) else reason(error)
+        judged: list[object] = [trial.setup.method]
+        if trial.setup.codec is not None:
+            for half in (trial.setup.codec.keys, trial.setup.codec.values):
+                judged.append(half.codec if isinstance(half, CheckedCodec) else half)
+        line = line_in(error, {str(sys.modules[type(part).__module__].__file__) for part in judged})
         return Finding("FAILED", f"{where}{said}{line and f' ({line})'}")

@@ -58,7 +58,7 @@ def describe(error: Exception) -> str:
 
 def to_record(error: Exception) -> str:
     """An error as the record of a failed run has it: with its type, and whether it is a bug."""
-    return f"{type(error).__name__}: {error}{'' if is_users(error) else A_BUG}"
+    return f"{type(error).__name__}: {message(error)}{'' if is_users(error) else A_BUG}"
 
 
 def from_record(where: str, text: str) -> Exception:
@@ -66,9 +66,17 @@ def from_record(where: str, text: str) -> Exception:
     return (BugError if text.endswith(A_BUG) else UserError)(f"{where}{text}")
 
 
+def message(error: BaseException) -> str:
+    """The message of an error. An error of foreign code may have none that can be read."""
+    try:
+        return str(error)
+    except Exception as fault:
+        return f"its message cannot be read, {type(fault).__name__}"
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error in one line, or its type where it has none."""
-    return brief(" ".join(str(error).split())) or type(error).__name__
+    return brief(" ".join(message(error).split())) or type(error).__name__
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
@@ -90,7 +98,8 @@ def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
 
 def reason(error: BaseException) -> str:
     """The type and message of an error of foreign code, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    said = " ".join(message(error).split())
+    return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
 
 
 def line_in(error: BaseException, files: Collection[str]) -> str:
@@ -99,14 +108,24 @@ def line_in(error: BaseException, files: Collection[str]) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
+def line_of(cls: type, name: str) -> str:
+    """`file:line` where a method or property of a class is defined; the module's file where that cannot be told."""
+    member = getattr(cls, name)
+    function = getattr(member, "fget", member)
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    if code is None:
+        return str(getattr(sys.modules[cls.__module__], "__file__", cls.__module__))
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
 @contextmanager
 def refused(what: str) -> Iterator[None]:
     """Raise an error of foreign code in the block as a `UserError`: `what` is wrong, and its own words in brackets."""
     try:
         yield
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise UserError(f"{what} ({reason(error)})") from error
 
 

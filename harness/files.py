@@ -151,9 +151,9 @@ def file_sha256(path: Path) -> str:
     note = cache_dir() / "digests" / f"{text_sha256(str(path))[:32]}.json"
     try:
         known = json.loads(note.read_text())
-        if known["stamp"] == stamp:
+        if known["stamp"] == stamp and re.fullmatch("[0-9a-f]{64}", known["sha256"]):
             return str(known["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # no usable note: read the file
     begun = time.time()
     digest = content_sha256(path)

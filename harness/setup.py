@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from harness.data.text import calibration_ids, token_ids
-from harness.errors import UserError
+from harness.errors import UserError, line_of
 from harness.files import cache_dir
 from harness.model.attach import Attached
 from harness.model.calibration import cached_calibration
@@ -23,6 +25,8 @@ from methods.codec import TURBO_BITS, AnyCodec, ChannelCodec, Codec, RowCodec, S
 
 MEASUREMENTS = 14
 """Passes over the calibration text that look for a size, at most."""
+MAX_ROW_BYTES = 64
+"""Bytes of a packed row for each element, beyond which a codec's `row_bytes` is a mistake; fp64 has 8."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,76 @@ def codec_of(config: RunConfig) -> AnyCodec | None:
             return TurboCodec(name)
         return of_integers(name, config.group_size, config.rotation)
 
-    keys = config.own_codec or shipped(config.codec, ChannelCodec if config.key_groups == "channel" else Codec)
-    values = shipped(config.value_codec) if config.value_codec else config.own_codec or shipped(config.codec)
+    own = None if config.own_codec is None else CheckedCodec(config.own_codec)
+    keys = own or shipped(config.codec, ChannelCodec if config.key_groups == "channel" else Codec)
+    values = shipped(config.value_codec) if config.value_codec else own or shipped(config.codec)
     return keys if keys == values and not config.residual else SplitCodec(keys, values, config.residual)
+
+
+@dataclass(frozen=True)
+class CheckedCodec(RowCodec):
+    """A codec of the user's own, the types, dtypes and shapes of whose results are checked at every call.
+
+    A tensor of a wrong shape could be broadcast, and the run would go on with wrong numbers. No number of a tensor is
+    read, so no GPU waits. Raises UserError, which names the line of the user's file.
+    """
+
+    codec: RowCodec
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.codec.name)
+
+    @property
+    def bits(self) -> float:
+        return self._positive("bits", self.codec.bits)
+
+    @property
+    def span(self) -> int:
+        span = self.codec.span
+        if type(span) is not int or span < 1:
+            self._refuse("span", repr(span), "a whole number of at least 1")
+        return span
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return self._positive("bits_per_element", self.codec.bits_per_element(head_dim))
+
+    def row_bytes(self, head_dim: int) -> int:
+        num_bytes = self.codec.row_bytes(head_dim)
+        if type(num_bytes) is not int or num_bytes < 2 or num_bytes % 2:
+            self._refuse("row_bytes", repr(num_bytes), "an even whole number of at least 2")
+        if num_bytes > MAX_ROW_BYTES * head_dim:
+            self._refuse("row_bytes", repr(num_bytes), f"at most {MAX_ROW_BYTES} an element")
+        return num_bytes
+
+    def encode(self, x: Tensor) -> Tensor:
+        packed = self.codec.encode(x)
+        self._require("encode", packed, torch.uint8, [*x.shape[:-1], self.row_bytes(x.shape[-1])])
+        return packed
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        rows = self.codec.decode(packed, head_dim, dtype)
+        self._require("decode", rows, dtype, [*packed.shape[:-1], head_dim])
+        return rows
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        if type(self.codec).roundtrip is RowCodec.roundtrip:
+            return super().roundtrip(x)
+        rows = self.codec.roundtrip(x)
+        self._require("roundtrip", rows, x.dtype, [*x.shape])
+        return rows
+
+    def _positive(self, name: str, value: object) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            self._refuse(name, repr(value), "a number above 0")
+        return value
+
+    def _require(self, name: str, made: object, dtype: torch.dtype, shape: list[int]) -> None:
+        if not isinstance(made, Tensor):
+            self._refuse(name, type(made).__name__, f"{dtype} {shape}")
+        elif made.dtype != dtype or [*made.shape] != shape:
+            self._refuse(name, f"{made.dtype} {[*made.shape]}", f"{dtype} {shape}")
+
+    def _refuse(self, name: str, found: str, allowed: str) -> NoReturn:
+        cls = type(self.codec)
+        raise UserError(f"codec {cls.__name__}: {line_of(cls, name)}: {name} gives {found}; allowed: {allowed}")

@@ -154,9 +154,10 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
     note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
-        if len(known) >= count:
+        are_rows = isinstance(known, list) and all(isinstance(row, dict) for row in known)
+        if are_rows and len(known) >= count:
             return known[:count]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     made = make(task, length, count, seed, tokenizer)
     with contextlib.suppress(OSError), replacing(note) as scratch:

@@ -123,7 +123,7 @@ def packaged() -> dict[str, Entry]:
     of lm-eval at this place. A missing or damaged file there is made anew.
     """
     note = cache_dir() / "tasks" / f"{text_sha256(version(), str(location()))[:32]}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return _entries(note.read_text())
     print(f"{note}: listing lm-eval's tasks once, which takes a while", file=sys.stderr)
     found = _index(location()).items()

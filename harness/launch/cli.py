@@ -9,9 +9,11 @@ HYDRA_FULL_ERROR=1 shows tracebacks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
+import select
 import shlex
 import sys
 import traceback
@@ -70,7 +72,7 @@ class Jobs:
     tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results folder. paths: records of
     the finished runs. gaps: what a grid left out, in lines. exit_code: a bug's, else the last failure's, else 0.
     draws: a grid ran, so draw its figures, which `tracker` gets as well. batch: what is to run on a cluster. process:
-    that in which the command began.
+    that in which the command began. disk_is_full: a job said so.
     """
 
     tracebacks: bool
@@ -83,14 +85,17 @@ class Jobs:
     tracker: str = tracking.NONE
     batch: Batch | None = None
     process: int = field(default_factory=os.getpid)
+    disk_is_full: bool = False
 
     def __call__(self, config: DictConfig) -> None:
         is_copy = os.getpid() != self.process
         try:
             self._execute(config, is_copy)
+        except KeyboardInterrupt:
+            raise
         except SystemExit as end:  # a user's task is imported before its run begins
             self.fail(UserError(f"sys.exit({end.code!r}) was called by a task or a method"))
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
             if is_copy:
                 raise error if _is_users(error) else BugError(errors.describe(error)) from error
@@ -159,12 +164,13 @@ class Jobs:
             with runner.users_faults(checked):
                 experiment.run(checked, self.resources)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Say in one line on stderr what went wrong; nothing where nobody reads on."""
-        if isinstance(error, BrokenPipeError):
+        if _is_unread(error):
             self.exit_code = BROKEN_PIPE
             _mute()
             return
+        self.disk_is_full |= _says_disk_is_full(error)
         users_fault = _is_users(error)
         unfinished = isinstance(error, UnfinishedError)
         if self.exit_code != BUG:  # of another job
@@ -173,7 +179,10 @@ class Jobs:
             traceback.print_exception(error)
         bug = "" if isinstance(error, BugError) else f"{type(error).__name__}, a bug; "
         hint = "" if users_fault else f" ({bug}{TRACEBACKS}=1 shows where)"
-        print(f"{'unfinished' if unfinished else 'error'}: {in_words(error)}{hint}", file=sys.stderr)
+        try:
+            print(f"{'unfinished' if unfinished else 'error'}: {in_words(error)}{hint}", file=sys.stderr)
+        except (OSError, ValueError):  # stderr is closed, or on a full disk
+            _mute()
 
     def report(self) -> None:
         """Write the tables of what has run, print its table, and name the figures and what was left out."""
@@ -216,13 +225,15 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
         jobs.draws = False  # whoever stops a process may kill it soon
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = int(end.code or 0)
-    except Exception as error:
+    except BaseException as error:
         jobs.fail(error)
     try:
         jobs.report()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a method may do anything
+            sys.stdout.flush()
     except Exception as error:
-        jobs.fail(error)
+        if not (jobs.disk_is_full and _says_disk_is_full(error)):  # once is enough
+            jobs.fail(error)
     return jobs.exit_code
 
 
@@ -246,7 +257,7 @@ def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
             os.environ[TRACEBACKS] = full
 
 
-def _is_users(error: Exception) -> bool:
+def _is_users(error: BaseException) -> bool:
     return is_users(error) or isinstance(error, OF_HYDRA)
 
 
@@ -277,13 +288,40 @@ def in_words(error: BaseException) -> str:
     return one_line(error)
 
 
+def _says_disk_is_full(error: BaseException) -> bool:
+    """Asked of the words, since a child process sends no more of an error."""
+    said = errors.message(error)
+    return any(os.strerror(number) in said for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _is_unread(error: BaseException) -> bool:
+    """True if an error says that stdout or stderr takes no more text: its reader has left, or a method closed it."""
+    streams = (sys.stdout, sys.stderr)
+    if type(error) is ValueError:
+        return any(stream is None or stream.closed for stream in streams)
+    is_about_files = isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EBADF)
+    return is_about_files and not all(map(_is_open, streams))
+
+
+def _is_open(stream: Any) -> bool:
+    """True if there is something behind a stream that takes what is written."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return not poll.poll(0)  # which tells of errors alone
+    except io.UnsupportedOperation:
+        return True  # no file behind it, as in a notebook
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def _mute() -> None:
     """From here on what is printed goes nowhere, the rest of a buffer at the end of the process included."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # no file behind it
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no file behind it
             stream.flush()
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 

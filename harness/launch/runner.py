@@ -19,13 +19,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, from_record, line_in, one_line, reason, to_record
+from harness.errors import UserError, from_record, line_in, message, one_line, reason, to_record
 from harness.files import HeldError, holding, until_settled
 from harness.launch import tracking
 from harness.records import environment, inputs
 from harness.records import record as records
 from harness.records.samples import full_runs
 from harness.resources import Resources
+from harness.settings import own_method
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome, find
 from harness.tables import write as tables
@@ -42,6 +43,7 @@ class Run:
     path: Path
 
     @classmethod
+    @own_method.faults()
     def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
         """Digest all that the run of `config` reads. Raises UserError where something is missing."""
         digests = inputs.digests(config)
@@ -188,6 +190,7 @@ def _end(todo: Run, record: Mapping[str, Any]) -> None:
     tracking.send(todo.config.tracker, todo.path)
 
 
+@own_method.faults()
 def _unfinished(todo: Run) -> dict[str, Any]:
     """The record of a run that has not ended: what a killed one leaves."""
     config = todo.config
@@ -227,10 +230,14 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         said = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
         own = _of_own_code(config, end, said)
         raise UserError(own or f"{said}; a method or task must not end the process") from end
-    except (UserError, OSError, HeldError):
+    except (UserError, KeyboardInterrupt, HeldError, BrokenPipeError):
         raise
-    except Exception as error:
-        said, kind = str(error), type(error).__name__
+    except OSError as error:
+        if own := _of_own_code(config, error, reason(error), by_line=True):
+            raise UserError(own) from error
+        raise
+    except BaseException as error:
+        said, kind = message(error), type(error).__name__
         refusal: str | None
         if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in said:  # CUDA, CPU
             values = find(config.kind).memory_hints(config).items()
@@ -249,10 +256,11 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         raise UserError(refusal) from error
 
 
-def _of_own_code(config: RunConfig, error: BaseException, said: str) -> str | None:
+def _of_own_code(config: RunConfig, error: BaseException, said: str, *, by_line: bool = False) -> str | None:
     """The fault of a user's own codec, method or task function, with its file and line; None where none ran.
 
-    Where an own method returned something that only our code stumbles over, the line is that of its class.
+    Where an own method returned something that only our code stumbles over, the line is that of its class. by_line: do
+    not look for such a method.
     """
     parts = (f"codec={config.codec}", config.own_codec), (f"method={config.method_name}", config.method)
     files = ((what, type(each), inputs.own_file(type(each).__module__)) for what, each in parts)
@@ -263,7 +271,7 @@ def _of_own_code(config: RunConfig, error: BaseException, said: str) -> str | No
     folder = config.task.include_path
     if folder is not None and (line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))):
         return f"include_path={folder}: {line}: {said}"
-    if not own:
+    if not own or by_line:
         return None
     what, cls, file = own[-1]
     return f"{what}: {file}:{inspect.getsourcelines(cls)[1]}: returned what cannot be used: {said}"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 from harness.files import replacing, text_sha256
 from harness.model.attach import Attached, PromptPass
 from methods.base import Calibration, Method
@@ -69,7 +69,9 @@ def cached_calibration(
         try:
             with replacing(path) as scratch:
                 save_file(tensors, scratch)
-        except OSError as error:
-            where = f"the cache {cache_dir} cannot be written ({error.strerror})"
-            raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or one_line(error)
+            raise UserError(
+                f"the cache {cache_dir} cannot be written ({why}); set KV_HARNESS_CACHE to a folder with room"
+            ) from error
     return {name: tensor.to(attached.device) for name, tensor in found.items()}

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.errors import UserError, line_in, reason
+from harness.errors import UserError, line_in, line_of, message, reason
 from harness.model.attach import Attached
 from methods.attention import Softmax
 from methods.base import Calibration, Lengths, Method, Rows, Selection, State, When, Window, require
@@ -108,17 +108,16 @@ def select(state: State, layer: int, rows: Rows) -> Selection:
     try:
         selection = state.select(layer, rows)
         fault = _fault(selection, state, rows)
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except (UserError, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, BrokenPipeError):
         raise
-    except (Exception, SystemExit) as error:
-        if not classes or "DefaultCPUAllocator" in str(error):  # out of memory on a CPU
+    except BaseException as error:
+        if not classes or "DefaultCPUAllocator" in message(error):  # out of memory on a CPU
             raise
         files = {str(sys.modules[cls.__module__].__file__) for cls in classes}
         where = line_in(error, files) or next(iter(files))
         raise UserError(f"method {type(state.method).__name__}: {where}: select raised {reason(error)}") from error
     if fault is not None:
-        code = type(state).select.__code__
-        where = f"method {type(state.method).__name__}: {code.co_filename}:{code.co_firstlineno}"
+        where = f"method {type(state.method).__name__}: {line_of(type(state), 'select')}"
         raise (UserError if classes else TypeError)(f"{where}: select returned {fault}")
     return selection
 

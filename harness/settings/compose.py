@@ -149,6 +149,7 @@ def load(overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], Dict
     return parse(composed(overrides), overrides)
 
 
+@own_method.faults()
 def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """Check a composed configuration and freeze it.
 
@@ -390,6 +391,8 @@ def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -
         behind_preset = str(file["_target_"]).split(".")[1] if own_codec else config.method_name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
     title = file.get("title") or config.method.label
+    if not isinstance(title, str) or not title.isprintable():
+        raise UserError(f"method={config.method_name}: its label is {title!r}; must be text in one line")
     parts = [title, None if config.codec_name == own_codec else config.codec_name]
     if config.device_rows != file.get("device_rows", 0):
         parts.append(f"{config.device_rows:g}x rows on the device")

@@ -17,10 +17,13 @@ import importlib
 import inspect
 import sys
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
@@ -30,11 +33,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import UnsupportedValueType
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, line_in, message, nearest, reason
 
 GROUP, GRIDS = "method/", "grid/"
 PRESS = "kvpress:"
 """Before the name of a press of kvpress (`methods.kvpress`)."""
+_IMPORTED: dict[Path, str] = {}
+"""The folder of each file of the user's own that this process has imported, with the choice that named it."""
 
 
 def is_own(choice: str) -> bool:
@@ -48,7 +53,7 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     Their `_target_` is `/path/file.py:Class`, `package.module:Class` or `kvpress:Press`. Raises UserError if there is
     no such file or press, for an error in a file, with its line, and unless it holds one whole method.
     """
-    from methods.base import Method  # loads torch, which a wrong path need not wait for
+    from methods.base import Method, State, When  # loads torch, which a wrong path need not wait for
 
     said = f"method={choice}"
     if choice.startswith(PRESS):
@@ -56,11 +61,27 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
         return press, {"_target_": choice, "name": choice} | _defaults(press, said)
     module, where, name = _module(choice, said)
     cls = _class(module, name, Method, said)
+    _require_text(cls, "title", said)
+    _require_flags(cls, ("reads_all", "needs_prompt", "holds_keys", "weighs_rest", "rereads"), said)
+    file = _constant(cls, "file", None)
+    if file is not None and not isinstance(file, str):
+        raise UserError(f"{said}: {cls.__name__}.file={file!r}: must be a path or None")
+    names = [field.name for field in fields(cls)]
+    for setting in _constant(cls, "calibration_settings", ()):
+        if setting not in names:
+            raise UserError(f"{said}: {cls.__name__}.calibration_settings={setting!r}: {nearest(setting, names)}")
+    when = _constant(cls, "when", "kept")
+    if when not in get_args(When):
+        raise UserError(f"{said}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
     has_state = cls.reads_all or hasattr(cls, "state") or cls.new_state is not Method.new_state
     has_size = cls.reads_all or cls.tokens_read is not Method.tokens_read
     if not has_state or not has_size:
         lacks = "tokens_read" if has_state else "state"
         raise UserError(f"{said}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
+    if cls.new_state is Method.new_state and not cls.reads_all:
+        state = _constant(cls, "state", State)
+        if not (inspect.isclass(state) and issubclass(state, State)):
+            raise UserError(f"{said}: {cls.__name__}.state={state!r}: must be a class that derives from State")
     target = {"_target_": f"{where}:{cls.__name__}", "name": _name(module, name)}
     return cls, target | _defaults(cls, said)
 
@@ -85,6 +106,7 @@ def find_codec(choice: str) -> tuple[type, str]:
     for part in ("bits", "row_bytes", "encode", "decode"):
         if getattr(cls, part) is getattr(RowCodec, part):
             raise UserError(f"{said}: {cls.__name__} lacks {part}; methods/codec.py says what it is")
+    _require_text(cls, "name", said)
     _defaults(cls, said)
     return cls, _name(module, name)
 
@@ -128,15 +150,37 @@ def _import(name: str, said: str, folder: Path) -> ModuleType:
         sys.path.append(str(folder))  # last: nothing of the user's takes the place of a library
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+        module = importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own
         lines = [(frame.filename, frame.lineno) for frame in frames if Path(frame.filename).is_relative_to(folder)]
-        words = str(error)
+        words = message(error)
         if isinstance(error, SyntaxError):
             lines, words = [(str(error.filename), error.lineno)], error.msg
         line = f"{lines[-1][0]}:{lines[-1][1]}: " if lines else ""
         raise UserError(f"{said}: {line}{type(error).__name__}: {words}") from error
+    if file := getattr(module, "__file__", None):
+        _IMPORTED.setdefault(Path(file).parent, said)
+    return module
+
+
+@contextmanager
+def faults() -> Iterator[None]:
+    """Raise an error in the block that comes out of a file of the user's own as a UserError that names its line.
+
+    What a method or codec says of itself, such as `label` and `with_size`, is asked while settings are checked.
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        for folder, said in _IMPORTED.items():
+            if line := line_in(error, set(map(str, folder.glob("*.py")))):
+                raise UserError(f"{said}: {line}: {reason(error)}") from error
+        raise
 
 
 def _class(module: ModuleType, name: str, base: type, said: str) -> Any:
@@ -154,6 +198,25 @@ def _class(module: ModuleType, name: str, base: type, said: str) -> Any:
     if "__dataclass_fields__" not in vars(cls):
         raise UserError(f"{said}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings")
     return cls
+
+
+def _constant(cls: type, name: str, computed: Any) -> Any:
+    """The attribute of a class; `computed` where it is a property, whose value only an object has."""
+    value = getattr(cls, name)
+    return computed if isinstance(value, property | cached_property) else value
+
+
+def _require_text(cls: type, name: str, said: str) -> None:
+    value = _constant(cls, name, "")
+    if not isinstance(value, str) or not value.isprintable():
+        raise UserError(f"{said}: {cls.__name__}.{name}={value!r}: must be text in one line")
+
+
+def _require_flags(cls: type, names: Sequence[str], said: str) -> None:
+    for name in names:
+        value = _constant(cls, name, False)
+        if not isinstance(value, bool):
+            raise UserError(f"{said}: {cls.__name__}.{name}={value!r}: must be True or False")
 
 
 def _defaults(cls: Any, said: str) -> dict[str, Any]:

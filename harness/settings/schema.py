@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic.errors import PydanticUserError
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, nearest, one_line
 from harness.places import CONF_DIR
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
     except ValidationError as error:
         raise UserError(_in_words(error, cls, where)) from error
     except ValueError as error:  # `methods` knows no UserError; its messages name the setting
-        raise UserError(str(error)) from error
+        raise UserError(one_line(error)) from error
 
 
 def _join(where: str, name: str) -> str:

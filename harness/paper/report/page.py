@@ -10,6 +10,7 @@ own. A sentence of finding stands where `results/findings.yaml` gives one, besid
 import gzip
 import json
 import re
+import sys
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -195,8 +196,10 @@ def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
     """
     try:
         sentences: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     if not isinstance(sentences, dict) or not all(isinstance(sentence, str) for sentence in sentences.values()):
         raise UserError(f"{path}: must map names of figures to sentences")
     for name in sentences:
@@ -222,7 +225,7 @@ def environment(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if not finished:
         return []
     flat = [dict(_readable(record["environment"])) for record in finished]
-    minutes = sum(record["seconds"] for record in finished) / 60
+    minutes = sum(record["seconds"] or 0 for record in finished) / 60
     lines = [("finished runs", f"{len(finished)}, {minutes:.0f} minutes in total")]
     for name in dict.fromkeys(name for values in flat for name in values):
         counts = Counter(values.get(name, "unknown") for values in flat)
@@ -233,14 +236,14 @@ def environment(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The fields of a record's environment for people; unknown fields are left out."""
+    """The fields of a record's environment for people; a record may hold any values there."""
     for name, value in environment.items():
-        if name == "packages":
-            yield from ((package, version) for package, version in value.items() if version)
-        elif name == "memory_bytes" and value:
+        if name == "packages" and isinstance(value, Mapping):
+            yield from ((str(package), str(version)) for package, version in value.items() if version)
+        elif name == "memory_bytes" and isinstance(value, int) and value < sys.maxsize:
             yield "memory", f"{value / GIB:.0f} GiB"
         elif name == "commit" and value:
-            yield "commit", value + (" and changes" if environment.get("dirty") else "")
+            yield "commit", str(value) + (" and changes" if environment.get("dirty") else "")
         elif name not in ("dirty", "memory_bytes") and value is not None:
             yield name.replace("_", " "), str(value)
 
