@@ -8,6 +8,7 @@ It lies above all other modules: it hands the figures of `plots` to `harness`, w
 import sys
 
 from harness.errors import USERS, interruptible, missing
+from harness.launch.watched import watched
 
 OWN = ("harness", "methods", "plots")
 """The packages of this project."""
@@ -33,7 +34,7 @@ def main() -> int:
 
 def command() -> int:
     """Run the words of this process; returns the exit code."""
-    return interruptible(main)
+    return watched(lambda: interruptible(main), sys.argv[1:])
 
 
 if __name__ == "__main__":

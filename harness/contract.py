@@ -507,8 +507,8 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
         except LogitsDifferError as error:  # it counts where they differ on other tokens as well
             words = check(replace(trial, seed=trial.seed + 1))
             return Finding("ok", f"{words}, on other tokens; on the first, rounding may have decided: {error}")
-    except NotAskedError as reason:
-        return Finding("-", str(reason))
+    except NotAskedError as error:
+        return Finding("-", str(error))
     except BrokenError as error:
         return Finding("FAILED", str(error))
     except KeyboardInterrupt:

@@ -11,6 +11,8 @@ where method and lengths do not allow it, or "nearest:0.16", the nearest that th
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.cached_model import CachedModel
-from harness.errors import UserError, nearest
+from harness.errors import UserError, nearest, printable, reason
 from harness.launch.cli import OF_HYDRA, in_words
 from harness.launch.runner import Run, report, require_devices, users_faults
 from harness.launch.runner import run as start
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from harness.method_lm import MethodLM
 
 
-def load(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> Model:
+def load(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> Model:
     """Load a model for every measurement of this interface.
 
     Args:
@@ -61,10 +63,11 @@ def load(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     Raises:
         UserError: the model is missing, damaged or no decoder of transformers, or a setting is wrong.
     """
-    if not isinstance(model, str):
+    if not isinstance(model, str | Path):
+        _require_model(model)
         return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
     resources = Resources()
-    chosen = Model(resources, _source(model) | settings)
+    chosen = Model(resources, _source(str(model)) | settings)
     config = chosen.configured()
     require_devices([config])
     resources.model(config.model)
@@ -75,13 +78,38 @@ def _source(model: str) -> dict[str, str]:
     """The setting that chooses a model by a plain string."""
     if model in options("model"):
         return {"model": model}
-    if Path(model).expanduser().exists():
+    if os.path.exists(os.path.expanduser(model)):  # False, too, where no file can have such a name
         return {"model.path": model}
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+    if len(model) <= MAX_HUB_ID and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model, re.ASCII):
         return {"model.hub_id": model}
     raise UserError(
-        f"model={model}: no folder, no id of the hub (organisation/name); {nearest(model, options('model'))}"
+        f"model={printable(model)}: no folder, no id of the hub (organisation/name); {nearest(model, options('model'))}"
     )
+
+
+def _with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a function sets itself, and those that it was given. Raises UserError where both name one."""
+    for name, value in sets.items():
+        if value is not None and name in given:
+            raise UserError(f"{name}={given[name]!r}: is {value!r} here; leave it out")
+    return {**sets, **given}
+
+
+def _names(setting: str, names: object) -> list[str]:
+    """The names in a list of methods or tasks. Raises UserError for anything else, and for an empty list."""
+    if not isinstance(names, Sequence) or isinstance(names, str | bytes):
+        raise UserError(f"{setting}={names!r}: must be a list of names, such as {setting}=['{_EXAMPLES[setting]}']")
+    for name in names:
+        if not isinstance(name, str | Path):
+            raise UserError(f"{setting}={list(names)!r}: {name!r} is no name of one")
+    if not names:
+        raise UserError(f"{setting}=[]: must name at least one")
+    return [str(name) for name in names]
+
+
+_EXAMPLES = {"methods": "full", "tasks": "kv_recall"}
+MAX_HUB_ID = 96
+"""Letters of an id that the hub allows."""
 
 
 class Model:
@@ -98,6 +126,8 @@ class Model:
 
     def configured(self, *, size: float | str | None = None, **settings: Any) -> RunConfig:
         """The checked settings of a run. A model in memory decides model and platform."""
+        if isinstance(size, bool) or not isinstance(size, float | int | str | None):
+            raise UserError(f"size={size!r}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16")
         given = self.settings | settings | {"size": size}
         words = [override(name, value) for name, value in given.items() if value is not None]
         loaded = self.resources.loaded
@@ -109,6 +139,10 @@ class Model:
             config = load_settings(words)
         except OF_HYDRA as error:
             raise UserError(in_words(error)) from error
+        except UserError:
+            raise
+        except (TypeError, ValueError) as error:  # of Hydra, for a value that no choice of a file can have
+            raise UserError(f"{' '.join(words)}: Hydra refuses it ({reason(error)})") from error
         return config if loaded is None else replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
 
     def generate(
@@ -127,7 +161,10 @@ class Model:
         Returns:
             Text, tokens/s and bytes over the link, which `print` shows.
         """
-        config = self.configured(experiment="generate", prompt=prompt, method=method, size=size, **settings)
+        if not isinstance(prompt, str):
+            raise UserError(f"prompt={prompt!r}: must be text")
+        settings = _with_given({"experiment": "generate", "prompt": prompt}, settings)
+        config = self.configured(method=method, size=size, **settings)
         steps = 1 + config.max_new_tokens  # the prompt's pass, and a step for each token
         with users_faults(config), quietly(quiet), bar(total=steps, desc="generate", unit="step") as shown:
             return run_generate(config, self.resources.model(config.model), lambda piece: shown.update())
@@ -162,7 +199,7 @@ class Model:
             num_fewshot=5, temperature=0.6, repeats=4.
         Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(methods, size, {"experiment": "tasks", "tasks": list(tasks)}, settings, quiet)
+        return self._measured(methods, size, {"experiment": "tasks", "tasks": _names("tasks", tasks)}, settings, quiet)
 
     def turns(
         self,
@@ -176,7 +213,7 @@ class Model:
 
         The arguments are those of `tasks`. Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(methods, size, {"experiment": "turns", "tasks": list(tasks)}, settings, quiet)
+        return self._measured(methods, size, {"experiment": "turns", "tasks": _names("tasks", tasks)}, settings, quiet)
 
     def _measured(
         self,
@@ -191,8 +228,9 @@ class Model:
                 print(line, file=sys.stderr, flush=True)
 
         records = []
+        methods = _names("methods", methods)
         for number, method in enumerate(methods, 1):
-            config = self.configured(method=method, size=size, **run, **settings)
+            config = self.configured(method=method, size=size, **_with_given(run, settings))
             todo = Run.of(config, self.resources)
             is_new = not todo.is_finished()
             if is_new:
@@ -278,7 +316,8 @@ def attach(
             _require_model(model)
             attached = stack.enter_context(attach_decoder(model))
             model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
-        config = model.configured(experiment="generate", prompt="-", method=method, size=size, **settings)
+        settings = _with_given({"experiment": "generate", "prompt": "-"}, settings)
+        config = model.configured(method=method, size=size, **settings)
         loaded, platform = model.loaded, config.platform
         needs_tokenizer = config.method.needs_calibration or config.method.rereads or config.size_is_measured
         if needs_tokenizer and loaded.reader is None:

@@ -54,10 +54,10 @@ def test_a_file_is_chosen_like_any_codec():
     write()
     config = load(["method=full", "codec=./mine.py", "+codec_settings.levels=7"])
     codec = codec_of(config)
-    assert (config.codec, config.label, codec.levels) == ("mine", "Full cache + mine", 7)
+    assert (config.codec, config.label, codec.codec.levels) == ("mine", "Full cache + mine", 7)
     assert codec.row_bytes(64) == 66 and codec.bits_per_element(64) == 8.25 and codec is codec.keys is codec.values
     both = codec_of(load(["method=h2o", "codec=./mine.py:Mine", "value_codec=int4"]))
-    assert isinstance(both, SplitCodec) and type(both.keys).__name__ == "Mine" and both.values == Codec("int4")
+    assert isinstance(both, SplitCodec) and type(both.keys.codec).__name__ == "Mine" and both.values == Codec("int4")
     config = load(["method=full", "codec=mine.Mine", "residual=64", "experiment=latency"])
     assert config.label == "full+mine.Mine-r64 (host)" and codec_of(config).residual == 64
 

@@ -118,6 +118,8 @@ def from_memory(
 
     name = name or Path(model.name_or_path or model.config.model_type).name
     if tokenizer is not None:
+        if not hasattr(tokenizer, "vocab_size"):
+            raise UserError(f"tokenizer={tokenizer!r}: must be a tokenizer of transformers")
         _require_embeddings(f"model {name}: its tokenizer", tokenizer, _num_embeddings(model))
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
     for key, weight in model.named_parameters():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import cache
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -25,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, nearest, printable
 from harness.places import PROGRAM
 from harness.settings import config as configs
 from harness.settings import own_method, schema, systems
@@ -66,8 +67,17 @@ def read_override(text: str) -> Override:
 
 
 def override(name: str, value: Any) -> str:
-    """`name=value` as Hydra reads it on a command line."""
-    return f"{name}={_as_word(value)}"
+    """`name=value` as Hydra reads it on a command line. Raises UserError for a value that no setting can have."""
+    try:
+        word = f"{name}={_as_word(value)}"
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{printable(name)}: is not UTF-8 text") from None
+    except RecursionError:
+        raise UserError(f"{name}: contains itself, or is nested too deeply") from None
+    except TypeError as error:
+        raise UserError(f"{name}: {error}; must be a number, text, a path, a list or a mapping of these") from None
+    return word
 
 
 def _as_word(value: Any) -> str:
@@ -77,9 +87,14 @@ def _as_word(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_as_word, value))}]"
+    if isinstance(value, Mapping):
+        items = [f"{key}:{_as_word(item)}" for key, item in value.items()]
+        return f"{{{','.join(items)}}}"
     if isinstance(value, str | Path):  # quoted, as it may hold what Hydra reads as syntax
         return QuotedString(str(value), Quote.single).with_quotes()
-    return str(value)
+    if isinstance(value, Number) and not isinstance(value, complex):
+        return str(value)
+    raise TypeError(f"is of type {type(value).__name__}")
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
@@ -335,6 +350,8 @@ def _take_size(settings: dict[str, Any]) -> None:
         if share is None or rule not in ("", "nearest"):
             raise UserError(f"size={given}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16")
         sizing = rule or sizing
+    if isinstance(share, int | float) and not 0 < share <= 1:  # of the full cache, too, which has no size
+        raise UserError(f"size={given}: must be above 0 and at most 1")
     method = settings["method"]
     is_full_cache = method.reads_all and settings.get("codec") is None
     if is_full_cache:

@@ -33,7 +33,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import UnsupportedValueType
 
-from harness.errors import UserError, line_in, message, nearest, reason
+from harness.errors import UserError, line_in, nearest, reason
 
 GROUP, GRIDS = "method/", "grid/"
 PRESS = "kvpress:"
@@ -156,11 +156,11 @@ def _import(name: str, said: str, folder: Path) -> ModuleType:
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own
         lines = [(frame.filename, frame.lineno) for frame in frames if Path(frame.filename).is_relative_to(folder)]
-        words = message(error)
+        words = reason(error)
         if isinstance(error, SyntaxError):
-            lines, words = [(str(error.filename), error.lineno)], error.msg
+            lines, words = [(str(error.filename), error.lineno)], f"{type(error).__name__}: {error.msg}"
         line = f"{lines[-1][0]}:{lines[-1][1]}: " if lines else ""
-        raise UserError(f"{said}: {line}{type(error).__name__}: {words}") from error
+        raise UserError(f"{said}: {line}{words}") from error
     if file := getattr(module, "__file__", None):
         _IMPORTED.setdefault(Path(file).parent, said)
     return module

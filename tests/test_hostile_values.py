@@ -1,0 +1,117 @@
+"""Values of any kind in the Python interface: each is refused in one line that names the argument."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokens import byte_tokenizer
+
+import harness
+from harness.errors import UserError
+from harness.model.tiny import tiny_model
+
+PROMPT = "A cache keeps what will be read again. " * 4
+SHORT = {"num_windows": 1, "seq_len": 96, "prefill_len": 32, "platform.link_gbps": 1}
+
+
+class Anything:
+    def __repr__(self) -> str:
+        return "Anything()"
+
+
+NESTED: list = []
+NESTED.append(NESTED)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return tiny_model("llama", num_key_value_heads=2)
+
+
+@pytest.fixture
+def model(network, tmp_path):
+    return harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
+
+
+def refusal(act) -> str:
+    with pytest.raises(UserError) as raised:
+        act()
+    message = str(raised.value)
+    assert message and "\n" not in message and len(message) <= 2000
+    return message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, 5, 3.5, True, Anything(), b"x", [], {}, torch.nn.Linear(2, 2), "", "~nobody/x", "x" * 5000, "a/" + "x" * 5000,
+     "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/nonexistent", Path("/nonexistent"), Path("a/b/c")],
+    ids=lambda given: repr(given)[:12],
+)  # fmt: skip
+def test_what_is_no_model_is_refused(given):
+    assert refusal(lambda: harness.load(given)).startswith("model=")
+
+
+@pytest.mark.parametrize("given", [5, Anything()])
+def test_what_is_no_tokenizer_is_refused(given, network):
+    assert refusal(lambda: harness.load(network, given)).startswith("tokenizer=")
+
+
+def test_a_path_is_a_model(network, tmp_path):
+    network.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    assert harness.load(tmp_path / "model").loaded.name == "model"
+
+
+LISTS = [None, [3], [], [None], [b"full"], [["full"]], {"full"}, 5, Anything(), iter(["full"])]
+
+
+@pytest.mark.parametrize("given", [*LISTS, "full"], ids=repr)
+def test_what_is_no_list_of_methods_is_refused(given, model):
+    assert refusal(lambda: model.perplexity(methods=given)).startswith("methods=")
+
+
+@pytest.mark.parametrize("name", ["", "a\0", "\ud800", "x" * 3000])
+def test_what_names_no_method_is_refused(name, model):
+    refusal(lambda: model.perplexity(methods=[name]))
+
+
+@pytest.mark.parametrize("kind", ["tasks", "turns"])
+@pytest.mark.parametrize("given", [*LISTS, "kv_recall"], ids=repr)
+def test_what_is_no_list_of_tasks_is_refused(given, kind, model):
+    assert refusal(lambda: getattr(model, kind)(given, methods=["full"])).startswith("tasks=")
+
+
+@pytest.mark.parametrize("given", [None, 5, b"x", ["a"], Anything(), "", "\ud800", "a\ud800b"], ids=ascii)
+def test_what_is_no_prompt_is_refused(given, model):
+    assert "prompt" in refusal(lambda: model.generate(given, method="full", max_new_tokens=2))
+
+
+@pytest.mark.parametrize("method", ["full", "h2o"])
+@pytest.mark.parametrize(
+    "size",
+    [0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "nearest:",
+     "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:nearest:0.5", "\ud800"],
+    ids=lambda size: ascii(size)[:20],
+)  # fmt: skip
+def test_what_is_no_size_is_refused(size, method, model):
+    assert "size" in refusal(lambda: model.perplexity(methods=[method], size=size))
+    assert "size" in refusal(lambda: model.generate(PROMPT, method=method, size=size, max_new_tokens=2))
+    assert "size" in refusal(lambda: harness.attach(model, method=method, size=size).__enter__())
+
+
+@pytest.mark.parametrize("name", ["seq_len", "platform", "method.heavy_frac", "results_dir", "codec", "data", "nothing", ""])
+@pytest.mark.parametrize(
+    "value", [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), NESTED, {"a": Anything()}, "\ud800", [[[]]]],
+    ids=lambda value: ascii(value)[:12],
+)  # fmt: skip
+def test_a_setting_of_a_strange_type_is_refused(name, value, model):
+    refusal(lambda: model.perplexity(methods=["h2o"], **{name: value}))
+
+
+@pytest.mark.parametrize("name", ["experiment", "corpus.path"])
+def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT * 20)
+    assert refusal(lambda: model.perplexity(text, methods=["full"], **{name: "x"})).startswith(f"{name}='x': is ")
+    assert len(model.perplexity(methods=["full"], **{"corpus.path": text})) == 1
