@@ -50,7 +50,7 @@ def is_users(error: BaseException) -> bool:
     return isinstance(error, UserError | OSError)
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """An error in one line that says whether it is a bug."""
     line = one_line(error)
     return line if is_users(error) or isinstance(error, BugError) else f"{line} ({type(error).__name__}, a bug)"

@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from harness.method_lm import MethodLM
 
 
-def load(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> Model:
+def load(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any
+) -> Model:
     """Load a model for every measurement of this interface.
 
     Args:

@@ -230,8 +230,7 @@ class CheckedCodec(RowCodec):
         return rows
 
     def _positive(self, name: str, value: object) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             self._refuse(name, repr(value), "a number above 0")
         return value
 

@@ -44,8 +44,8 @@ def refusal(act) -> str:
 
 @pytest.mark.parametrize(
     "given",
-    [None, 5, 3.5, True, Anything(), b"x", [], {}, torch.nn.Linear(2, 2), "", "~nobody/x", "x" * 5000, "a/" + "x" * 5000,
-     "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/nonexistent", Path("/nonexistent"), Path("a/b/c")],
+    [None, 5, 3.5, True, Anything(), b"x", [], {}, torch.nn.Linear(2, 2), "", "~nobody/x", "x" * 5000,
+     "a/" + "x" * 5000, "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/nonexistent", Path("/nonexistent"), Path("a/b/c")],
     ids=lambda given: repr(given)[:12],
 )  # fmt: skip
 def test_what_is_no_model_is_refused(given):
@@ -90,8 +90,8 @@ def test_what_is_no_prompt_is_refused(given, model):
 @pytest.mark.parametrize("method", ["full", "h2o"])
 @pytest.mark.parametrize(
     "size",
-    [0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "nearest:",
-     "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:nearest:0.5", "\ud800"],
+    [0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "\ud800",
+     "nearest:", "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:.5:.5"],
     ids=lambda size: ascii(size)[:20],
 )  # fmt: skip
 def test_what_is_no_size_is_refused(size, method, model):
@@ -100,7 +100,9 @@ def test_what_is_no_size_is_refused(size, method, model):
     assert "size" in refusal(lambda: harness.attach(model, method=method, size=size).__enter__())
 
 
-@pytest.mark.parametrize("name", ["seq_len", "platform", "method.heavy_frac", "results_dir", "codec", "data", "nothing", ""])
+@pytest.mark.parametrize(
+    "name", ["seq_len", "platform", "method.heavy_frac", "results_dir", "codec", "data", "nothing", ""]
+)
 @pytest.mark.parametrize(
     "value", [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), NESTED, {"a": Anything()}, "\ud800", [[[]]]],
     ids=lambda value: ascii(value)[:12],

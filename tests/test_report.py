@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+import zipfile
 from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,6 +27,7 @@ from harness.paper.report.__main__ import main as report_main
 from harness.paper.report.compared import main_scores, main_times, published_sheet, side_by_side
 from harness.paper.report.explorer import explorer
 from harness.paper.report.page import MODELLED, REGISTRY, entries_of
+from harness.records import archive
 from harness.tables import write as tables
 from harness.tables.columns import ACCURACY, MISSING, TableRow, names
 from plots import drawing
@@ -295,6 +297,7 @@ def refusal(results: Path) -> str:
         ("findings.yaml", "fig111: a", "findings.yaml: fig111: did you mean 'fig11'"),
         ("findings.yaml", "fig11: 3", "findings.yaml: must map names of figures to sentences"),
         ("findings.yaml", "a: b: c", "findings.yaml: not YAML"),
+        ("findings.yaml", "[" * 10_000, "findings.yaml: not YAML"),
     ],
 )
 def test_damaged_input_is_named(file, text, message, tmp_path):
@@ -302,6 +305,33 @@ def test_damaged_input_is_named(file, text, message, tmp_path):
         (tmp_path / folder).mkdir()
     (tmp_path / file).write_text(text)
     assert message in refusal(tmp_path)
+
+
+def test_findings_that_are_a_folder_are_named_in_an_archive_too(tmp_path):
+    results = tmp_path / "results"
+    (results / "findings.yaml").mkdir(parents=True)
+    write(results, "fig11", [score("A", 0.1, 0.5)])
+    assert refusal(results) == f"{results}/findings.yaml: cannot be read (Is a directory)"
+    members = {"findings.yaml/x": b"", "tables/fig11.csv": (results / "tables" / "fig11.csv").read_bytes()}
+    manifest = {"schema": archive.SCHEMA, "sha256": {name: archive.sha256(data) for name, data in members.items()}}
+    members[archive.MANIFEST] = json.dumps(manifest).encode()
+    with zipfile.ZipFile(tmp_path / "forged.zip", "w") as forged:
+        for name, data in members.items():
+            forged.writestr(name, data)
+    assert refusal(tmp_path / "forged.zip") == f"{tmp_path}/forged.zip/findings.yaml: cannot be read (Is a directory)"
+
+
+ODD = [[1, [2]], {"a": [3]}, [], {}, "x", 5, 2.5, True, 10**400]
+
+
+@pytest.mark.parametrize("name", [*WHERE, "packages", "commit", "anything"])
+def test_a_record_may_hold_any_environment(name):
+    for value in (*ODD, None):
+        odd = RAN | {"status": "finished", "environment": RAN["environment"] | {name: value}}
+        plain = RAN | {"status": "finished", "seconds": None}
+        lines = report_page.environment([odd, plain])
+        assert lines[0] == ("finished runs", "2, 2 minutes in total")
+        assert all(isinstance(text, str) for line in lines for text in line)
 
 
 def test_the_command_prints_the_path_or_one_line(tmp_path, results, capsys):

@@ -351,7 +351,7 @@ def _take_size(settings: dict[str, Any]) -> None:
             raise UserError(f"size={given}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16")
         sizing = rule or sizing
     if isinstance(share, int | float) and not 0 < share <= 1:  # of the full cache, too, which has no size
-        raise UserError(f"size={given}: must be above 0 and at most 1")
+        raise UserError(f"size={share}: must be above 0 and at most 1")
     method = settings["method"]
     is_full_cache = method.reads_all and settings.get("codec") is None
     if is_full_cache:

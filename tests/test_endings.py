@@ -1,0 +1,213 @@
+"""How a command ends where a method ends the process, nobody reads the output, or a disk is full."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+from test_hostile_files import HEAD, METHOD, SHORT
+
+from harness import errors, files
+from harness.errors import UserError
+from harness.launch import cli
+from harness.launch.cli import main
+from harness.launch.watched import runs_own_code
+from harness.model import calibration
+from harness.records.record import read_all
+from tests.runs import reading, tiny_loaded
+
+ROOT = Path(__file__).resolve().parent.parent
+WATCHED = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from harness.errors import interruptible
+from harness.launch.watched import watched
+
+def command():
+    print(os.getpid(), flush=True)
+    {body}
+
+sys.exit(watched(lambda: interruptible(command), ["method=./mine.py"]))
+"""
+
+
+def started(tmp_path: Path, body: str) -> subprocess.Popen:
+    """A watched process whose command does `body`."""
+    file = tmp_path / "mine.py"
+    file.write_text(WATCHED.format(root=str(ROOT), body=body))
+    return subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["method=./mine.py"], True), (["-m", "method=h2o,mine.Mine"], True), (["codec=/a/my.py"], True),
+     (["grid=./my.yaml"], True), (["include_path=./tasks"], True), (["+include_path=tasks/"], True),
+     (["method=h2o", "grid=accuracy", "results_dir=./mine"], False), (["--help"], False), ([], False)],
+)  # fmt: skip
+def test_a_command_with_code_of_ones_own_is_known_by_its_words(words, expected):
+    assert runs_own_code(words) == expected
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75])
+def test_a_command_that_comes_to_its_end_has_its_own_code(code, tmp_path):
+    process = started(tmp_path, f"return {code}")
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (code, "")
+
+
+FIRST = WATCHED[: WATCHED.index("{body}")].count("\n") + 1
+"""The line of the command's body."""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "how"),
+    [
+        ("os._exit(0)", 2, "exit code 0"),
+        ("os._exit(7)", 2, "exit code 7"),
+        ("import ctypes; ctypes.CDLL(None)._exit(0)", 2, "exit code 0"),
+        ("import ctypes; ctypes.string_at(0)", 139, "SIGSEGV"),
+        ("os.abort()", 134, "SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL, as systems do where memory runs out"),
+    ],
+)
+def test_a_command_whose_process_is_ended_says_so_in_one_line(body, code, how, tmp_path):
+    process = started(tmp_path, body)
+    _, said = process.communicate(timeout=30)
+    where = f"{tmp_path}/mine.py:{FIRST}: " if code in (139, 134) else ""
+    expected = f"error: {where}the process ended in the middle of a run ({how}), which has no result\n"
+    assert (process.returncode, said) == (code, expected)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_watching_process_is_handed_on(number, code, tmp_path):
+    process = started(tmp_path, "time.sleep(60)")
+    assert process.stdout is not None and int(process.stdout.readline()) != process.pid
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (code, f"{errors.INTERRUPTED}\n")
+
+
+def test_a_command_ends_with_the_process_that_watches_it(tmp_path):
+    process = started(tmp_path, "time.sleep(60)")
+    assert process.stdout is not None
+    child = Path(f"/proc/{int(process.stdout.readline())}/stat")
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 30
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until, "it goes on"
+        time.sleep(0.05)
+    process.communicate()
+
+
+def test_a_method_that_ends_the_process_leaves_an_interrupted_run_and_no_exit_code_0(own_folder):
+    loaded = tiny_loaded()
+    loaded.model.save_pretrained("model")
+    loaded.tokenizer.save_pretrained("model")
+    Path("text.txt").write_text("a cache of keys and values " * 40)
+    Path("mine.py").write_text(HEAD + METHOD.replace("return value", "import os; os._exit(0); return value"))
+    words = ["method=./mine.py", "model.path=model", "corpus.path=text.txt", *SHORT]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "KV_HARNESS_CACHE": "cache"}
+    command = [sys.executable, "-m", "harness", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 2, done.stderr
+    assert line == "error: the process ended in the middle of a run (exit code 0), which has no result"
+    assert [record["status"] for record in read_all("results")] == ["interrupted"]
+
+
+# Nobody reads
+
+
+@pytest.mark.parametrize("closed", ["sys.stdout.close()", "sys.stderr.close(); sys.stdout.close()", "os.close(1)"])
+def test_a_method_that_closes_the_output_ends_it_quietly(closed, tmp_path):
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from harness.launch import cli
+def run(jobs, words):
+    {closed}
+    print("a line", flush=True)
+cli._run_hydra = run
+os._exit(cli.main([]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+
+
+@pytest.mark.parametrize("full", ["/dev/full", None])
+def test_a_refusal_that_nobody_can_read_has_its_exit_code(full, tmp_path):
+    of_project = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    code = f"{of_project}; from harness.launch.cli import main; sys.exit(main(['a=b=c[']))"
+    shell = f'exec {sys.executable} -c "{code}" 2>{full or "&-"}'
+    assert subprocess.run(["bash", "-c", shell], timeout=60).returncode == 2
+
+
+def test_a_broken_pipe_of_the_methods_own_is_told(own_folder, monkeypatch, capfd):
+    texts = reading(monkeypatch, own_folder, tiny_loaded())
+    Path("mine.py").write_text(HEAD + METHOD.replace("return value", "raise BrokenPipeError(32, 'gone'); return value"))
+    assert main(["method=./mine.py", *texts, *SHORT]) == 2
+    assert "gone" in capfd.readouterr().err
+
+
+# Full disks
+
+
+def test_a_grid_on_a_full_disk_says_so_once(runs, small, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    finished = main(["grid=accuracy"])
+    assert finished == 0
+    (record,) = list(Path("results/runs/fig12").glob("*/record.json"))[:1]
+    record.unlink()
+    capsys.readouterr()
+    monkeypatch.setattr(files.os, "replace", full)
+    assert main(["grid=accuracy"]) == 2
+    refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(refusals) == 1 and "No space left on device" in refusals[0]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")])
+def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monkeypatch, capsys):
+    def full(*_):
+        raise error
+
+    texts = reading(monkeypatch, own_folder, tiny_loaded())
+    monkeypatch.setattr(calibration, "save_file", full)
+    assert main(["method=infinigen", *texts, *SHORT]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the cache {own_folder}/cache/calibration cannot be written" in line
+    assert "No space left" in line and "KV_HARNESS_CACHE" in line
+
+
+# Damaged notes in the cache
+
+
+@pytest.mark.parametrize(
+    "note", ["[" * 100_000, "{}", "[]", "null", '{"stamp": 1}', '{"sha256": null, "stamp": STAMP}']
+)
+def test_a_damaged_note_of_a_digest_is_not_read(note, tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "SETTLED_S", -1.0)
+    file = tmp_path / "file"
+    file.write_text("content")
+    digest = files.file_sha256(file)
+    (kept,) = (tmp_path / "cache" / "digests").iterdir()
+    stamp = json.dumps(json.loads(kept.read_text())["stamp"])
+    kept.write_text(note.replace("STAMP", stamp))
+    assert files.file_sha256(file) == digest == files.content_sha256(file)
+
+
+def test_refused_takes_whatever_foreign_code_raises():
+    for error in (GeneratorExit(), BaseException("x"), SystemExit(3)):
+        with pytest.raises(UserError, match=f"^a thing \\({type(error).__name__}"), errors.refused("a thing"):
+            raise error
+    with pytest.raises(KeyboardInterrupt), errors.refused("a thing"):
+        raise KeyboardInterrupt
