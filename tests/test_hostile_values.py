@@ -45,7 +45,8 @@ def refusal(act) -> str:
 @pytest.mark.parametrize(
     "given",
     [None, 5, 3.5, True, Anything(), b"x", [], {}, torch.nn.Linear(2, 2), "", "~nobody/x", "x" * 5000,
-     "a/" + "x" * 5000, "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/nonexistent", Path("/nonexistent"), Path("a/b/c")],
+     "a/" + "x" * 5000, "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/nonexistent",
+     Path("/nonexistent"), Path("a/b/c")],
     ids=lambda given: repr(given)[:12],
 )  # fmt: skip
 def test_what_is_no_model_is_refused(given):
