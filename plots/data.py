@@ -58,8 +58,6 @@ class Tables:
         numbers = {column.name: float for column in expected if column.digits is not None}
         frame = frame.where(frame != "").astype(numbers)
         names = [name for name in NAMES if name in needed]
-        for column in (name for name in names if frame[name].isna().any()):
-            raise UserError(f"{path}: a row without {column}; make the table anew")
         return frame.assign(**{name: frame[name].map(self._legible, na_action="ignore") for name in names})
 
     def _legible(self, name: str) -> str:

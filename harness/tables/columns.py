@@ -183,7 +183,7 @@ NEEDED = {
     "accuracy": ("model", "label", "task", "metric"),
     "latency": ("model", "label", "batch_size", "prompt_len", "gen_len"),
     "analysis": ("model", "series", "metric"),
-    "board": ("model", "method", "label"),
+    "board": ("model", "label"),
 }  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
 OPTIONAL = (
