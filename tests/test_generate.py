@@ -81,7 +81,7 @@ def test_fetched_rows_are_those_of_the_full_cache_and_none_is_asked_for_in_vain(
     assert len(text) == count
     cached = [len(PROMPT) + step for step in range(count - 1)]  # before each decode step: the last token is not fed
     rows = 2 * 4 * sum(cached)  # KV heads, layers
-    written = 2 * 4 * (len(PROMPT) + count - 1)
+    written = 2 * 4 * (count - 1)  # of the steps; the prompt's rows are none of a step
     mib = [f"{each * 2 * 16 * 4 / 2**20:.2f} MiB to the {side}" for each, side in ((rows, "device"), (written, "host"))]
     assert f"fetched {rows} rows" in summary and ", ".join(mib) in summary
 

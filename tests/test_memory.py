@@ -24,6 +24,7 @@ from harness.errors import UserError
 from harness.model.attach import attach, prompt_bytes, run_prompt
 from harness.model.decoder import read_decoder
 from harness.model.load import LoadedModel
+from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
 from harness.offload import live as sessions
 from harness.offload import memory
@@ -398,7 +399,7 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
     monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
-    outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64))
+    outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256)))
     assert cards == [[12 * GIB]], "of 60 GiB"
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
     assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["size"] < 1
