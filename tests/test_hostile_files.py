@@ -111,6 +111,7 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("rereads = 1", "Mine.rereads=1: must be True or False"),
         ("file = 5", "Mine.file=5: must be a path or None"),
         ("calibration_settings = ('kept_fract',)", "='kept_fract': did you mean 'kept_frac'"),
+        ("def with_size(self, frac): return 5", "with_size returned 5; allowed: the sized method"),
         ("label = 5", "its label is 5; must be text in one line"),
     ],
 )

@@ -379,9 +379,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.size is not None:
             try:
-                self.method.with_size(self.size)
+                sized: object = self.method.with_size(self.size)
             except ValueError as error:
                 raise UserError(f"size={self.size}: {error}; size=nearest:{self.size} runs it as it is") from error
+            from methods.base import Method  # loaded with the method
+
+            if not isinstance(sized, Method):
+                raise UserError(f"method={self.method_name}: with_size returned {sized!r}; allowed: the sized method")
         self._check_codecs()
 
     @property
