@@ -177,9 +177,10 @@ def faults() -> Iterator[None]:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        for folder, said in _IMPORTED.items():
-            if line := line_in(error, set(map(str, folder.glob("*.py")))):
-                raise UserError(f"{said}: {line}: {reason(error)}") from error
+        files = {str(file): said for folder, said in _IMPORTED.items() for file in folder.glob("*.py")}
+        if line := line_in(error, set(files)):  # the innermost of them, whichever method was imported before
+            said = files[line.rpartition(":")[0]]
+            raise UserError(f"{said}: {line}: {reason(error)}") from error
         raise
 
 
