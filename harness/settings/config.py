@@ -329,8 +329,8 @@ class RunConfig:
     the device. device_rows: rows of each layer and KV head that stay on the device, in times of what a step reads at
     most. prefetch: rows that a query made in the layer before would select cross the link early. size: the share of the
     full cache, of the layers that see every token, that a decode step is to read; sizing: `nearest` for
-    `size=nearest:SHARE`. link_gbps, max_kl: bounds of a
-    frontier, in 10^9 bytes/s and nats. tracker: gets a copy of the record.
+    `size=nearest:SHARE`. link_gbps, max_kl: bounds of a frontier, in 10^9 bytes/s and nats. tracker: gets a copy of the
+    record.
     """
 
     experiment: Text
@@ -381,7 +381,8 @@ class RunConfig:
             try:
                 sized: object = self.method.with_size(self.size)
             except ValueError as error:
-                raise UserError(f"size={self.size}: {error}; size=nearest:{self.size} runs it as it is") from error
+                nearest_size = f"size=nearest:{self.size} takes the nearest that it allows"
+                raise UserError(f"size={self.size}: {error}; {nearest_size}") from error
             from methods.base import Method  # loaded with the method
 
             if not isinstance(sized, Method):
