@@ -95,7 +95,7 @@ leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: results/lea
 	$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
 	$(if $(OWN),$(PY) run.py grid=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
 	$(PY) run.py grid=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
-	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
+	$(PY) -m harness.report --results-dir $(RESULTS); \
 	exit $$code
 
 turns: $(STAMP)  ## several questions to one cache, known to the method or not: results/tables/turns.md (MODEL=, RESULTS=, ARGS=)
@@ -110,11 +110,11 @@ paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= o
 	[ $$code = 0 ] || [ $$code = $(UNFINISHED) ] || exit $$code; \
 	$(PY) -m harness.paper.costmodel --write --results-dir $(RESULTS); \
 	$(PY) -m plots --results-dir $(RESULTS); \
-	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
+	$(PY) -m harness.report --results-dir $(RESULTS); \
 	exit $$code
 
 method: $(STAMP)  ## a file for a method of your own, which works as it is (NAME=my_method)
-	@$(PY) -m harness.launch.new_method $(NAME)
+	@$(PY) -m harness.run.new_method $(NAME)
 
 calibrate: $(STAMP)  ## compare the cost model with every published latency, speedup and throughput
 	$(PY) -m harness.paper.costmodel --calibrate
@@ -127,7 +127,7 @@ plots: $(STAMP)  ## draw all figures again from the tables of a results folder (
 	$(PY) -m plots --results-dir "$(RESULTS)" $(ARGS)
 
 report: $(STAMP)  ## report.html, one file with all tables and figures there are (RESULTS= a folder or an archive, ARGS=)
-	$(PY) -m harness.paper.report --results-dir "$(RESULTS)" $(ARGS)
+	$(PY) -m harness.report --results-dir "$(RESULTS)" $(ARGS)
 
 status: $(STAMP)  ## what is done, running, failed and interrupted (RESULTS=); of a grid also missing (ARGS="grid=paper")
 	@$(PY) run.py status=true "results_dir='$(RESULTS)'" $(ARGS)
@@ -136,7 +136,7 @@ export: $(STAMP)  ## the results as one archive to share, results.zip (RESULTS=,
 	@$(PY) run.py "export='$(TO)'" "results_dir='$(RESULTS)'"
 
 compare: $(STAMP)  ## which numbers moved between two results, folders or archives (A=, B=, ARGS="--csv FILE")
-	@$(PY) -m harness.tables.compare "$(A)" "$(B)" $(ARGS)
+	@$(PY) -m harness.results.compare "$(A)" "$(B)" $(ARGS)
 
 clean:  ## remove caches and build leftovers (.venv and results stay)
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -42,23 +42,23 @@ import pandas as pd
 import torch
 
 from benchmarks.timing import idle_s
-from harness.contract import TOLERANCE, largest_difference, live
+from harness.checks.contract import TOLERANCE, largest_difference, live
 from harness.errors import UserError, exit_code, reason, refused
 from harness.files import write_atomic
-from harness.launch.runner import Run, report, run
+from harness.live import store as offload_store
+from harness.live.links import open_link
+from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning
+from harness.live.store import KVStore, RowFormat, chosen, indices
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import require_kernels
+from harness.model.resources import Resources
 from harness.model.tiny import VOCAB_SIZE, tiny_model
-from harness.offload import store as offload_store
-from harness.offload.links import open_link
-from harness.offload.memory import DEFAULT_TUNING, PinnedSlab, Tuning
-from harness.offload.store import KVStore, RowFormat, chosen, indices
-from harness.records.record import read_record
-from harness.resources import Resources
+from harness.replay.setup import Setup, codec_of
+from harness.results.record import read_record
+from harness.run.runner import Run, report, run
 from harness.settings.compose import load
 from harness.settings.systems import COUNTED, LABELS
-from harness.setup import Setup, codec_of
 from harness.speed.link_rate import LinkRate, link_rate
 from methods import base as methods_base
 from methods.codec import Codec

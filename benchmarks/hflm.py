@@ -24,12 +24,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 
 from benchmarks.timing import in_turn
-from harness.accuracy.evaluation import ReplayEngine
-from harness.accuracy.lm import Prefill, ReplayLM
 from harness.data.tasks import load_suite
 from harness.data.text import offline_text, token_ids
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model
+from harness.scoring.evaluation import ReplayEngine
+from harness.scoring.lm import Prefill, ReplayLM
 from harness.settings.compose import load
 from harness.settings.config import RunConfig
 

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from benchmarks.timing import idle_s, spread
 from harness.errors import exit_code
 from harness.model.attach import attach
-from harness.records.environment import processor
+from harness.results.environment import processor
 from harness.settings.config import LatencyConfig
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import measure_copy_rate

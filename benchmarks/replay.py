@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import in_turn, spread
-from harness.contract import open_live, open_replay
+from harness.checks.contract import open_live, open_replay
 from harness.data.text import offline_text, token_ids
+from harness.live.links import open_link
 from harness.model.attach import Attached, attach
 from harness.model.load import load_model
-from harness.offload.links import open_link
+from harness.replay.setup import Setup, prepare
 from harness.settings.compose import load
-from harness.setup import Setup, prepare
 
 HEAD_CHUNK = 128
 CASES = {

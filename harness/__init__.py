@@ -12,7 +12,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.interface import Model, attach, frame, lm, load
+    from harness.api.interface import Model, attach, frame, lm, load
 
 __all__ = ["Model", "attach", "frame", "lm", "load"]
 
@@ -21,6 +21,6 @@ def __getattr__(name: str) -> Any:
     """Import the interface when it is first used: it loads torch and transformers, which the command line does late."""
     if name not in __all__:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
-    from harness import interface
+    from harness.api import interface
 
     return getattr(interface, name)

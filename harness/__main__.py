@@ -8,7 +8,7 @@ It lies above all other modules: it hands the figures of `plots` to `harness`, w
 import sys
 
 from harness.errors import USERS, interruptible, missing
-from harness.launch.watched import watched
+from harness.run.watched import watched
 
 OWN = ("harness", "methods", "plots")
 """The packages of this project."""
@@ -17,7 +17,7 @@ OWN = ("harness", "methods", "plots")
 def main() -> int:
     """The command line; imported when it is called, so that Ctrl-C meanwhile is no traceback."""
     try:
-        from harness.launch.cli import main
+        from harness.run.cli import main
         from plots import draw_figures
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in OWN:

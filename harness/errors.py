@@ -1,6 +1,6 @@
 """How a command ends: refusals in one line, exit codes, interruptions.
 
-A refusal is a `UserError` whose message names the setting, its value and what is allowed. `harness.launch.cli` prints
+A refusal is a `UserError` whose message names the setting, its value and what is allowed. `harness.run.cli` prints
 it without a traceback and exits with code `USERS`. Ctrl-C and SIGTERM end a command with one line. Finished runs are
 then in the tables. Imports nothing that takes time, so that a command is covered from its first moment on.
 """

@@ -10,7 +10,7 @@ cost model predicts; the same function draws it as a figure of that name. The sa
 from pathlib import Path
 
 from harness.errors import UserError
-from harness.places import COMMAND
+from harness.settings.paths import COMMAND
 
 
 def draw_figures(results_dir: str | Path) -> list[Path]:

@@ -12,7 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from harness.tables import columns
+from harness.results import columns
 from plots import data, style
 
 AXES = {

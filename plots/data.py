@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from harness.errors import UserError, printable, shortened
-from harness.tables import columns
+from harness.results import columns
 
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""

@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
+from harness.results import columns
 from harness.settings.schema import is_unmet
-from harness.tables import columns
 from plots import data, style
 
 KL = columns.KL.name

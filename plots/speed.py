@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.tables import columns
+from harness.results import columns
 from plots import data, style
 
 BASE = "offload"

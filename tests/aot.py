@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from harness.offload.memory import Tuning
+from harness.live.memory import Tuning
 from methods.base import Rows
 from methods.codec import Codec
 
@@ -76,7 +76,7 @@ SLOTS = (2033, 2048)
 
 def launch_moves(slot_bytes: int) -> None:
     """What a session launches when it opens, and then in its steps."""
-    from harness.offload.kernels.rows import gather_rows, scatter_rows, warm
+    from harness.live.kernels.rows import gather_rows, scatter_rows, warm
 
     def rows(count: int) -> torch.Tensor:
         return torch.empty(1, 2, count, slot_bytes, dtype=torch.uint8)
@@ -99,7 +99,7 @@ def launch_narrow_moves() -> None:
 
 
 def launch_lists() -> None:
-    from harness.offload.kernels.rows import indices, missing_rows
+    from harness.live.kernels.rows import indices, missing_rows
 
     masks = [torch.empty(2, 1, num_slots, dtype=torch.bool).expand(-1, 3, -1) for _, num_slots in COUNTS]
     for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
@@ -111,8 +111,8 @@ def launch_lists() -> None:
 
 
 def launch(codec: Codec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:
-    from harness.offload.kernels.codes import attend, pack
-    from harness.offload.store import RowFormat
+    from harness.live.kernels.codes import attend, pack
+    from harness.live.store import RowFormat
 
     states, width = torch.empty(4, num_kv_heads, 1, head_dim, dtype=dtype), RowFormat(codec, head_dim, dtype).slot_bytes
     pack(states, states, codec, width)

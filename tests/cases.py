@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from harness.model.tiny import tiny_ids
+from harness.replay.setup import codec_of
 from harness.settings.schema import options
-from harness.setup import codec_of
 from methods.base import Method, Rest
 from methods.codec import ChannelCodec, Codec, SplitCodec
 from methods.full import Full

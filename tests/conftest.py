@@ -95,11 +95,11 @@ def small(monkeypatch) -> None:
     """`grid=accuracy` cut down to three cells; composing its 49 takes seconds."""
     from omegaconf import OmegaConf
 
-    from harness.launch.grid import read_plan
+    from harness.run.grid import read_plan
 
     cells = [{"method": ["full", "h2o", "int4"], "experiment": "fig12"}]
     node = OmegaConf.create({"settings": {"num_windows": 2}, "cells": cells})
-    monkeypatch.setattr("harness.launch.cli.read_plan", lambda _, overrides: read_plan(node, overrides))
+    monkeypatch.setattr("harness.run.cli.read_plan", lambda _, overrides: read_plan(node, overrides))
 
 
 @pytest.fixture

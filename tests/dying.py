@@ -5,7 +5,7 @@ import signal
 import time
 from typing import Any
 
-from harness.launch import cells
+from harness.run import cells
 
 child = cells._child
 

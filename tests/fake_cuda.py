@@ -39,12 +39,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from benchmarks.live import random_model
 from harness import files
+from harness.live import live, memory
+from harness.live import store as copies
+from harness.live.memory import PinnedSlab
 from harness.model.attach import Attached, attach
 from harness.model.attention import Rotary
 from harness.model.decoder import Layer, read_decoder
-from harness.offload import live, memory
-from harness.offload import store as copies
-from harness.offload.memory import PinnedSlab
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / folder}/" for folder in ("harness", "methods"))

@@ -11,15 +11,15 @@ from cases import Case
 from conftest import tiny
 from torch import Tensor
 
-from harness import contract as decode
-from harness.contract import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
+from harness.checks import contract as decode
+from harness.checks.contract import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
+from harness.live.links import EmulatedLink, Link, Ticket
+from harness.live.session import LiveSession
+from harness.live.store import Chosen, KVStore, RowFormat, SlotRequest
 from harness.model.attach import Attached, attach
-from harness.offload.links import EmulatedLink, Link, Ticket
-from harness.offload.live import LiveSession
-from harness.offload.store import Chosen, KVStore, RowFormat, SlotRequest
-from harness.replay import ReplaySession
-from harness.setup import Setup
-from harness.sizes import ReadStats
+from harness.model.sizes import ReadStats
+from harness.replay.session import ReplaySession
+from harness.replay.setup import Setup
 from methods.codec import AnyCodec, Codec
 
 PROMPT = 24

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from harness.model.families import tiny_family
+from harness.checks.families import tiny_family
 
 WINDOW = 16
 LOCAL = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text")

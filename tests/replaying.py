@@ -12,8 +12,8 @@ from cases import Case
 from living import calibration, tiny
 
 from harness.model.attach import attach
-from harness.replay import ReplaySession
-from harness.sizes import ReadStats
+from harness.model.sizes import ReadStats
+from harness.replay.session import ReplaySession
 
 LENGTH, PROMPT = 56, 19
 RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))

@@ -11,14 +11,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from harness.data import rows
-from harness.launch.runner import Run, run
 from harness.model import load as models
 from harness.model import source
 from harness.model.load import LoadedModel
+from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
-from harness.resources import Resources
+from harness.run.runner import Run, run
 from harness.settings.config import RunConfig
-from harness.settings.experiment import Outcome
+from harness.settings.kind import Outcome
 from harness.settings.schema import CONF_DIR
 from tests.composed import load
 from tests.tokens import byte_tokenizer
@@ -60,7 +60,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: Path("snapshots/1"))
     monkeypatch.setattr(rows, "revision", lambda path, part, fetch, has_options=False: "1")
     for name, run_of_kind in (("evaluation", "tasks"), ("perplexity", "perplexity"), ("long_decode", "long_decode")):
-        module = ModuleType(f"harness.accuracy.{name}")
+        module = ModuleType(f"harness.scoring.{name}")
         setattr(module, f"run_{run_of_kind}", runs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return runs

@@ -10,11 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.contract import open_live, open_replay
+from harness.checks.contract import open_live, open_replay
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
-from harness.setup import Setup
+from harness.replay.setup import Setup
 from methods.infinigen import InfiniGen, InfiniGenState
 
 PROMPT, STEPS = 160, 32

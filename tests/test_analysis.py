@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.launch.cli import main
 from harness.model.attach import Handler, attach
 from harness.model.attention import dense_attention
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel, model_config
+from harness.model.resources import Resources
 from harness.model.shape import as_config
 from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper import analysis
 from harness.paper.analysis import kv_bytes, run_analysis, run_memory
-from harness.resources import Resources
+from harness.run.cli import main
 from harness.settings.config import RunConfig
 from methods.attention import Softmax
 from methods.infinigen import InfiniGen

@@ -18,13 +18,13 @@ from lm_eval.models.huggingface import HFLM
 from test_tasks import loaded, refuse, settings, write_rows  # noqa: F401, a fixture
 from tokens import byte_tokenizer
 
-from harness.accuracy.evaluation import Repeat, _joined, pass_at, run_tasks
 from harness.data import tasks as lm_tasks
 from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.model.load import LoadedModel
-from harness.records import inputs
-from harness.records.samples import clustered_stderr
+from harness.results import inputs
+from harness.results.samples import clustered_stderr
+from harness.scoring.evaluation import Repeat, _joined, pass_at, run_tasks
 from harness.settings.config import DataConfig, RunConfig, SamplingConfig
 from methods.h2o import H2O
 from tests.composed import load

@@ -20,13 +20,13 @@ import pytest
 from test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save
 
 from harness.errors import UserError
-from harness.launch.cli import main
 from harness.paper import report
-from harness.paper.report.__main__ import main as report_main
-from harness.records import archive
-from harness.records import record as records
-from harness.tables import compare as comparing
-from harness.tables import write as tables
+from harness.report.__main__ import main as report_main
+from harness.results import archive
+from harness.results import compare as comparing
+from harness.results import record as records
+from harness.results import write as tables
+from harness.run.cli import main
 
 RAN = {
     "environment": {"python": "3.11.7", "cpu": "a processor", "packages": {"torch": "2.13.0"}, "commit": "abc"},

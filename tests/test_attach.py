@@ -14,17 +14,17 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from harness import replay as passes
-from harness.contract import open_replay, token_batch
+from harness.checks.contract import open_replay, token_batch
+from harness.checks.families import tiny_family
 from harness.errors import UserError
+from harness.live.session import LiveSession
 from harness.model import attach as checks
 from harness.model.attach import Attached, PromptPass, attach
 from harness.model.calibration import calibrate
 from harness.model.decoder import Decoder, Latent
-from harness.model.families import tiny_family
 from harness.model.tiny import tiny_model
-from harness.offload.live import LiveSession
-from harness.setup import Setup
+from harness.replay import session as passes
+from harness.replay.setup import Setup
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from methods.prompt_evicting import ExpectedAttention

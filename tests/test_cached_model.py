@@ -15,7 +15,7 @@ from living import (
     token_batch,
 )
 
-from harness.cached_model import CachedModel
+from harness.api.cached_model import CachedModel
 from harness.errors import UserError
 from methods.full import Full
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.errors import UserError
-from harness.launch.cli import main, read_words
+from harness.run.cli import main, read_words
 from harness.settings.compose import read_override
 from harness.settings.systems import LABELS
 from tests.runs import outcome

@@ -14,9 +14,9 @@ from subprocess import CompletedProcess
 import pytest
 
 from harness.errors import UserError
-from harness.launch import cluster
-from harness.launch.cli import main
-from harness.launch.cluster import Batch, Cluster, Job
+from harness.run import cluster
+from harness.run.cli import main
+from harness.run.cluster import Batch, Cluster, Job
 from tests.runs import own_grids
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ from living import attached_with_link, force, open_live, tiny, token_batch
 from replaying import open_session, watched
 
 from harness.model.attach import PromptPass, attach
-from harness.replay import DecodePass
+from harness.replay.session import DecodePass
 from methods.codec import (
     CODEC_NAMES,
     FLOAT_DTYPES,

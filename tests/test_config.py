@@ -8,11 +8,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from harness.errors import UserError
-from harness.launch.cli import in_words
-from harness.records.record import flat
+from harness.results.record import flat
+from harness.run.cli import in_words
 from harness.settings.compose import OF_THE_FILE, method_file, parse
 from harness.settings.config import PAPER_TASKS, RunConfig
-from harness.settings.experiment import COMMON, find, foreign_settings, kinds
+from harness.settings.kind import COMMON, find, foreign_settings, kinds
 from harness.settings.schema import CONF_DIR, options
 from tests.composed import composed, load
 

@@ -24,14 +24,14 @@ from living import (
 )
 from living import live as live_session
 
-from harness.contract import CHECKS, MODELS, Trial, judge
+from harness.checks.contract import CHECKS, MODELS, Trial, judge
 from harness.errors import UserError
+from harness.live.links import EmulatedLink
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.policies import select
 from harness.model.tiny import tiny_model
-from harness.offload.links import EmulatedLink
-from harness.setup import Setup
+from harness.replay.setup import Setup
 from methods.base import Geometry, Rest, Rows, Selection
 
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")

@@ -30,9 +30,9 @@ from harness.paper.costmodel.predict import (
     predict,
     prefill_block,
 )
+from harness.results.columns import LATENCY, UNMET_SIZE, names, published_rows
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS
-from harness.tables.columns import LATENCY, UNMET_SIZE, names, published_rows
 from methods.base import Method, Row
 from methods.codec import Codec
 from methods.h2o import H2O

@@ -10,11 +10,11 @@ import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, tiny, token_batch
 
-from harness import contract
+from harness.checks import contract
+from harness.live.links import open_link
+from harness.live.session import LiveSession
 from harness.model.attach import attach
-from harness.offload.links import open_link
-from harness.offload.live import LiveSession
-from harness.setup import Setup
+from harness.replay.setup import Setup
 
 PROMPT_LENGTHS = PROMPTS["padded"]
 

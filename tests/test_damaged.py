@@ -16,11 +16,11 @@ from test_tables import LATENCY_METRICS, save
 
 import plots.drawing
 from harness.errors import UserError
-from harness.paper.report import page
-from harness.records import record as records
-from harness.records.record import read_record, read_records
-from harness.tables import write as tables
-from harness.tables.columns import read_table
+from harness.report import page
+from harness.results import record as records
+from harness.results import write as tables
+from harness.results.columns import read_table
+from harness.results.record import read_record, read_records
 from plots.drawing import DRAWINGS
 
 SEEDS = range(30)

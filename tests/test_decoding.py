@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from harness.decoding import Draft, sample, write
 from harness.errors import UserError
-from harness.records.record import changed_settings, settings_id
+from harness.model.sampling import Draft, sample, write
+from harness.results.record import changed_settings, settings_id
 from harness.settings.config import GREEDY, Sampling, SamplingConfig
 from tests.composed import load
 

@@ -21,17 +21,17 @@ from living import PROMPTS, force, live, open_live, replay, tiny
 from torch import nn
 
 from harness.errors import UserError
+from harness.live import weights as weights_module
+from harness.live.links import CudaLink, EmulatedLink
+from harness.live.session import LiveSession
+from harness.live.step import Timeline
+from harness.live.weights import streamed_weights
 from harness.model import load
 from harness.model.attach import Attached, attach
 from harness.model.decoder import read_decoder
 from harness.model.load import load_model
 from harness.model.tiny import tiny_model
-from harness.offload import weights as weights_module
-from harness.offload.links import CudaLink, EmulatedLink
-from harness.offload.live import LiveSession
-from harness.offload.step import Timeline
-from harness.offload.weights import streamed_weights
-from harness.replay import ReplaySession
+from harness.replay.session import ReplaySession
 from harness.settings.config import ModelConfig
 from methods.base import Selection
 from methods.full import Full

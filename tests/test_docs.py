@@ -23,9 +23,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lm_eval._cli import HarnessCLI
 
 import harness
-from harness.launch.cli import main
-from harness.launch.cluster import Cluster
 from harness.model.tiny import tiny_model
+from harness.run.cli import main
+from harness.run.cluster import Cluster
 from harness.settings.compose import OF_THE_FILE, compose
 from harness.settings.schema import CONF_DIR, build
 from methods.base import Method, Row, State
@@ -154,7 +154,7 @@ def check_run(arguments: list[str]) -> None:
     asked = [word for word in arguments if word.lstrip("+").startswith("cluster")]
     if asked:
         build(Cluster, compose(asked).cluster, "cluster")
-    own = str(ROOT / "harness" / "launch" / "my_method.py")
+    own = str(ROOT / "harness" / "run" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
     placed = [word.replace("./my_codec.py", own_codec()) if "my_codec" in word else word for word in placed]
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]

@@ -19,10 +19,10 @@ from tokens import byte_tokenizer
 from transformers import DynamicCache, TextIteratorStreamer, pipeline
 
 import harness
-from harness.cached_model import CachedModel
+from harness.api.cached_model import CachedModel
+from harness.checks.families import tiny_family
 from harness.errors import UserError
 from harness.model.attach import attach, run_prompt
-from harness.model.families import tiny_family
 from harness.model.tiny import tiny_model
 
 NEW = 6

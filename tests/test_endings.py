@@ -15,11 +15,11 @@ from test_hostile_files import HEAD, METHOD, SHORT
 
 from harness import errors, files
 from harness.errors import UserError
-from harness.launch import cli
-from harness.launch.cli import main
-from harness.launch.watched import runs_own_code
 from harness.model import calibration
-from harness.records.record import read_all
+from harness.results.record import read_all
+from harness.run import cli
+from harness.run.cli import main
+from harness.run.watched import runs_own_code
 from tests.runs import reading, tiny_loaded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,7 @@ WATCHED = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from harness.errors import interruptible
-from harness.launch.watched import watched
+from harness.run.watched import watched
 
 def command():
     print(os.getpid(), flush=True)
@@ -130,7 +130,7 @@ def test_a_method_that_closes_the_output_ends_it_quietly(closed, tmp_path):
     code = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from harness.launch import cli
+from harness.run import cli
 def run(jobs, words):
     {closed}
     print("a line", flush=True)
@@ -144,7 +144,7 @@ os._exit(cli.main([]))
 @pytest.mark.parametrize("full", ["/dev/full", None])
 def test_a_refusal_that_nobody_can_read_has_its_exit_code(full, tmp_path):
     of_project = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
-    code = f"{of_project}; from harness.launch.cli import main; sys.exit(main(['a=b=c[']))"
+    code = f"{of_project}; from harness.run.cli import main; sys.exit(main(['a=b=c[']))"
     shell = f'exec {sys.executable} -c "{code}" 2>{full or "&-"}'
     assert subprocess.run(["bash", "-c", shell], timeout=60).returncode == 2
 

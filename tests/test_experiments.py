@@ -14,14 +14,14 @@ from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 from test_plots import bar_heights, draw, drawn, legend, lines, write
 
-from harness.launch.cli import main
-from harness.launch.grid import read_plan
 from harness.model.load import LoadedModel
+from harness.results.columns import ACCURACY, ANALYSIS, LATENCY, NUM_CONTEXTS, OPTIONAL, PUBLISHED_CSV, names
+from harness.run.cli import main
+from harness.run.grid import read_plan
 from harness.settings.compose import compose
 from harness.settings.config import RunConfig
-from harness.settings.experiment import find
+from harness.settings.kind import find
 from harness.settings.schema import CONF_DIR
-from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, NUM_CONTEXTS, OPTIONAL, PUBLISHED_CSV, names
 from methods.base import Row
 from plots.data import Tables
 from plots.drawing import DRAWINGS

@@ -19,10 +19,10 @@ from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from living import PROMPTS
 from torch import Tensor
 
+from harness.live import memory as managed
+from harness.live.links import CudaLink
+from harness.live.session import LiveSession
 from harness.model.tiny import tiny_model
-from harness.offload import memory as managed
-from harness.offload.links import CudaLink
-from harness.offload.live import LiveSession
 from harness.settings.systems import LABELS, System
 from methods.base import Method
 from methods.codec import Codec

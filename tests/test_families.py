@@ -1,4 +1,4 @@
-"""Families of models: one of each kind is checked whole; `python -m harness.model.families` checks them all."""
+"""Families of models: one of each kind is checked whole; `python -m harness.checks.families` checks them all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.checks.families import TABLE, check_family, early_queries, main, methods_agree, own_logits, tiny_family
 from harness.model import families
 from harness.model.attach import Attached
-from harness.model.families import TABLE, check_family, early_queries, main, methods_agree, own_logits, tiny_family
 
 VERDICTS = {  # the verdict, the kinds of layers, and what is said
     "gpt2": ("works", "full", ""),
@@ -30,8 +30,8 @@ VERDICTS = {  # the verdict, the kinds of layers, and what is said
 }
 CORE = [
     *(Path("harness/model", f"{name}.py") for name in ("attach", "attention", "decoder", "calibration", "policies")),
-    Path("harness/replay.py"),
-    *Path("harness/offload").rglob("*.py"),
+    Path("harness/replay/session.py"),
+    *Path("harness/live").rglob("*.py"),
 ]
 
 

@@ -10,11 +10,11 @@ from cases import CASES
 from living import PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open_live, tiny, token_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from harness.decoding import Draft
+from harness.live.links import EmulatedLink
+from harness.live.session import generate
+from harness.live.store import KVStore
 from harness.model.attach import attach
-from harness.offload.links import EmulatedLink
-from harness.offload.live import generate
-from harness.offload.store import KVStore
+from harness.model.sampling import Draft
 
 EVEN = PROMPTS["even"]
 DEADLINE_S = 5.0

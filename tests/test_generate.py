@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.launch.cli import main
 from harness.model import load as models
 from harness.model.load import LoadedModel
+from harness.run.cli import main
 
 
 class Letters:

@@ -10,9 +10,9 @@ import torch
 from fake_cuda import CUDA, FakeSlab, fake_gpu
 
 from benchmarks import gpu, live
-from harness.offload import memory as pinned
-from harness.offload.memory import Tuning
-from harness.records.record import read_record
+from harness.live import memory as pinned
+from harness.live.memory import Tuning
+from harness.results.record import read_record
 from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED
 from harness.speed.cell import run_shared_prompt

@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from harness import errors
 from harness.errors import UNFINISHED, UserError, describe
 from harness.files import holding
-from harness.launch import cli, status
-from harness.launch.grid import Plan, read_plan
-from harness.launch.runner import Run, run
-from harness.records import inputs
-from harness.records import record as records
-from harness.resources import Resources
+from harness.model.resources import Resources
+from harness.results import inputs
+from harness.results import record as records
+from harness.run import cli, status
+from harness.run.grid import Plan, read_plan
+from harness.run.runner import Run, run
 from harness.settings.compose import Composer, compose
 from harness.settings.schema import CONF_DIR
 from tests.composed import load
@@ -232,7 +232,7 @@ def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, 
         return outcome(config)
 
     runs.measure = last_a_minute
-    monkeypatch.setattr("harness.launch.cells.time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
+    monkeypatch.setattr("harness.run.cells.time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
     library("timed", "cells: [{experiment: [fig11, fig12], method: [full, h2o, int4]}]\nminutes: {fig11: 1.5}")
     assert main(["grid=timed"]) == UNFINISHED
     ran = [(config.experiment, config.method_name) for config in runs.configs]

@@ -7,8 +7,8 @@ import pytest
 from test_own_codec import HEAD as CODEC_HEAD
 from test_own_codec import MINE as CODEC
 
-from harness.launch import runner
-from harness.launch.cli import main
+from harness.run import runner
+from harness.run.cli import main
 from harness.settings.compose import load
 from tests.runs import reading, tiny_loaded
 

@@ -40,7 +40,7 @@ case "$1 $2" in
   "-m pip") echo pip >> log; [ ! -e pip-fails ] ;;
   "-c import hydra"*) [ ! -e import-fails ] ;;
   "run.py "*) [ ! -e code ] || exit "$(cat code)" ;;
-  "-m harness.paper.report") echo reported >> log ;;
+  "-m harness.report") echo reported >> log ;;
 esac
 """
 
@@ -171,7 +171,7 @@ def test_the_lock_pins_every_dependency_within_its_range():
 
 METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} - {"full", "oracle", *CODEC_NAMES}
 """Names that stand for a method alone: `oracle` is a family in tables, and codecs are settings."""
-LISTS_OF_METHODS = ("interface.py", "settings/systems.py", "model/families.py", "paper/")
+LISTS_OF_METHODS = ("api/interface.py", "settings/systems.py", "checks/families.py", "paper/", "report/")
 """Defaults of the Python interface, systems of speed runs, the check of families, and the paper's analyses."""
 
 
@@ -185,8 +185,8 @@ def test_the_harness_names_no_method():
 
 SLOW = ("torch", "transformers", "lm_eval", "datasets")
 LIGHT = {
-    "import harness.launch.cli, harness.experiments": (*SLOW, "numpy", "pandas"),
-    "import harness.settings.config, harness.records.record, harness.tables.write, plots": SLOW,
+    "import harness.run.cli, harness.run.kinds": (*SLOW, "numpy", "pandas"),
+    "import harness.settings.config, harness.results.record, harness.results.write, plots": SLOW,
     "from harness.settings.compose import load": SLOW,
     "from harness.settings.compose import load; load(['method=infinigen'])": SLOW[1:],
 }

@@ -16,12 +16,12 @@ from tokens import byte_tokenizer
 from harness.data.rows import revision
 from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
-from harness.launch.cli import main
 from harness.model import source
 from harness.model.load import load_model
 from harness.model.tiny import tiny_model
-from harness.records import inputs
-from harness.records.record import read_records
+from harness.results import inputs
+from harness.results.record import read_records
+from harness.run.cli import main
 from harness.settings.compose import load
 from harness.settings.config import CorpusConfig, DataConfig, ModelConfig
 from harness.settings.schema import CONF_DIR

@@ -11,9 +11,9 @@ from tokens import byte_tokenizer
 
 import harness
 from harness.errors import UserError
-from harness.launch.cli import main
 from harness.model.tiny import tiny_model
-from harness.records.record import read_all
+from harness.results.record import read_all
+from harness.run.cli import main
 
 PROMPT = "What is a cache?"
 SHORT = {"num_windows": 2, "seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1}

@@ -12,17 +12,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from living import TOLERANCE, attached_with_link, force, open_live
 
+from harness.live import store as coded
+from harness.live.hot_rows import missing_rows
+from harness.live.memory import Tuning
+from harness.live.step import attend_by_scores
+from harness.live.store import KeyValue, RowFormat
 from harness.model.attach import Attached
-from harness.offload import store as coded
-from harness.offload.hot_rows import missing_rows
-from harness.offload.memory import Tuning
-from harness.offload.step import attend_by_scores
-from harness.offload.store import KeyValue, RowFormat
 from methods.attention import Softmax
 from methods.codec import ChannelCodec, Codec, SplitCodec
 
 pytest.importorskip("triton")
-from harness.offload.kernels import codes, rows
+from harness.live.kernels import codes, rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=12, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in

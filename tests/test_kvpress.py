@@ -18,14 +18,14 @@ from conftest import tiny
 from living import PROMPTS, TOLERANCE, largest_difference, live, open_live, replay, token_batch
 from test_leaderboard import SMALL, board
 
-from harness.contract import Trial, live_is_replay, open_replay, padded_is_alone, size_is_its_closed_form
+from harness.checks.contract import Trial, live_is_replay, open_replay, padded_is_alone, size_is_its_closed_form
 from harness.errors import UserError
-from harness.launch.cli import main
-from harness.launch.runner import Run
 from harness.model.attach import DensePrompts, attach, run_prompt
 from harness.model.tiny import tiny_model
-from harness.records.record import plain
-from harness.setup import Setup
+from harness.replay.setup import Setup
+from harness.results.record import plain
+from harness.run.cli import main
+from harness.run.runner import Run
 from methods import kvpress
 from methods.base import EMPTY, Row
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, PromptEvictingState, SnapKV

@@ -17,7 +17,7 @@ from harness.model.attach import PromptPass, attach
 from harness.model.load import LoadedModel
 from harness.model.rereading import output_factor
 from harness.model.tiny import tiny_ids, tiny_model
-from harness.setup import tokenized
+from harness.replay.setup import tokenized
 from methods.base import Geometry, Lengths, Repetition, Row
 from methods.kvzip import KVzip
 from tests.tokens import byte_tokenizer

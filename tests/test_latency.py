@@ -11,24 +11,24 @@ import torch
 
 from benchmarks.gpu import TINY
 from harness.errors import UserError
-from harness.launch import cells
-from harness.launch.cells import groups
-from harness.launch.cli import main
-from harness.launch.grid import read_plan
-from harness.launch.runner import Run
+from harness.live.links import open_link
 from harness.model import load as models
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.model.random_ids import RandomIds
-from harness.offload.links import open_link
-from harness.records.record import settings_id
+from harness.results import columns
+from harness.results.record import settings_id
+from harness.run import cells
+from harness.run.cells import groups
+from harness.run.cli import main
+from harness.run.grid import read_plan
+from harness.run.runner import Run
 from harness.settings.compose import compose
 from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import latency as speed
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
-from harness.tables import columns
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O

@@ -12,12 +12,12 @@ from living import PROMPTS, attached_with_link, largest_difference, replay, setu
 from mixed_models import mixed
 from torch.nn.functional import pad
 
-from harness.contract import CHECKS, Trial
+from harness.checks.contract import CHECKS, Trial
+from harness.live.links import EmulatedLink
+from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
-from harness.offload.links import EmulatedLink
-from harness.offload.live import LiveSession
 from methods.base import Method, Selection, State
 from methods.infinigen import InfiniGen
 from methods.quest import Quest, QuestState

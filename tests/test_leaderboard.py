@@ -12,15 +12,10 @@ from omegaconf import OmegaConf
 from test_tables import LATENCY_METRICS, answers, save
 
 from harness.errors import UserError
-from harness.launch import cli, new_method
-from harness.launch.grid import read_plan
 from harness.model.tiny import tiny_model
-from harness.records.samples import clustered_stderr
-from harness.settings.compose import choices, compose
-from harness.settings.schema import options
-from harness.tables import write as tables
-from harness.tables.columns import BOARD, TableRow, names, read_table, shape_of
-from harness.tables.leaderboard import (
+from harness.results import write as tables
+from harness.results.columns import BOARD, TableRow, names, read_table, shape_of
+from harness.results.leaderboard import (
     GRID,
     PAPERS_EXEMPT_LAYERS,
     REFERENCES,
@@ -30,7 +25,12 @@ from harness.tables.leaderboard import (
     fronts,
     step_seconds,
 )
-from harness.tables.pages import render_markdown, sheets_of
+from harness.results.pages import render_markdown, sheets_of
+from harness.results.samples import clustered_stderr
+from harness.run import cli, new_method
+from harness.run.grid import read_plan
+from harness.settings.compose import choices, compose
+from harness.settings.schema import options
 from plots import data, style
 from plots.leaderboard import draw as draw_leaderboard
 from tests.composed import load

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from living import make_store
 
 from harness.errors import UserError
-from harness.offload.links import EmulatedLink, open_link
-from harness.offload.store import chosen
+from harness.live.links import EmulatedLink, open_link
+from harness.live.store import chosen
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
 FAST = 1e12  # bytes/s: the copy's own time decides

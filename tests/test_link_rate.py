@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from harness.offload.links import open_link
-from harness.offload.memory import Tuning
-from harness.records.environment import processor
+from harness.live.links import open_link
+from harness.live.memory import Tuning
+from harness.results.environment import processor
 from harness.speed import link_rate as rates
 from harness.speed.link_rate import choose_gather, choose_min_copy, default_bytes_per_s, link_rate
 

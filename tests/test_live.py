@@ -5,14 +5,14 @@ import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open_live, token_batch
 
-from harness.decoding import Draft
 from harness.errors import UserError
+from harness.live import links as emulated
+from harness.live import step as timelines
+from harness.live.cache import LayerCache
+from harness.live.session import LiveSession, generate
+from harness.live.step import SEGMENTS, Timeline
 from harness.model.attach import run_prompt
-from harness.offload import links as emulated
-from harness.offload import step as timelines
-from harness.offload.cache import LayerCache
-from harness.offload.live import LiveSession, generate
-from harness.offload.step import SEGMENTS, Timeline
+from harness.model.sampling import Draft
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle

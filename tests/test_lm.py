@@ -12,17 +12,17 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
-from harness.accuracy.answers import Request, Score, Written, generate, score
-from harness.accuracy.evaluation import ReplayEngine, decode_rows
-from harness.accuracy.lm import Prefill, ReplayLM
-from harness.decoding import Draft
 from harness.errors import UserError
+from harness.live.session import generate as live_texts
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.offload.live import generate as live_texts
-from harness.replay import ReplaySession
+from harness.model.sampling import Draft
+from harness.model.sizes import SHARES, ReadStats
+from harness.replay.session import ReplaySession
+from harness.scoring.answers import Request, Score, Written, generate, score
+from harness.scoring.evaluation import ReplayEngine, decode_rows
+from harness.scoring.lm import Prefill, ReplayLM
 from harness.settings.config import GREEDY, Sampling, SamplingConfig
-from harness.sizes import SHARES, ReadStats
 from tests.composed import load
 
 MAX_LENGTH = 512
@@ -365,7 +365,7 @@ def test_scores_show_no_trace_of_sharing_and_batches(name, mode, monkeypatch):
     if name != "full":
         assert reads.size < 0.9, "the method must have dropped something for this test to mean anything"
     for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)) * (mode == "artifact"):
-        monkeypatch.setattr(f"harness.accuracy.answers.{constant}", size)
+        monkeypatch.setattr(f"harness.scoring.answers.{constant}", size)
         found, again = scored(requests, name)
         assert furthest(found, together) < 1e-3, constant
         assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
@@ -453,7 +453,7 @@ def test_texts_show_no_trace_of_sharing_and_batches(name, prefill_len, monkeypat
     assert together == [answers[0] for answers, _ in alone]
     assert len({len(each) for each in together}) > 1, "some must end before others"
     require_same_sums(reads, [each for _, each in alone])
-    monkeypatch.setattr("harness.accuracy.answers.CACHE_TOKENS", 100)
+    monkeypatch.setattr("harness.scoring.answers.CACHE_TOKENS", 100)
     assert written(requests, name)[0] == together
 
 

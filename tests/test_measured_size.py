@@ -8,7 +8,7 @@ import torch
 
 import harness
 from harness.errors import UserError
-from harness.launch.cli import main
+from harness.run.cli import main
 from harness.settings.schema import options
 from tests.composed import load
 from tests.runs import reading, tiny_loaded

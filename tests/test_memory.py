@@ -21,15 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.errors import UserError
-from harness.model.attach import attach, prompt_bytes, run_prompt
-from harness.model.decoder import read_decoder
-from harness.model.load import LoadedModel
-from harness.model.random_ids import RandomIds
-from harness.model.tiny import tiny_model
-from harness.offload import live as sessions
-from harness.offload import memory
-from harness.offload.cache import LayerCache
-from harness.offload.memory import (
+from harness.live import live as sessions
+from harness.live import memory
+from harness.live.cache import LayerCache
+from harness.live.memory import (
     ALIGNMENT,
     GIB,
     RUNTIME,
@@ -39,11 +34,16 @@ from harness.offload.memory import (
     layer_bytes,
     require_session,
 )
+from harness.model.attach import attach, prompt_bytes, run_prompt
+from harness.model.decoder import read_decoder
+from harness.model.load import LoadedModel
+from harness.model.random_ids import RandomIds
+from harness.model.tiny import tiny_model
+from harness.results.leaderboard import _step
 from harness.settings.config import LatencyConfig
 from harness.speed import cell as timing
 from harness.speed import latency as run
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
-from harness.tables.leaderboard import _step
 from methods.codec import Codec
 from methods.full import Full
 from tests.composed import load

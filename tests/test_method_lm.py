@@ -12,11 +12,11 @@ from lm_eval.tasks import TaskManager
 from tokens import byte_tokenizer
 
 import harness
-from harness import lm_command
+from harness.api import lm_command
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
-from harness.records import inputs
-from harness.records.record import read_all
+from harness.results import inputs
+from harness.results.record import read_all
 from tests.composed import load
 
 CHOICE: dict[str, Any] = {
@@ -183,7 +183,7 @@ def test_what_lm_eval_refuses_is_one_line_and_a_bug_of_ours_says_so(checkpoint, 
     arguments = f"pretrained={checkpoint},method=full,prefill=dense"
     assert evaluate(folder, arguments, "--tasks", "nothing") == 2
     assert "error: lm-eval refuses it (ValueError: Tasks not found: nothing" in capfd.readouterr().err
-    monkeypatch.setattr("harness.accuracy.lm._document", lambda request: 1 / 0)
+    monkeypatch.setattr("harness.scoring.lm._document", lambda request: 1 / 0)
     assert evaluate(folder, arguments, "--tasks", "mine_short") == 1
     assert "error: division by zero (ZeroDivisionError, a bug)" in capfd.readouterr().err
 

@@ -12,9 +12,9 @@ from mixed_models import LOCAL, MIXED, WINDOW, mixed
 from replaying import assert_close, open_session, pad, run_one, run_ragged, token_ids
 
 from harness.errors import UserError
+from harness.live.links import EmulatedLink
+from harness.live.resident import LocalCache
 from harness.model.attach import attach
-from harness.offload.links import EmulatedLink
-from harness.offload.resident import LocalCache
 from methods.base import Window
 from methods.full import Full
 from methods.h2o import H2O

@@ -9,10 +9,10 @@ import pytest
 from mixed_models import WINDOW, mixed
 from tokens import byte_tokenizer
 
-from harness.launch.cli import main
 from harness.model import load as models
 from harness.model.load import LoadedModel
-from harness.tables.columns import ACCURACY, NUM_CONTEXTS, OF_SOME_RUNS, OPTIONAL, names, read_table
+from harness.results.columns import ACCURACY, NUM_CONTEXTS, OF_SOME_RUNS, OPTIONAL, names, read_table
+from harness.run.cli import main
 from tests.living import tiny
 
 SEQ_LEN, PREFILL_LEN = 100, 40

@@ -21,13 +21,13 @@ from tokens import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from harness import files
+from harness.checks.families import families
 from harness.errors import UserError
 from harness.model import source
-from harness.model.families import families
 from harness.model.load import from_memory, load_model, model_config, require_kernels, shape_mapping
 from harness.model.shape import as_config, count_weights, read_yaml
 from harness.model.tiny import VOCAB_SIZE, tiny_model
-from harness.records import inputs
+from harness.results import inputs
 from harness.settings.config import ModelConfig
 from harness.settings.schema import CONF_DIR, options
 from tests.hub_standin import Repository

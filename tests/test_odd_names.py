@@ -14,8 +14,8 @@ from test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save
 
 import plots
 from harness.errors import UserError
-from harness.records import record as records
-from harness.tables import write as tables
+from harness.results import record as records
+from harness.results import write as tables
 from plots import data, style
 from plots.drawing import DRAWINGS
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from tokens import byte_tokenizer
 
-from harness.accuracy import perplexity
 from harness.errors import UserError
-from harness.launch.cli import main
 from harness.model.attach import Handler, attach
 from harness.model.tiny import tiny_model
+from harness.run.cli import main
+from harness.scoring import perplexity
 
 LENGTHS = "prefill_len=32 seq_len=64 num_windows=2 max_new_tokens=4"
 KINDS = {

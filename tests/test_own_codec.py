@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import forget
 
-from harness.launch.cli import main
-from harness.launch.runner import Run
-from harness.records import record as records
-from harness.setup import codec_of
+from harness.replay.setup import codec_of
+from harness.results import record as records
+from harness.run.cli import main
+from harness.run.runner import Run
 from methods.codec import Codec, SplitCodec
 from tests.composed import load
 from tests.runs import reading, tiny_loaded

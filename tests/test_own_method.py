@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from conftest import forget
 
-from harness.launch import new_method
-from harness.launch.cli import main
-from harness.launch.runner import Run
-from harness.records import record as records
+from harness.results import record as records
+from harness.run import new_method
+from harness.run.cli import main
+from harness.run.runner import Run
 from tests.composed import load
 from tests.runs import reading, tiny_loaded
 

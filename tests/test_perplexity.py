@@ -15,19 +15,19 @@ from cases import CASES
 from living import open_live, setup_of, tiny
 from tokens import byte_tokenizer
 
-from harness.accuracy import long_decode, perplexity
-from harness.accuracy.evaluation import _lm_eval
-from harness.accuracy.long_decode import Pair, Text, curve, decode_freely, repetition, run_long_decode, summarize
-from harness.accuracy.perplexity import CHUNK, as_perplexity, run_perplexity
-from harness.decoding import Draft
 from harness.errors import UserError
+from harness.live.session import generate
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.model.resources import Memo
+from harness.model.sampling import Draft
 from harness.model.tiny import tiny_model
-from harness.offload.live import generate
-from harness.resources import Memo
+from harness.scoring import long_decode, perplexity
+from harness.scoring.evaluation import _lm_eval
+from harness.scoring.long_decode import Pair, Text, curve, decode_freely, repetition, run_long_decode, summarize
+from harness.scoring.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig, SamplingConfig
-from harness.settings.experiment import Outcome, find
+from harness.settings.kind import Outcome, find
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import plots
 from harness.errors import UserError
 from harness.paper.costmodel import published as costmodel
-from harness.tables import columns
+from harness.results import columns
 from plots import accuracy, analysis, data, drawing, style
 from plots.drawing import DRAWINGS
 

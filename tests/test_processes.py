@@ -18,11 +18,11 @@ import pytest
 
 from harness import errors, files
 from harness.errors import BugError, UserError
-from harness.launch import cells, runner
-from harness.launch.runner import Run, run
+from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
-from harness.records import record as records
-from harness.resources import Resources
+from harness.results import record as records
+from harness.run import cells, runner
+from harness.run.runner import Run, run
 from tests.composed import load
 from tests.dying import linger
 from tests.runs import outcome

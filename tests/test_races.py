@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.live.links import CudaLink
 from harness.model.attach import attach
-from harness.offload.links import CudaLink
 
 STEPS = 4
 LINKED = {name: case for name, case in CASES.items() if case.method.when != "true_scores"}

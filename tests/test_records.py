@@ -14,13 +14,13 @@ import pytest
 from harness.data.text import offline_text
 from harness.errors import UserError
 from harness.files import text_sha256
-from harness.launch import runner
-from harness.launch.cli import main
 from harness.model import source
 from harness.model.source import PACKAGED_SHA256
-from harness.records import environment, inputs
-from harness.records import record as records
-from harness.settings.experiment import Outcome
+from harness.results import environment, inputs
+from harness.results import record as records
+from harness.run import runner
+from harness.run.cli import main
+from harness.settings.kind import Outcome
 from tests.composed import load
 from tests.runs import outcome, start
 
@@ -139,10 +139,10 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
     before = inputs.digests(config)
     for file, text, counts in (
         *((f"methods/{name}.py", MORE, True) for name in ("h2o", "codec")),
-        *((f"harness/{name}.py", MORE, True) for name in ("accuracy/perplexity", "replay", "data/text")),
+        *((f"harness/{name}.py", MORE, True) for name in ("scoring/perplexity", "replay/session", "data/text")),
         ("methods/h2o.py", '\n# a comment\n"""words"""\n', False),
         ("methods/streaming.py", MORE, False),
-        *((f"harness/{name}.py", MORE, False) for name in ("speed/cell", "launch/runner")),
+        *((f"harness/{name}.py", MORE, False) for name in ("speed/cell", "run/runner")),
     ):
         unchanged = (sources / file).read_text()
         edit(sources / file, text)

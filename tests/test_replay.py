@@ -26,10 +26,10 @@ from replaying import (
     token_ids,
 )
 
-from harness import replay as passes
 from harness.errors import UserError
 from harness.model.attach import Attached, DensePrompts, attach
-from harness.sizes import ReadStats
+from harness.model.sizes import ReadStats
+from harness.replay import session as passes
 from methods import attention
 from methods.base import Method
 from methods.codec import Codec, SplitCodec

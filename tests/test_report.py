@@ -22,14 +22,14 @@ import plots
 from harness.errors import UserError
 from harness.paper import report
 from harness.paper.costmodel import published
-from harness.paper.report import page as report_page
-from harness.paper.report.__main__ import main as report_main
-from harness.paper.report.compared import main_scores, main_times, published_sheet, side_by_side
-from harness.paper.report.explorer import explorer
-from harness.paper.report.page import MODELLED, REGISTRY, entries_of
-from harness.records import archive
-from harness.tables import write as tables
-from harness.tables.columns import ACCURACY, MISSING, TableRow, names
+from harness.report import page as report_page
+from harness.report.__main__ import main as report_main
+from harness.report.compared import main_scores, main_times, published_sheet, side_by_side
+from harness.report.explorer import explorer
+from harness.report.page import MODELLED, REGISTRY, entries_of
+from harness.results import archive
+from harness.results import write as tables
+from harness.results.columns import ACCURACY, MISSING, TableRow, names
 from plots import drawing
 from plots.drawing import DRAWINGS
 

@@ -15,7 +15,7 @@ from PIL import Image
 from test_plots import write
 from test_report import HOSTILE, SVG, Page, digest, place, score
 
-from harness.paper.report import write_report
+from harness.report import write_report
 
 CHROMIUM = shutil.which("chromium")
 BLUE, BLACK = (0, 114, 178), (0, 0, 0)

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from harness.resources import Memo, Resources
+from harness.model.resources import Memo, Resources
 from harness.settings.config import ModelConfig
 
 ONE, OTHER = ModelConfig("one"), ModelConfig("other")

@@ -16,13 +16,13 @@ from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer, word_tokenizer
 
-from harness.accuracy.evaluation import run_tasks
 from harness.data import ruler
 from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
 from harness.data.tasks import load_suite
 from harness.errors import UserError
+from harness.results.write import depth_rows
+from harness.scoring.evaluation import run_tasks
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
-from harness.tables.write import depth_rows
 from tests.composed import load
 from tests.runs import calls_of, tiny_loaded
 

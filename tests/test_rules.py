@@ -21,9 +21,9 @@ from living import calibration, tiny
 from reference import softmax
 from replaying import LENGTH, PROMPT, run, token_ids, watched
 
-from harness import replay as passes
 from harness.model.attach import PromptPass, attach
 from harness.model.calibration import calibrate
+from harness.replay import session as passes
 from methods.base import Geometry, Row
 from methods.infinigen import InfiniGen
 from methods.pqcache import PQCache

@@ -13,7 +13,7 @@ from cases import CASES, Case
 from living import attached_with_link, calibration_of, open_live, setup_of, tiny
 from tokens import byte_tokenizer
 
-from harness.cached_model import CachedModel
+from harness.api.cached_model import CachedModel
 from harness.model.load import LoadedModel
 from harness.settings.config import LatencyConfig
 from harness.speed import generate as speed

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, live, replay
 
 from harness.errors import UserError
-from harness.sizes import TOLERANCE, code_width, expected_size, sized_as_stored
+from harness.model.sizes import TOLERANCE, code_width, expected_size, sized_as_stored
 from methods.base import Geometry, Lengths, Row
 from methods.codec import Codec, SplitCodec
 from methods.full import Full

@@ -4,10 +4,10 @@ import pytest
 from tokens import starting_tokenizer
 
 import harness
-from harness.accuracy.long_decode import run_long_decode
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import Attached, attach
 from harness.model.tiny import tiny_model
+from harness.scoring.long_decode import run_long_decode
 from harness.speed.latency import run_latency
 
 SHORT = {"seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1, "num_windows": 2}

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from test_tables import TEXT_METRICS, answers, save, sheet
 
-from harness.records import student
-from harness.records.samples import (
+from harness.results import pages, student
+from harness.results import write as tables
+from harness.results.columns import COMPARED, Column, names, read_table
+from harness.results.samples import (
     Baselines,
     Difference,
     Measured,
@@ -23,9 +25,6 @@ from harness.records.samples import (
     paired,
     perplexity,
 )
-from harness.tables import pages
-from harness.tables import write as tables
-from harness.tables.columns import COMPARED, Column, names, read_table
 
 # The numbers
 

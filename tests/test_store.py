@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from living import CPU, PROMPTS, LatestLink, attached_with_link, live, make_store
 
 from harness.errors import UserError
-from harness.offload import store as rows_module
-from harness.offload.hot_rows import HotRows, missing_rows
-from harness.offload.links import EmulatedLink
-from harness.offload.memory import Tuning
-from harness.offload.store import chosen
+from harness.live import store as rows_module
+from harness.live.hot_rows import HotRows, missing_rows
+from harness.live.links import EmulatedLink
+from harness.live.memory import Tuning
+from harness.live.store import chosen
 from methods.codec import CODEC_NAMES, Codec
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
@@ -117,7 +117,7 @@ def test_refusals(monkeypatch):
     ):
         with pytest.raises(error, match=message):
             refused()
-    monkeypatch.setattr("harness.offload.memory.available_bytes", lambda home: 2**30)
+    monkeypatch.setattr("harness.live.memory.available_bytes", lambda home: 2**30)
     with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
         store_of("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)
 
@@ -130,7 +130,7 @@ def backend(name):
         return rows_module, CPU
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: its kernel is not covered here")
-    from harness.offload.kernels import rows as kernels
+    from harness.live.kernels import rows as kernels
 
     return kernels, DEVICE
 

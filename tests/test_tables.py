@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from harness.errors import UserError
-from harness.records import record as records
-from harness.records.samples import Baselines
-from harness.tables import write as tables
-from harness.tables.columns import (
+from harness.results import record as records
+from harness.results import write as tables
+from harness.results.columns import (
     LATENCY,
     METRICS,
     MISSING,
@@ -27,7 +26,8 @@ from harness.tables.columns import (
     read_table,
     shape_of,
 )
-from harness.tables.pages import MAX_WIDTH, render_markdown, render_terminal, sheets_of
+from harness.results.pages import MAX_WIDTH, render_markdown, render_terminal, sheets_of
+from harness.results.samples import Baselines
 from tests.composed import load
 
 TASK_METRICS = {

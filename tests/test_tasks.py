@@ -14,13 +14,13 @@ import datasets
 import pytest
 from lm_eval.api.metrics import mean_stderr
 
-from harness.accuracy.evaluation import prefill_of, run_tasks
 from harness.data import generated
 from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.tasks import load_suite, location, own_tasks
 from harness.errors import UserError
 from harness.model.load import LoadedModel
-from harness.records.samples import clustered_stderr
+from harness.results.samples import clustered_stderr
+from harness.scoring.evaluation import prefill_of, run_tasks
 from harness.settings.config import OFFLINE_TASKS, PAPER_TASKS, TASKS, DataConfig, RunConfig
 from methods.full import Full
 from methods.h2o import H2O

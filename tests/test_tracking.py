@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.launch import cli, tracking
-from harness.launch.tracking import PROJECT, TRACKERS, Entry
-from harness.records import record as records
+from harness.results import record as records
+from harness.run import cli, tracking
+from harness.run.tracking import PROJECT, TRACKERS, Entry
 from tests.runs import outcome
 
 ONE = ("method=h2o", "experiment=fig12", "num_windows=2")

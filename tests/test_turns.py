@@ -16,16 +16,16 @@ from test_lm import work_of
 from test_tasks import loaded, settings, write_rows  # noqa: F401, a fixture
 from tokens import byte_tokenizer
 
-from harness.accuracy.answers import Request, generate
-from harness.accuracy.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decode_rows, run_turns
 from harness.data import ruler
 from harness.errors import UserError
-from harness.launch.cli import main
 from harness.model.attach import attach, run_prompt
 from harness.model.tiny import tiny_model
-from harness.records.samples import clustered_stderr
+from harness.replay.setup import Setup
+from harness.results.samples import clustered_stderr
+from harness.run.cli import main
+from harness.scoring.answers import Request, generate
+from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decode_rows, run_turns
 from harness.settings.config import SamplingConfig
-from harness.setup import Setup
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import Oracle

@@ -10,11 +10,11 @@ from fake_cuda import fake_runtime
 from living import FAMILIES, PROMPTS, STEPS, LatestLink, live, tiny
 
 from harness.errors import UserError
+from harness.live.links import EmulatedLink, open_link
+from harness.live.step import Timeline
+from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
-from harness.offload.links import EmulatedLink, open_link
-from harness.offload.step import Timeline
-from harness.offload.weights import StreamedWeights, streamed_weights
 
 FAST = 1e12  # bytes/s: costs nothing
 PADDED = PROMPTS["padded"]

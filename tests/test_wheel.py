@@ -43,10 +43,10 @@ def in_an_installation(site_packages: Path, folder: Path, *arguments: str) -> su
 
 def test_modules_find_their_files(site_packages, tmp_path):
     code = """
-import harness.model.families, harness.paper.report.page, plots.style
-from harness import places
+import harness.checks.families, harness.report.page, plots.style
+from harness.settings import places
 from harness.data.tasks import own_tasks
-from harness.records.environment import describe
+from harness.results.environment import describe
 from harness.settings.compose import load
 assert places.INSTALLED and str(places.CONF_DIR).startswith(sys.argv[1])
 assert load(["method=infinigen"]).results_dir == "results" and own_tasks()
@@ -69,8 +69,8 @@ def test_shipped_rows_stand_in_the_default_results(results_dir, site_packages, t
 
 def test_a_table_of_ones_own_takes_over_the_shipped_rows(site_packages, tmp_path):
     code = """
-from harness.tables.columns import read_table
-from harness.tables.write import update
+from harness.results.columns import read_table
+from harness.results.write import update
 for folder in ("results", "results/qwen2.5-coder-0.5b", "mine"):
     rows = read_table(update(folder, "perplexity"))
     print(len(rows) > 0 and all(row["shipped"] for row in rows))

@@ -132,7 +132,7 @@ class Attached:
         self._real = torch.ones(0, 0)
         self._made: dict[PositionSource, Any] = {}
         self._rehearsing = False
-        self._forward = model.forward  # the model's own: `harness.cached_model` puts another in its place
+        self._forward = model.forward  # the model's own: `harness.api.cached_model` puts another in its place
         self._thread: int | None = None  # the one that runs a pass
 
     def _geometry(self) -> Geometry:

@@ -23,9 +23,9 @@ from harness.model.attach import Attached, PromptPass, attach
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel, model_config
 from harness.model.shape import WEIGHT_BYTES, count_weights
-from harness.replay import MAX_CHUNK, SCORES_PER_CHUNK
+from harness.replay.session import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.config import RunConfig
-from harness.settings.experiment import Outcome
+from harness.settings.kind import Outcome
 from methods.attention import Softmax
 from methods.base import Geometry, Lengths, Method, PromptRows, Row, Rows
 from methods.infinigen import InfiniGen, Oracle

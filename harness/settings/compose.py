@@ -27,11 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest, printable
-from harness.places import PROGRAM
 from harness.settings import config as configs
 from harness.settings import own_method, schema, systems
 from harness.settings.config import CODEC_WORDS, CPU_DTYPE, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
-from harness.settings.experiment import Experiment, find
+from harness.settings.kind import Experiment, find
+from harness.settings.paths import PROGRAM
 from harness.settings.schema import build, group, is_group, kind_of, options, path_text, setting_of
 
 if TYPE_CHECKING:

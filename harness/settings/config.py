@@ -1,7 +1,7 @@
 """The settings of a run: frozen dataclasses. `harness.settings.compose` makes them from a command line.
 
 `harness.settings.schema` checks types and ranges. Each class refuses settings that contradict one another, and
-`harness.experiments` those that a kind of run cannot have. Imports neither Hydra nor torch.
+`harness.run.kinds` those that a kind of run cannot have. Imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def codec_words(
 class RunConfig:
     """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie in (0, 1].
 
-    kind: one of `harness.experiments`. label: the run's name in tables and figures; label_given: the user chose it.
+    kind: one of `harness.run.kinds`. label: the run's name in tables and figures; label_given: the user chose it.
     codec, value_codec: the format of the keys, and of the values if it is another one. own_codec: the codec behind a
     `codec` of the user's own, its fields the `codec_settings`; None for a shipped one. group_size: elements along
     head_dim that share lo and step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one

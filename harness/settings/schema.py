@@ -31,7 +31,7 @@ from pydantic import (
 from pydantic.errors import PydanticUserError
 
 from harness.errors import UserError, nearest, one_line
-from harness.places import CONF_DIR
+from harness.settings.paths import CONF_DIR
 
 T = TypeVar("T")
 

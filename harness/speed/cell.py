@@ -9,7 +9,7 @@ step_s: one decode step: choosing the token, the forward pass, and every wait fo
   first `warmup_steps` are not timed. [repeats] of [timed steps].
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number. With
   `time_limit_s`, no further step is timed after that many seconds of decoding.
-segments: seconds of a timed step by `harness.offload.step.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
+segments: seconds of a timed step by `harness.live.step.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
   Under managed placement the driver moves pages: a fault stalls the kernel that meets it, no byte is counted, and
   peak_device_bytes, torch's, leaves out the cache.
 h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; late_bytes: those of h2d_bytes that a
@@ -18,7 +18,7 @@ h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; la
 transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and weights included.
 device_kv_bytes: device memory of cache, method and buffers. pinned_bytes: page-locked host memory of the cache.
 peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed ones included, and
-  device_kv_bytes. size, device_frac: over all steps, see `harness.sizes`.
+  device_kv_bytes. size, device_frac: over all steps, see `harness.model.sizes`.
 
     with attach(model) as attached, open_link(attached.device) as link:
         prompt = run_shared_prompt(attached, ids)
@@ -37,11 +37,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.live.links import Links, Transfer
+from harness.live.session import LiveSession
+from harness.live.step import SEGMENTS, Timeline
+from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attach import Attached, PrefilledPrompt, run_prompt
-from harness.offload.links import Links, Transfer
-from harness.offload.live import LiveSession
-from harness.offload.step import SEGMENTS, Timeline
-from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.config import LatencyConfig, Placement
 from methods.base import Calibration, Method
 from methods.codec import AnyCodec

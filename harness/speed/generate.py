@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from harness.data.text import prompt_ids
-from harness.decoding import Draft
 from harness.errors import UserError
+from harness.live.session import LiveSession, generate
+from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.offload.live import LiveSession, generate
-from harness.offload.weights import StreamedWeights, streamed_weights
+from harness.model.sampling import Draft
+from harness.replay.setup import prepare
 from harness.settings.config import RunConfig
-from harness.setup import prepare
 from harness.speed.latency import SOURCES, compute_threads, two_memories
 from methods.base import Row
 

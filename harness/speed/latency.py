@@ -18,14 +18,14 @@ from torch import Tensor
 
 from harness.data.text import named_text, start_ids, token_ids
 from harness.errors import UserError
+from harness.live.links import Link, open_link
+from harness.live.memory import require_memory, smaller_card
 from harness.model.attach import Attached, attach, prompt_bytes
 from harness.model.load import LoadedModel
-from harness.offload.links import Link, open_link
-from harness.offload.memory import require_memory, smaller_card
-from harness.resources import Memo
+from harness.model.resources import Memo
+from harness.replay.setup import Setup, prepare
 from harness.settings.config import RunConfig
-from harness.settings.experiment import Outcome
-from harness.setup import Setup, prepare
+from harness.settings.kind import Outcome
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
 from methods.base import Row
@@ -125,7 +125,7 @@ def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
 
 def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:
     """UserError where the states of the shared prompt, its pass and the uncompressed cache do not fit into memory. A
-    session that runs its prompt itself checks its own memory (`harness.offload.memory`)."""
+    session that runs its prompt itself checks its own memory (`harness.live.memory`)."""
     geometry = attached.geometry
     row = geometry.num_layers * geometry.head_dim * attached.dtype.itemsize * batch
     shared = row * prompt * (geometry.num_heads + 2 * geometry.num_kv_heads)

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from harness.errors import reason
 from harness.files import write_atomic
-from harness.offload.memory import DEFAULT_TUNING, Tuning
-from harness.offload.store import copy_heads, gather_rows
-from harness.records.environment import processor
+from harness.live.memory import DEFAULT_TUNING, Tuning
+from harness.live.store import copy_heads, gather_rows
+from harness.results.environment import processor
 
 log = logging.getLogger(__name__)
 MEMORY_TO_LINK = 62

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from harness.errors import exit_code
 from harness.paper.costmodel import published
-from harness.tables.columns import LATENCY
-from harness.tables.write import render_csv
+from harness.results.columns import LATENCY
+from harness.results.write import render_csv
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,9 +18,9 @@ from pydantic import Field
 
 from harness.errors import UserError, nearest
 from harness.model.shape import WEIGHT_BYTES, ModelShape, read_yaml
+from harness.results.columns import TableRow
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS, System
-from harness.tables.columns import TableRow
 
 if TYPE_CHECKING:
     from methods.base import Method

@@ -1,0 +1,695 @@
+"""A transformers model whose own calls run on a method's live cache: `harness.attach` makes one.
+
+with attach(model) as attached, CachedModel(attached, method) as cached:
+    ids = model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=True, top_p=0.9)
+    print(cached.usage)
+
+Inside the `with` block the model's `forward` and `generate` are those of `CachedModel`, so that pipelines, streamers
+and lm-eval's `HFLM` run on the method's cache without knowing of it. A call of the model is one of three things:
+
+    a prompt       no `past_key_values`: its rows attend densely, and the logits of the last one may be read. The
+                   `past_key_values` that it returns is the method's cache
+    decode rows    after such a cache, one live step for each row
+    a whole text   with `prefill_len=`: its first rows are the prompt, the method decodes all others. Replay scores them
+                   at once, with the selections that live decoding would make (`harness.replay.session`)
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, NamedTuple
+from weakref import WeakSet, finalize
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from harness.errors import UserError
+from harness.live.links import Links
+from harness.live.session import LiveSession
+from harness.model.attach import Attached, positions_of
+from harness.model.decoder import ModelCache, replaced_forward, replaced_method
+from harness.model.sizes import sized_as_stored
+from harness.replay.session import ReplaySession
+from harness.settings.config import Placement
+from methods.base import Calibration, Method, Row
+from methods.codec import AnyCodec
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "use_cache": (True,),
+    "guidance_scale": (1,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "use_mtp": (False,),
+    "assistant_model": (),
+    "assistant_early_exit": (),
+    "speculation_type": (),
+    "prompt_lookup_num_tokens": (),
+    "prefill_chunk_size": (),
+    "cache_implementation": (),
+    "past_key_values": (),
+    "inputs_embeds": (),
+    "custom_generate": (),
+    "penalty_alpha": (),
+    "dola_layers": (),
+}
+"""Settings of transformers' `generate` that a live cache does not take, and the values besides None that it does."""
+
+HANDLED = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "labels", "use_cache", "logits_to_keep",
+    "num_logits_to_keep", "return_dict", "cache_position", "num_items_in_batch",
+}  # fmt: skip
+"""Arguments of a model's `forward` that an attached model takes. `cache_position` follows from the cache."""
+
+IGNORED_LABEL = -100
+TRANSFORMERS_NEW_TOKENS = 20
+"""What transformers' `generate` makes where nothing says how many tokens."""
+SCORED = (
+    "the text before was scored as a whole (prefill_len=); where it is a prompt to go on from, call the model with "
+    "use_cache=True"
+)
+SCORE_WITH = (
+    "give harness.attach prefill_len=N, the tokens of a text's prompt (1: the method decodes every row), or use "
+    "harness.lm(model, ...), which knows them of each request"
+)
+ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
+
+
+class Usage(NamedTuple):
+    """What one `generate`, or one batch of decode steps, took.
+
+    steps: decode steps, one less than the new tokens of a generated sequence; of a scored text the rows that the method
+    decoded. seconds: from the first decode step to the last; of a scored text the whole call's. size: share of the full
+    cache that a step read; None without a step. h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote
+    back, as `experiment=latency` counts them. device_bytes: cache and method, on the device at the end. The bytes of a
+    scored text are 0: replay moves nothing.
+    """
+
+    steps: int
+    seconds: float
+    size: float | None
+    h2d_bytes: int
+    d2h_bytes: int
+    device_bytes: int
+
+
+class MethodCache(ModelCache):
+    """The `past_key_values` of an attached model: a handle of the method's live cache of one batch.
+
+    The keys and values lie in a `LiveSession`, which is closed with the last reference to this object, and at the end
+    of `harness.attach` at the latest. max_new_tokens: room for tokens behind the prompt. in_generate: transformers'
+    `generate` asked for it. why_closed: what a call is told that comes too late.
+    """
+
+    def __init__(self, attached: Attached, max_new_tokens: int, *, in_generate: bool = False) -> None:
+        super().__init__(attached.decoder.stack.config)
+        self.max_new_tokens = max_new_tokens
+        self.in_generate = in_generate
+        self.session: LiveSession | None = None
+        self.why_closed: str | None = None
+        self.began = self.ended = 0.0
+        self._finalizer: finalize[Any, Any] | None = None
+
+    def open(self, session: LiveSession) -> None:
+        """Take over a session whose prompt has run."""
+        self.session = session
+        self.layers = session.model_cache.layers  # transformers looks there for the states of recurrent layers
+        self._finalizer = finalize(self, session.close)
+        self._finalizer.atexit = False
+        self.began = self.ended = time.perf_counter()
+        self.advance()
+
+    def advance(self) -> None:
+        """Note the columns that the session has, and the time."""
+        assert self.session is not None, "only an open cache advances"
+        self.num_columns = self.session.model_cache.num_columns
+        self.ended = time.perf_counter()
+
+    def close(self, why: str) -> None:
+        """Free the session. Idempotent."""
+        self.why_closed = self.why_closed or why
+        self.session = None
+        if self._finalizer is not None:
+            self._finalizer()
+
+    @property
+    def usage(self) -> Usage:
+        """What the steps so far took. Raises UserError once the cache is closed."""
+        session = self.require_open()
+        session.drain()
+        size = session.reads.size if session.steps else None
+        moved = session.h2d_bytes, session.d2h_bytes
+        return Usage(session.steps, self.ended - self.began, size, *moved, session.device_bytes)
+
+    def require_open(self) -> LiveSession:
+        """The session; UserError where there is none any more."""
+        if self.session is None:
+            raise UserError(f"past_key_values: {self.why_closed}")
+        return self.session
+
+    # What transformers' own code, or a user's, may do to a cache that stores keys and values
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        self.require_open()
+        raise UserError(
+            "past_key_values: the cache of an attached model grows by the model's calls alone; it is not cropped, "
+            "copied, reordered, saved or filled by hand"
+        )
+
+    update = update_conv_state = update_recurrent_state = get_mask_sizes = _refuse
+    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = fork = join = _refuse
+    __reduce_ex__ = __iter__ = __getitem__ = _refuse
+
+
+class PartialLogits(Tensor):
+    """Logits [batch, rows, vocab] of which some rows may not be read: a prompt's, which the method did not decode.
+
+    hidden: bool [batch, rows], the rows that may not be read; why: what a reader of them is told. Indexing that leaves
+    them out gives a plain tensor. Everything else that could read them raises UserError, so that no program scores the
+    dense model unawares.
+    """
+
+    hidden: Tensor
+    why: str
+
+    @classmethod
+    def of(cls, logits: Tensor, hidden: Tensor, why: str) -> PartialLogits:
+        """The same logits, guarded."""
+        guarded = logits.as_subclass(cls)
+        guarded.hidden, guarded.why = hidden, why
+        return guarded
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # inside, these are plain tensors
+            if func in OF_SHAPE:
+                return func(*args, **(kwargs or {}))
+            guarded = next(part for part in tree_leaves((args, kwargs)) if isinstance(part, cls))
+            if func is Tensor.__getitem__ and guarded is args[0] and not guarded._reads_hidden(args[1]):
+                return guarded.as_subclass(Tensor)[args[1]]
+            raise UserError(guarded.why)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PartialLogits({tuple(self.shape)}: {self.why})"
+
+    def _reads_hidden(self, index: Any) -> bool:
+        """Whether an index reaches a hidden row. The index of the vocabulary, the third one, does not matter."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if parts[0] is Ellipsis:
+            parts = [slice(None)] * max(0, 3 - len(parts[1:])) + parts[1:]
+        try:
+            return bool(self.hidden[tuple(parts[:2])].any())
+        except (IndexError, RuntimeError):  # an index over all three axes
+            return True
+
+
+ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
+OF_SHAPE = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
+OF_SHAPE |= {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
+"""What may be asked of guarded logits as a whole."""
+
+
+@dataclass(eq=False)
+class CachedModel:
+    """An attached model that computes with a method's cache, and stands in for the model inside its `with` block.
+
+    size: share of the full cache that a step is to read, met for each call's lengths; None takes the method as it is.
+    nearest: accept the nearest possible size. max_new_tokens: tokens for which a prompt's cache has room where no
+    `generate` says it: T = prompt + max_new_tokens, at most `max_length`. prefill_len: how many first tokens of a whole
+    text are its prompt; None: whole texts are refused. max_length: the model's limit in tokens; None: none. The other
+    fields are those of `LiveSession`. usage: of the last `generate` or scored text; None before the first.
+
+    Calls from several threads take turns. What it does not have itself is the model's: `device`, `config`, ...
+    """
+
+    attached: Attached
+    method: Method
+    size: float | None = None
+    nearest: bool = False
+    codec: AnyCodec | None = None
+    calibration: Calibration | None = None
+    placement: Placement = "device"
+    link: Links | None = None
+    device_rows: float = 0
+    prefetch: bool = False
+    pinned: bool = True
+    max_new_tokens: int = 64
+    prefill_len: int | None = None
+    max_length: int | None = None
+    usage: Usage | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        model: Any = self.attached.model
+        self._parameters = inspect.signature(model.forward)
+        self._own_generate: Callable[..., Any] = model.generate
+        self._turns = threading.RLock()
+        self._is_open = False
+        self._in_place = ExitStack()
+        self._caches: WeakSet[MethodCache] = WeakSet()
+        self._sized: dict[tuple[tuple[int, int], ...], Method] = {}
+
+    def __enter__(self) -> CachedModel:
+        model: Any = self.attached.model
+
+        @wraps(model.forward)  # transformers looks at the signature, which stays the model's
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.forward(*args, **kwargs)
+
+        @wraps(model.generate)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            return self.generate(*args, **kwargs)
+
+        self._in_place.enter_context(replaced_forward(model, forward))
+        self._in_place.enter_context(replaced_method(model, "generate", generate))
+        self._is_open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._turns:  # a pass of another thread ends first
+            self._is_open = False
+            self._in_place.close()
+            with ExitStack() as stack:  # each is closed, also where another's transfer has failed
+                for cache in list(self._caches):
+                    stack.callback(cache.close, ENDED)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "attached" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.attached.model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's call."""
+        self._require_open()
+        return self.attached.model(*args, **kwargs)
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise UserError(ENDED)
+
+    # generate
+
+    def generate(self, *args: Any, **settings: Any) -> Any:
+        """Run transformers' `generate` on the method's cache and return its result, [batch, prompt + new tokens].
+
+        The first argument is input_ids, int [batch, prompt], padding on the left. settings: any of transformers', such
+        as attention_mask, max_new_tokens, do_sample, temperature, streamer. T is the prompt and the largest number of
+        new tokens: max_new_tokens, else what max_length leaves, else transformers' 20. Raises UserError for settings in
+        `ONLY`, padding on the right, and lengths beyond the model's limit.
+        """
+        self._require_open()
+        asked = _by_name(inspect.signature(self._own_generate), args, settings)
+        ids = _checked_ids("input_ids", _first(asked.pop("inputs", None), asked.pop("input_ids", None)), self.attached)
+        own_config = self.attached.model.generation_config
+        configs = [asked, _settings_of(asked.get("generation_config")), _settings_of(own_config)]
+        for name, allowed in ONLY.items():
+            value = _first(*(config.get(name) for config in configs))
+            if value is not None and value not in allowed:
+                raise UserError(
+                    f"{name}={_short(value)}: a method's live cache does not take it; allowed: "
+                    f"{' or '.join(map(repr, (*allowed, None)))}"
+                )
+        if "max_new_tokens" in asked:
+            _require_count("max_new_tokens", asked["max_new_tokens"])
+        cache = self._new_cache(_new_tokens(configs, ids.shape[1]), in_generate=True)
+        asked |= {"past_key_values": cache, "use_cache": True}
+        try:
+            made = self._own_generate(ids, **asked)
+            cache.require_open().drain()
+            cache.ended = time.perf_counter()
+            self.usage = cache.usage
+        finally:
+            cache.close("the cache of a generate that has ended; a prompt's is returned by the model's own call")
+        return made
+
+    # forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass as a prompt, as decode rows, or as a whole text; see the module.
+
+        The arguments are transformers': input_ids int [batch, rows], attention_mask, labels, past_key_values (what an
+        earlier call returned), use_cache, logits_to_keep. Returns its output: logits fp32 [batch, rows, vocab], the
+        loss where there are labels, and the cache. Raises UserError, in one line, for what cannot be computed so.
+        """
+        with self._turns:
+            self._require_open()
+            try:
+                return self._forward(_by_name(self._parameters, args, kwargs))
+            except ValueError as error:
+                if isinstance(error, UserError) or not str(error).startswith("method."):
+                    raise
+                raise UserError(str(error)) from error  # `methods` knows no UserError
+
+    def _forward(self, given: Mapping[str, Any]) -> Any:
+        """`forward`, of arguments by name."""
+        model: Any = self.attached.model
+        cache, labels, use_cache = (given.get(name) for name in ("past_key_values", "labels", "use_cache"))
+        if model.training:
+            raise UserError("the model is in training mode: an attached model computes no gradients; call its eval()")
+        if cache is not None and not isinstance(cache, MethodCache):
+            raise UserError(
+                f"past_key_values={_short(cache)}: an attached model makes its own cache; leave it out of the first "
+                "call, and give later calls the past_key_values that it returned"
+            )
+        in_generate = cache is not None and cache.in_generate
+        follows = cache is not None and (cache.session is not None or cache.why_closed is not None)
+        if in_generate and follows:
+            ids = given["input_ids"]  # a token that transformers has chosen: no look at it, which would wait for a GPU
+        else:
+            _require_handled(given)
+            ids = _checked_ids("input_ids", given.get("input_ids"), self.attached)
+        ids = ids.to(self.attached.device)
+        mask = given.get("attention_mask")
+        positions = None if in_generate else given.get("position_ids")
+        is_text = labels is not None or use_cache is False or (self.prefill_len is not None and use_cache is None)
+        loss = None
+        if cache is not None and follows:
+            logits = self._decode(cache, ids, mask, positions)
+            loss = None if labels is None else self._loss(logits, labels)
+        elif is_text and not in_generate:
+            logits, loss = self._score(ids, mask, positions, labels)
+            cache = None if use_cache is False else self._new_cache(0, why_closed=SCORED)
+        else:
+            cache = self._new_cache(self.max_new_tokens) if cache is None else cache
+            logits = self._prefill(cache, ids, mask, positions)
+        keep = _first(given.get("logits_to_keep"), given.get("num_logits_to_keep"), 0)
+        if isinstance(keep, Tensor):
+            logits = logits[:, keep]
+        elif keep:
+            logits = logits[:, -keep:]
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        wants_tuple = _first(given.get("return_dict"), getattr(model.config, "return_dict", True)) is False
+        return output.to_tuple() if wants_tuple else output
+
+    def _new_cache(
+        self, max_new_tokens: int, *, in_generate: bool = False, why_closed: str | None = None
+    ) -> MethodCache:
+        cache = MethodCache(self.attached, max_new_tokens, in_generate=in_generate)
+        cache.why_closed = why_closed
+        self._caches.add(cache)
+        return cache
+
+    def _prefill(self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Run prompts [batch, prompt], and open their cache. Returns guarded logits: only the last row's are read."""
+        real = _real_tokens(ids, mask)
+        if not bool(real[:, -1].all()) or bool((real.long().diff() < 0).any()):
+            raise UserError("attention_mask: the padding of a live batch lies on the left; set padding_side='left'")
+        _require_positions(positions, positions_of(real), real)
+        longest = int(real.sum(-1).max())
+        max_new_tokens = cache.max_new_tokens
+        if self.max_length is not None:
+            room = self.max_length - longest
+            if not cache.in_generate:
+                max_new_tokens = min(max_new_tokens, room)
+            if max_new_tokens > room or room < 1:
+                raise UserError(
+                    f"a prompt of {longest} tokens and max_new_tokens={cache.max_new_tokens}: together at most "
+                    f"{self.max_length}, the model's limit"
+                )
+        session = self.open_session(real, max_new_tokens)
+        try:
+            last = session.prefill(ids, real)
+        except BaseException:
+            session.close()
+            raise
+        cache.open(session)
+        num_rows = ids.shape[1]
+        logits = last.clone()[:, None]
+        if num_rows == 1 or cache.in_generate:  # generate reads the last row alone
+            return logits
+        hidden = torch.ones_like(ids, dtype=torch.bool)
+        hidden[:, -1] = False
+        return PartialLogits.of(
+            logits.expand(-1, num_rows, -1),
+            hidden,
+            f"logits of a prompt of {num_rows} rows: it ran densely, so only logits[:, -1] may be read; to score a "
+            f"text by the method {SCORE_WITH}",
+        )
+
+    def _decode(self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Run decode rows [batch, rows] behind a cache, one step each. Returns logits [batch, rows, vocab]."""
+        session = cache.require_open()
+        batch, num_rows = ids.shape
+        if batch != len(session.batch.prompts):
+            raise UserError(
+                f"input_ids: {batch} sequences, and past_key_values of {len(session.batch.prompts)}; they must agree"
+            )
+        if session.steps + num_rows > session.max_new_tokens:
+            raise UserError(
+                f"max_new_tokens={session.max_new_tokens}: the cache of this prompt has room for so many tokens, and "
+                f"this is number {session.steps + num_rows}; give harness.attach a larger max_new_tokens"
+            )
+        if not cache.in_generate:  # there transformers makes masks and positions, and looking would wait for a GPU
+            _require_continued(mask, session, num_rows)
+            steps = torch.arange(num_rows, device=ids.device)
+            _require_positions(positions, session.batch.positions[:, None] + steps, torch.ones_like(ids).bool())
+        logits = [session.decode_step(column) for column in ids.unbind(1)]
+        cache.advance()
+        return torch.stack(logits, 1).clone()  # no longer a tensor of inference mode
+
+    def _score(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Score whole texts [batch, rows] by replay. Returns logits [batch, rows, vocab], and the loss of `labels`.
+
+        T is the tokens of a text. Without labels the token that its last row predicts is one of them, though it is not
+        given: lm-eval's `HFLM` leaves it out.
+        """
+        began = time.perf_counter()
+        prompt, num_rows = self._require_text(ids, mask)
+        real = _real_tokens(ids, mask)
+        lengths = real.sum(-1)
+        starts = real & ~pad(real[:, :-1], (1, 0))
+        if bool((starts.sum(-1) > 1).any()):
+            raise UserError("attention_mask: a text's tokens follow one another; allowed: padding at its ends")
+        shortest = int(lengths.min())
+        if shortest <= prompt:
+            raise UserError(
+                f"prefill_len={prompt}: a text of {shortest} tokens leaves no row that the method decodes; give longer "
+                "texts, or past_key_values where these tokens continue a prompt"
+            )
+        longest = int(lengths.max())
+        if self.max_length is not None and longest > self.max_length:
+            raise UserError(f"input_ids: a text of {longest} tokens, and the model takes {self.max_length}")
+        if positions is not None:
+            _require_positions(positions, positions_of(real), real)
+
+        # Each text's tokens from the first column on
+        first = real.long().argmax(-1)
+        columns = first[:, None] + torch.arange(longest, device=ids.device)
+        within = columns < (first + lengths)[:, None]
+        columns = columns.clamp(max=num_rows - 1)
+        tokens = ids.gather(1, columns)
+
+        final_lengths = lengths if labels is not None else lengths + 1  # else the last row predicts one more token
+        session = ReplaySession(
+            self.attached,
+            self._method_at([(prompt, final) for final in final_lengths.tolist()]),
+            final_lengths=final_lengths,
+            num_columns=longest,
+            codec=self.codec,
+            calibration=self.calibration,
+            device_rows=self.device_rows,
+            prefetch=self.prefetch,
+        )
+        last = session.prefill(tokens[:, :prompt], within[:, :prompt])[:, -1:]
+        rows = session.decode(tokens[:, prompt:], within[:, prompt:])
+        session.reads.check_fired()
+        found = self.attached.logits(torch.cat([last, rows], 1))
+        num_decoded, seconds = int(lengths.sum()) - prompt * len(ids), time.perf_counter() - began
+        self.usage = Usage(num_decoded, seconds, session.reads.size, 0, 0, 0)
+
+        # Back to the columns that they came from
+        logits = found.new_zeros(*ids.shape, found.shape[-1])
+        for at, (start, length) in enumerate(zip(first.tolist(), lengths.tolist(), strict=True)):
+            logits[at, start + prompt - 1 : start + length] = found[at, : length - prompt + 1]
+        in_prompt = real.long().cumsum(-1) < prompt  # all but its last row, whose logits predict the first decode row
+        hidden, decoded = real & in_prompt, real & ~in_prompt
+        loss = None
+        if labels is not None:
+            targets = pad(labels.to(ids.device)[:, 1:] != IGNORED_LABEL, (0, 1))
+            predicted = decoded & pad(real[:, 1:], (0, 1))
+            if bool((targets & ~predicted).any()):
+                raise UserError(
+                    f"labels: the tokens of the prompt (prefill_len={prompt}) and padding are not predicted by the "
+                    f"method; set their labels to {IGNORED_LABEL}"
+                )
+            loss = self._loss(logits, labels)
+        if not bool(hidden.any()):
+            return logits.clone(), loss
+        logits = logits.masked_fill(hidden[:, :, None], float("nan")).clone()
+        why = (
+            f"logits of a prompt's rows: with prefill_len={prompt} the first {prompt} tokens of a text ran densely, so "
+            f"only logits[:, {prompt - 1}:] may be read; with prefill_len=1 all rows may"
+        )
+        return PartialLogits.of(logits, hidden, why), loss
+
+    def _require_text(self, ids: Tensor, mask: Tensor | None) -> tuple[int, int]:
+        """The tokens of a whole text's prompt, and its rows. Raises UserError where they are not known."""
+        batch, num_rows = ids.shape
+        if self.prefill_len is None:
+            raise UserError(
+                f"a text of {num_rows} rows without a cache: which of them are its prompt is not known; to score it by "
+                f"the method {SCORE_WITH}; a prompt to go on from takes use_cache=True and no labels"
+            )
+        if mask is None and batch > 1 and not self.method.reads_all:
+            raise UserError(
+                f"a batch of {batch} texts without attention_mask: padding on the right looks like tokens, and T, on "
+                "which the method's budget depends, would count it; give attention_mask, or one text a call (lm-eval's "
+                "HFLM: batch_size=1)"
+            )
+        return self.prefill_len, num_rows
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The model's own loss."""
+        model: Any = self.attached.model
+        return model.loss_function(logits=logits, labels=labels.to(logits.device), vocab_size=logits.shape[-1])
+
+    # The method at the lengths of a call
+
+    def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
+        """The session of a batch; real: bool [batch, prompt], False for padding."""
+        method = self._method_at([(prompt, prompt + max_new_tokens) for prompt in real.sum(-1).tolist()])
+        return LiveSession(
+            self.attached, method, max_new_tokens=max_new_tokens, codec=self.codec, placement=self.placement,
+            link=self.link, calibration=self.calibration, device_rows=self.device_rows, prefetch=self.prefetch,
+            pinned=self.pinned,
+        )  # fmt: skip
+
+    def _method_at(self, lengths: list[tuple[int, int]]) -> Method:
+        """The method of the asked size for sequences of (prompt tokens, T)."""
+        if self.size is None:
+            return self.method
+        key = tuple(sorted(lengths))
+        if key not in self._sized:
+            rows = [
+                Row(cached, prompt, final)
+                for prompt, final in lengths
+                for cached in range(prompt, max(prompt + 1, final - 1))
+            ]
+            self._sized[key] = sized_as_stored(
+                self.method, self.codec, self.attached.geometry, rows, self.size, nearest=self.nearest
+            )
+        return self._sized[key]
+
+
+# Arguments
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
+def _settings_of(config: Any) -> Mapping[str, Any]:
+    return {} if config is None else vars(config)
+
+
+def _short(value: Any) -> str:
+    """A value in an error's line."""
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def _checked_ids(name: str, ids: Any, attached: Attached) -> Tensor:
+    """Token ids [batch, tokens]; UserError for anything else."""
+    allowed = "allowed: a tensor of token ids, int [batch, tokens]"
+    if not isinstance(ids, Tensor):
+        raise UserError(f"{name}: {'missing' if ids is None else f'a {type(ids).__name__}'}; {allowed}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise UserError(f"{name}: a tensor of {str(ids.dtype).removeprefix('torch.')}; {allowed}")
+    if ids.dim() != 2 or not ids.numel():
+        raise UserError(f"{name}: of shape {tuple(ids.shape)}; {allowed}, none of them 0")
+    num_tokens = attached.decoder.stack.get_input_embeddings().weight.shape[0]
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= num_tokens:
+        outside = lowest if lowest < 0 else highest
+        raise UserError(f"{name}: token {outside}; the model knows the tokens 0 to {num_tokens - 1}")
+    return ids
+
+
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}={_short(value)}: allowed: a number of tokens, 1 or more")
+
+
+def _new_tokens(configs: list[Mapping[str, Any]], num_prompt: int) -> int:
+    """The largest number of new tokens of a `generate`, as transformers resolves it.
+
+    configs: settings by name, those that win first. num_prompt: columns of the prompt.
+    """
+    num_new = _first(*(config.get("max_new_tokens") for config in configs))
+    if num_new is not None:
+        _require_count("max_new_tokens", num_new)
+        return int(num_new)
+    most = _first(*(config.get("max_length") for config in configs))
+    if most is None:
+        return TRANSFORMERS_NEW_TOKENS
+    _require_count("max_length", most)
+    if most <= num_prompt:
+        raise UserError(f"max_length={most}: the prompt has {num_prompt} tokens; raise it, or give max_new_tokens")
+    return int(most) - num_prompt
+
+
+def _require_handled(given: Mapping[str, Any]) -> None:
+    """Raise UserError for an argument that would change the result and is not taken."""
+    for name, value in given.items():
+        if name in HANDLED:
+            continue
+        changes = bool(value.any()) if isinstance(value, Tensor) else value not in (None, False)
+        if changes:
+            raise UserError(f"{name}={_short(value)}: an attached model does not take it; leave it out")
+
+
+def _real_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """bool [batch, rows], False for padding. Raises UserError for a mask of another shape."""
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    if mask.shape != ids.shape:
+        raise UserError(
+            f"attention_mask: of shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}; allowed: the same"
+        )
+    real = mask.to(ids.device).bool()
+    if not bool(real.any(-1).all()):
+        raise UserError("attention_mask: a sequence without tokens; allowed: at least one 1 in each row")
+    return real
+
+
+def _require_continued(mask: Tensor | None, session: LiveSession, num_rows: int) -> None:
+    """Raise UserError for the mask of a continuation that hides other tokens than the prompt's padding did."""
+    if mask is None:
+        return
+    real = session.batch.real
+    seen = pad(real, (0, session.steps + num_rows), value=True)
+    if mask.shape != seen.shape or not torch.equal(mask.to(seen.device).bool(), seen):
+        raise UserError(
+            f"attention_mask: behind this cache it is the prompt's with ones for all later tokens, of shape "
+            f"{tuple(seen.shape)}; or leave it out"
+        )
+
+
+def _require_positions(given: Tensor | None, expected: Tensor, real: Tensor) -> None:
+    """Raise UserError for positions that are not those of the tokens."""
+    if given is None:
+        return
+    positions = given.to(expected.device)
+    fits = positions.dim() == 2 and positions.shape[1] == expected.shape[1] and positions.shape[0] in (1, len(expected))
+    if not fits or bool(((positions != expected) & real).any()):
+        raise UserError("position_ids: an attached model counts a sequence's tokens from 0; leave position_ids out")

@@ -1,0 +1,125 @@
+"""lm-eval's own command line, which knows the model `kv`: any decoder under a method's cache.
+
+kv-harness lm-eval --model kv --model_args pretrained=smollm2-135m,method=infinigen,size=0.1 --tasks gsm8k
+
+`--model_args` takes `pretrained` (as `harness.load`), `method`, `size`, and the settings of `harness.lm`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lm_eval.models  # noqa: F401 - fills the registry, which knows its names alone before
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import model_registry
+
+from harness.api import interface
+from harness.api.method_lm import MethodLM
+from harness.data.tasks import COMPLAINTS
+from harness.errors import BUG, USERS, UserError, code_of_stop, describe, is_users, nearest, one_line, reason
+from harness.run.cli import TRACEBACKS
+from harness.settings.paths import HARNESS, PACKAGES_DIR, PROGRAM
+
+NAME = "kv"
+PLATFORMS = {"cpu": "cpu", "cuda": "cuda", "cuda:0": "cuda"}
+"""By lm-eval's `--device`."""
+
+
+class KVModel(MethodLM):
+    """`--model kv`: a `MethodLM` made of `--model_args`.
+
+    Args:
+        pretrained: an entry of `conf/model`, a folder, a GGUF file or an id of the hub.
+        device: cpu or cuda, as `platform`; without a CUDA device it is the CPU, as lm-eval asks for cuda:0 by default.
+        dtype: as `model.dtype`; "auto" takes the platform's.
+        max_length: a limit of context and answer, in tokens, below the model's own.
+        batch_size, max_batch_size: play no part: replay makes batches that fit.
+        trust_remote_code: as `model.trust_remote_code`.
+        settings: of `harness.lm` (method, size, ...), and of the model such as `model.gguf_file`.
+
+    Raises UserError in one line.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        *,
+        device: str | None = None,
+        dtype: str = "auto",
+        max_length: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        trust_remote_code: bool = False,
+        **settings: Any,
+    ) -> None:
+        if pretrained is None:
+            allowed = "an entry of conf/model, a folder, a GGUF file or an id of the hub"
+            raise UserError(f"pretrained=: is missing from --model_args; must be {allowed}")
+        of_model = {name: settings.pop(name) for name in list(settings) if name.startswith(("model.", "platform"))}
+        if device is not None:
+            of_model["platform"] = _platform(str(device))
+        if dtype != "auto":
+            of_model["model.dtype"] = dtype
+        if trust_remote_code:
+            of_model["model.trust_remote_code"] = True
+        model = interface.load(str(pretrained), **of_model)
+        made = interface.lm(model, **settings)
+        super().__init__(made.config, made.loaded)
+        if max_length is not None:
+            if not isinstance(max_length, int) or not 2 <= max_length <= self.max_length:
+                raise UserError(f"max_length={max_length}: must be a number of tokens from 2 to {self.max_length}")
+            self.max_length = max_length
+
+
+def _platform(device: str) -> str:
+    """The platform of one of torch's devices."""
+    if device not in PLATFORMS:
+        raise UserError(f"device={device}: {nearest(device, PLATFORMS)}")
+    return PLATFORMS[device] if torch.cuda.is_available() else "cpu"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run lm-eval's command line; returns the exit code.
+
+    A refusal is one line and exit code 2, and so is an error that no code of this project raised: of a task's name, its
+    data, or a value of lm-eval's. SystemExit is that of argparse: of --help, or of an unknown option.
+    """
+    model_registry.register(NAME, target=KVModel)
+    log = logging.getLogger("lm_eval")
+    before, handlers, level = sys.argv, log.handlers, log.level
+    log.handlers = [handler for handler in handlers if handler is not COMPLAINTS]  # lm-eval's command shows its log
+    sys.argv = [f"{PROGRAM} lm-eval", *argv]
+    try:
+        cli_evaluate()
+    except KeyboardInterrupt as stop:
+        print("interrupted", file=sys.stderr)
+        return code_of_stop(stop)
+    except Exception as error:
+        if os.environ.get(TRACEBACKS) not in (None, "", "0"):
+            traceback.print_exception(error)
+        if is_users(error):
+            print(f"error: {one_line(error)}", file=sys.stderr)
+            return USERS
+        if not _is_ours(error):
+            print(f"error: lm-eval refuses it ({reason(error)})", file=sys.stderr)
+            return USERS
+        print(f"error: {describe(error)}; {TRACEBACKS}=1 shows where", file=sys.stderr)
+        return BUG
+    finally:
+        sys.argv, log.handlers = before, handlers
+        log.setLevel(level)
+    return 0
+
+
+def _is_ours(error: BaseException) -> bool:
+    """True if it came through a module of this project besides this one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = {Path(frame.filename) for frame in frames} - {Path(__file__), HARNESS / "__main__.py"}
+    return any(path.is_relative_to(folder) for path in places for folder in (HARNESS, PACKAGES_DIR / "methods"))

@@ -1,0 +1,116 @@
+"""A method as an `LM` for lm-eval's own evaluation: `lm_eval.simple_evaluate(model=harness.lm(...), tasks=[...])`.
+
+lm-eval asks for all requests of one type at once, of all tasks together. They are answered task by task, as by
+`experiment=tasks`: the method is sized on the task's own requests, and the dense prompt ends where the task's does. So
+log-likelihoods and texts are the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from harness.model.load import LoadedModel
+from harness.model.sizes import ReadStats
+from harness.run.runner import users_faults
+from harness.scoring.evaluation import ReplayEngine, prefill_of
+from harness.scoring.lm import Chat, Prefill, ReplayLM
+from harness.settings.config import RunConfig
+
+
+class MethodLM(LM):
+    """Answers lm-eval's requests of all types under one method.
+
+    config: of `kind=tasks`; its tasks, samples and examples play no part, as lm-eval decides them. loaded: the model.
+    max_length: of context and answer in tokens; at first the model's. reads: of all answers so far, by task. Raises
+    UserError where the model has no tokenizer.
+    """
+
+    def __init__(self, config: RunConfig, loaded: LoadedModel) -> None:
+        super().__init__()
+        self.config = config
+        self.loaded = loaded
+        self.max_length = loaded.max_length
+        self.reads: dict[str, ReadStats] = {}
+        self._prompts = self._replay("", Prefill("dense"))[0]
+
+    # Requests
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Of each continuation its log-probability, and whether greedy decoding would produce it."""
+        return self._by_task("loglikelihood", requests)
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        """The log-probability of each text."""
+        return self._by_task("loglikelihood_rolling", requests)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """The answer to each context, cut at the first stop string."""
+        return self._by_task("generate_until", requests)
+
+    def _by_task(self, request_type: str, requests: Sequence[Instance]) -> list[Any]:
+        """The answers in the order of `requests`. Prints a line for each task: the size that the method had."""
+        places: dict[str, list[int]] = defaultdict(list)
+        for place, request in enumerate(requests):
+            places[request.task_name or ""].append(place)
+        answers: list[Any] = [None] * len(requests)
+        for task, own in places.items():
+            prefill = prefill_of(task, self.config, writes=request_type == "generate_until")
+            lm, engine = self._replay(task, prefill)
+            with users_faults(self.config):
+                found = getattr(lm, request_type)([requests[place] for place in own])
+            for place, answer in zip(own, found, strict=True):
+                answers[place] = answer
+            self.reads[task] = self.reads.get(task, ReadStats()) + engine.reads
+            tqdm.write(f"{task}: {self.config.label} read {engine.reads.size:.1%} of the cache", file=sys.stderr)
+        return answers
+
+    def _replay(self, task: str, prefill: Prefill) -> tuple[ReplayLM, ReplayEngine]:
+        """What answers the requests of one task."""
+        config = self.config
+        engine = ReplayEngine(config, self.loaded, task, sys.stderr)
+        lm = ReplayLM(
+            self.loaded,
+            prefill,
+            engine.score,
+            generator=engine.generate,
+            mean=config.scoring == "mean",
+            sampling=config.sampling,
+            seed=config.seed,
+            too_long=config.task.too_long,
+        )
+        lm.max_length = self.max_length
+        lm.set_cache_hook(self.cache_hook)
+        return lm, engine
+
+    # Prompts, and what lm-eval notes about a model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's."""
+        return self._prompts.tokenizer
+
+    @property
+    def tokenizer_name(self) -> str:
+        """lm-eval's name for prompts of this chat template."""
+        return self._prompts.tokenizer_name
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template as text; UserError where the model has none."""
+        return self._prompts.chat_template(chat_template)
+
+    def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
+        """Turns as one text."""
+        return self._prompts.apply_chat_template(chat_history, add_generation_prompt)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes into its results beside the model's arguments: the method, and by task its sizes."""
+        sizes = {task: reads.sizes for task, reads in self.reads.items()}
+        return {"model_name": self.loaded.name, "method": self.config.label, "sizes": sizes}

@@ -1,0 +1,524 @@
+"""`experiment=contract`: checks that every method and codec must pass, on tiny random models, a line for each check.
+
+Every check decodes the same rows of a batch of random tokens in two ways and compares them. The two basic ways are
+`replay`, all rows at once, and `live`, one step at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.errors import UserError, line_in, reason
+from harness.live.links import Link, open_link
+from harness.live.session import LiveSession
+from harness.model.attach import Attached, attach
+from harness.model.calibration import calibrate
+from harness.model.policies import new_states, policies_of
+from harness.model.sizes import code_width, expected_size, resident_share
+from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
+from harness.replay.session import ReplaySession
+from harness.replay.setup import CheckedCodec, Setup, codec_of
+from harness.settings.config import RunConfig
+from methods.base import NAMES_ROWS, Lengths, Method, Row, Rows, Selection
+from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
+from methods.evicting import EvictingState
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {"num_key_value_heads": 2}),
+    "OPT": ("opt", {"word_embed_proj_dim": 64}),
+    "Gemma 2": ("gemma2", {
+        "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0,
+        "num_hidden_layers": 6, "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2, "sliding_window": 32,
+    }),
+}  # fmt: skip
+"""Two query heads per KV head and rotary positions; one KV head per query head, queries scaled before, learned
+positions; a softcap, and layers with a sliding window between those that the method counts."""
+PROMPTS = {"even": (200, 200), "padded": (200, 180)}
+"""Prompt tokens of each sequence: enough for the defaults of every shipped method."""
+STEPS = 10
+ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
+ROWS_OF_FIRST_CALL = (8, 3)  # of even and odd sequences, in the first of two calls; the second call has the others
+NUM_CALIBRATION_TOKENS = 256
+DEVICE_ROWS = 1.5  # times what a step reads
+LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
+TOLERANCE = 1e-4
+"""Allowed difference of logits: live and replay sum the same products in another order."""
+SIZE_TOLERANCE = 1e-9
+PADDING_BYTES = 4  # that a packed row may hold beyond what an element counts
+
+
+class BrokenError(Exception):
+    """A check failed: the message says what differed."""
+
+
+class LogitsDifferError(BrokenError):
+    """Logits differ. A correct method may differ too, where two scores are as close as rounding errors. On other tokens
+    it does not differ again."""
+
+
+class NotAskedError(Exception):
+    """The check does not apply to the method: the message says why."""
+
+
+# Two ways to decode
+
+
+class Result(NamedTuple):
+    """logits [batch, 1 + steps, vocab]: of the prompt's last row and of each step. Shares: `harness.model.sizes`."""
+
+    logits: Tensor
+    size: float
+    device_frac: float
+    resident_frac: float
+
+
+def token_batch(
+    prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0, *, only: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Random token ids [batch, longest prompt + steps], prompts padded on the left, and a mask of the real tokens.
+
+    only: return this sequence alone, without padding.
+    """
+    longest = max(prompts)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB_SIZE, (len(prompts), longest + steps), generator=generator)
+    real = torch.arange(longest + steps) >= longest - torch.tensor(prompts)[:, None]
+    if only is not None:
+        columns = slice(longest - prompts[only], None)
+        return ids[only : only + 1, columns], real[only : only + 1, columns]
+    return ids, real
+
+
+def open_replay(attached: Attached, setup: Setup, real: Tensor, more_columns: int = 0, **options: Any) -> ReplaySession:
+    """A replay session for a batch of `token_batch`; options: of `ReplaySession`."""
+    options |= {"codec": setup.codec, "calibration": setup.calibration}
+    num_columns = real.shape[1] + more_columns
+    return ReplaySession(attached, setup.method, final_lengths=real.sum(-1), num_columns=num_columns, **options)
+
+
+def replay(
+    attached: Attached, setup: Setup, prompts: tuple[int, ...], prefill_len: int | None = None,
+    steps: int = STEPS, seed: int = 0, only: int | None = None, **options: Any,
+) -> Result:  # fmt: skip
+    """Teacher-forced decoding of all rows at once.
+
+    prefill_len: columns of the prompt, by default the longest prompt. steps, seed, only: as in `token_batch`. options:
+    of `ReplaySession`.
+    """
+    ids, real = (each.to(attached.device) for each in token_batch(prompts, steps, seed, only=only))
+    columns = prefill_len or ids.shape[1] - steps
+    session = open_replay(attached, setup, real, **options)
+    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+    rows = session.decode(ids[:, columns:], real[:, columns:])
+    return result(session, torch.cat([last, rows], 1))
+
+
+def result(session: ReplaySession, hidden: Tensor) -> Result:
+    """Of the hidden states of all rows, [batch, 1 + steps, hidden]."""
+    reads = session.reads
+    return Result(session.attached.logits(hidden), reads.size, reads.device_frac, reads.resident_frac)
+
+
+def replay_in_turns(attached: Attached, setup: Setup, prompts: tuple[int, ...], seed: int = 0) -> Result:
+    """`replay` in two calls, in which the sequences have unequal numbers of rows, padded behind."""
+    ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=seed))
+    columns = ids.shape[1] - STEPS
+    num_first = torch.tensor([ROWS_OF_FIRST_CALL[index % 2] for index in range(len(ids))], device=ids.device)
+    session = open_replay(attached, setup, real, more_columns=STEPS)
+    parts = [[own] for own in session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]]
+    for begin, count in ((torch.zeros_like(num_first), num_first), (num_first, STEPS - num_first)):
+        rows = torch.arange(int(count.max()), device=ids.device)
+        index = (columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
+        valid = rows < count[:, None]
+        for part, hidden, own in zip(parts, session.decode(ids.gather(1, index), valid), valid, strict=True):
+            part.append(hidden[own])
+    return result(session, torch.stack([torch.cat(part) for part in parts]))
+
+
+def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: Any) -> LiveSession:
+    """A live session; options: of `LiveSession`."""
+    options |= {"codec": setup.codec, "calibration": setup.calibration}
+    return LiveSession(attached, setup.method, max_new_tokens=steps, **options)
+
+
+def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS, **chosen: Any) -> Tensor:
+    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]. chosen: of `token_batch`."""
+    ids, real = (each.to(session.attached.device) for each in token_batch(prompts, steps, **chosen))
+    columns = ids.shape[1] - steps
+    logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+    logits += [session.decode_step(ids[:, columns + step]) for step in range(steps)]
+    return torch.stack(logits, 1)
+
+
+def live(
+    attached: Attached, setup: Setup, prompts: tuple[int, ...],
+    steps: int = STEPS, seed: int = 0, only: int | None = None, **options: Any,
+) -> Result:  # fmt: skip
+    """The rows of `replay` one step at a time; options: of `LiveSession`."""
+    with closing(open_live(attached, setup, steps, **options)) as session:
+        return result_of(session, force(session, prompts, steps, seed=seed, only=only))
+
+
+def result_of(session: LiveSession, logits: Tensor) -> Result:
+    """Logits and sizes of a session that is not yet closed."""
+    final, exempt = session.batch.lengths.final, session.method.num_exempt_layers
+    stage = next(iter(session.stages.values()))
+    resident = resident_share(session.states, session.codec, final, exempt, session.attached.geometry, stage.rooms)
+    return Result(logits, session.reads.size, session.reads.device_frac, float(resident.mean()))
+
+
+# The checks: each returns a line that says how well the method does, or raises BrokenError
+
+
+@dataclass
+class Trial:
+    """A method on a batch of prompts of these lengths, drawn by `seed`. Runs that several checks need are made once."""
+
+    attached: Attached
+    link: Link
+    setup: Setup
+    prompts: tuple[int, ...]
+    seed: int = 0
+
+    @cached_property
+    def replayed(self) -> Result:
+        return self.replay()
+
+    @cached_property
+    def on_device(self) -> Result:
+        self.require_live()
+        return self.live()
+
+    def replay(self, **options: Any) -> Result:
+        return replay(self.attached, self.setup, self.prompts, seed=self.seed, **options)
+
+    def live(self, **options: Any) -> Result:
+        return live(self.attached, self.setup, self.prompts, seed=self.seed, **options)
+
+    def require_all_coded(self) -> None:
+        if self.setup.codec is not None and self.setup.codec.residual:
+            raise NotAskedError("the codec leaves the last tokens exact, which cross no link")
+
+    def require_live(self) -> None:
+        if self.setup.method.replay_only:
+            raise NotAskedError(self.setup.method.replay_only)
+
+    def require_host(self) -> None:
+        self.require_live()
+        if any(policy.when == "true_scores" for policy in policies_of(self.attached, self.setup.method)):
+            raise NotAskedError("selects by the true scores of all keys, which lie behind no link")
+
+
+def live_is_replay(trial: Trial) -> str:
+    """Live decoding gives the logits and sizes of replay, and so does replay in small blocks of rows."""
+    where = f"replay in blocks of {ROWS_PER_BLOCK} rows"
+    try:
+        in_blocks = trial.replay(rows_per_block=ROWS_PER_BLOCK)
+    except Exception as error:
+        error.add_note(where)
+        raise
+    _same_logits(in_blocks.logits, trial.replayed.logits, f"{where}: ")
+    _same_sizes(in_blocks, trial.replayed, f"{where}: ", "in one block")
+    _same_sizes(trial.on_device, trial.replayed, "", "in replay")
+    return _same_logits(trial.on_device.logits, trial.replayed.logits)
+
+
+def host_is_device(trial: Trial) -> str:
+    """Both placements give the same logits bit for bit."""
+    trial.require_host()
+    host = trial.live(placement="host", link=trial.link)
+    if not torch.equal(host.logits, trial.on_device.logits):
+        raise BrokenError(f"logits differ by {largest_difference(host.logits, trial.on_device.logits):.1e}")
+    return "bit for bit"
+
+
+def link_carries_the_selection(trial: Trial) -> str:
+    """The selected rows and the exempt layers cross the link, and nothing else."""
+    trial.require_host()
+    trial.require_all_coded()
+    attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
+    num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
+    ids, real = (each.to(attached.device) for each in token_batch(prompts))
+    selected = 0  # rows of one token and KV head each
+    miscounted = 0.0  # largest difference in tokens between a selection's `num_read` and its mask
+
+    def listening(select: Callable[[int, Rows], Selection], evicts: bool) -> Callable[[int, Rows], Selection]:
+        def listen(layer: int, rows: Rows) -> Selection:
+            nonlocal selected, miscounted
+            selection = select(layer, rows)
+            mask = rows.visible() if selection.mask is None else selection.mask
+            read = mask[..., :-1].sum(-1).double()  # the own slot is the last; [batch, num_kv_heads or 1, rows]
+            whole = selection.mask is None and not evicts  # as in an exempt layer: padding crosses as well
+            crosses = read.numel() * (mask.shape[-1] - 1) if whole else int(read.sum())
+            selected += crosses * (num_kv_heads // mask.shape[1])
+            miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
+            return selection
+
+        return listen
+
+    with closing(open_live(attached, trial.setup, placement="host", link=trial.link)) as session:
+        session.prefill(ids[:, :columns], real[:, :columns])
+        for state in session.states:
+            listen = listening(state.select, isinstance(state, EvictingState))
+            state.select = listen  # type: ignore[method-assign, assignment]
+        for step in range(STEPS):
+            session.decode_step(ids[:, columns + step])
+        crossed = session.h2d_bytes
+        exact, coded = session.stores[0].slot_bytes, session.stores[-1].slot_bytes
+    every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
+    whole = attached.geometry.num_layers - method.num_exempt_layers if method.reads_all else 0
+    expected = every * (method.num_exempt_layers * exact + whole * coded) + selected * coded
+    if crossed != expected:
+        raise BrokenError(f"{crossed} bytes crossed; the selected rows and exempt layers are {expected}")
+    if not miscounted <= SIZE_TOLERANCE * max(prompts):
+        raise BrokenError(f"num_read is {miscounted:g} tokens off what the mask names")
+    return f"{crossed} bytes"
+
+
+def rows_that_stay_are_counted(trial: Trial) -> str:
+    """With rows that stay on the device, and rows that come early where the method tells them, the logits are the same,
+    and as many rows cross the link as replay counts."""
+    trial.require_host()
+    method, attached, prompts = trial.setup.method, trial.attached, trial.prompts
+    if not method.names_rows:
+        raise NotAskedError("selects no rows that could stay on the device")
+    prefetch = any(policy.prefetches for policy in policies_of(attached, method, prefetch=True))
+    options: dict[str, Any] = {"device_rows": DEVICE_ROWS, "prefetch": prefetch}
+    ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=trial.seed))
+    columns = max(prompts)
+    counted = open_replay(attached, trial.setup, real, **options)
+    counted.prefill(ids[:, :columns], real[:, :columns])
+    counted.decode(ids[:, columns:], real[:, columns:])
+    with closing(open_live(attached, trial.setup, placement="host", link=trial.link, **options)) as session:
+        logits = force(session, prompts, seed=trial.seed)
+        reads = counted.reads
+        expected_sizes = Result(logits, reads.size, reads.device_frac, reads.resident_frac)
+        _same_sizes(result_of(session, logits), expected_sizes, "", "in replay")
+        crossed, store = int(session.loaded_bytes), session.stores[-1]
+        every = len(prompts) * store.num_kv_heads * sum(range(columns, columns + STEPS))
+        exact = session.stores[0].slot_bytes * method.num_exempt_layers
+        of_method = [policy for policy in session.policies if policy.kind == "method"]
+        whole = sum(policy.when not in NAMES_ROWS for policy in of_method)  # layers that read all and choose for others
+    _same_logits(logits, trial.on_device.logits)
+    expected = round(reads.rows_loaded) * store.slot_bytes + every * (exact + whole * store.slot_bytes)
+    if crossed != expected:
+        raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
+    early = ", some early" if prefetch else ""
+    return f"{crossed} bytes{early}; {reads.hit_frac:.0%} found on the device"
+
+
+def size_is_its_closed_form(trial: Trial) -> str:
+    """The measured size is that of `tokens_read`, where it is known, and never above `max_tokens_read`."""
+    trial.require_all_coded()
+    method, geometry, known = trial.setup.method, trial.attached.geometry, True
+    rows = Counter(Row(real + step, real, real + STEPS) for real in trial.prompts for step in range(STEPS))
+    for row, layer in product(rows, range(method.num_exempt_layers, geometry.num_layers)):
+        read, bound = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
+        if not (0 if read is None else read) <= bound <= row.cached:
+            raise BrokenError(f"tokens_read={read}, max_tokens_read={bound} at {row}: one must not exceed the next")
+        known &= read is not None
+    found = trial.replayed.size
+    if not 0 <= found <= 1 + SIZE_TOLERANCE:
+        raise BrokenError(f"size is {found}: num_read must be a number of tokens from 0 to those that are cached")
+    if not known:
+        return f"reads what the data decides, here {found:.1%} of the cache"
+    codec = without_keys(trial.setup.codec) if method.holds_keys else trial.setup.codec
+    expected = expected_size(method, rows, geometry.num_layers, code_width(codec, geometry))
+    if abs(found - expected) > SIZE_TOLERANCE:
+        raise BrokenError(f"size is {found:.6f}; by tokens_read it is {expected:.6f}")
+    return f"reads {found:.1%} of the cache"
+
+
+def a_fork_is_fresh(trial: Trial) -> str:
+    """Copies taken halfway go on as the whole batch does, and do not change the batch they were taken from."""
+    ids, real = (each.to(trial.attached.device) for each in token_batch(trial.prompts, seed=trial.seed))
+    prompt, half = max(trial.prompts), max(trial.prompts) + STEPS // 2
+    trunk = open_replay(trial.attached, trial.setup, real)
+    trunk.prefill(ids[:, :prompt], real[:, :prompt])
+    trunk.decode(ids[:, prompt:half], real[:, prompt:half])
+    index = torch.tensor([*reversed(range(len(ids))), 0], device=ids.device)
+    child = trunk.fork(index, ids.shape[1])
+    rest = ids[:, half:], real[:, half:]
+    forked = trial.attached.logits(child.decode(rest[0][index], rest[1][index]))
+    expected = trial.replayed.logits[:, 1 + STEPS // 2 :]
+    _same_logits(forked, expected[index])
+    return _same_logits(trial.attached.logits(trunk.decode(*rest)), expected)
+
+
+def padded_is_alone(trial: Trial) -> str:
+    """A sequence has the logits that it has alone, whatever lies beside it in the batch and whatever padding stands
+    before its prompt and behind its rows. The batch's sizes are the mean of those of its sequences."""
+    each = range(len(trial.prompts))
+    alone = [trial.replay(only=index) for index in each]
+    words = _same_as_alone(trial.replayed, alone, trial, "in replay")
+    in_turns = replay_in_turns(trial.attached, trial.setup, trial.prompts, trial.seed)
+    _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
+    if not trial.setup.method.replay_only:
+        _same_as_alone(trial.on_device, [trial.live(only=index) for index in each], trial, "live")
+    return words
+
+
+def codec_rows_are_as_counted(trial: Trial) -> str:
+    """Packed rows have the bytes that are counted, read back as the round trip, and do not depend on one another."""
+    codec, geometry = trial.setup.codec, trial.attached.geometry
+    assert codec is not None
+    generator, widths = torch.Generator().manual_seed(trial.seed), []
+    for half in dict.fromkeys((codec.keys, codec.values)):
+        for head_dim, dtype in product((geometry.head_dim, 24), FLOAT_DTYPES.values()):
+            shape = (2, geometry.num_kv_heads, 3 * half.span, head_dim)
+            rows = torch.randn(shape, generator=generator).to(trial.attached.device, dtype)
+            packed, wanted = half.encode(rows.clone()), (*shape[:-1], half.row_bytes(head_dim))
+            if packed.dtype != torch.uint8 or packed.shape != wanted or wanted[-1] % 2:
+                found = f"{packed.dtype} {list(packed.shape)}"
+                raise BrokenError(f"encode gives {found}; it must be torch.uint8 {list(wanted)}, an even row_bytes")
+            back, again = half.decode(packed, head_dim, dtype), half.roundtrip(rows.clone())
+            if back.dtype != dtype or back.shape != shape or not torch.equal(back, again):
+                raise BrokenError(f"decode of encode is not the round trip of {dtype} {list(shape)}, bit for bit")
+            one = slice(half.span, 2 * half.span)
+            if not torch.equal(half.encode(rows[:1, :, one].clone()), packed[:1, :, one]):
+                raise BrokenError("a row's code depends on the rows beside it")
+            counted = half.bits_per_element(head_dim) * head_dim / 8
+            is_float = isinstance(half, Codec) and half.is_float  # which counts 16 bits whatever it stores
+            if not is_float and not counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES:
+                raise BrokenError(f"a row of {head_dim} elements has {wanted[-1]} bytes; {counted:g} are counted")
+            widths.append(8 * wanted[-1] / head_dim)
+    return f"{min(widths):.4g} to {max(widths):.4g} bits an element"
+
+
+CHECKS: dict[str, Callable[[Trial], str]] = {
+    "live decoding is replay": live_is_replay,
+    "host placement is device placement": host_is_device,
+    "the link carries what is selected": link_carries_the_selection,
+    "rows that stay on the device are counted": rows_that_stay_are_counted,
+    "the size is its closed form": size_is_its_closed_form,
+    "a fork is fresh": a_fork_is_fresh,
+    "a padded sequence is itself alone": padded_is_alone,
+}
+OF_CODECS: dict[str, Callable[[Trial], str]] = {"a codec's rows are as counted": codec_rows_are_as_counted}
+"""Checks where there is a codec; the others then are of the method with that codec."""
+
+
+def largest_difference(got: Tensor, expected: Tensor) -> float:
+    """Largest difference of two tensors of one shape; NaN if one of them holds NaN."""
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max())
+
+
+def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: str) -> str:
+    for logits, own, prompt in zip(batch.logits, alone, trial.prompts, strict=True):
+        sequence = f"{where}, the sequence with a prompt of {prompt} tokens is not what it is alone: "
+        _same_logits(logits[None], own.logits, sequence)
+    for name in ("size", "device_frac"):  # not resident_frac: a state may be as large as the longest sequence needs
+        together, mean = getattr(batch, name), sum(getattr(own, name) for own in alone) / len(alone)
+        if not abs(together - mean) <= SIZE_TOLERANCE:
+            raise BrokenError(f"{where}: {name} of the batch is {together:.6f}, of its sequences alone {mean:.6f}")
+    return f"largest difference {largest_difference(batch.logits, torch.cat([own.logits for own in alone])):.1e}"
+
+
+def _same_sizes(got: Result, expected: Result, where: str, other: str) -> None:
+    for name in ("size", "device_frac", "resident_frac"):
+        here, there = getattr(got, name), getattr(expected, name)
+        if not abs(here - there) <= SIZE_TOLERANCE:
+            raise BrokenError(f"{where}{name} is {here:.6f}, and {there:.6f} {other}")
+
+
+def _same_logits(got: Tensor, expected: Tensor, where: str = "") -> str:
+    difference = largest_difference(got, expected)
+    if not difference <= TOLERANCE:
+        by_row = (got - expected).abs().amax((0, 2))
+        first = int((~(by_row <= TOLERANCE)).nonzero()[0])
+        allowed = f"(allowed {TOLERANCE:g}), first in row {first}"
+        raise LogitsDifferError(f"{where}logits differ by {difference:.1e} {allowed}")
+    return f"largest difference {difference:.1e}"
+
+
+# The run
+
+
+class Finding(NamedTuple):
+    """How a check ended; `-` where it does not apply."""
+
+    verdict: Literal["ok", "-", "FAILED"]
+    words: str
+
+
+def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
+    """Check a method, and its codec if any, on every model and batch. write: takes a line.
+
+    Raises UserError where a check failed, or where the method takes none of the models.
+    """
+    verdicts, refusals = [], []
+    codec, words = codec_of(config), f"method={config.method_name}"
+    words += "" if config.own_codec is None else f" codec={config.codec}"
+    for where, trial in _trials(config.method, codec, torch.device(config.platform.name)):
+        refusals.append(_refusal(trial))
+        for name, check in (CHECKS if codec is None else CHECKS | OF_CODECS).items():
+            finding = Finding("-", refusals[-1]) if refusals[-1] else judge(check, trial)
+            write(f"{finding.verdict:6} {where:13} {name}: {finding.words}")
+            verdicts.append(finding.verdict)
+    failed = verdicts.count("FAILED")
+    if failed:
+        raise UserError(f"{words}: {failed} of {len(verdicts)} checks failed")
+    if all(refusals):
+        raise UserError(f"{words}: nothing was checked: {refusals[0]}")
+
+
+def _trials(method: Method, codec: AnyCodec | None, device: torch.device) -> Iterator[tuple[str, Trial]]:
+    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
+    for family, (model_type, shape) in MODELS.items():
+        model: Any = tiny_model(model_type, **shape)
+        with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
+            measured = None
+            if method.needs_calibration:  # with random weights, random tokens are as good as a text
+                measured = calibrate(attached, method, token_batch((NUM_CALIBRATION_TOKENS,), 0, 1)[0][0].tolist())
+            for padding, prompts in PROMPTS.items():
+                yield f"{family} {padding}", Trial(attached, link, Setup(method, codec, measured), prompts)
+
+
+def _refusal(trial: Trial) -> str | None:
+    """Why the method does not take the model, as DuoAttention none without rotary positions; None where it does."""
+    method, lengths = trial.setup.method, torch.tensor(PROMPTS["even"], device=trial.attached.device)
+    try:
+        new_states(trial.attached, method, Lengths(lengths, lengths + STEPS), trial.setup.calibration)
+    except ValueError as error:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        pass  # the checks report it
+    return None
+
+
+def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
+    """Run a check. An error in the method is a failure that names the line of its file."""
+    try:
+        try:
+            return Finding("ok", check(trial))
+        except LogitsDifferError as error:  # it counts where they differ on other tokens as well
+            words = check(replace(trial, seed=trial.seed + 1))
+            return Finding("ok", f"{words}, on other tokens; on the first, rounding may have decided: {error}")
+    except NotAskedError as error:
+        return Finding("-", str(error))
+    except BrokenError as error:
+        return Finding("FAILED", str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+        said = str(error) if isinstance(error, UserError) else reason(error)
+        judged: list[object] = [trial.setup.method]
+        if trial.setup.codec is not None:
+            for half in (trial.setup.codec.keys, trial.setup.codec.values):
+                judged.append(half.codec if isinstance(half, CheckedCodec) else half)
+        line = line_in(error, {str(sys.modules[type(part).__module__].__file__) for part in judged})
+        return Finding("FAILED", f"{where}{said}{line and f' ({line})'}")

@@ -1,0 +1,268 @@
+"""Which model families run, seen on a tiny random model of each: the table in docs/families.md.
+
+    python -m harness.checks.families                    # all of them, and the table is written anew
+    python -m harness.checks.families qwen3_next gemma2  # these alone, nothing is written
+
+No code knows a family by its name; only this table of tiny shapes does, families.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from harness.checks.contract import SIZE_TOLERANCE, live, replay, token_batch
+from harness.errors import UserError, exit_code
+from harness.files import write_atomic
+from harness.model.attach import Attached, attach, early_difference
+from harness.model.calibration import calibrate
+from harness.model.decoder import read_decoder
+from harness.model.shape import read_yaml
+from harness.model.tiny import with_no_constants
+from harness.replay.setup import Setup
+from methods.base import Method
+from methods.codec import Codec
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.prompt_evicting import SnapKV
+from methods.quest import Quest
+
+SHAPES = Path(__file__).with_suffix(".yaml")
+TABLE = Path("docs/families.md")
+TOLERANCE = 1e-4
+"""Largest difference of logits in float32, over the largest logit where that is above 1."""
+SHORT, LONG = ((8, 3), 6), ((26, 21), 22)
+"""Prompt tokens of two sequences and decode steps: within a window of 16 tokens, and beyond it."""
+STEPS = 5
+"""Decode steps of a method."""
+METHODS: dict[str, tuple[Method, Codec | None]] = {
+    "full": (Full(), None),
+    "infinigen": (InfiniGen(alpha=0.3, max_fetch_frac=0.4), None),
+    "h2o": (H2O(heavy_frac=0.15, recent_frac=0.1), None),
+    "quest": (Quest(read_frac=0.4, page_size=3), None),
+    "snapkv": (SnapKV(kept_frac=0.75, window=4, kernel=3), None),
+    "int4": (Full(), Codec("int4")),
+}
+"""Each leaves one layer exempt, where the model has several under it."""
+
+
+class Finding(NamedTuple):
+    """The verdict on a family. layers: its kinds of attention. why: what is refused, or what failed."""
+
+    family: str
+    verdict: Literal["works", "in part", "refused", "FAILED"]
+    layers: str
+    why: str
+
+
+@cache
+def families() -> dict[str, dict[str, Any]]:
+    """By family, the sizes of its tiny shape beside the common ones."""
+    table = read_yaml(SHAPES)
+    return dict(sorted((dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]).items()))
+
+
+def tiny_family(name: str, **sizes: Any) -> Any:
+    """A random model of a family: eager attention, float32, on the CPU. sizes: in place of those in the table."""
+    config_class = CONFIG_MAPPING[name]
+    aliases = getattr(config_class, "attribute_map", None) or {}
+    default = config_class()
+    known = {*default.to_dict(), *vars(default), *aliases}
+    shape = {size: value for size, value in read_yaml(SHAPES)["sizes"].items() if size in known}
+    shape = {size: value for size, value in shape.items() if aliases.get(size) not in shape}
+    if "layer_types" in aliases:
+        shape.pop("layer_types", None)
+    config = config_class(**(shape | families()[name] | sizes))
+    if getattr(config, "is_decoder", True) is False:
+        config.is_decoder = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return with_no_constants(model, bias_std=0.5)
+
+
+def check_family(name: str) -> Finding:
+    """Three checks on a family: its own logits, early queries, and methods live and in replay."""
+    layers = ""
+    try:
+        model = tiny_family(name)
+        with attach(model) as attached:
+            layers = kinds_of_layers(attached)
+        limits = [limit for check in CHECKS if (limit := check(model))]
+    except UserError as error:
+        return Finding(name, "refused", layers, str(error).partition("not supported: ")[2] or str(error))
+    except Exception as error:
+        return Finding(name, "FAILED", layers, f"{type(error).__name__}: {error}")
+    return Finding(name, "in part" if limits else "works", layers, "; ".join(limits))
+
+
+def own_logits(model: Any) -> str:
+    """The full cache in replay gives the model's own logits, within and beyond its window, padded and not. Returns why
+    a padded batch is refused, once it is seen to be."""
+    full = Setup(Full(num_exempt_layers=0), None, None)
+    for prompts, steps in (SHORT, LONG):
+        ids, real = token_batch(prompts, steps)
+        with torch.inference_mode():
+            alone = [model(row[kept][None], use_cache=False).logits[0] for row, kept in zip(ids, real, strict=True)]
+        with attach(model) as attached:
+            if attached.longest is not None and ids.shape[1] > attached.longest:
+                continue
+            for only in _batches(attached, prompts):
+                found = replay(attached, full, prompts, steps=steps, only=only)
+                for got, own in zip(found.logits, alone if only is None else alone[only : only + 1], strict=True):
+                    _require_same("the full cache", got, own[-1 - steps :])
+                if found.size != 1:
+                    raise AssertionError(f"the full cache reads {found.size} of itself")
+    with attach(model) as attached:
+        if attached.decoder.no_padding:
+            with suppress(UserError):
+                replay(attached, full, SHORT[0])
+                raise AssertionError("a padded batch is not refused")
+            return f"takes no padded batch: {attached.decoder.no_padding}"
+    return ""
+
+
+def early_queries(model: Any) -> str:
+    """A query made ahead of its layer, of that layer's own input, is the layer's, bit for bit."""
+    decoder = read_decoder(model)
+    if decoder.no_rehearsal:
+        return f"takes no method that rehearses: {decoder.no_rehearsal}"
+    off = early_difference(model, decoder, token_batch((20,))[0])
+    if off:
+        raise AssertionError(f"an early query is off by {off:.1e}")
+    return ""
+
+
+def methods_agree(model: Any) -> str:
+    """Methods run, and live decoding is replay, the full cache included."""
+    with attach(model) as attached:
+        short = attached.longest is not None and attached.longest < max(LONG[0]) + STEPS
+        prompts = (10, 7) if short else LONG[0]
+        exempt = min(1, attached.geometry.num_layers - 1)
+        for name, (method, codec) in METHODS.items():
+            if method.when == "previous_layer" and attached.decoder.no_rehearsal:
+                continue
+            calibration = None
+            if method.needs_calibration:
+                calibration = calibrate(attached, method, token_batch((15 if short else 64,), 0)[0][0].tolist())
+            setup = Setup(replace(method, num_exempt_layers=exempt), codec, calibration)
+            for only in _batches(attached, prompts):
+                expected = replay(attached, setup, prompts, steps=STEPS, only=only)
+                got = live(attached, setup, prompts, steps=STEPS, only=only)
+                _require_same(f"{name}, live", got.logits, expected.logits)
+                if abs(got.size - expected.size) > SIZE_TOLERANCE:
+                    raise AssertionError(f"{name} reads {got.size} live and {expected.size} in replay")
+    return ""
+
+
+CHECKS = (own_logits, early_queries, methods_agree)
+
+
+def _batches(attached: Attached, prompts: tuple[int, ...]) -> Sequence[int | None]:
+    """`only` of `token_batch`: all sequences together, or one by one where the model takes no padding."""
+    return range(len(prompts)) if attached.decoder.no_padding else (None,)
+
+
+def _require_same(what: str, got: Tensor, expected: Tensor) -> None:
+    off = float((got - expected).abs().max() / expected.abs().max().clamp(min=1))
+    if not off <= TOLERANCE:
+        raise AssertionError(f"{what}: logits are off by {off:.1e} of the largest")
+
+
+def kinds_of_layers(attached: Attached) -> str:
+    """The kinds of a decoder's layers, in words."""
+    layers = attached.layers
+    windows = [layer.window for layer in layers if layer.window]
+    kinds = {
+        "latent": any(layer.latent for layer in layers),
+        "full": any(layer.window is None and not layer.latent for layer in layers),
+        "sliding window": any(not window.is_chunk for window in windows),
+        "chunked": any(window.is_chunk for window in windows),
+        "recurrent": bool(attached.decoder.recurrent),
+        "sinks": any(layer.softmax.sinks is not None for layer in layers),
+        "softcap": any(layer.softmax.softcap is not None for layer in layers),
+    }
+    return ", ".join(kind for kind, there in kinds.items() if there)
+
+
+def as_markdown(findings: Sequence[Finding]) -> str:
+    """The page docs/families.md."""
+    works: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for each in findings:
+        if each.verdict == "works":
+            works.setdefault(each.layers, []).append(each.family)
+        elif each.verdict == "refused":
+            refused.setdefault(re.sub(r" by \S+ of the largest", "", each.why), []).append(each.family)
+    lines = [
+        "# Model families",
+        "",
+        "Any decoder of transformers whose attention goes through its attention interface runs, read off the model:",
+        "no family is known by its name. This page, written by `python -m harness.checks.families`, says what was seen",
+        f"on a tiny random model of each family in transformers {transformers.__version__}:",
+        f"{sum(map(len, works.values()))} of {len(findings)} work whole.",
+        "",
+        "- In replay, the full cache gives the model's own logits, shorter and longer than its window, padded or not.",
+        "- Live decoding gives the logits of replay; so do infinigen, h2o, quest, snapkv and int4.",
+        "- A query made ahead of its layer is the layer's own, bit for bit.",
+        "",
+        "Every model is checked anew when it is loaded; what fails is refused in one line.",
+        "",
+        "| layers | families that work |",
+        "|---|---|",
+        *(f"| {layers} | {', '.join(names)} |" for layers, names in sorted(works.items())),
+        "",
+        "| in part | layers | refused |",
+        "|---|---|---|",
+        *(f"| {each.family} | {each.layers} | {each.why} |" for each in findings if each.verdict == "in part"),
+        "",
+        "| refused, since | families |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())),
+        "",
+        f"Not tried: {', '.join(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*families()}))}. Of a multimodal model",
+        "the text decoder runs, which is in the table under its own name.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the families named, or all; exit code not 0 where one gives wrong numbers."""
+    parser = argparse.ArgumentParser(prog="python -m harness.checks.families", description=__doc__)
+    parser.add_argument("family", nargs="*", help=f"names in {SHAPES.name}; all by default")
+    names = parser.parse_args(argv).family
+
+    def check_and_write() -> None:
+        logging.set_verbosity_error()
+        for name in names:
+            if name not in families():
+                raise UserError(f"family {name}: must be one of {', '.join(families())}")
+        findings = []
+        for name in names or families():
+            findings.append(check_family(name))
+            print("  ".join([f"{findings[-1].verdict:8}", f"{name:22}", *findings[-1][2:]]), flush=True)
+        failed = [each.family for each in findings if each.verdict == "FAILED"]
+        if failed:
+            raise UserError(f"{len(failed)} of {len(findings)} families fail: {', '.join(failed)}")
+        if not names:
+            write_atomic(TABLE, as_markdown(findings))
+
+    return exit_code(check_and_write)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

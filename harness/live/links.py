@@ -1,0 +1,280 @@
+"""The link between host and device memory: asynchronous transfers, one after another.
+
+    with open_link(device) as link:
+        ticket = link.prefetch(store, request, rows)   # returns at once; layer l computes meanwhile
+        ticket.wait()                                  # layer l + 1 may read the rows now
+        link.write_back(store, store.format.pack(k, v), at=column)
+
+`CudaLink` is the real link. `EmulatedLink` stands in for it on a CPU. Packed rows and weights cross.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.live.memory import DEFAULT_TUNING, Tuning
+from harness.live.store import Chosen, KVStore, SlotRequest
+
+SLEEP_SLACK_S = 1e-4
+"""time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
+
+Direction = Literal["h2d", "d2h"]
+Move = Callable[[], int | Tensor]
+"""Copies, and returns the bytes moved, under CUDA maybe as a 0-d device tensor."""
+
+
+class Transfer(NamedTuple):
+    """When the link was occupied, in seconds from an arbitrary origin common to the link, and by how many bytes."""
+
+    direction: Direction
+    start_s: float
+    end_s: float
+    num_bytes: int
+
+
+class Ticket:
+    """A transfer: under way, or, on a link without overlap, to be run when it is waited for."""
+
+    def __init__(self, link: Link, direction: Direction, move: Move, used: Sequence[Tensor]) -> None:
+        self._link, self._is_done = link, False
+        self._start = partial(link.start, direction, move, used)
+        self._started = self._start() if link.overlap else None
+
+    def wait(self) -> None:
+        """Let what runs next on the current stream use the moved data. Raises the error of a failed transfer."""
+        if not self._is_done:
+            if self._started is None:
+                self._started = self._start()
+            self._link.finish(self._started)
+            self._is_done = True
+
+
+class Link(AbstractContextManager["Link"], ABC):
+    """Moves rows between stores under host placement and the device, and weights to it, in the order of the calls.
+
+    overlap: transfers run beside the computation. False: a transfer runs when it is waited for, a write-back at once;
+    with pageable stores this is the baseline as InfiniGen's artifact ran it. tuning: for the stores on its host side.
+    """
+
+    def __init__(self, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
+        self.overlap, self.tuning = overlap, tuning
+        self._recorded: list[Any] | None = None
+
+    def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
+        """Start loading the requested slots into `rows`, a part of a buffer on the device.
+
+        Work already queued on the current stream may still read the buffer. A row of negative index keeps its content.
+        Raises the error of an earlier transfer that failed.
+        """
+        return Ticket(self, "h2d", partial(store.load, request, rows), [rows, *_tensors_of(request)])
+
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen) -> Ticket:
+        """Start writing packed `rows`, not to be changed any more, into slots `at` of the store.
+
+        Later reads see them, so the ticket needs no waiting. Raises as `prefetch`.
+        """
+        ticket = Ticket(self, "d2h", partial(store.write, rows, at), [rows, *_tensors_of(at)])
+        if not self.overlap:
+            ticket.wait()
+        return ticket
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        """Start copying `source`, contiguous and in host memory, to `target` on the device. Raises as `prefetch`."""
+        return Ticket(self, "h2d", lambda: target.copy_(source, non_blocking=True).nbytes, [target])
+
+    def take_transfers(self) -> list[Transfer]:
+        """The transfers finished since the last call, after draining the link. The first call returns none and starts
+        the recording: where nobody measures, nothing is kept."""
+        self.drain()
+        recorded, self._recorded = self._recorded or [], []
+        return [self._timed(each) for each in recorded]
+
+    @abstractmethod
+    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
+        """Queue a transfer; returns what `finish` takes. used: tensors of the device that must outlive it."""
+
+    @abstractmethod
+    def finish(self, started: Any) -> None:
+        """Let what runs next wait for a started transfer."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block the host until the link is idle. Raises the error of a transfer that failed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the link after its last transfer; it takes no more. Idempotent, raises nothing."""
+
+    def _timed(self, recorded: Any) -> Transfer:
+        return recorded
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _tensors_of(request: SlotRequest) -> list[Tensor]:
+    return [part for part in request if isinstance(part, Tensor)] if isinstance(request, Chosen) else []
+
+
+Links = Link | Mapping[torch.device, Link]
+"""One link for all devices, or one for each."""
+
+
+def link_of(links: Links, device: torch.device) -> Link:
+    """The link of a device."""
+    return links[device] if isinstance(links, Mapping) else links
+
+
+def open_link(
+    device: torch.device, *, bytes_per_s: float | None = None, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING
+) -> Link:
+    """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the CPU.
+
+    tuning: of the real one. Raises UserError for a rate that is not positive, or one given under CUDA.
+    """
+    if device.type == "cuda":
+        if bytes_per_s is not None:
+            raise UserError(f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda")
+        return CudaLink(device, overlap=overlap, tuning=tuning)
+    if bytes_per_s is None:
+        raise ValueError("an emulated link needs its bytes_per_s")
+    return EmulatedLink(bytes_per_s, overlap=overlap)
+
+
+class _Job:
+    """One transfer of the emulated link; times are perf_counter seconds, set by the worker before `done`."""
+
+    def __init__(self, direction: Direction, move: Move) -> None:
+        self.direction, self.move = direction, move
+        self.submitted_s = self.end_s = time.perf_counter()
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+
+
+class EmulatedLink(Link):
+    """A worker thread that copies within RAM and holds the link for bytes / bytes_per_s.
+
+    A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later, the copy's own time
+    included. Who waits for it sleeps until then; the worker goes on to the next copy, whose start is computed, so late
+    wake-ups do not add up. It copies on one thread, as a copy engine that takes no compute cores would. If it dies,
+    every transfer under way and every later call raises its error.
+    """
+
+    def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
+        if not bytes_per_s > 0:
+            raise UserError(f"link_gbps={bytes_per_s / 1e9} must be positive")
+        super().__init__(overlap=overlap)
+        self.bytes_per_s = bytes_per_s
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._last: _Job | None = None
+        self._error: BaseException | None = None
+        self._worker = threading.Thread(target=self._work, name="kv-link", daemon=True)
+        self._worker.start()
+
+    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> _Job:
+        if self._error is not None:
+            raise self._error
+        if not self._worker.is_alive():
+            raise RuntimeError("the link is closed")
+        self._last = _Job(direction, move)
+        self._jobs.put(self._last)
+        return self._last
+
+    def finish(self, started: _Job) -> None:
+        while not started.done.wait(timeout=1.0):
+            if not self._worker.is_alive() and not started.done.is_set():
+                raise self._error or RuntimeError("the link was closed under a transfer")
+        if started.error is not None:
+            raise started.error
+        # Sleep without holding a core before the last 0.1 ms.
+        remaining = started.end_s - time.perf_counter()
+        if remaining > SLEEP_SLACK_S:
+            time.sleep(remaining - SLEEP_SLACK_S)
+        while time.perf_counter() < started.end_s:
+            time.sleep(0)
+
+    def drain(self) -> None:
+        if self._last is not None:
+            self.finish(self._last)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._worker.join()
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        torch.set_num_threads(1)  # of this thread: OpenMP keeps the number per thread
+        free_s = 0.0
+        while (job := self._jobs.get()) is not None:
+            try:
+                num_bytes = int(job.move())
+            except BaseException as error:
+                self._error = job.error = error
+                job.done.set()
+                return
+            start_s = max(job.submitted_s, free_s)
+            job.end_s = free_s = max(start_s + num_bytes / self.bytes_per_s, time.perf_counter())
+            if self._recorded is not None:
+                self._recorded.append(Transfer(job.direction, start_s, free_s, num_bytes))
+            job.done.set()
+
+
+class CudaLink(Link):
+    """Transfers between stores under host placement and `device`, on a stream of their own.
+
+    Each starts after the work that was queued on the current stream when it was submitted. Streams wait for each other
+    by events; the host waits for neither. Without overlap transfers run on the current stream itself.
+    """
+
+    def __init__(self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
+        super().__init__(overlap=overlap, tuning=tuning)
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-1)  # its few programs go before the computation's next blocks
+        self._origin = _event(self.stream, timed=True)
+
+    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> torch.cuda.Event:
+        compute = torch.cuda.current_stream(self.device)
+        stream = self.stream if self.overlap else compute
+        stream.wait_stream(compute)
+        with torch.cuda.stream(stream):
+            start = None if self._recorded is None else _event(stream, timed=True)
+            num_bytes = move()
+            end = _event(stream, timed=start is not None)
+        for tensor in used:
+            tensor.record_stream(stream)
+        if self._recorded is not None and start is not None:
+            self._recorded.append((direction, start, end, num_bytes))  # times and size are still on the device
+        return end
+
+    def finish(self, started: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(started)
+
+    def drain(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        self.drain()  # kernels may still be reading pinned memory that is about to be freed
+
+    def _timed(self, recorded: Any) -> Transfer:
+        direction, start, end, num_bytes = recorded
+        end.synchronize()  # without overlap it ran on another stream
+        start_s, end_s = (self._origin.elapsed_time(each) / 1e3 for each in (start, end))
+        return Transfer(direction, start_s, end_s, int(num_bytes))
+
+
+def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:
+    """An event recorded on `stream` now; keeping the time costs more."""
+    event = torch.cuda.Event(enable_timing=timed)
+    event.record(stream)
+    return event

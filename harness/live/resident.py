@@ -1,0 +1,240 @@
+"""Caches that leave some rows on the device: the tokens that a method keeps, the last tokens, or a layer's window.
+
+`ValuesCache` fetches values only, where the method keeps the keys. `ResidualCache` leaves the last tokens exact, as
+KIVI's codec wants it. `LocalCache` is a local layer's window (sliding or chunked), under every method and placement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from harness.live.cache import Batch, Fetch, LayerCache
+from harness.live.store import KeyValue, indices
+from harness.model.attention import dense_attention
+from harness.model.policies import Policy
+from methods.base import EMPTY, LayerInputs, Selection, Window
+from methods.codec import RowCodec, SplitCodec
+
+
+@dataclass(eq=False)
+class ValuesCache(LayerCache):
+    """The cache of a method that keeps the keys: the store has values only, and some tokens stay on the device.
+
+    The state says which prompt tokens stay; all generated tokens stay too. Their rows are exact, and a step reads them
+    beside the fetched rows, whose keys the state rebuilds while their values cross the link.
+    """
+
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
+        super().keep_prompt(query, key, value, inputs)
+        assert self.state is not None
+        mask = self.state.resident(self.policy.number)
+        rows = self.batch.rows(0)
+        slots = indices(mask, max(self.method.tokens_resident(row, self.policy.number) for row in rows))
+        index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
+        room = (0, 0, 0, self.batch.max_new_tokens)
+        self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
+        self.present = slots >= 0
+        self.num_prompt = slots.shape[-1]
+
+    @property
+    def device_bytes(self) -> int:
+        return super().device_bytes + self.keys.nbytes + self.values.nbytes + self.present.nbytes
+
+    def request_selected(self, selection: Selection) -> Tensor:
+        slots = super().request_selected(selection)
+        assert self.state is not None
+        self.fetched_keys = self.state.rebuild(self.policy.number, slots)  # beside the transfer
+        return slots
+
+    def parts(self, fetch: Fetch) -> list[KeyValue]:
+        rows = self.num_prompt + self.batch.steps
+        rebuilt = KeyValue(self.fetched_keys, self.store.format.unpack(fetch.cached).values)
+        return [rebuilt, KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
+
+    def visible(self, fetch: Fetch) -> Tensor:
+        assert fetch.present is not None
+        generated = self.present.new_ones(*self.present.shape[:2], self.batch.steps)
+        return torch.cat([fetch.present, self.present, generated], -1).unsqueeze(2)
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        own = self.num_prompt + self.batch.steps
+        self.keys[:, :, own : own + 1], self.values[:, :, own : own + 1] = key, value
+
+
+@dataclass(eq=False)
+class ResidualCache(LayerCache):
+    """The cache under a codec that leaves the last tokens exact on the device, as KIVI's does.
+
+    A slot is a token's position, so groups of tokens are counted from each sequence's first token. The last tokens lie
+    in a ring, as they are read (`keys`, `values`) and as packed rows (`rows`). A key or value is packed when the codec
+    says so and read coded from then on. A row goes to the store when key and value are packed, with all rows of its
+    key's group, so that fetched rows decode by themselves.
+    """
+
+    def __post_init__(self) -> None:
+        store, codec = self.store, self.store.codec
+        assert isinstance(codec, SplitCodec) and self.state is None
+        self.codec = codec
+        self.ring_rows = codec.residual + codec.keys.span
+        """Token t lies in row t % ring_rows. One row more takes writes that are not due."""
+        shape, row_format = (*store.slots.shape[:2], self.ring_rows + 1), store.format
+        options: dict[str, Any] = {"dtype": row_format.dtype, "device": store.device}
+        self.keys = torch.zeros(*shape, row_format.head_dim, **options)
+        self.values = torch.zeros(*shape, row_format.value_dim or row_format.head_dim, **options)
+        self.rows = torch.zeros(*shape, store.slot_bytes, dtype=torch.uint8, device=store.device)
+        if self.batch.is_padded:
+            store.slots.zero_()  # a shorter sequence's are read before they are written, and must be numbers
+
+    @property
+    def device_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.rows.nbytes
+
+    @property
+    def is_fused(self) -> bool:
+        return False  # the ring lies between
+
+    @property
+    def attends_to_codes(self) -> bool:
+        return False
+
+    def slots_in_use(self, steps_ahead: int = 0) -> int:
+        rows = self.batch.rows(self.batch.steps + steps_ahead)
+        return max(self.codec.stored(row.cached) for row in rows)
+
+    def parts(self, fetch: Fetch) -> list[KeyValue]:
+        last = KeyValue(self.keys[:, :, : self.ring_rows], self.values[:, :, : self.ring_rows])
+        return [*super().parts(fetch), last]
+
+    def visible(self, fetch: Fetch) -> Tensor:
+        cached = self.batch.positions[:, None]
+        stored = self.codec.stored(cached)
+        slots = torch.arange(self.slots_in_use(), device=cached.device)
+        return torch.cat([slots < stored, self._ring_tokens(cached) >= stored], -1)[:, None, None]
+
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
+        key, value = self._from_first_token(key), self._from_first_token(value)
+        prompts, cached = self.batch.prompts, self.batch.positions[:, None]
+        tokens = self._ring_tokens(cached)
+        for ring, fresh in ((self.keys, key), (self.values, value)):
+            ring[:, :, : self.ring_rows] = _rows_at(fresh, tokens)
+        stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
+        packed = self.store.format.pack(key[:, :, :coded], value[:, :, :coded])
+        if stored:
+            self.write(packed[:, :, :stored].contiguous(), 0)
+        begin = min(map(self.codec.stored, prompts))
+        if begin == coded:
+            return
+        # Tokens of the ring that are packed already.
+        packed, index = packed[:, :, begin:], tokens - begin
+        self.rows[:, :, : self.ring_rows] = _rows_at(packed, index)
+        is_coded = (tokens < self.codec.coded_keys(cached), tokens < self.codec.coded_values(cached))
+        decoded = self.store.format.unpack(packed)
+        for ring, half, which in zip((self.keys, self.values), decoded, is_coded, strict=True):
+            ring = ring[:, :, : self.ring_rows]
+            ring.copy_(torch.where(which[:, None, :, None], _rows_at(half, index), ring))
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        own, rows, codec = self.batch.positions[:, None], self.batch.rows(self.batch.steps + 1), self.codec
+        for ring, fresh in ((self.keys, key), (self.values, value)):
+            ring.scatter_(2, _index_along(own % self.ring_rows, ring), fresh)
+        oldest, end = own - codec.residual, self.store.format.key_bytes
+        if not self.store.format.values_in_keys:
+            self._code(codec.values, self.values, self.rows[..., end:], oldest)
+        keys = codec.keys, self.keys, self.rows[..., :end]
+        if codec.keys.span == 1:
+            self._code(*keys, oldest)
+        elif any(row.cached % codec.residual == 0 for row in rows):
+            block = oldest + 1 + torch.arange(codec.residual, device=own.device)
+            self._code(*keys, block, ((own + 1) % codec.residual == 0))
+        if any(codec.stored(row.cached) > codec.stored(row.cached - 1) for row in rows):
+            self._store(own + 1)
+
+    def _code(self, codec: RowCodec, ring: Tensor, packed: Tensor, tokens: Tensor, due: Tensor | None = None) -> None:
+        """Pack the keys or values of `tokens`, int [batch, n], in the sequences that are `due`, bool [batch, 1], None
+        for all. ring: keys or values as they are read; packed: their bytes of `rows`, maybe with padding behind."""
+        at = tokens % self.ring_rows
+        fresh = codec.encode(_rows_at(ring, at))
+        target = at if due is None else torch.where(due, at, self.ring_rows)
+        packed[..., : fresh.shape[-1]].scatter_(2, _index_along(target, fresh), fresh)
+        decoded = codec.decode(fresh, ring.shape[-1], ring.dtype)
+        ring.scatter_(2, _index_along(target, decoded), decoded)
+
+    def _store(self, cached: Tensor) -> None:
+        """Write a finished group to the store; cached: int [batch, 1], the step's own token included."""
+        stored = self.codec.stored(cached)
+        tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
+        leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
+        at = leaving[:, None].expand(-1, self.rows.shape[1], -1).contiguous()
+        self.write(_rows_at(self.rows, tokens % self.ring_rows), at)
+
+    def _ring_tokens(self, cached: Tensor) -> Tensor:
+        """The token in each row of the ring, below 0 for none: int [batch, ring_rows]; cached: int [batch, 1]."""
+        rows = torch.arange(self.ring_rows, device=cached.device)
+        return cached - 1 - (cached - 1 - rows) % self.ring_rows
+
+    def _from_first_token(self, states: Tensor) -> Tensor:
+        """A prompt's rows [batch, num_kv_heads, prompt, size] from its first token on, anything behind the last."""
+        if not self.batch.is_padded:
+            return states
+        columns = states.shape[2]
+        padding = columns - self.batch.lengths.prompt[:, None]
+        return _rows_at(states, padding + torch.arange(columns, device=states.device))
+
+
+def _index_along(index: Tensor, rows: Tensor) -> Tensor:
+    """`index` [batch, n] for a gather or scatter along the third axis of `rows` [batch, num_kv_heads, any, width]."""
+    return index[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[-1])
+
+
+def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows at `index` [batch, n], clamped to the valid range."""
+    return rows.gather(2, _index_along(index.clamp(0, rows.shape[2] - 1), rows))
+
+
+class LocalCache:
+    """A local layer's window: a ring on the device. Column c of the batch lies in row c % ring_rows."""
+
+    def __init__(self, policy: Policy, batch: Batch) -> None:
+        assert policy.window is not None
+        self.policy, self.batch, self.window = policy, batch, policy.window
+        self.ring_rows = self.rows_needed(self.window, batch.tokens.shape[1])
+
+    @staticmethod
+    def rows_needed(window: Window, columns: int) -> int:
+        """Rows of the ring for a batch of that many columns."""
+        return max(1, min(window.size - 1, columns))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the ring."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
+        """Keep the prompt's last columns."""
+        prompt = key.shape[2]
+        last = torch.arange(max(0, prompt - self.ring_rows), prompt, device=key.device)
+        self.keys, self.values = (
+            part.new_zeros(*part.shape[:2], self.ring_rows, part.shape[3]) for part in (key, value)
+        )
+        self.tokens = self.batch.tokens.new_full((len(key), self.ring_rows), EMPTY)
+        self._write(last % self.ring_rows, key[:, :, last], value[:, :, last], self.batch.tokens[:, last])
+
+    def attend(self, query: Tensor, own: KeyValue) -> Tensor:
+        """Attention of the step's row, query [batch, heads, 1, head_dim], over the window and its own token: [batch, 1,
+        heads, value_dim]. Keeps the own row."""
+        position = self.batch.row_positions
+        seen = (self.tokens < position) & (self.tokens >= self.window.first_visible(position))
+        keys, values = (torch.cat(pair, 2) for pair in zip((self.keys, self.values), own, strict=True))
+        visible = pad(seen, (0, 1), value=True)[:, None, None]
+        output = dense_attention(query, keys, values, self.policy.softmax, visible)
+        at = self.batch.columns % self.ring_rows
+        self._write(slice(at, at + 1), *own, position)
+        return output
+
+    def _write(self, at: Tensor | slice, keys: Tensor, values: Tensor, tokens: Tensor) -> None:
+        self.keys[:, :, at], self.values[:, :, at], self.tokens[:, at] = keys, values, tokens

@@ -1,0 +1,320 @@
+"""The decode step, on one page: one token of every sequence passes all layers. Each layer does four things:
+
+    select      the method names the rows to read, by the layer's own query here or earlier (`methods.base.When`)
+    fetch       these rows cross the link while an earlier layer computes; the layer waits for missing ones. Rows may
+                stay on the device, or come early because a query made in the layer before would select them
+    attend      to the fetched rows and the step's own row, which is on the device
+    write back  the own row to its slot in the store, while later layers compute
+
+A layer selects through `State.select` with one row; replay calls the same function.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from harness.live.cache import Fetch, LayerCache
+from harness.live.resident import LocalCache
+from harness.live.store import KeyValue
+from harness.model.attach import Handler, launching_on
+from harness.model.attention import heads_last, row_attention, with_rest
+from methods.attention import Softmax
+from methods.base import Rest, Selection
+from methods.codec import Codec
+
+
+class DecodeStep(Handler):
+    """One step. is_last: no further step follows, so nothing is requested for it.
+
+    reads, index_reads: of each layer under the method [batch]: tokens read, and tokens read of an index or of rows that
+    stay on the device.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache | LocalCache], timeline: Timeline, *, is_last: bool) -> None:
+        self.caches = caches
+        self.timeline = timeline
+        self.is_last = is_last
+        self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
+        self.reads: list[Tensor] = []
+        self.index_reads: list[Tensor] = []
+        self.rest: dict[LayerCache, Rest] = {}
+
+    def begin(self) -> None:
+        """Request the first layers' rows, unless the step before has: in the first step it has not."""
+        for cache in self.caches:
+            if not isinstance(cache, LayerCache) or cache.fetch is not None:
+                continue
+            if cache is self.first or cache.own_buffer is not None:
+                self._request_early(cache, None)
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cache, own = self.caches[layer], KeyValue(key, value)
+        if isinstance(cache, LocalCache):
+            return cache.attend(query, own)
+
+        # Select, where the layer's own query decides. Other layers have selected by now.
+        cache.append(*own)
+        if cache.names_rows and cache.policy.when == "own_query":
+            self.timeline.switch("prediction")
+            self._select(cache, query)
+        cache.remember(query)
+
+        # Fetch: first ask for the next layer's rows, then wait for this one's.
+        self._request_next(cache, query)
+        self.timeline.switch("transfer")
+        fetch = cache.take()
+        self.timeline.switch("attention")
+
+        # Attend, and write the own row back.
+        if cache.is_fused:
+            output = self._attend_fused(cache, fetch, query, own)
+        elif cache.attends_to_codes:
+            output = self._attend_to_codes(cache, fetch, query, own)
+        else:
+            output = self._attend_by_scores(cache, fetch, query, own)
+        if cache.state is None and cache.policy.kind == "method":  # it reads everything
+            stored = cache.store.codec.stored(cache.batch.positions)
+            self.reads.append(stored)
+            if cache.store.codec.residual:
+                self.index_reads.append(cache.batch.positions - stored)
+        return heads_last(with_rest(output, self.rest.pop(cache, None)))
+
+    # Rehearse: a layer may select in the layer before, by a query made there.
+
+    def layer_begins(self, layer: int) -> None:
+        cache = self.caches[layer]
+        following = cache.following if isinstance(cache, LayerCache) else None
+        rehearses = following is not None and following.rehearses
+        self.timeline.switch("prediction" if rehearses else "attention")
+
+    def rehearses(self, layer: int) -> bool:
+        cache = self.caches[layer]
+        return isinstance(cache, LayerCache) and cache.rehearses
+
+    def rehearse(self, layer: int, query: Tensor) -> None:
+        cache = self.caches[layer]
+        assert isinstance(cache, LayerCache)
+        if cache.policy.prefetches:  # a guess: the layer's own query decides what it reads
+            selection = cache.select(query)
+            self._note_index(selection)
+            cache.prefetch(selection)
+        else:
+            self._select(cache, query)
+        self.timeline.switch("attention")
+
+    def layer_ends(self, layer: int) -> None:
+        self.timeline.switch("ffn")
+
+    # Select
+
+    def _select(self, cache: LayerCache, query: Tensor) -> None:
+        """Let the method select by a query, and request the selection."""
+        selection = cache.select(query)
+        self._note(cache, selection)
+        cache.request_selected(selection)
+
+    def _note(self, cache: LayerCache, selection: Selection) -> None:
+        if selection.rest is not None:
+            self.rest[cache] = selection.rest
+        self.reads.append(selection.num_read[:, 0])
+        self._note_index(selection)
+
+    def _note_index(self, selection: Selection) -> None:
+        if selection.side is not None:
+            self.index_reads.append(selection.side[:, 0])
+
+    def _select_among_fetched(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
+        """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
+        selection = cache.select(query, lambda: scores)
+        self._note(cache, selection)
+        if cache.following is not None and _selects_for_next(cache):
+            self._request_early(cache.following, query)
+        if selection.bias is not None:
+            scores[..., :-1] += selection.bias[..., :-1]
+        if selection.mask is not None and not cache.evicts:  # what it keeps is visible, and it reads all of it
+            scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
+
+    # Fetch
+
+    def _request_next(self, cache: LayerCache, query: Tensor) -> None:
+        """Request the next layer's rows if they are known, and the first layers' rows of the next step."""
+        following, first = cache.following, self.first
+        if following is not None and following.own_buffer is None and not _selects_for_next(cache):
+            self._request_early(following, query)
+        if self.is_last:
+            return
+        if cache.part is not None:
+            cache.request_part(first.slots_in_use(steps_ahead=1))
+        is_last_layer = following is None and cache is not first  # an only layer has its own rows still to take
+        if is_last_layer and not first.names_rows and first.own_buffer is None:
+            with launching_on(first.stage.device):
+                first.request_kept(steps_ahead=1)
+
+    def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
+        """Request a layer's rows if they are known before its own query."""
+        device = cache.stage.device
+        with launching_on(device):
+            if not cache.names_rows:
+                cache.request_kept()
+            elif cache.policy.when == "previous_step":
+                assert cache.last_query is not None, "a prompt comes first"
+                self._select(cache, cache.last_query)
+            elif cache.policy.when == "earlier_layer":
+                assert query is not None, "an earlier layer has selected"
+                self._select(cache, query.to(device))
+
+    # Attend, and write back
+
+    def _attend_fused(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
+        """One fused call over rows in one piece, the own row last."""
+        packed = cache.store.format.pack(*own)
+        cache.write_own(packed)
+        if not fetch.in_place:
+            fetch.rows[:, :, -1:] = packed
+        keys, values = cache.store.format.unpack(fetch.rows)
+        visible = cache.visible(fetch)
+        mask = None if visible is None else pad(visible, (0, 1), value=True)
+        if fetch.bias is not None:
+            bias = pad(fetch.bias.squeeze(3), (0, 1)).to(query.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        return row_attention(query, keys, values, cache.policy.softmax.scale, mask)
+
+    def _attend_to_codes(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
+        """Kernels decode the rows as they go."""
+        from harness.live.kernels import codes as kernels
+
+        codec, visible = cache.store.codec, cache.visible(fetch)
+        assert isinstance(codec, Codec)
+        of_group = None if visible is None else visible.unsqueeze(2)
+        output = kernels.attend(query, fetch.cached, own, of_group, fetch.bias, cache.policy.softmax.scale, codec)
+        cache.keep_own(*own)
+        return output
+
+    def _attend_by_scores(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
+        """By scores: for methods that look at them, rows in several places, formats that the kernels do not know, and
+        softmaxes that the fused call does not know."""
+
+        def edit(scores: Tensor) -> None:
+            if fetch.bias is not None:
+                scores[..., : fetch.bias.shape[-1]] += fetch.bias
+            if cache.state is not None and not cache.names_rows:
+                self._select_among_fetched(cache, query, scores)
+            rest = self.rest.get(cache)
+            if rest is not None and rest.log_mass is not None:
+                self.rest[cache] = rest.beside(cache.policy.softmax.log_total(scores))
+
+        parts, visible = cache.parts(fetch), cache.visible(fetch)
+        output = attend_by_scores(query, parts, own, visible, cache.policy.softmax, edit)
+        cache.keep_own(*own)
+        return output
+
+
+def attend_by_scores(
+    query: Tensor,
+    parts: Sequence[KeyValue],
+    own: KeyValue,
+    visible: Tensor | None,
+    softmax: Softmax,
+    edit: Callable[[Tensor], None],
+) -> Tensor:
+    """Attention of one row with its scores fp32 [batch, num_kv_heads, group, 1, n + 1], the own one last, shown to
+    `edit`, which may change those of the cached rows in place.
+
+    query: [batch, heads, 1, head_dim]; parts: the n cached rows, together; own: [batch, num_kv_heads, 1, size];
+    visible: of the cached rows, bool [batch, 1 or num_kv_heads, 1, n], None for all. Returns [batch, num_kv_heads,
+    group, 1, value_dim].
+    """
+    of_keys = (*(part.keys for part in parts), own.keys)
+    *cached, of_own_key = (softmax.scores(query, keys) for keys in of_keys)
+    if visible is not None:
+        seen = visible.unsqueeze(2).split([part.shape[-1] for part in cached], -1)
+        cached = [torch.where(*each, float("-inf")) for each in zip(seen, cached, strict=True)]
+    scores = torch.cat([*cached, of_own_key], -1)
+    edit(scores)
+    weights = softmax.weights(scores).to(own.values.dtype)
+    *of_parts, of_own = weights[..., 0, :].split([keys.shape[2] for keys in of_keys], -1)
+    output = of_own * own.values  # [batch, kv, group, value_dim]
+    for of_part, part in zip(of_parts, parts, strict=True):
+        output = output + of_part @ part.values
+    return output.unsqueeze(3)
+
+
+def _selects_for_next(cache: LayerCache) -> bool:
+    """True if the next layer's rows follow from this layer's selection among its fetched rows."""
+    following = cache.following
+    waits = following is not None and following.names_rows and following.policy.when == "earlier_layer"
+    return waits and cache.state is not None and not cache.names_rows
+
+
+# Where the time of a step goes: attention, FFN, prediction, waiting for the link (paper, Fig 18). Each mark ends one
+# segment and begins the next, so the segments of a step sum to the step. On CUDA the marks are events on the current
+# stream, read after the steps.
+
+SEGMENTS = ("attention", "ffn", "prediction", "transfer", "other")
+"""transfer: the compute waited for rows or weights from the link. ffn: from a layer's attention to the next one's,
+norms and residuals included. other: embedding, output head, and the step's bookkeeping."""
+
+
+class Timeline:
+    """Marks of decode steps, one after another.
+
+    CUDA tells the time between events of one device only. So where the current device changes, a mark without a segment
+    ends the last one there: behind the copy to the new device, whose first mark waits for that copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._current = device.index or 0
+        self._steps: list[list[tuple[str, Any]]] = []
+
+    def begin_step(self) -> None:
+        """A step begins, and the one before ends; its first segment is `other`."""
+        self._steps.append([])
+        self.switch("other")
+
+    def switch(self, segment: str) -> None:
+        """Time from here on belongs to `segment`; outside a step nothing is marked."""
+        if not self._steps:
+            return
+        if self.device.type == "cuda" and self._current != (current := torch.cuda.current_device()):
+            self._steps[-1].append(("", self._now()))
+            self._current = current
+        self._steps[-1].append((segment, self._now()))
+
+    @contextmanager
+    def within(self, segment: str) -> Iterator[None]:
+        """Time inside the `with` block belongs to `segment`, afterwards to what it belonged to before."""
+        before = self._steps[-1][-1][0] if self._steps else segment
+        self.switch(segment)
+        yield
+        self.switch(before)
+
+    def take(self) -> list[dict[str, float]]:
+        """Seconds by segment of each step since the last call, the last step ending now. On CUDA it synchronises."""
+        steps, self._steps = self._steps, []
+        ends = [step[0][1] for step in steps[1:]] + [self._now()]
+        for event in (*(mark[1] for mark in chain(*steps[-1:])), ends[-1]) if self.device.type == "cuda" else ():
+            event.synchronize()
+        return [self._by_segment([*step, ("", end)]) for step, end in zip(steps, ends, strict=False)]
+
+    def _by_segment(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
+        seconds = dict.fromkeys(SEGMENTS, 0.0)
+        for (segment, begin), (_, end) in pairwise(marks):
+            if segment:
+                seconds[segment] += begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
+        return seconds
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._current))
+        return event

@@ -1,0 +1,371 @@
+"""Where cached keys and values live: preallocated slots on the device or in host memory.
+
+A slot holds one token's key and value of one KV head side by side, packed by a codec, so that fetching a token is one
+contiguous read of `slot_bytes`. Slots are filled in order at a column common to all heads; where a method evicts, at
+slot indices of each head's own. Rows cross between host and device packed; they are encoded and decoded on the device.
+On a CPU-only machine both memories are RAM.
+
+    store = KVStore(RowFormat(Codec("int4"), head_dim=64, dtype=torch.float16), batch=8, num_kv_heads=3, capacity=2048,
+                    placement="host", device=device).allocate()
+    store.write(store.format.pack(k, v), at=0)
+    store.load(chosen(index), rows := store.rows_in(store.new_buffer(n), n)[:, :, :n])
+    k, v = store.format.unpack(rows)
+
+A `Link` runs `load` and `write` beside the computation, in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from harness.live import memory
+from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
+from harness.settings.config import Placement
+from methods.codec import AnyCodec, Codec
+
+COMPILED = {"cuda"}
+"""Kinds of devices for which kernels are compiled."""
+
+
+class KeyValue(NamedTuple):
+    """Keys and values, each [batch, num_kv_heads, n, head_dim or value_dim] in the compute dtype."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Chosen(NamedTuple):
+    """A request for each head's own slots.
+
+    slots: int64 [batch, num_kv_heads, n]; negative ones move nothing. num_rows: number of the others, under CUDA 0-d on
+    the device. targets: the buffer row of each slot, int64 like `slots`, distinct in a head; None: in order.
+    """
+
+    slots: Tensor
+    num_rows: int | Tensor
+    targets: Tensor | None = None
+
+    def by_target(self, num_rows: int) -> Tensor:
+        """The slot of each of the first `num_rows` buffer rows, -1 for none."""
+        if self.targets is None:
+            return self.slots
+        found = self.slots.new_full((*self.slots.shape[:-1], num_rows + 1), -1)
+        return found.scatter_(-1, self.targets.masked_fill(self.slots < 0, num_rows), self.slots)[..., :num_rows]
+
+
+SlotRequest = int | slice | Chosen
+"""The first n slots of every head, a range of them, or slots one by one."""
+
+
+def chosen(slots: Tensor, targets: Tensor | None = None) -> Chosen:
+    """A request for these slots."""
+    return Chosen(slots, num_true(slots >= 0), targets)
+
+
+def num_true(mask: Tensor) -> int | Tensor:
+    """Number of True entries; on a GPU it stays there as a 0-d tensor (no sync)."""
+    count = mask.sum()
+    return int(count) if count.is_cpu else count
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Layout of a slot: a token's key and value of one KV head.
+
+    dtype: of the computation. value_dim: elements of a value; None: as many as of a key. values_in_keys: a value is the
+    first `value_dim` elements of its key and is not stored.
+    """
+
+    codec: AnyCodec
+    head_dim: int
+    dtype: torch.dtype
+    value_dim: int | None = None
+    values_in_keys: bool = False
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the key, which comes first."""
+        return self.codec.keys.row_bytes(self.head_dim)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, a multiple of 4."""
+        return -(-(self.key_bytes + self._value_bytes) // 4) * 4
+
+    @property
+    def _value_size(self) -> int:
+        return self.value_dim or self.head_dim
+
+    @property
+    def _value_bytes(self) -> int:
+        return 0 if self.values_in_keys else self.codec.values.row_bytes(self._value_size)
+
+    def has_kernels(self, device: torch.device) -> TypeGuard[Codec]:
+        """True if kernels take rows of this format: keys and values coded alike, in groups along head_dim, without a
+        rotation."""
+        codec = self.codec
+        is_plain = type(codec) is Codec and not codec.is_float and codec.rotation is None
+        has_one_size = not self.values_in_keys and self._value_size == self.head_dim
+        return is_plain and has_one_size and device.type in COMPILED
+
+    def pack(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
+        if self.has_kernels(keys.device):
+            from harness.live.kernels import codes as kernels
+
+            assert isinstance(self.codec, Codec)
+            return kernels.pack(keys, values, self.codec, self.slot_bytes)
+        halves = [self.codec.keys.encode(keys)]
+        if not self.values_in_keys:
+            halves.append(self.codec.values.encode(values))
+        rows = torch.cat(halves, dim=-1)
+        room = self.slot_bytes - rows.shape[-1]
+        return pad(rows, (0, room)) if room else rows
+
+    def unpack(self, rows: Tensor) -> KeyValue:
+        """Keys and values from rows on the device; views of `rows` where the codec stores the compute dtype."""
+        keys = self.codec.keys.decode(rows[..., : self.key_bytes], self.head_dim, self.dtype)
+        if self.values_in_keys:
+            return KeyValue(keys, keys[..., : self._value_size])
+        values = rows[..., self.key_bytes : self.key_bytes + self._value_bytes]
+        return KeyValue(keys, self.codec.values.decode(values, self._value_size, self.dtype))
+
+
+class KVStore:
+    """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts the bytes that cross the link.
+
+    `nbytes` is known before `allocate` makes the slots. Under managed placement the driver pages what a kernel touches;
+    all else is as on the device. tuning: of the link to the device.
+    """
+
+    def __init__(
+        self,
+        row_format: RowFormat,
+        *,
+        batch: int,
+        num_kv_heads: int,
+        capacity: int,
+        placement: Placement,
+        device: torch.device,
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> None:
+        self.format, self.codec, self.slot_bytes = row_format, row_format.codec, row_format.slot_bytes
+        self.batch, self.num_kv_heads, self.capacity = batch, num_kv_heads, capacity
+        self.heads = batch * num_kv_heads
+        self.nbytes = self.heads * capacity * self.slot_bytes
+        self.placement, self.device, self.tuning = placement, device, tuning
+        self.is_reachable = placement != "host"
+        """True if a kernel on the device can address the slots."""
+        self.slots = torch.empty(0, dtype=torch.uint8)
+        self._rows_loaded: int | Tensor = 0
+        self._rows_written: int | Tensor = 0
+
+    def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
+        """Make the slots and return the store.
+
+        slab: page-locked memory for host placement, which asynchronous transfers and kernels need under CUDA. Without
+        one the slots lie in pageable memory, from which every transfer waits. Raises UserError where they do not fit.
+        """
+        shape = self.batch, self.num_kv_heads, self.capacity, self.slot_bytes
+        if slab is not None:
+            self.slots, self.is_reachable = slab.take(shape), True
+        elif self.placement == "managed":
+            self.slots = memory.managed_empty(shape, self.device)
+        else:
+            home = self.device if self.placement == "device" else torch.device("cpu")
+            memory.require_memory(self.nbytes, home)
+            self.slots = torch.empty(shape, dtype=torch.uint8, device=home)
+        return self
+
+    def free(self) -> None:
+        """Give the slots back. Drain the link before."""
+        self.slots = self.slots.new_empty(0)
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Payload bytes loaded over the link so far, 0 without one. Drain the link before."""
+        return int(self._rows_loaded) * self.slot_bytes
+
+    @property
+    def d2h_bytes(self) -> int:
+        """Payload bytes written over the link so far, 0 without one. Drain the link before."""
+        return int(self._rows_written) * self.slot_bytes
+
+    def num_rows(self, request: int | Chosen) -> int | Tensor:
+        """Rows of that many slots of every head, or of the chosen slots."""
+        return request * self.heads if isinstance(request, int) else request.num_rows
+
+    def buffer_bytes(self, num_rows: int) -> int:
+        """Bytes of a buffer for `num_rows` rows of each head and the step's own row behind them."""
+        return self.heads * (num_rows + 1) * self.slot_bytes
+
+    def new_buffer(self, num_rows: int) -> Tensor:
+        """A flat zeroed buffer on the device, for `rows_in` up to num_rows."""
+        return torch.zeros(self.buffer_bytes(num_rows), dtype=torch.uint8, device=self.device)
+
+    def rows_in(self, buffer: Tensor, num_rows: int) -> Tensor:
+        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: a request's, and behind
+        each head's rows room for the step's own row."""
+        shape = (self.batch, self.num_kv_heads, num_rows + 1, self.slot_bytes)
+        return buffer[: math.prod(shape)].view(shape)
+
+    def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
+        """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], contiguous in a head; return and
+        count the bytes moved.
+
+        A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and pinned
+        memory, the count of chosen slots being a 0-d device tensor; from pageable memory the call waits. Raises
+        ValueError for more slots than there are, IndexError (CPU only) for an index beyond the capacity.
+        """
+        if isinstance(request, Chosen):
+            moved = request.num_rows
+            if not rows.is_cuda or self.is_reachable:
+                gather_rows(self.slots, request.slots, rows, request.targets, self.tuning)
+            else:  # the host gathers, and waits for the index
+                index = request.by_target(rows.shape[2])
+                staged = torch.zeros(rows.shape, dtype=torch.uint8)
+                gather_rows(self.slots, index.cpu(), staged)
+                rows[index >= 0] = staged.to(rows.device)[index >= 0]
+        else:
+            part = request if isinstance(request, slice) else slice(0, request)
+            moved = rows.shape[:3].numel()
+            copy_heads(self.slots[:, :, part.start : self._checked(part.stop)], rows)
+        if self.placement == "host":
+            self._rows_loaded = self._rows_loaded + moved
+        return moved * self.slot_bytes
+
+    def write(self, rows: Tensor, at: int | Chosen) -> int | Tensor:
+        """Put packed `rows` into slots; return and count the bytes moved.
+
+        at: the column of the first row, for all heads; or the slot of each row. Asynchronous and raising as `load`.
+        """
+        if isinstance(at, int):
+            moved: int | Tensor = rows.shape[:3].numel()
+            self._write_columns(rows, at)
+        else:
+            index, moved, _ = at
+            if rows.is_cuda and not self.is_reachable:
+                index, rows = index.cpu(), rows.cpu()
+            scatter_rows(self.slots, index, rows, self.tuning)
+        if self.placement == "host":
+            self._rows_written = self._rows_written + moved
+        return moved * self.slot_bytes
+
+    def _write_columns(self, rows: Tensor, at: int) -> None:
+        """Write rows of every head from column `at` on. Short lines, such as a step's own row, are written by a kernel
+        if it can reach the slots, else by the host from one copy of all."""
+        column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
+        if rows.device == column.device or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes:
+            copy_heads(rows, column)
+        elif self.is_reachable:
+            index = torch.arange(at, at + rows.shape[2], device=self.device)
+            scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
+        else:
+            column.copy_(rows.cpu())
+
+    def _checked(self, end: int) -> int:
+        if not 0 <= end <= self.capacity:
+            raise ValueError(f"column {end} is beyond the capacity of {self.capacity} slots")
+        return end
+
+
+# Long pieces: the first slots of every head, or some columns of each, are a rectangle of bytes, a head a line. A copy
+# engine takes it whole.
+
+
+def copy_heads(source: Tensor, target: Tensor) -> None:
+    """`target.copy_(source)`, uint8 [batch, num_kv_heads, n, slot_bytes], both contiguous in a head.
+
+    Asynchronous on the current stream between the device and page-locked memory. Raises RuntimeError in CUDA's words.
+    """
+    source, target = (each.flatten(2).flatten(0, 1) for each in (source, target))  # a head a line
+    if not source.numel() or source.device == target.device:
+        target.copy_(source)
+    else:
+        _memcpy_2d(source, target)
+
+
+def _memcpy_2d(source: Tensor, target: Tensor) -> None:
+    kinds = cuda_runtime().cudaMemcpyKind
+    kind = kinds.cudaMemcpyHostToDevice if target.is_cuda else kinds.cudaMemcpyDeviceToHost
+    stream = torch.cuda.current_stream(target.device if target.is_cuda else source.device).cuda_stream
+    height, width = source.shape
+    lines = target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0), width, height
+    call_cuda("cudaMemcpy2DAsync", *lines, kind, stream)
+
+
+# Rows one by one. Under CUDA a Triton kernel reads and writes pinned host memory in place, without a sync; on the CPU
+# `index_select` is one memcpy a row.
+
+
+def gather_rows(
+    slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None = None, tuning: Tuning = DEFAULT_TUNING
+) -> None:
+    """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]`; nothing where the index is negative.
+
+    slots: uint8 [batch, num_kv_heads, capacity, slot_bytes], contiguous; rows: [batch, num_kv_heads, n, slot_bytes],
+    contiguous in a head; index: int64 [batch, num_kv_heads, n]; targets: of the same shape, distinct in a head, None is
+    i itself. Rows that nothing is written to keep their content. Raises IndexError for an index beyond the capacity, on
+    the CPU only.
+    """
+    if rows.is_cuda:
+        from harness.live.kernels import rows as kernels
+
+        kernels.gather_rows(slots, index, rows, targets, tuning)
+        return
+    _check(slots, index)
+    words, target_words = slots.view(torch.int32), rows.view(torch.int32)
+    for head in np.ndindex(*index.shape[:2]):
+        moving, own = (index[head] >= 0).nonzero().view(-1), index[head]
+        if targets is None and len(moving) == len(own):  # without an intermediate copy
+            torch.index_select(words[head], 0, own, out=target_words[head])
+        elif len(moving):
+            target = moving if targets is None else targets[head][moving]
+            target_words[head].index_copy_(0, target, words[head].index_select(0, own[moving]))
+
+
+def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING) -> None:
+    """`slots[b, h, index[b, h, i]] = rows[b, h, i]`, nothing where the index is negative.
+
+    A slot may occur once in a head's index. Shapes and errors as in `gather_rows`.
+    """
+    if rows.is_cuda:
+        from harness.live.kernels import rows as kernels
+
+        kernels.scatter_rows(slots, index, rows, tuning)
+        return
+    _check(slots, index)
+    batch, num_kv_heads, capacity, _ = slots.shape
+    first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
+    moving = (index >= 0).view(-1).nonzero().view(-1)
+    words, of_rows = (each.view(torch.int32).view(-1, each.shape[-1] // 4) for each in (slots, rows))  # a row each
+    words.index_copy_(0, (first + index).view(-1)[moving], of_rows[moving])
+
+
+def _check(slots: Tensor, index: Tensor) -> None:
+    capacity, largest = slots.shape[2], int(index.max()) if index.numel() else -1
+    if largest >= capacity:
+        raise IndexError(f"slot index {largest} is beyond the capacity of {capacity} slots")
+
+
+# Lists of slots from masks, without a sync. Under CUDA each is one kernel, a program a head.
+
+
+def indices(mask: Tensor, cap: int) -> Tensor:
+    """The first `cap` slots where `mask`, bool [batch, heads, slots], is True, in order: int64 [batch, heads, cap], -1
+    behind the last."""
+    if mask.is_cuda:
+        from harness.live.kernels import rows as kernels
+
+        return kernels.indices(mask, cap)
+    order = torch.where(mask, mask.cumsum(-1) - 1, cap).clamp_(max=cap)
+    slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
+    found = order.new_full((*mask.shape[:-1], cap + 1), -1)
+    return found.scatter_(-1, order, slots)[..., :cap]

@@ -1,0 +1,245 @@
+"""What every run of a method needs before its first forward: the sized method, its codec, its calibration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from harness.data.text import calibration_ids, token_ids
+from harness.errors import UserError, line_of
+from harness.files import cache_dir
+from harness.model.attach import Attached
+from harness.model.calibration import cached_calibration
+from harness.model.load import LoadedModel
+from harness.model.sizes import TOLERANCE, sized_as_stored
+from harness.replay.session import ReplaySession
+from harness.settings.config import RunConfig
+from methods.base import Calibration, Method, Row
+from methods.codec import TURBO_BITS, AnyCodec, ChannelCodec, Codec, RowCodec, SplitCodec, TurboCodec
+
+MEASUREMENTS = 14
+"""Passes over the calibration text that look for a size, at most."""
+MAX_ROW_BYTES = 64
+"""Bytes of a packed row for each element, beyond which a codec's `row_bytes` is a mistake; fp64 has 8."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """method: `size` resolved, and settled by its calibration. codec: None stores rows exactly. calibration: None where
+    none is needed. device_rows, prefetch: as in `LiveSession`."""
+
+    method: Method
+    codec: AnyCodec | None
+    calibration: Calibration | None
+    device_rows: float = 0
+    prefetch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method.needs_calibration and self.calibration is not None:
+            object.__setattr__(self, "method", self.method.settled(self.calibration))
+
+    def replay(
+        self, attached: Attached, final_lengths: Tensor, num_columns: int, *, measure_recall: bool = False
+    ) -> ReplaySession:
+        """A fresh replay session; see there."""
+        return ReplaySession(
+            attached,
+            self.method,
+            codec=self.codec,
+            calibration=self.calibration,
+            final_lengths=final_lengths,
+            num_columns=num_columns,
+            measure_recall=measure_recall,
+            device_rows=self.device_rows,
+            prefetch=self.prefetch,
+        )
+
+
+def prepare(
+    config: RunConfig, loaded: LoadedModel, attached: Attached, decode_rows: Callable[[], Sequence[Row]]
+) -> Setup:
+    """Resolve a run's method on a loaded model.
+
+    decode_rows: lists the rows that `size` is to be met on; called only where it is set.
+    """
+    if config.size is None:
+        return _setup(config, config.method, loaded, attached)
+    if config.size_is_measured:
+        return _setup(config, sized_on_text(config, loaded, attached, decode_rows()), loaded, attached)
+    nearest = config.sizing == "nearest"
+    method = sized_as_stored(
+        config.method, codec_of(config), attached.geometry, decode_rows(), config.size, nearest=nearest
+    )
+    return _setup(config, method, loaded, attached)
+
+
+def _setup(config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached) -> Setup:
+    calibration = calibrated(config, method, loaded, attached)
+    return Setup(tokenized(method, loaded), codec_of(config), calibration, config.device_rows, config.prefetch)
+
+
+def sized_on_text(config: RunConfig, loaded: LoadedModel, attached: Attached, rows: Sequence[Row]) -> Method:
+    """The method of `config`, whose reads depend on the data, with the setting whose size is nearest to `config.size`
+    on the calibration text.
+
+    Bisection over the number that `with_size` takes: each step replays the text and takes the size that was read. Its
+    prompt has the same share of it as the prompts of `rows` have of their sequences. Raises UserError where nothing
+    lands within `TOLERANCE` and `nearest` was not asked for, and where the method allows no size.
+    """
+    target = config.size
+    assert target is not None, "asked for by the caller"
+    ids = calibration_ids(config.calibration, loaded.reader)[: loaded.max_length]
+    share_of_prompt = fmean(row.prompt / row.final for row in rows)
+    prompt = min(max(1, round(share_of_prompt * len(ids))), len(ids) - 2)
+
+    def size_of(number: float) -> float:
+        setup = _setup(config, config.method.with_size(number), loaded, attached)
+        return _size_on(ids, prompt, setup, attached)
+
+    whole = Row(prompt, prompt, len(ids))
+    what = f"size={target:g}: method={config.method_name}"
+    try:
+        low, high = config.method.min_size(whole), 1.0
+        measured = {low: size_of(low), high: size_of(high)}
+        for _ in range(MEASUREMENTS - 2):
+            best = min(measured, key=lambda number: abs(measured[number] - target))
+            if abs(measured[best] - target) < TOLERANCE / 4:
+                break
+            middle = (low + high) / 2
+            measured[middle] = size_of(middle)
+            low, high = (middle, high) if measured[middle] < target else (low, middle)
+    except ValueError as error:
+        raise UserError(f"{what} cannot be sized so: {error}") from error
+    best = min(measured, key=lambda number: abs(measured[number] - target))
+    if abs(measured[best] - target) > TOLERANCE and config.sizing != "nearest":
+        least, most = min(measured.values()), max(measured.values())
+        found = f"the nearest size measured on the calibration text is {measured[best]:.3f}"
+        raise UserError(f"{what}: {found}, of {least:.3f} to {most:.3f}; size=nearest:{target:g} takes it")
+    return config.method.with_size(best)
+
+
+@torch.inference_mode()
+def _size_on(ids: Sequence[int], prompt: int, setup: Setup, attached: Attached) -> float:
+    """The size that a method reads in the rows of one sequence after its prompt."""
+    tokens = torch.tensor([ids], device=attached.device)
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    session = setup.replay(attached, torch.tensor([len(ids)], device=attached.device), len(ids))
+    session.prefill(tokens[:, :prompt], real[:, :prompt])
+    session.decode(tokens[:, prompt:-1], real[:, prompt:-1])
+    return session.reads.size
+
+
+def tokenized(method: Method, loaded: LoadedModel) -> Method:
+    """The method with its texts as token ids of the model; UserError where it has texts and the model no tokenizer."""
+
+    def encode(text: str) -> list[int]:
+        if loaded.reader is None:
+            raise UserError(
+                f"method {method.label}: its instructions are text, and {loaded.name} has no tokenizer; choose a model "
+                "that has one, or give token ids, such as method.instruction=[5,6]"
+            )
+        return token_ids(text, loaded.reader)
+
+    return method.tokenized(encode)
+
+
+def calibrated(config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached) -> Calibration | None:
+    """The calibration of a method on a loaded model; None where it needs none."""
+    if not method.needs_calibration:
+        return None
+    num_tokens = config.calibration.num_tokens
+    if num_tokens > loaded.max_length:
+        limit = f"{loaded.name} takes at most {loaded.max_length} tokens"
+        raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
+    ids = calibration_ids(config.calibration, loaded.reader)
+    return cached_calibration(attached, method, ids, loaded.fingerprint, cache_dir() / "calibration")
+
+
+def codec_of(config: RunConfig) -> AnyCodec | None:
+    """The codec of a run; None stores rows exactly."""
+    if config.codec is None:
+        return None
+
+    def shipped(name: str, of_integers: type[Codec] = Codec) -> RowCodec:
+        if name in TURBO_BITS:
+            return TurboCodec(name)
+        return of_integers(name, config.group_size, config.rotation)
+
+    own = None if config.own_codec is None else CheckedCodec(config.own_codec)
+    keys = own or shipped(config.codec, ChannelCodec if config.key_groups == "channel" else Codec)
+    values = shipped(config.value_codec) if config.value_codec else own or shipped(config.codec)
+    return keys if keys == values and not config.residual else SplitCodec(keys, values, config.residual)
+
+
+@dataclass(frozen=True)
+class CheckedCodec(RowCodec):
+    """A codec of the user's own, the types, dtypes and shapes of whose results are checked at every call.
+
+    A tensor of a wrong shape could be broadcast, and the run would go on with wrong numbers. No number of a tensor is
+    read, so no GPU waits. Raises UserError, which names the line of the user's file.
+    """
+
+    codec: RowCodec
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.codec.name)
+
+    @property
+    def bits(self) -> float:
+        return self._positive("bits", self.codec.bits)
+
+    @property
+    def span(self) -> int:
+        span = self.codec.span
+        if type(span) is not int or span < 1:
+            self._refuse("span", repr(span), "a whole number of at least 1")
+        return span
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return self._positive("bits_per_element", self.codec.bits_per_element(head_dim))
+
+    def row_bytes(self, head_dim: int) -> int:
+        num_bytes = self.codec.row_bytes(head_dim)
+        if type(num_bytes) is not int or num_bytes < 2 or num_bytes % 2:
+            self._refuse("row_bytes", repr(num_bytes), "an even whole number of at least 2")
+        if num_bytes > MAX_ROW_BYTES * head_dim:
+            self._refuse("row_bytes", repr(num_bytes), f"at most {MAX_ROW_BYTES} an element")
+        return num_bytes
+
+    def encode(self, x: Tensor) -> Tensor:
+        packed = self.codec.encode(x)
+        self._require("encode", packed, torch.uint8, [*x.shape[:-1], self.row_bytes(x.shape[-1])])
+        return packed
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        rows = self.codec.decode(packed, head_dim, dtype)
+        self._require("decode", rows, dtype, [*packed.shape[:-1], head_dim])
+        return rows
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        if type(self.codec).roundtrip is RowCodec.roundtrip:
+            return super().roundtrip(x)
+        rows = self.codec.roundtrip(x)
+        self._require("roundtrip", rows, x.dtype, [*x.shape])
+        return rows
+
+    def _positive(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            self._refuse(name, repr(value), "a number above 0")
+        return value
+
+    def _require(self, name: str, made: object, dtype: torch.dtype, shape: list[int]) -> None:
+        if not isinstance(made, Tensor):
+            self._refuse(name, type(made).__name__, f"{dtype} {shape}")
+        elif made.dtype != dtype or [*made.shape] != shape:
+            self._refuse(name, f"{made.dtype} {[*made.shape]}", f"{dtype} {shape}")
+
+    def _refuse(self, name: str, found: str, allowed: str) -> NoReturn:
+        cls = type(self.codec)
+        raise UserError(f"codec {cls.__name__}: {line_of(cls, name)}: {name} gives {found}; allowed: {allowed}")

@@ -1,0 +1,357 @@
+"""All columns of the tables: name, heading, unit and digits. Code that makes, shows or draws a table reads them here.
+
+The numbers that the paper gives are a table as well. Imports neither torch nor pandas.
+"""
+
+import csv
+import io
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from harness.errors import UserError, reason
+
+T = TypeVar("T")
+K = TypeVar("K")
+TableRow = dict[str, Any]
+"""A table row by column name: numbers, words, or None for an empty cell."""
+
+MAX_DIGITS = 18
+"""Digits of an integer in a table: it fits into 64 bits."""
+PUBLISHED_CSV = Path(__file__).parent / "published.csv"
+MISSING = "-"
+MIB, GIB = 2**20, 2**30
+
+
+class Column(NamedTuple):
+    """A column, or the quantity of a metric.
+
+    heading: with the unit. factor: from the table's unit to the heading's. digits: after the point; None for words.
+    phrase: a value within a sentence; "" to leave it out.
+    """
+
+    name: str
+    heading: str = ""
+    factor: float = 1
+    digits: int | None = None
+    phrase: str = "{}"
+
+    def show(self, value: float | None, stderr: float | None = None) -> str:
+        """The number in the heading's unit, without the sign of -0, and its standard error if given."""
+        if value is None:
+            return MISSING
+        spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
+        return f"{self.factor * value:z.{self.digits}f}{spread}"
+
+    @property
+    def words(self) -> str:
+        """The heading without its unit."""
+        return self.heading.partition(" (")[0]
+
+
+EXPERIMENT, MODEL, METHOD = Column("experiment"), Column("model"), Column("method")
+PLATFORM, SOURCE = Column("platform"), Column("source", phrase="source: {}")
+RUN_ID = Column("run_id", phrase="run {}")
+SHIPPED = Column("shipped")
+"""`yes` for a row that came with the project; empty for one of the user's own runs (`harness.results.write`)."""
+LABEL, SETTINGS = Column("label", "label"), Column("settings", "settings")
+METRIC, X_NAME = Column("metric", phrase=""), Column("x_name", phrase="")
+VALUE, STDERR = Column("value", "value", 1, 3), Column("stderr", "standard error", 1, 3)
+COMPARED = (
+    Column("difference", "minus full cache", 1, 3),
+    Column("difference_stderr", "standard error of the difference", 1, 3),
+    Column("mcnemar_p", "McNemar's p", 1, 4),
+    Column("gained", "right, full cache wrong", 1, 0),
+    Column("lost", "wrong, full cache right", 1, 0),
+    Column("detectable", "smallest detectable difference", 1, 3),
+)
+"""Difference to the full cache on the same questions or windows."""
+NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
+NUM_CONTEXTS = Column("num_contexts", "contexts", 1, 0)
+"""Windows, prompts, or contexts of questions, whose errors are independent: one more than the degrees of freedom of the
+standard errors."""
+NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
+SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
+SIZE = Column("size", "size (%)", 100, 1)
+"""Share of the full cache that a decode step reads, and moves over the link if the cache is offloaded."""
+UNMET_SIZE = Column("unmet_size", "size asked for (%)", 100, 1)
+"""Where a run has another size than was asked for by more than a tenth of that: the size that was asked for."""
+DEVICE_FRAC = Column("device_frac", "read on device (%)", 100, 1)
+RESIDENT_FRAC = Column("resident_frac", "kept on device (%)", 100, 1)
+OF_SOME_RUNS = (
+    Column("link_frac", "over the link (%)", 100, 1),
+    Column("hit_frac", "found on device (%)", 100, 1),
+    Column("window_frac", "whole cache in local windows (%)", 100, 1),
+    Column("recurrent_bytes", "recurrent state (MiB)", 1 / MIB, 2),
+    Column("latent_bytes", "latent per token (KiB)", 1 / 1024, 2),
+)
+"""Columns of tables with runs in which rows stay on the device, or whose models have local layers, recurrent layers or
+latents."""
+REPEATS_STDERR = Column("repeats_stderr", "standard error over repeats", 1, 3)
+"""Of a mean over several answers to each question: its standard error over repeats of the same questions."""
+LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
+BATCH_SIZE = Column("batch_size", "batch", 1, 0, "batch {:.0f}")
+PROMPT_LEN = Column("prompt_len", "prompt", 1, 0, "prompt {:,.0f}")
+LINK_BYTES_PER_S = Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2)
+KL = Column("kl_nats", "KL (nats)", 1, 4)
+TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
+
+ACCURACY = (
+    EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
+    Column("task"),
+    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_CONTEXTS, NUM_FEWSHOT, SEQ_LEN, SIZE, UNMET_SIZE,
+    Column("size_artifact", "size as the artifact counts it (%)", 100, 1),
+    DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, REPEATS_STDERR, SOURCE, SHIPPED, RUN_ID,
+)  # fmt: skip
+SEGMENTS = (
+    Column("attention_s", "attention (ms)", 1e3, 3),
+    Column("ffn_s", "FFN (ms)", 1e3, 3),
+    Column("prediction_s", "prediction (ms)", 1e3, 3),
+    Column("transfer_s", "transfer (ms)", 1e3, 3),
+    Column("other_s", "other (ms)", 1e3, 3),
+)
+"""Seconds of one block in one decode step (Fig 18); transfer is the time that no compute hides."""
+LATENCY = (
+    EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
+    BATCH_SIZE, PROMPT_LEN,
+    Column("gen_len", "generated", 1, 0, "{:,.0f} generated"),
+    Column("prefill_s", "prefill (ms)", 1e3, 1),
+    Column("decode_s", "decode (ms)", 1e3, 1),
+    Column("total_s", "total (ms)", 1e3, 1),
+    Column("tokens_per_s", "tokens/s", 1, 2),
+    Column("step_p50_s", "step p50 (ms)", 1e3, 2),
+    Column("step_p95_s", "step p95 (ms)", 1e3, 2),
+    Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
+    Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
+    Column("weights_on_device", "weights on the device (%)", 100, 1),
+    Column("weight_bytes", "weights to device (GiB)", 1 / GIB, 3),
+    Column("device_read_bytes", "read on device (GiB)", 1 / GIB, 3),
+    Column("device_kv_bytes", "KV on device (MiB)", 1 / MIB, 1),
+    Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
+    LINK_BYTES_PER_S,
+    Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
+    SIZE, UNMET_SIZE, DEVICE_FRAC, SHIPPED, RUN_ID, *SEGMENTS,
+)  # fmt: skip
+ANALYSIS = (
+    EXPERIMENT, MODEL, Column("series"), LAYER, X_NAME, Column("x", "x", 1, 3),
+    METRIC, VALUE, STDERR, NUM_SAMPLES, SOURCE, SHIPPED, RUN_ID,
+)  # fmt: skip
+"""`value` of `series` at `x`, in the unit of `metric`."""
+ASKED_SIZE = Column("asked_size", "asked size (%)", 100, 0)
+EXEMPT_LAYERS = Column("exempt_layers", "exempt layers", 1, 0)
+EXEMPT_CHOICE = Column("exempt_choice")
+NLL = Column("nll_difference", "NLL minus full cache (nats)", 1, 4)
+NUM_WINDOWS = Column("num_windows", "windows", 1, 0)
+BOARD_TASKS = (Column("kv_recall", "kv_recall (%)", 100, 1), Column("passkey", "passkey (%)", 100, 1))
+STEP = Column("step_s", "decode step (ms)", 1e3, 1)
+STEP_SOURCE = Column("step_source")
+FRONT = Column("front", "not beaten in")
+
+
+def _with_parts(shown: Column, parts: Mapping[str, str]) -> Iterator[Column]:
+    yield shown
+    for name, words in parts.items():
+        of_part = NUM_CONTEXTS if name == NUM_CONTEXTS.name else shown
+        yield Column(f"{shown.name}_{name}", f"{shown.words}, {words}", of_part.factor, of_part.digits)
+
+
+OF_TASK = {
+    "difference": "minus full cache", "stderr": "standard error of that",
+    "detectable": "smallest detectable difference", "size": "size", NUM_CONTEXTS.name: "contexts",
+}  # fmt: skip
+BOARD = (
+    EXPERIMENT, MODEL, METHOD, Column("codec"), Column("family"), LABEL, SETTINGS,
+    ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE, SIZE, DEVICE_FRAC, RESIDENT_FRAC,
+    *(column for shown in (KL, TOP1, NLL) for column in _with_parts(shown, {"stderr": "standard error"})), NUM_WINDOWS,
+    *(column for task in BOARD_TASKS for column in _with_parts(task, OF_TASK)),
+    PLATFORM, BATCH_SIZE, PROMPT_LEN,
+    Column("compute_s", "compute (ms)", 1e3, 1),
+    Column("link_bytes", "link per step (MiB)", 1 / MIB, 2),
+    Column("late_bytes", "of which not hidden (MiB)", 1 / MIB, 2),
+    LINK_BYTES_PER_S, STEP, STEP_SOURCE, FRONT, Column("outside", "outside the reference methods"), SOURCE, SHIPPED,
+)  # fmt: skip
+"""A method at a size. `exempt_choice`: whether the number of exempt layers is the best at this size, the paper's, or
+both. Seconds and bytes are of a decode step. `step_source`: whether `step_s` was timed at this size or
+modelled from the step at another size (`harness.results.leaderboard`)."""
+TABLES: Mapping[str, Sequence[Column]] = {
+    "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
+}  # fmt: skip
+"""The shapes of table. The field `table` of a record names its own."""
+NEEDED = {
+    "accuracy": ("model", "label", "task", "metric"),
+    "latency": ("model", "label", "batch_size", "prompt_len", "gen_len"),
+    "analysis": ("model", "series", "metric"),
+    "board": ("model", "label"),
+}  # fmt: skip
+"""By shape of table, the columns that no row of it leaves empty."""
+OPTIONAL = (
+    *(column.name for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS)),
+    *(f"{task.name}_{NUM_CONTEXTS.name}" for task in BOARD_TASKS),
+)
+"""Columns that a table may lack; an older table lacks the numbers of contexts."""
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Column("acc", "acc (%)", 100, 1),
+        Column("acc_norm", "acc_norm (%)", 100, 1),
+        Column("exact_match", "exact_match (%)", 100, 1),
+        Column("known_size", "size where the question is known (%)", 100, 1),
+        Column("generated_tokens", "generated (tokens)", 1, 1),
+        Column("at_limit", "answers at the limit of tokens (%)", 100, 1),
+        Column("perplexity", "perplexity", 1, 3),
+        Column("perplexity_full", "full cache's perplexity", 1, 3),
+        KL,
+        TOP1,
+        Column("attention_recall", "attention recall (%)", 100, 1),
+        Column("text_perplexity", "text perplexity under the full cache", 1, 3),
+        Column("text_perplexity_full", "full cache's text perplexity under itself", 1, 3),
+        Column("text_nll_difference", "text NLL minus that of the full cache's text (nats)", 1, 4),
+        Column("first_divergence", "equal tokens before the texts differ", 1, 1),
+        Column("never_diverged", "texts that never differ", 1, 0),
+        Column("repetition", "repeated 4-grams (%)", 100, 1),
+        Column("repetition_full", "full cache's repeated 4-grams (%)", 100, 1),
+        Column("repetition_difference", "repeated 4-grams minus full cache (points)", 100, 1),
+        Column("bytes", "GiB", 1 / GIB, 2),
+        Column("cosine_similarity", "cosine similarity", 1, 3),
+        Column("key_tokens_for_0.9", "key tokens for 0.9 of the attention weight", 1, 1),
+        Column("share_of_queries", "queries (%)", 100, 1),
+        Column("share_of_sparse_queries", "queries that attend to < 1 % of the keys (%)", 100, 1),
+        Column("attention_weight", "attention weight (%)", 100, 3),
+        Column("query_magnitude", "mean magnitude of a column of Q", 1, 3),
+        Column("key_magnitude", "mean magnitude of a column of K", 1, 3),
+    )
+}
+"""The quantities of `value` by `metric`, in the order of the pages."""
+
+
+WAYS = {"unknown": "question unknown", "known": "question known", "unknown_less_known": "unknown less known"}
+"""What stands before a metric of `kind=turns`, as in `known,acc`, in words."""
+
+
+def quantity(metric: str) -> Column:
+    """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the heading, and so are
+    pass@k and one of `WAYS`; RULER's metrics are lengths in tokens; an unknown metric is its own heading."""
+    name, _, filtered = metric.partition(",")
+    if name in WAYS:
+        of_way = quantity(filtered)
+        heading = of_way.heading.replace(of_way.words, f"{of_way.words}, {WAYS[name]}")
+        return of_way._replace(name=metric, heading=heading)
+    name, _, count = name.partition("_pass@")
+    if name.isdecimal():
+        known = Column(name, f"right at {int(name):,} tokens (%)", 100, 1)
+    elif name in METRICS:
+        known = METRICS[name]
+    else:
+        known = Column(name, name, 1, 3)
+    words = ", ".join(filter(None, [known.words, count and f"pass@{count}", filtered]))
+    return known._replace(name=metric, heading=known.heading.replace(known.words, words))
+
+
+def rank(metric: str) -> tuple[int, int, str]:
+    """Sort key of metrics: as in `METRICS`, then RULER's by length, then the others by name."""
+    way, _, of_way = metric.partition(",")
+    if way in WAYS:
+        place, length, name = rank(of_way)
+        return place, length, f"{name} {[*WAYS].index(way)}"
+    known = [*METRICS, way]
+    return (known.index(known[-1]), int(metric) if metric.isdecimal() else sys.maxsize, metric)
+
+
+def names(columns: Sequence[Column]) -> tuple[str, ...]:
+    """The header of a CSV of these columns."""
+    return tuple(column.name for column in columns)
+
+
+def has_any(rows: Iterable[TableRow], column: Column) -> bool:
+    """Whether any row has a value in a column."""
+    return any(row.get(column.name) is not None for row in rows)
+
+
+def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The rows by key, in the order in which the keys and the rows come."""
+    groups: dict[K, list[T]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def is_part(row: TableRow) -> bool:
+    """Whether a row is of a chunk of its text, or of some depths of its task."""
+    return str(row["task"]).endswith("]")
+
+
+def is_depth(row: TableRow) -> bool:
+    """Whether a row is of some depths of its task."""
+    return str(row["task"]).endswith(" %]")
+
+
+def column(name: str) -> Column:
+    """The column of this name in any table; a user's own column has only a name."""
+    return _EVERY.get(name, Column(name))
+
+
+def shape_of(header: Sequence[str]) -> str | None:
+    """The key of `TABLES` with this header; None for another file."""
+    fitting = (shape for shape, columns in TABLES.items() if {*names(columns)} <= {*header, *OPTIONAL})
+    return next(fitting, None)
+
+
+def typed(row: Mapping[str, str]) -> TableRow:
+    """A line of a CSV as a table row; an empty number is None. Raises ValueError for another cell that is no number.
+
+    A number without a point stays an int, so the row is written as it was read; one of very many digits is a float, or
+    infinite, which `check` refuses.
+    """
+
+    def number(text: str) -> float | None:
+        if not text:
+            return None
+        return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else float(text)
+
+    return {name: text if column(name).digits is None else number(text) for name, text in row.items()}
+
+
+NO_TABLE = "not a table of results"
+ANEW = "delete it, or repeat a run of its experiment, which keeps it under another name and writes it anew"
+
+
+def read_table(path: Path) -> list[TableRow]:
+    """The rows of a table's CSV. Raises UserError for a file that is no table of results.
+
+    A byte order mark, which spreadsheets write, is no damage.
+    """
+    try:
+        lines = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""), strict=True)
+        rows = list(lines)
+        shape = shape_of(lines.fieldnames or ())
+        if shape is not None and not any(None in (*row, *row.values()) for row in rows):
+            table = [typed(row) for row in rows]
+            check(TABLES[shape], table)
+            for name in NEEDED[shape]:
+                if any(row[name] in (None, "") for row in table):
+                    raise ValueError(f"a row without {name}")
+            return table
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {ANEW}") from error
+    raise UserError(f"{path}: {NO_TABLE} (other columns, or a line of another length); {ANEW}")
+
+
+def check(columns: Sequence[Column], rows: Iterable[TableRow]) -> None:
+    """Raise ValueError for words in a column of numbers, or the reverse, and for an infinite number."""
+    for row in rows:
+        for column in columns:
+            value, is_word = row.get(column.name), column.digits is None
+            if value is not None and (isinstance(value, str) != is_word or not (is_word or math.isfinite(value))):
+                raise ValueError(f"{column.name}={value!r}"[:60])
+
+
+def published_rows() -> list[dict[str, str]]:
+    """The numbers that the paper gives."""
+    with PUBLISHED_CSV.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+_EVERY = {column.name: column for columns in TABLES.values() for column in columns}

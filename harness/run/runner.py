@@ -1,0 +1,293 @@
+"""One run: settings, lock, measurement, record, table.
+
+    path = run(Run.of(load(["method=h2o", "experiment=tasks"])), Resources())
+
+A run whose record is finished is not repeated. One that fails leaves a record that says why, and is repeated at the
+next start. `Resources` keep the model for the next run of the process, so that a sweep or a grid loads it once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError, from_record, line_in, message, one_line, reason, to_record
+from harness.files import HeldError, holding, until_settled
+from harness.model.resources import Resources
+from harness.results import environment, inputs
+from harness.results import record as records
+from harness.results import write as tables
+from harness.results.samples import full_runs
+from harness.run import tracking
+from harness.settings import own_method
+from harness.settings.config import RunConfig
+from harness.settings.kind import Outcome, find
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and where its record lies, made once. inputs: sha256 by name. Looking at it changes nothing."""
+
+    config: RunConfig
+    inputs: Mapping[str, str]
+    path: Path
+
+    @classmethod
+    @own_method.faults()
+    def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
+        """Digest all that the run of `config` reads. Raises UserError where something is missing."""
+        digests = inputs.digests(config)
+        if resources is not None and resources.loaded is not None:
+            digests["model"] = resources.loaded.fingerprint
+        run_id = records.run_id(config, digests)
+        return cls(config, digests, records.record_path(config.results_dir, config.experiment, run_id))
+
+    @property
+    def title(self) -> str:
+        """A few words for a progress line: experiment, shape, label, size."""
+        config = self.config
+        size = f"at {config.size:g}" if config.size is not None and not config.label_given else ""
+        return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
+
+    def is_finished(self) -> bool:
+        """True if there is a finished record of it."""
+        record, _ = self.found()
+        return record is not None and record["status"] == "finished"
+
+    def why_again(self) -> str | None:
+        """Why a run that was started before is to run again, in words for the user; None where it is new."""
+        record, damage = self.found()
+        if damage is not None:
+            return f"{damage}; kept as {records.aside(self.path).name}, run again"
+        if record is None:
+            other = records.made_by_other_code(self.path)
+            return f"{self.title}: made by other code (record {other}), run again" if other else None
+        error = f" ({record['error']})" if record["error"] else ""
+        return f"{self.title}: {record['status']} before{error}, run again"
+
+    def found(self) -> tuple[dict[str, Any] | None, UserError | None]:
+        """The record, or the damage of it; neither where there is none."""
+        try:
+            return records.read_record(self.path), None
+        except FileNotFoundError:
+            return None, None
+        except UserError as error:
+            return None, error
+
+
+def require_devices(configs: Iterable[RunConfig]) -> None:
+    """Raise UserError where a run's platform is not here. Asked before anything else, once for many runs."""
+    if any(config.platform.name == "cuda" for config in configs):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("platform=cuda: torch finds no CUDA device here; allowed: cpu")
+
+
+def run(todo: Run, resources: Resources, *, since: float | None = None, say: Callable[[str], object] = print) -> Path:
+    """Do one run, unless its record is finished. One process at a time does. Returns the record's path.
+
+    since: of a cell, when its grid began, in seconds since the epoch. Then a run in another process is not waited for,
+    a failure there since then is a failure here, and nothing is printed. say: prints a line.
+
+    Raises:
+        UserError: wrong input, an unwritable results folder, too little memory (which setting to lower), or a fault of
+            the user's model, data or method. The record then says `failed`, as for any other exception; after Ctrl-C it
+            says `interrupted`.
+        BugError: a bug of ours ended it in another process.
+        HeldError: another process runs this cell.
+    """
+    if since is not None:
+        say = str  # says nothing
+    if todo.is_finished():  # asked before there is a lock, whose import takes a tenth of a second
+        return _skip(todo, say)
+    if since is None and is_held(todo.path):
+        say(f"{todo.title}: another process is at it; waiting")
+    with holding(todo.path.parent, wait=since is None) as has_locks:
+        if not has_locks:
+            _warn(todo.path.parents[3])
+        if todo.is_finished():  # by another process meanwhile
+            return _skip(todo, say)
+        record, damage = todo.found()
+        if since is None:
+            if why := todo.why_again():
+                say(why)
+        elif record is not None and record["status"] == "failed" and todo.path.stat().st_mtime > since:
+            raise from_record("failed in another process: ", record["error"])
+        if damage is not None:
+            todo.path.replace(records.aside(todo.path))
+        _record(todo, resources)
+    return todo.path
+
+
+def _skip(todo: Run, say: Callable[[str], object]) -> Path:
+    relabel(todo)
+    say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
+    return todo.path
+
+
+def fail(todo: Run, error: Exception) -> None:
+    """Record why a run failed whose process died, unless another process has taken it up."""
+    with suppress(HeldError), holding(todo.path.parent, wait=False):
+        if not todo.is_finished():
+            _end(todo, _unfinished(todo) | {"status": "failed", "error": to_record(error)})
+
+
+def relabel(finished: Run) -> None:
+    """Write the user's label into a finished record: the same measurement under another name."""
+    record = records.read_record(finished.path) if finished.config.label_given else None
+    if record is not None and finished.config.label != record["config"]["label"]:
+        record["config"]["label"] = finished.config.label
+        records.write_record(finished.path, record)
+
+
+def report(paths: Sequence[Path]) -> str:
+    """Bring the tables of the records' experiments up to date. Returns these records as a table to print."""
+    folders = dict.fromkeys(path.parent.parent for path in paths)
+    for folder in folders:
+        update = partial(tables.update, folder.parent.parent, folder.name)
+        until_settled(folder, "*/record.json", update)
+    everywhere = partial(full_runs, *dict.fromkeys(folder.parent.parent for folder in folders))
+    return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), everywhere)
+
+
+def _record(todo: Run, resources: Resources) -> None:
+    """Measure, and write the record, whichever way it ends."""
+    record, config, experiment = _unfinished(todo), todo.config, find(todo.config.kind)
+    records.write_record(todo.path, record)  # before any work, so that an unwritable folder costs nothing
+    start = time.perf_counter()
+    try:
+        with users_faults(config):
+            outcome = experiment.run(config, resources)
+            records.require_finite(outcome.metrics)
+            devices: list[str] = []
+            if experiment.needs_weights(config):
+                model = resources.model(config.model).model
+                spread = dict.fromkeys(f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values())
+                devices = [*spread] or [str(model.device)]
+            measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}
+            measured["environment"] = environment.describe(devices)
+        seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
+        _end(todo, record | measured | {"status": "finished", "seconds": seconds})
+    except Exception as error:
+        failure = {"status": "failed", "error": to_record(error), "seconds": time.perf_counter() - start}
+        _end(todo, record | failure)
+        raise
+
+
+def _end(todo: Run, record: Mapping[str, Any]) -> None:
+    records.write_record(todo.path, record)
+    tracking.send(todo.config.tracker, todo.path)
+
+
+@own_method.faults()
+def _unfinished(todo: Run) -> dict[str, Any]:
+    """The record of a run that has not ended: what a killed one leaves."""
+    config = todo.config
+    module = type(config.method).__module__
+    file = inputs.own_file(module)
+    return {
+        "schema": records.SCHEMA,
+        "run_id": todo.path.parent.name,
+        "settings_id": records.settings_of(todo.path.parent.name),
+        "experiment": config.experiment,
+        "kind": config.kind,
+        "table": find(config.kind).table,
+        "status": "interrupted",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config": records.plain(config),
+        "settings": records.changed_settings(config),
+        "method_module": module,
+        "method_file": str(file) if file else None,
+        "when": config.method.when,
+        "inputs": dict(todo.inputs),
+        "environment": environment.describe(),
+        **asdict(Outcome(metrics={})),
+        "seconds": None,
+        "error": None,
+    }
+
+
+# Faults of the user's model, data or method
+
+
+@contextmanager
+def users_faults(config: RunConfig) -> Iterator[None]:
+    """Raise as a `UserError` what a user can put right: memory, a full disk, their own model, method or task."""
+    try:
+        yield
+    except SystemExit as end:
+        said = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
+        own = _of_own_code(config, end, said)
+        raise UserError(own or f"{said}; a method or task must not end the process") from end
+    except (UserError, KeyboardInterrupt, HeldError, BrokenPipeError):
+        raise
+    except OSError as error:
+        if own := _of_own_code(config, error, reason(error), by_line=True):
+            raise UserError(own) from error
+        raise
+    except BaseException as error:
+        said, kind = message(error), type(error).__name__
+        refusal: str | None
+        if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in said:  # CUDA, CPU
+            values = find(config.kind).memory_hints(config).items()
+            lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values)
+            refusal = f"out of memory: lower {lower}, or choose a smaller model"
+        elif isinstance(error, ValueError) and said.startswith("method."):
+            refusal = said  # `methods` knows no UserError
+        elif isinstance(error, OverflowError):
+            refusal = f"model={config.model.name}: its numbers are beyond a float's range ({one_line(error)})"
+        elif kind == "SafetensorError":
+            refusal = f"a file of tensors cannot be read or written ({one_line(error)}); is the disk full?"
+        else:
+            refusal = _of_own_code(config, error, reason(error))
+        if refusal is None:
+            raise
+        raise UserError(refusal) from error
+
+
+def _of_own_code(config: RunConfig, error: BaseException, said: str, *, by_line: bool = False) -> str | None:
+    """The fault of a user's own codec, method or task function, with its file and line; None where none ran.
+
+    Where an own method returned something that only our code stumbles over, the line is that of its class. by_line: do
+    not look for such a method.
+    """
+    parts = (f"codec={config.codec}", config.own_codec), (f"method={config.method_name}", config.method)
+    files = ((what, type(each), inputs.own_file(type(each).__module__)) for what, each in parts)
+    own = [(what, cls, file) for what, cls, file in files if file is not None]
+    for what, _, file in own:
+        if line := line_in(error, set(map(str, file.parent.glob("*.py")))):
+            return f"{what}: {line}: {said}"
+    folder = config.task.include_path
+    if folder is not None and (line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))):
+        return f"include_path={folder}: {line}: {said}"
+    if not own or by_line:
+        return None
+    what, cls, file = own[-1]
+    return f"{what}: {file}:{inspect.getsourcelines(cls)[1]}: returned what cannot be used: {said}"
+
+
+def is_held(record: Path) -> bool:
+    """True if a living process computes the record."""
+    if not record.with_name(".lock").exists():
+        return False
+    try:
+        with holding(record.parent, wait=False):
+            return False
+    except (HeldError, UserError):  # a lock that cannot be opened is another user's
+        return True
+
+
+@cache
+def _warn(results_dir: Path) -> None:
+    log.warning("%s: its file system has no locks; start one process at a time", results_dir)

@@ -1,0 +1,143 @@
+"""How far runs are, by experiment: done, running, failed, interrupted, missing, and the time that is left.
+
+    python run.py status=true results_dir=results     # of all that was started there
+    python run.py grid=leaderboard status=true        # of the cells of a command, with status=true at its end
+
+A grid leaves a list of its cells in `runs/grids` until all have begun, so that after an interruption a folder counts
+those that were never begun as missing, too. A run is running if a living process holds its lock. The time left is for
+one process: the mean time of the done cells of the same experiment, for each cell that is not done.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from harness.errors import UserError
+from harness.files import text_sha256, write_atomic
+from harness.results import record as records
+from harness.run.runner import Run, is_held
+
+GRIDS = "grids"
+"""The folder beside those of the experiments with the lists of cells of grids that have not ended."""
+STATES = ("done", "running", "failed", "interrupted", "missing")
+
+
+class Cell(NamedTuple):
+    """How far a run is. seconds: that it took, or has been running; None where it did not end. error: of a failed
+    one."""
+
+    experiment: str
+    title: str
+    state: str
+    seconds: float | None = None
+    error: str | None = None
+
+
+def note(runs: Sequence[Run]) -> Path:
+    """Write the list of a grid's cells beside their records. Returns its path, which is the same at every start of the
+    grid. Raises UserError where the folder cannot be written."""
+    cells = [_identity(run.path) | {"title": run.title} for run in runs]
+    text = json.dumps(cells, indent=1)
+    path = runs[0].path.parents[2] / GRIDS / f"{text_sha256(text)[:16]}.json"
+    write_atomic(path, text)
+    return path
+
+
+def _identity(path: Path) -> dict[str, str]:
+    """What a record is of, whatever the code."""
+    return {"experiment": path.parts[-3], "settings_id": records.settings_of(path.parent.name)}
+
+
+def _noted(results_dir: str | Path) -> Iterator[dict[str, str]]:
+    """The cells in the lists of a results folder; lists that are damaged are left out."""
+    for path in sorted((Path(results_dir) / "runs" / GRIDS).glob("*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            cells = json.loads(path.read_text(encoding="utf-8"))
+            yield from [{name: str(cell[name]) for name in ("experiment", "settings_id", "title")} for cell in cells]
+
+
+def of_runs(runs: Iterable[Run]) -> Iterator[Cell]:
+    """The cells of a command."""
+    for run in runs:
+        yield _cell(run.title, run.path, *run.found())
+
+
+def of_folder(results_dir: str | Path) -> Iterator[Cell]:
+    """All that was started in a results folder: of runs that differ in code alone, the one that is furthest. The cells
+    of a grid that has not ended are missing where they have no record."""
+    best: dict[tuple[str, str], Cell] = {}
+    for record in records.read_all(results_dir):
+        path = records.record_path(results_dir, record["experiment"], record["run_id"])
+        cell = _cell(f"{record['experiment']} {record['config']['label']}", path, record)
+        key = (record["experiment"], record["settings_id"])
+        if key not in best or STATES.index(cell.state) < STATES.index(best[key].state):
+            best[key] = cell
+    for noted in _noted(results_dir):
+        key = (noted["experiment"], noted["settings_id"])
+        best.setdefault(key, Cell(noted["experiment"], noted["title"], "missing"))
+    yield from best.values()
+
+
+def _cell(title: str, path: Path, record: Mapping[str, Any] | None, damage: UserError | None = None) -> Cell:
+    experiment = path.parts[-3]
+    if damage is not None:
+        return Cell(experiment, title, "failed", error=str(damage))
+    if record is None:
+        return Cell(experiment, title, "missing")
+    status, seconds = record["status"], record["seconds"]
+    if status == "finished":
+        return Cell(experiment, title, "done", seconds)
+    if is_held(path):
+        elapsed = datetime.now(UTC) - datetime.fromisoformat(record["started"])
+        return Cell(experiment, title, "running", elapsed.total_seconds())
+    return Cell(experiment, title, status, seconds, record["error"])
+
+
+def render(cells: Iterable[Cell]) -> str:
+    """A line for each experiment, then those that run, failed or were interrupted, by name."""
+    found = list(cells)
+    if not found:
+        return "nothing was started yet"
+    experiments: dict[str, list[Cell]] = {}
+    for cell in found:
+        experiments.setdefault(cell.experiment, []).append(cell)
+    left = {name: _seconds_left(own) for name, own in experiments.items()}
+    if len(experiments) > 1:
+        experiments["all"] = found
+        known = [seconds for seconds in left.values() if seconds is not None]
+        left["all"] = sum(known) if len(known) == len(left) else None
+    table = []
+    for name, own in experiments.items():
+        counts = [str(sum(cell.state == state for cell in own)) for state in STATES]
+        seconds = left[name]
+        table.append([name, *counts, "?" if seconds is None else _duration(seconds)])
+    header, sides = ["experiment", *STATES, "time left"], ["left", *["right"] * (len(STATES) + 1)]
+    lines = [tabulate(table, header, "plain", colalign=sides, disable_numparse=True)]
+    named = [cell for state in ("running", "failed", "interrupted") for cell in found if cell.state == state]
+    if named:
+        lines.append("")
+    for cell in named:
+        since = f" for {_duration(cell.seconds)}" if cell.state == "running" and cell.seconds is not None else ""
+        lines.append(f"{cell.state}{since}: {cell.title}" + (f": {cell.error}" if cell.error else ""))
+    return "\n".join(lines)
+
+
+def _seconds_left(cells: list[Cell]) -> float | None:
+    """Of the cells of one experiment; None where some are left and none is done."""
+    took = [cell.seconds for cell in cells if cell.state == "done" and cell.seconds is not None]
+    todo = [cell.seconds or 0.0 if cell.state == "running" else 0.0 for cell in cells if cell.state != "done"]
+    if todo and not took:
+        return None
+    return sum(max(0.0, fmean(took) - elapsed) for elapsed in todo)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

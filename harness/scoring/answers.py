@@ -1,0 +1,419 @@
+"""Answers through replay: scores of continuations, and texts. Each piece of work is done once.
+
+prompt   ids[:prefill_len]         dense, once per distinct prompt
+  branch   equal rows that follow    decoded once per question, counted as often as requests share them
+    own rows                           decoded per request
+
+Prompts of similar length are padded left into a batch and run once. Sessions of branches are forked from it, and their
+rows are padded right. Every request counts as a sequence of its own in the reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple, TypeVar
+
+import torch
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
+
+from harness.errors import UserError
+from harness.model.attach import Attached
+from harness.model.sampling import Draft, write
+from harness.model.sizes import ReadStats
+from harness.replay.session import ReplaySession
+from harness.replay.setup import Setup
+from harness.settings.config import GREEDY, Sampling
+
+CACHE_TOKENS = 8192
+"""Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in fp16 on
+Llama-2-7B."""
+PROMPT_TOKENS = 1024
+"""Prompts times columns of one prefill, for scores: enough rows to keep the matrix products busy; more only pad."""
+HEAD_ROWS = 256
+"""Rows that pass the output head at once: 50 MB of fp32 logits at a vocabulary of 50k, 130 MB at 128k."""
+
+Document = tuple[str | None, int | None]
+"""Task and number of a question."""
+Item = TypeVar("Item")
+
+
+class Request(NamedTuple):
+    """A context, `ids[:context_len]`, whose continuation is scored, or that is to be continued.
+
+    ids: the context, and the continuation to score if there is one. prefill_len: rows that attend densely, at least 1.
+    final_length: T. Where text is generated, T is the context and `max_new_tokens`, as in live decoding; else the
+    context and the longest choice of the question. document: requests of one document are the choices of one question.
+    max_new_tokens: 0 where a continuation is scored. stops: texts that end the answer once it holds one. sampling: how
+    the answer's tokens are chosen, by random numbers made from `seed`, the question's number and `repeat`.
+    """
+
+    ids: tuple[int, ...]
+    context_len: int
+    prefill_len: int
+    final_length: int
+    document: Document
+    max_new_tokens: int = 0
+    stops: tuple[str, ...] = ()
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    repeat: int = 0
+
+    @property
+    def key(self) -> str:
+        """What the answer's random numbers are made from."""
+        return f"{self.seed}/{self.document[1]}/{self.repeat}"
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens of the dense rows."""
+        return self.ids[: self.prefill_len]
+
+    @property
+    def num_rows(self) -> int:
+        """Decode rows at most. The last token, given or generated, has none: its prediction is not used."""
+        return len(self.ids) + self.max_new_tokens - 1 - self.prefill_len
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Tokens of the decode rows that are known beforehand."""
+        return self.ids[self.prefill_len :][: self.num_rows]
+
+
+class Score(NamedTuple):
+    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would produce it."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+# Shared work
+
+
+class Branch(NamedTuple):
+    """Requests after one prompt, by index, and the decode rows that are equal in all of them: of one document, or
+    equal ones whose text is generated."""
+
+    requests: list[int]
+    shared: tuple[int, ...]
+
+
+class SharedPrompt(NamedTuple):
+    """A prompt and the branches that follow it, all of one final length."""
+
+    ids: tuple[int, ...]
+    final_length: int
+    branches: list[Branch]
+
+
+def share(requests: Sequence[Request]) -> list[SharedPrompt]:
+    """The tree of prompts, branches and requests; longest prompts first, so that batches are even.
+
+    Prompts count as equal only if T is equal too: a method may evict by T at the end of the prompt.
+    """
+    tree: dict[tuple, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, request in enumerate(requests):
+        branch = request if request.max_new_tokens else request.document
+        tree[request.prompt, request.final_length][branch].append(index)
+    prompts = []
+    for (ids, final_length), groups in tree.items():
+        branches = []
+        for group in groups.values():
+            columns = zip(*(requests[index].rows for index in group), strict=False)
+            equal = takewhile(lambda column: len(set(column)) == 1, columns)
+            branches.append(Branch(group, tuple(column[0] for column in equal)))
+        prompts.append(SharedPrompt(ids, final_length, branches))
+    return sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.final_length), reverse=True)
+
+
+class PromptBatch:
+    """A batch of prompts after their prefill, whose branches are decoded slice by slice.
+
+    root: the session of the prompts; its `reads` are those of the prefill.
+    """
+
+    def __init__(
+        self, prompts: Sequence[SharedPrompt], requests: Sequence[Request], attached: Attached, setup: Setup
+    ) -> None:
+        self.requests = requests
+        self.device = attached.device
+        self.branches = [(parent, branch) for parent, prompt in enumerate(prompts) for branch in prompt.branches]
+        ids, valid = pad([prompt.ids for prompt in prompts], self.device, left=True)
+        self.num_columns = ids.shape[1]
+        final_lengths = self.tensor([prompt.final_length for prompt in prompts])
+        self.root = setup.replay(attached, final_lengths, self.num_columns)
+        counts = self.tensor([sum(len(branch.requests) for branch in prompt.branches) for prompt in prompts])
+        self.last_hidden = self.root.prefill(ids, valid, counts)[:, -1:]  # [prompts, 1, hidden_size]
+
+    def slices(self) -> Iterator[list[tuple[int, Branch]]]:
+        """The branches, each with the index of its prompt in the batch, in slices of bounded memory."""
+
+        def size(item: tuple[int, Branch]) -> tuple[int, int]:
+            members = [self.requests[index] for index in item[1].requests]
+            own = sum(len(request.rows) > len(item[1].shared) for request in members)
+            return max(1, own), self.num_columns + max(request.num_rows for request in members)
+
+        yield from batches(self.branches, size, CACHE_TOKENS)
+
+    def decode_shared(
+        self, branches: Sequence[tuple[int, Branch]], more_columns: int = 0
+    ) -> tuple[ReplaySession, Tensor]:
+        """Fork the prompts to `branches` and decode the rows that each one's requests share.
+
+        more_columns: room for rows that follow. Returns the session, which has read these rows only, and hidden states
+        [branches, 1 + longest, hidden_size], the prompt's last row before the shared ones.
+        """
+        parents = self.tensor([parent for parent, _ in branches])
+        shared, valid = pad([branch.shared for _, branch in branches], self.device)
+        session = self.root.fork(parents, self.num_columns + shared.shape[1] + more_columns)
+        hidden = [self.last_hidden[parents]]
+        if shared.shape[1]:
+            counts = self.tensor([len(branch.requests) for _, branch in branches])
+            hidden.append(session.decode(shared, valid, counts))
+        return session, torch.cat(hidden, 1)
+
+    def tensor(self, values: list[int]) -> Tensor:
+        """The values on the model's device."""
+        return torch.tensor(values, device=self.device)
+
+
+def batches(items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most: int) -> Iterator[list[Item]]:
+    """Consecutive items whose sequences times columns stay within `most`, at least one; size: (sequences, columns)."""
+    batch: list[Item] = []
+    count = width = 0
+    for item in items:
+        sequences, columns = size(item)
+        if batch and (count + sequences) * max(width, columns) > most:
+            yield batch
+            batch, count, width = [], 0, 0
+        batch.append(item)
+        count, width = count + sequences, max(width, columns)
+    if batch:
+        yield batch
+
+
+def pad(sequences: Sequence[Sequence[int]], device: torch.device, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Ids int [batch, longest], 0 where padded, and bool of the same shape, True where real."""
+    rows = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left" if left else "right")
+    return padded(rows).to(device), padded([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)
+
+
+# Scores
+
+
+def score(
+    requests: Sequence[Request], attached: Attached, setup: Setup, on_scored: Callable[[int], object]
+) -> tuple[list[Score], ReadStats]:
+    """Scores in the order of `requests`, and their reads.
+
+    on_scored: takes the number of requests scored since its last call. Raises UserError where the method did not run
+    on every decode row.
+    """
+    scores: dict[int, Score] = {}
+    reads = ReadStats()
+    for group in batches(share(requests), lambda prompt: (1, len(prompt.ids)), PROMPT_TOKENS):
+        batch = PromptBatch(group, requests, attached, setup)
+        reads += batch.root.reads
+        for branches in batch.slices():
+            hidden, addresses, decoded = _decode_choices(batch, branches)
+            decoded.check_fired()
+            reads += decoded
+            scores |= _read_off(hidden, addresses, requests, attached)
+            on_scored(len(addresses))
+    return [scores[index] for index in range(len(requests))], reads
+
+
+def _decode_choices(
+    batch: PromptBatch, branches: Sequence[tuple[int, Branch]]
+) -> tuple[Tensor, dict[int, list[int]], ReadStats]:
+    """Decode the shared rows of `branches`, then each request's own.
+
+    Returns final hidden states [rows, hidden_size], the rows of each request, by index, from the last one of its prompt
+    on, and the reads.
+    """
+    trunk, hidden = batch.decode_shared(branches)
+    reads = trunk.reads
+    blocks: list[Tensor] = []
+    addresses: dict[int, list[int]] = defaultdict(list)
+
+    def add(hidden: Tensor, owners: Iterable[tuple[Sequence[int], int]]) -> None:
+        """owners: for each sequence its requests and number of real rows."""
+        start = sum(map(len, blocks))
+        blocks.append(hidden.flatten(0, 1))
+        for members, count in owners:
+            for index in members:
+                addresses[index] += range(start, start + count)
+            start += hidden.shape[1]
+
+    add(hidden, [(branch.requests, 1 + len(branch.shared)) for _, branch in branches])
+    # (branch, request, own rows), in groups in which none has twice the rows of another: little padding, few forwards.
+    groups: dict[int, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
+    for at, (_, branch) in enumerate(branches):
+        for index in branch.requests:
+            own = batch.requests[index].rows[len(branch.shared) :]
+            if own:
+                groups[len(own).bit_length()].append((at, index, own))
+    for group in groups.values():
+        ids, valid = pad([own for _, _, own in group], batch.device)
+        tips = trunk.fork(batch.tensor([at for at, _, _ in group]), trunk.history.length + ids.shape[1])
+        add(tips.decode(ids, valid), [([index], len(own)) for _, index, own in group])
+        reads += tips.reads
+    return torch.cat(blocks), addresses, reads
+
+
+def _read_off(
+    hidden: Tensor, rows: dict[int, list[int]], requests: Sequence[Request], attached: Attached
+) -> dict[int, Score]:
+    """Scores of the requests whose rows of `hidden` are given. A row shared by several passes the head once."""
+    targets = {index: requests[index].ids[requests[index].context_len :] for index in rows}
+    # The continuation's first token is predicted by the row of the context's last: one row before its own.
+    addresses = [rows[index][-len(tokens) :] for index, tokens in targets.items()]
+    device = attached.device
+    wanted = torch.tensor([token for tokens in targets.values() for token in tokens], device=device)
+    unique, where = torch.unique(
+        torch.tensor([at for each in addresses for at in each], device=device), return_inverse=True
+    )
+    hidden = hidden[unique]
+    log_probs = torch.empty(len(wanted), device=device)
+    greedy = torch.empty(len(wanted), dtype=torch.bool, device=device)
+    for start in range(0, len(unique), HEAD_ROWS):
+        logits = attached.logits(hidden[start : start + HEAD_ROWS])  # [rows, vocab]
+        here = ((where >= start) & (where < start + HEAD_ROWS)).nonzero().squeeze(-1)
+        row, token = where[here] - start, wanted[here]
+        log_probs[here] = logits[row, token] - logits.logsumexp(-1)[row]
+        greedy[here] = logits.argmax(-1)[row] == token
+    lengths = [len(tokens) for tokens in targets.values()]
+    sums, all_greedy = log_probs.double().split(lengths), greedy.split(lengths)
+    return {
+        index: Score(float(total.sum()), bool(same.all()))
+        for index, total, same in zip(targets, sums, all_greedy, strict=True)
+    }
+
+
+# Texts
+
+
+class Written(NamedTuple):
+    """A generated answer. tokens: the one that ended it included. at_limit: `max_new_tokens` ended it."""
+
+    tokens: list[int]
+    at_limit: bool
+
+
+def generate(
+    requests: Sequence[Request],
+    attached: Attached,
+    setup: Setup,
+    on_answered: Callable[[int], object],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Written], ReadStats]:
+    """The answers, in the order of `requests`, and their reads.
+
+    The rest of the context after the prompt is decoded teacher-forced, then each step decodes one row of every
+    sequence. The model's generation config says, as in lm-eval's `HFLM`, which tokens end an answer, and the repetition
+    penalty. tokenizer: spells tokens, to find the texts that end an answer. on_answered: takes the number of requests
+    answered since its last call. Raises UserError where the method did not run on every decode row, or there was none;
+    the full cache needs none.
+    """
+    written: dict[int, Written] = {}
+    reads = ReadStats()
+    ends = attached.model.generation_config.eos_token_id
+    eos = set(ends) if isinstance(ends, list) else {ends}
+
+    def size(prompt: SharedPrompt) -> tuple[int, int]:
+        rows = max(requests[branch.requests[0]].num_rows for branch in prompt.branches)
+        return len(prompt.branches), len(prompt.ids) + rows
+
+    for group in batches(share(requests), size, CACHE_TOKENS):
+        batch = PromptBatch(group, requests, attached, setup)
+        reads += batch.root.reads
+        for branches in batch.slices():
+            answers = [_Answer(branch, requests[branch.requests[0]], tokenizer, eos) for _, branch in branches]
+            session, hidden = batch.decode_shared(branches, max(answer.left for answer in answers) - 1)
+            last = batch.tensor([len(branch.shared) for _, branch in branches])
+            writing = _Writing(session, attached)
+            num_ended = 0
+            for _ in write(answers, writing.logits(answers, hidden[range(len(last)), last]), writing.feed):
+                before, num_ended = num_ended, sum(len(answer.requests) for answer in answers if answer.ended)
+                on_answered(num_ended - before)
+            reads += writing.reads + writing.session.reads
+            written |= {
+                index: Written(answer.tokens, not answer.ends_itself())
+                for answer in answers
+                for index in answer.requests
+            }
+    if reads.rows:
+        reads.check_fired()
+    elif not batch.root.reads_everything:
+        raise UserError(
+            "every answer ended with its first token, which the dense prompt gives, so the method decoded nothing: use "
+            "prefill=question, or leave the task out"
+        )
+    return [written[index] for index in range(len(requests))], reads
+
+
+class _Answer(Draft):
+    """An answer under way, and the requests that ask for it.
+
+    It ends with a token of `eos`, with the text of a stop (found by lm-eval's criteria in the spelling of the last
+    tokens), or at the request's `max_new_tokens`.
+    """
+
+    def __init__(
+        self, branch: Branch, request: Request, tokenizer: PreTrainedTokenizerBase, eos: set[int | None]
+    ) -> None:
+        super().__init__(request.max_new_tokens, request.sampling, request.key)
+        self.requests = branch.requests
+        self.request = request
+        self._eos = eos
+        self._criteria = stop_sequences_criteria(tokenizer, list(request.stops), 0, 1)
+        self._looks_back = max((each.sequence_id_len for each in self._criteria), default=0)
+
+    def ends_itself(self) -> bool:
+        last = torch.tensor([self.tokens[-self._looks_back :]])
+        return self.tokens[-1] in self._eos or any(criterion(last, None) for criterion in self._criteria)
+
+
+class _Writing:
+    """A batch of answers under way in replay.
+
+    A sequence that has ended is padding. Once half of a batch has ended, the others are forked into a batch of their
+    own. reads: of the sessions so far.
+    """
+
+    def __init__(self, session: ReplaySession, attached: Attached) -> None:
+        self.session = session
+        self.attached = attached
+        self.reads = ReadStats()
+        penalty = attached.model.generation_config.repetition_penalty
+        self._penalize = RepetitionPenaltyLogitsProcessor(penalty) if penalty not in (None, 1.0) else None
+
+    def logits(self, answers: Sequence[_Answer], hidden: Tensor) -> Tensor:
+        """What predicts the next token of each answer, [batch, vocab], from hidden states [batch, hidden_size]."""
+        logits = self.attached.logits(hidden)
+        if self._penalize is None:
+            return logits
+        so_far = [torch.tensor([[*each.request.ids, *each.tokens]], device=hidden.device) for each in answers]
+        return torch.cat([self._penalize(ids, row) for ids, row in zip(so_far, logits.split(1), strict=True)])
+
+    def feed(self, answers: Sequence[_Answer]) -> tuple[Sequence[_Answer], Tensor]:
+        """Run the last token of each answer."""
+        device = self.attached.device
+        going = [at for at, answer in enumerate(answers) if not answer.ended]
+        if 2 * len(going) <= len(answers):
+            self.reads += self.session.reads
+            answers = [answers[at] for at in going]
+            most = max(answer.left for answer in answers)
+            columns = self.session.history.length + most
+            self.session = self.session.fork(torch.tensor(going, device=device), columns)
+        ids = torch.tensor([[answer.tokens[-1]] for answer in answers], device=device)
+        valid = torch.tensor([[not answer.ended] for answer in answers], device=device)
+        counts = torch.tensor([len(answer.requests) for answer in answers], device=device)
+        return answers, self.logits(answers, self.session.decode(ids, valid, counts)[:, -1])

@@ -1,0 +1,363 @@
+"""lm-eval's view of a method: an `LM` whose log-likelihoods and texts come from replay.
+
+lm-eval makes prompts and choices, and turns answers into scores. Here its texts become token requests, which a scorer
+and a generator answer. Tokens are those of lm-eval's `HFLM` with default settings, so that the full cache gives its
+numbers and its texts.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from harness.errors import UserError
+from harness.model.load import LoadedModel
+from harness.scoring.answers import Document, Request, Score, Written
+from harness.settings.config import GREEDY, Sampling, SamplingConfig
+
+FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
+MAX_GEN_TOKS = 256
+"""lm-eval's default length of an answer, in tokens."""
+OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p")
+"""Generation settings that change nothing where the most likely token is taken. All but min_p are offered."""
+
+AS_THE_TASK = SamplingConfig()
+
+Chat = list[dict[str, str]]
+Encoded = tuple[tuple[str, str], list[int], list[int]]
+"""(context, continuation) as texts, then the tokens of each: lm-eval's form of a choice."""
+
+
+class Prefill(NamedTuple):
+    """Which rows of a request attend densely; the rest are decode rows, on which a method acts.
+
+    mode: `dense`: the context but for its last row where a continuation is scored, and all of it where text is
+        generated, as when serving.
+        `question`: the prompt ends before the token that holds the first character of `marker`, so that the cache is
+        reduced before the question is known.
+        `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the paper's Fig 11.
+    marker: text with which the question starts; its last occurrence in the context counts.
+    budget: share of T that the method keeps.
+    in_turns: requests with one prompt are the turns of one cache. So they have one T, that of the longest.
+    """
+
+    mode: str
+    marker: str = FEWSHOT_SEPARATOR
+    budget: float = 1.0
+    in_turns: bool = False
+
+
+class ReplayLM(TemplateLM):
+    """Answers lm-eval's requests of all three types.
+
+    Args:
+        loaded: its tokenizer and length limit are used.
+        prefill: which rows are dense.
+        scorer: token requests to scores, in order; called once for all requests of a type.
+        generator: token requests to their answers, in order.
+        mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
+        sampling, seed: of the answers that are generated.
+        too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its beginning.
+
+    After a run `requests` holds the token requests in the order in which lm-eval asked, one type after another; a text
+    that was scored whole has one for each of its windows. `truncated` holds the questions whose context was cut.
+    `written` holds the generated answers of each question, one list for each repeat.
+
+    With several repeats `evaluate` asks once for each: the first time all answers are generated, and `repeat` says
+    which are returned.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prefill: Prefill,
+        scorer: Callable[[Sequence[Request]], Sequence[Score]],
+        *,
+        generator: Callable[[Sequence[Request]], Sequence[Written]],
+        mean: bool = False,
+        sampling: SamplingConfig = AS_THE_TASK,
+        seed: int = 0,
+        too_long: Literal["refuse", "truncate"] = "refuse",
+    ) -> None:
+        super().__init__()
+        if loaded.tokenizer is None:
+            raise UserError(f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one")
+        self.tokenizer = loaded.tokenizer
+        self.max_length = loaded.max_length
+        self.requests: list[Request] = []
+        self.truncated: set[Document] = set()
+        self.repeat = 0
+        self.written: list[dict[Document, list[Written]]] = []
+        self._name = loaded.name
+        self._prefill = prefill
+        self._scorer = scorer
+        self._generator = generator
+        self._mean = mean
+        self._sampling = sampling
+        self._seed = seed
+        self._planned: list[Request] = []
+        self._too_long = too_long
+        self._documents: list[Document] = []
+
+    # As `HFLM`
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-sequence token."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The one token of an empty context."""
+        bos = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """lm-eval's name for prompts of this chat template."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix token."""
+        return self._encoded(string, add_special_tokens)["input_ids"]
+
+    def _encoded(self, text: str, add_special_tokens: bool | None = None, **options: Any) -> Any:
+        if add_special_tokens is None and has_bos_prefix(text, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        if add_special_tokens is not None:
+            options["add_special_tokens"] = add_special_tokens
+        return self.tokenizer(text, **options, verbose=False)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Raises UserError where the model has none."""
+        if chat_template:
+            self._require_chat_template()
+        return super().chat_template(chat_template)
+
+    def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
+        """Turns as one text; a template that knows no system role is tried without that turn."""
+        self._require_chat_template()
+
+        def rendered(turns: Chat) -> str:
+            return self.tokenizer.apply_chat_template(
+                turns,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        try:
+            return rendered(chat_history)
+        except jinja2.exceptions.TemplateError:
+            return rendered([turn for turn in chat_history if turn["role"] != "system"])
+
+    def _require_chat_template(self) -> None:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError(
+                f"apply_chat_template=true: model {self._name} has no chat template; choose one that was trained to "
+                "chat, or apply_chat_template=false"
+            )
+
+    # Requests of each type
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """As lm-eval's, noting which requests are choices of one document."""
+        self._documents = [_document(request) for request in requests]
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: list[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
+        contexts = [
+            self._fit(document, context, self.max_length + 1 - len(continuation))
+            for document, (_, context, continuation) in zip(self._documents, requests, strict=True)
+        ]
+        given = list(zip(self._documents, requests, contexts, strict=True))
+        longest: dict[Document, int] = defaultdict(int)
+        for document, (_, _, continuation), context in given:
+            longest[document] = max(longest[document], len(context) + len(continuation))
+        asked = [self._request(document, each, context, longest[document]) for document, each, context in given]
+        planned = self._in_turns(asked)
+        self.requests += planned
+        answers = []
+        for (texts, _, continuation), scored in zip(requests, self._scorer(planned), strict=True):
+            divisor = len(continuation) if self._mean else 1
+            answers.append((scored.log_likelihood / divisor, scored.is_greedy))
+            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a sequence of its own."""
+        windows = [self._windows(_document(each), each.args[0]) for each in requests]
+        planned = [window for text in windows for window in text]
+        self.requests += planned
+        scores = iter(self._scorer(planned))
+        answers = []
+        for request, text in zip(requests, windows, strict=True):
+            answers.append(sum(score.log_likelihood for score in islice(scores, len(text))))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        return answers
+
+    def _windows(self, document: Document, text: str) -> list[Request]:
+        if self._prefill.mode == "question":
+            raise UserError(
+                f"task {document[0]}: scores whole texts, in which prefill=question finds no question; "
+                "use prefill=dense or artifact"
+            )
+        windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+        return [
+            self._request(document, (("", ""), context, continuation), context, len(context) + len(continuation))
+            for context, continuation in map(make_disjoint_window, windows)
+        ]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Answers, cut at the first stop string. A question that is asked n times has n answers of its own."""
+        planned = self._in_turns([self._generation(request) for request in requests])
+        if not self.repeat:
+            self._planned = planned
+            self._write(planned)
+        elif planned != self._planned:
+            raise UserError(
+                f"repeats={self._sampling.repeats}: task {requests[0].task_name} makes other prompts each time it is "
+                "asked; leave repeats out"
+            )
+        remaining = {document: iter(answers) for document, answers in self.written[self.repeat].items()}
+        answers = []
+        for request, asked in zip(requests, planned, strict=True):
+            tokens = next(remaining[asked.document]).tokens
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            answers.append(postprocess_generated_text(text, list(asked.stops), None))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        return answers
+
+    def _write(self, planned: Sequence[Request]) -> None:
+        """Generate every repeat's answers in one go, so that all share the work on a prompt."""
+        asked: list[Request] = []
+        for repeat in range(self._sampling.repeats):
+            times: Counter[Document] = Counter()
+            for request in planned:
+                # Answers that lm-eval asks for several times are repeats too, by numbers that no other has.
+                number = repeat + times[request.document] * self._sampling.repeats
+                asked.append(request if request.sampling == GREEDY else request._replace(repeat=number))
+                times[request.document] += 1
+        self.requests += asked[: len(planned)]
+        answers = iter(self._generator(asked))
+        self.written = []
+        for _ in range(self._sampling.repeats):
+            of_repeat: dict[Document, list[Written]] = defaultdict(list)
+            for request in planned:
+                of_repeat[request.document].append(next(answers))
+            self.written.append(of_repeat)
+
+    def _sampling_of(self, request: Instance, given: Mapping[str, Any]) -> Sampling:
+        """The project's settings where they are given, else those of the task's `generation_kwargs`."""
+        of_task = GREEDY
+        if given["do_sample"]:
+            temperature = float(given.get("temperature", 1.0))
+            of_task = Sampling(temperature, float(given.get("top_p") or 1.0), int(given.get("top_k") or 0) or None)
+        try:
+            sampling = self._sampling.rule(of_task)
+        except UserError as error:
+            raise UserError(f"task {request.task_name}: {error}") from error
+        if sampling != GREEDY and given.get("min_p"):
+            raise UserError(f"task {request.task_name}: generation_kwargs min_p={given['min_p']} is not offered")
+        return sampling
+
+    def _generation(self, request: Instance) -> Request:
+        text, given = request.args
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+        eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
+        stops, max_new_tokens = handle_stop_sequences(settings.pop("until"), eos), settings.pop("max_gen_toks")
+        sampling = self._sampling_of(request, settings)
+        for name, value in settings.items():
+            if name not in OF_SAMPLING and (name, value) != ("num_beams", 1):
+                raise UserError(f"task {request.task_name}: generation_kwargs {name}={value} is not offered")
+        document = _document(request)
+        whole = self.tok_encode(text) or [self.prefix_token_id]
+        context = self._fit(document, whole, self.max_length - max_new_tokens)
+        final_length, cut = len(context) + max_new_tokens, len(whole) - len(context)
+        prefill_len = self._prefill_len(document, text, cut, len(context), final_length)
+        if prefill_len + 1 >= final_length:
+            raise UserError(
+                f"{_where(document)}: max_gen_toks={max_new_tokens} leaves no decode row, so no method could act on it"
+            )
+        asked = Request(tuple(context), len(context), prefill_len, final_length, document, max_new_tokens, tuple(stops))
+        return asked if sampling == GREEDY else asked._replace(sampling=sampling, seed=self._seed)
+
+    def _request(self, document: Document, encoded: Encoded, context: list[int], final_length: int) -> Request:
+        """A continuation to score after `context`, the last tokens of the encoded one."""
+        (text, _), whole, continuation = encoded
+        cut = len(whole) - len(context)
+        text = text.rstrip()  # as lm-eval encodes a context
+        prefill_len = self._prefill_len(document, text, cut, len(context) - 1, final_length)
+        num_tokens = len(context) + len(continuation)
+        if num_tokens <= prefill_len + 1:  # the last token is predicted, not run
+            raise UserError(
+                f"{_where(document)}: {num_tokens} tokens leave no decode row, so no method could act on it"
+            )
+        return Request((*context, *continuation), len(context), prefill_len, final_length, document)
+
+    def _in_turns(self, planned: list[Request]) -> list[Request]:
+        """Give the requests that are answered from one cache one T, as a method may keep a share of it."""
+        if not self._prefill.in_turns:
+            return planned
+        longest: dict[tuple[int, ...], int] = defaultdict(int)
+        for request in planned:
+            longest[request.prompt] = max(longest[request.prompt], request.final_length)
+        return [request._replace(final_length=longest[request.prompt]) for request in planned]
+
+    def _fit(self, document: Document, context: list[int], most: int) -> list[int]:
+        """The last `most` tokens of a context, where that is allowed."""
+        if len(context) <= most:
+            return context
+        if self._too_long == "refuse" or most < 1:
+            ways = "lower num_fewshot, choose a model with a longer context"
+            ways += "" if most < 1 else ", or too_long=truncate"
+            raise UserError(
+                f"{_where(document)}: context and answer have {len(context) - most + self.max_length} tokens, "
+                f"the model takes {self.max_length}; {ways}"
+            )
+        self.truncated.add(document)
+        return context[-most:]
+
+    def _prefill_len(self, document: Document, text: str, cut: int, most: int, final_length: int) -> int:
+        """Dense rows of a context whose first `cut` tokens have been left out: at most `most`, and at least 1."""
+        end = most
+        if self._prefill.mode == "artifact":
+            end = int(final_length * self._prefill.budget)
+        elif self._prefill.mode == "question":
+            at, marker_at = text.rfind(self._prefill.marker), 0
+            if at >= 0:
+                if not self.tokenizer.is_fast:
+                    raise UserError("prefill=question needs a fast tokenizer, which knows where in the text tokens lie")
+                offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
+                marker_at = next(index for index, (_, stop) in enumerate(offsets) if stop > at)
+            if marker_at <= cut and self._prefill.in_turns:
+                raise UserError(
+                    f"{_where(document)}: kind=turns needs {self._prefill.marker!r} inside the prompt, where the "
+                    "question starts; set question_marker="
+                )
+            if marker_at <= cut:
+                raise UserError(
+                    f"{_where(document)}: prefill=question needs {self._prefill.marker!r} inside the context, where "
+                    "the question starts; use prefill=dense or artifact, or num_fewshot above 0"
+                )
+            end = marker_at - cut
+        return max(1, min(end, most))
+
+
+def _document(request: Instance) -> Document:
+    return request.task_name, request.doc_id
+
+
+def _where(document: Document) -> str:
+    return f"task {document[0]}, question {document[1]}"
