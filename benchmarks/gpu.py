@@ -45,7 +45,6 @@ from benchmarks.timing import idle_s
 from harness.checks.contract import TOLERANCE, largest_difference, live
 from harness.errors import UserError, exit_code, reason, refused
 from harness.files import write_atomic
-from harness.live import store as offload_store
 from harness.live.links import open_link
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning
 from harness.live.store import KVStore, RowFormat, chosen, indices
@@ -56,11 +55,11 @@ from harness.model.resources import Resources
 from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.replay.setup import Setup, codec_of
 from harness.results.record import read_record
+from harness.run.compose import load
 from harness.run.runner import Run, report, run
-from harness.settings.compose import load
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed.link_rate import LinkRate, link_rate
-from methods import base as methods_base
+from methods import compiled
 from methods.codec import Codec
 
 MIB = 2**20
@@ -232,7 +231,7 @@ def equalities(device: torch.device, rate: LinkRate) -> Iterator[tuple[str, bool
             # Rows that stay on the device are summed in another order.
             others = [("host and device", on_host, TOLERANCE if config.device_rows else 0)]
             if device.type == "cuda":
-                with patch.object(offload_store, "COMPILED", set()), patch.object(methods_base, "COMPILED", set()):
+                with patch.object(compiled, "COMPILED", set()):
                     plain = decode(placement="device").logits
                 others.append(("kernels and torch", plain, TOLERANCE if codec is None else CODED_TOLERANCE))
             for ways, logits, allowed in others:

@@ -28,9 +28,9 @@ from harness.data.tasks import load_suite
 from harness.data.text import offline_text, token_ids
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model
+from harness.run.compose import load
 from harness.scoring.evaluation import ReplayEngine
 from harness.scoring.lm import Prefill, ReplayLM
-from harness.settings.compose import load
 from harness.settings.config import RunConfig
 
 TARGETS = {"openbookqa": 2.5, "copa": 1.5, "texts": 1 / 1.5}  # times as fast as HFLM

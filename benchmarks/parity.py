@@ -30,7 +30,7 @@ from harness.errors import UserError, exit_code
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.load import load_model
-from harness.settings.compose import load
+from harness.run.compose import load
 from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, RereadRows, Rows
 from methods.codec import ChannelCodec, lloyd_max
 from methods.evicting import EvictingState

@@ -30,7 +30,7 @@ from harness.live.links import open_link
 from harness.model.attach import Attached, attach
 from harness.model.load import load_model
 from harness.replay.setup import Setup, prepare
-from harness.settings.compose import load
+from harness.run.compose import load
 
 HEAD_CHUNK = 128
 CASES = {

@@ -20,8 +20,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -520,14 +518,6 @@ class Geometry:
 
 
 # Helpers of methods
-
-COMPILED = {"cuda"}
-"""Kinds of devices that have Triton kernels."""
-
-
-def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """`methods.kernels` where kernels serve the device of `tensor`; else None."""
-    return import_module("methods.kernels") if tensor.device.type in COMPILED else None
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:

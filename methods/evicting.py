@@ -29,10 +29,10 @@ from methods.base import (
     Selection,
     State,
     floor_frac,
-    kernels_for,
     require,
     share_above,
 )
+from methods.compiled import kernels_for
 
 INF = float("inf")
 

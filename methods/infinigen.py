@@ -39,9 +39,9 @@ from methods.base import (
     State,
     When,
     floor_frac,
-    kernels_for,
     require,
 )
+from methods.compiled import kernels_for
 from methods.evicting import EvictingState
 from methods.projected import INDEX_BITS, ProjectedState, right_vectors
 from methods.selection import Selecting, largest

@@ -1,4 +1,4 @@
-"""Triton kernels of methods, imported only when a tensor lies on a GPU (`methods.base.kernels_for`).
+"""Triton kernels of methods, imported only when a tensor lies on a GPU (`methods.compiled.kernels_for`).
 
 Selection: two launches instead of about thirty. One program serves a query row of one set. The first kernel reduces the
 scores of a set's query heads to one. The second finds the least score that is taken, eight bits at a time, since fp32

@@ -28,9 +28,9 @@ from methods.base import (
     State,
     When,
     floor_frac,
-    kernels_for,
     require,
 )
+from methods.compiled import kernels_for
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from harness.settings import compose, schema
-from harness.settings.compose import Composer
+from harness.run import compose, schema
+from harness.run.compose import Composer
 from harness.settings.config import RunConfig
 
 _composers: defaultdict[Path, Composer] = defaultdict(Composer)

@@ -12,7 +12,7 @@ import torch
 
 from harness.errors import UserError
 from harness.run.cli import main, read_words
-from harness.settings.compose import read_override
+from harness.run.compose import read_override
 from harness.settings.systems import LABELS
 from tests.runs import outcome
 

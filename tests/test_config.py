@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.cli import in_words
-from harness.settings.compose import OF_THE_FILE, method_file, parse
+from harness.run.compose import OF_THE_FILE, method_file, parse
 from harness.settings.config import PAPER_TASKS, RunConfig
-from harness.settings.kind import COMMON, find, foreign_settings, kinds
+from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
 from harness.settings.schema import CONF_DIR, options
 from tests.composed import composed, load
 
@@ -85,7 +85,7 @@ def test_the_platform_decides_device_and_precision(experiment):
 def test_a_kind_depends_on_settings_that_exist():
     names = {field.name for field in dataclasses.fields(RunConfig)}
     shown = {"label", "label_given", "results_dir", "tracker"}
-    depends = {kind: {*COMMON, *find(kind).depends_on} for kind in kinds()}
+    depends = {kind: {*COMMON, *find(kind).depends_on} for kind in KINDS}
     assert set().union(*depends.values()) == names - shown
     for kind, settings in depends.items():
         assert foreign_settings(kind) == names - settings

@@ -26,7 +26,7 @@ import harness
 from harness.model.tiny import tiny_model
 from harness.run.cli import main
 from harness.run.cluster import Cluster
-from harness.settings.compose import OF_THE_FILE, compose
+from harness.run.compose import OF_THE_FILE, compose
 from harness.settings.schema import CONF_DIR, build
 from methods.base import Method, Row, State
 from methods.selection import Selecting

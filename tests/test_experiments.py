@@ -17,10 +17,10 @@ from test_plots import bar_heights, draw, drawn, legend, lines, write
 from harness.model.load import LoadedModel
 from harness.results.columns import ACCURACY, ANALYSIS, LATENCY, NUM_CONTEXTS, OPTIONAL, PUBLISHED_CSV, names
 from harness.run.cli import main
+from harness.run.compose import compose
 from harness.run.grid import read_plan
-from harness.settings.compose import compose
 from harness.settings.config import RunConfig
-from harness.settings.kind import find
+from harness.settings.kinds import find
 from harness.settings.schema import CONF_DIR
 from methods.base import Row
 from plots.data import Tables

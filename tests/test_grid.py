@@ -16,12 +16,12 @@ from harness import errors
 from harness.errors import UNFINISHED, UserError, describe
 from harness.files import holding
 from harness.model.resources import Resources
-from harness.results import inputs
 from harness.results import record as records
 from harness.run import cli, status
+from harness.run.compose import Composer, compose
 from harness.run.grid import Plan, read_plan
+from harness.run.kinds import digests_of
 from harness.run.runner import Run, run
-from harness.settings.compose import Composer, compose
 from harness.settings.schema import CONF_DIR
 from tests.composed import load
 from tests.runs import outcome, own_grids
@@ -141,7 +141,7 @@ def test_every_grid_composes_and_repeats_nothing(name, monkeypatch):
     monkeypatch.setattr("harness.data.rows.revision", lambda *_, **__: "1")
     root = ["grid.data_root=hub"] if "data_root" in GRIDS[name] else []
     plan = read(f"grid={name}", "data=hub", "data.root=null", *root)
-    digests = inputs.digests(plan.cells[0])
+    digests = digests_of(plan.cells[0])
     ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.cells)
     assert max(ids.values()) == 1 and not any("is not given" in reason for _, reason in plan.left_out)
 

@@ -9,7 +9,7 @@ from test_own_codec import MINE as CODEC
 
 from harness.run import runner
 from harness.run.cli import main
-from harness.settings.compose import load
+from harness.run.compose import load
 from tests.runs import reading, tiny_loaded
 
 HEAD = """from dataclasses import dataclass

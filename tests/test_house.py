@@ -187,8 +187,8 @@ SLOW = ("torch", "transformers", "lm_eval", "datasets")
 LIGHT = {
     "import harness.run.cli, harness.run.kinds": (*SLOW, "numpy", "pandas"),
     "import harness.settings.config, harness.results.record, harness.results.write, plots": SLOW,
-    "from harness.settings.compose import load": SLOW,
-    "from harness.settings.compose import load; load(['method=infinigen'])": SLOW[1:],
+    "from harness.run.compose import load": SLOW,
+    "from harness.run.compose import load; load(['method=infinigen'])": SLOW[1:],
 }
 """What begins a command, settings that are refused and tables, and packages that take seconds to import."""
 

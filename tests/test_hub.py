@@ -22,7 +22,7 @@ from harness.model.tiny import tiny_model
 from harness.results import inputs
 from harness.results.record import read_records
 from harness.run.cli import main
-from harness.settings.compose import load
+from harness.run.compose import load
 from harness.settings.config import CorpusConfig, DataConfig, ModelConfig
 from harness.settings.schema import CONF_DIR
 from tests.hub_standin import Files, Repository, break_off, commit, hang, stall, status

@@ -12,12 +12,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from living import TOLERANCE, attached_with_link, force, open_live
 
-from harness.live import store as coded
+from harness.live import store
 from harness.live.hot_rows import missing_rows
 from harness.live.memory import Tuning
 from harness.live.step import attend_by_scores
 from harness.live.store import KeyValue, RowFormat
 from harness.model.attach import Attached
+from methods import compiled as switch
 from methods.attention import Softmax
 from methods.codec import ChannelCodec, Codec, SplitCodec
 
@@ -47,7 +48,7 @@ shapes = st.fixed_dictionaries(
 @pytest.fixture
 def by_kernels(monkeypatch):
     """The kernels serve the tensors of these tests, in few programs."""
-    monkeypatch.setattr(coded, "COMPILED", {DEVICE.type})
+    monkeypatch.setattr(switch, "COMPILED", {DEVICE.type})
     monkeypatch.setattr(codes, "PROGRAMS", 4)
 
 
@@ -66,7 +67,7 @@ def test_rows_are_packed_as_by_torch(case, num_rows):
     row_format, states = make(case, num_rows, case["dtype"])
     expected = row_format.pack(*(each.cpu() for each in states))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coded, "COMPILED", {DEVICE.type})
+        patch.setattr(switch, "COMPILED", {DEVICE.type})
         assert torch.equal(row_format.pack(*states).cpu(), expected)
 
 
@@ -131,7 +132,7 @@ def test_live_decoding_by_the_kernels(case, by_kernels, monkeypatch):
         calls = len(served)
         on_device = decoded(attached, case, placement="device")
         assert len(served) == 2 * calls > 0 and torch.equal(on_host, on_device)
-        monkeypatch.setattr(coded, "COMPILED", set())
+        monkeypatch.setattr(switch, "COMPILED", set())
         expected = decoded(attached, case, placement="device")
     torch.testing.assert_close(on_host, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -157,7 +158,7 @@ def test_lists_are_those_of_the_cpu(case, block):
     room = resident.shape[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK", block)
-        assert torch.equal(rows.indices(mask.to(DEVICE), room).cpu(), coded.indices(mask, room))
+        assert torch.equal(rows.indices(mask.to(DEVICE), room).cpu(), store.indices(mask, room))
         age = torch.rand(resident.shape, generator=torch.Generator().manual_seed(int(mask.sum()))).argsort(-1)
         tokens = torch.arange(mask.shape[-1], 0, -1).int().expand(len(mask), 1, -1)
         most = max(1, int(mask.sum(-1).max()))

@@ -22,9 +22,9 @@ from harness.results.record import settings_id
 from harness.run import cells
 from harness.run.cells import groups
 from harness.run.cli import main
+from harness.run.compose import compose
 from harness.run.grid import read_plan
 from harness.run.runner import Run
-from harness.settings.compose import compose
 from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import latency as speed

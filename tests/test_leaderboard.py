@@ -28,8 +28,8 @@ from harness.results.leaderboard import (
 from harness.results.pages import render_markdown, sheets_of
 from harness.results.samples import clustered_stderr
 from harness.run import cli, new_method
+from harness.run.compose import choices, compose
 from harness.run.grid import read_plan
-from harness.settings.compose import choices, compose
 from harness.settings.schema import options
 from plots import data, style
 from plots.leaderboard import draw as draw_leaderboard

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from living import PROMPTS, attached_with_link, live
 from torch import Tensor
 
-from methods import base
+from methods import compiled as switch
 from methods.base import EMPTY, Geometry, Lengths, Rows
 from methods.h2o import H2O
 from methods.infinigen import SATURATED, InfiniGen, Oracle
@@ -33,7 +33,7 @@ QUICK = settings(max_examples=10, phases=(Phase.explicit, Phase.generate))  # th
 def compiled(elements: int) -> Iterator[None]:
     """The kernels serve the tensors of these tests, in tiles of so many elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "COMPILED", {DEVICE.type})
+        patch.setattr(switch, "COMPILED", {DEVICE.type})
         patch.setattr(kernels, "ELEMENTS", elements)
         yield
 

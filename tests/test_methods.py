@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.results import inputs
+from harness.run.kinds import digests_of
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
 from methods.full import Full
 from methods.h2o import H2O
@@ -171,13 +171,13 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     three = DuoAttention(pattern=str(pattern), sparsity=0.65).new_state(SHAPE, lengths).heads.tolist()
     assert three == [[False, False], [False, False], [True, False], [True, True]]
     config = load(["method=duo", f"method.pattern={pattern}"])
-    first = inputs.digests(config)["method"]
+    first = digests_of(config)["method"]
     for text, allowed in (("0\t1\n", "4 lines of 2 finite numbers"), ("a\tb\n", "numbers separated by tabs")):
         pattern.write_text(text)
         with pytest.raises(ValueError, match=rf"method\.pattern=.*: must be {allowed}"):
             method.new_state(SHAPE, lengths)
-    assert inputs.digests(config)["method"] != first, "the file's contents are an input of the run"
-    assert "method" not in inputs.digests(load(["method=duo"]))
+    assert digests_of(config)["method"] != first, "the file's contents are an input of the run"
+    assert "method" not in digests_of(load(["method=duo"]))
     with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file: llama has no rotary positions"):
         DuoAttention().new_state(SHAPE, lengths, {"gates": torch.ones(4, 2)})
 

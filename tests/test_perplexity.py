@@ -22,12 +22,13 @@ from harness.model.load import LoadedModel
 from harness.model.resources import Memo
 from harness.model.sampling import Draft
 from harness.model.tiny import tiny_model
+from harness.run.kinds import measurement_of
 from harness.scoring import long_decode, perplexity
 from harness.scoring.evaluation import _lm_eval
 from harness.scoring.long_decode import Pair, Text, curve, decode_freely, repetition, run_long_decode, summarize
 from harness.scoring.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig, SamplingConfig
-from harness.settings.kind import Outcome, find
+from harness.settings.kinds import Outcome
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -400,10 +401,12 @@ def test_bounds(loaded, text):
     run("long_decode", replace(loaded, max_length=PROMPT + STEPS), text, Full(), num_windows=1)
     for seq_len, prefill_len in ((60, 59), (2, 0), (2, 1)):  # no decode row
         with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
-            find("perplexity").check(settings("perplexity", text, H2O(), seq_len=seq_len, prefill_len=prefill_len))
+            measurement_of("perplexity").check(
+                settings("perplexity", text, H2O(), seq_len=seq_len, prefill_len=prefill_len)
+            )
     for setting, value in (("prefill_len", 0), ("max_new_tokens", 1)):
         with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
             load(["experiment=long_decode", f"{setting}={value}"])
         load(["experiment=long_decode", f"{setting}={value + 1}"])
-    hints = find("long_decode").memory_hints(load(["experiment=long_decode"]))
+    hints = measurement_of("long_decode").memory_hints(load(["experiment=long_decode"]))
     assert hints == {"max_new_tokens": 256, "prefill_len": 256}

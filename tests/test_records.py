@@ -20,7 +20,8 @@ from harness.results import environment, inputs
 from harness.results import record as records
 from harness.run import runner
 from harness.run.cli import main
-from harness.settings.kind import Outcome
+from harness.run.kinds import digests_of
+from harness.settings.kinds import Outcome
 from tests.composed import load
 from tests.runs import outcome, start
 
@@ -85,7 +86,7 @@ def test_contents_make_another_run_and_paths_do_not(tmp_path):
 
     def identity(path: Path) -> str:
         config = load([f"corpus.path={path}"])
-        return records.run_id(config, inputs.digests(config))
+        return records.run_id(config, digests_of(config))
 
     for path in (one, two):
         path.write_text("the same text")
@@ -99,36 +100,36 @@ def test_inputs_of_local_data(tmp_path):
     (tmp_path / "copa").mkdir()
     config = load(["experiment=tasks", "data=local", f"data.root={tmp_path}", "tasks=[passkey,copa]"])
     with pytest.raises(UserError, match=f"data.root={tmp_path}: tasks=copa needs"):
-        inputs.digests(config)
+        digests_of(config)
     (tmp_path / "copa" / "validation.jsonl").write_text("{}\n")
-    first = inputs.digests(config)
+    first = digests_of(config)
     assert set(first) == {*CODE, "model", "calibration", "passkey", "copa"}
     assert first["passkey"] == text_sha256(offline_text())
     (tmp_path / "copa" / "validation.jsonl").write_text('{"changed": 1}\n')
-    assert inputs.digests(config)["copa"] != first["copa"]
+    assert digests_of(config)["copa"] != first["copa"]
 
 
 def test_inputs_of_a_model_are_its_files_or_its_revision(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     config = load([f"model.path={tmp_path}"])
-    first = inputs.digests(config)["model"]
+    first = digests_of(config)["model"]
     (tmp_path / "notes.md").write_text("not read by the model")
-    assert inputs.digests(config)["model"] == first
+    assert digests_of(config)["model"] == first
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert inputs.digests(config)["model"] != first
+    assert digests_of(config)["model"] != first
     monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code: Path("x") / ("1" * 40))
-    assert inputs.digests(load(["model=opt-125m"]))["model"] == "1" * 40
-    assert inputs.digests(load([]))["model"] == PACKAGED_SHA256
+    assert digests_of(load(["model=opt-125m"]))["model"] == "1" * 40
+    assert digests_of(load([]))["model"] == PACKAGED_SHA256
 
 
 def test_nothing_is_fetched_for_a_run_that_reads_no_weights(monkeypatch):
     monkeypatch.setattr(source, "snapshot", lambda *_, **__: pytest.fail("a download"))
     monkeypatch.setattr(source, "hub_file", lambda *_: Path("snapshots/abc/config.json"))
     for overrides in (["experiment=fig2"], ["experiment=latency", "model.weights=random"]):
-        assert "model" not in inputs.digests(load(["model=opt-125m", *overrides]))
+        assert "model" not in digests_of(load(["model=opt-125m", *overrides]))
     shapeless = ["experiment=latency", "model.hub_id=org/other", "model.weights=random"]
-    assert inputs.digests(load(shapeless))["model"] == "abc"
+    assert digests_of(load(shapeless))["model"] == "abc"
 
 
 # Code
@@ -136,7 +137,7 @@ def test_nothing_is_fetched_for_a_run_that_reads_no_weights(monkeypatch):
 
 def test_the_code_that_makes_another_run_of_the_same_settings(sources):
     config = load(["method=h2o"])
-    before = inputs.digests(config)
+    before = digests_of(config)
     for file, text, counts in (
         *((f"methods/{name}.py", MORE, True) for name in ("h2o", "codec")),
         *((f"harness/{name}.py", MORE, True) for name in ("scoring/perplexity", "replay/session", "data/text")),
@@ -146,7 +147,7 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
     ):
         unchanged = (sources / file).read_text()
         edit(sources / file, text)
-        after = inputs.digests(config)
+        after = digests_of(config)
         assert (records.run_id(config, before) != records.run_id(config, after)) == counts == (before != after), file
         assert records.settings_id(config, before) == records.settings_id(config, after)
         (sources / file).write_text(unchanged)

@@ -47,7 +47,7 @@ import harness.checks.families, harness.report.page, plots.style
 from harness.settings import places
 from harness.data.tasks import own_tasks
 from harness.results.environment import describe
-from harness.settings.compose import load
+from harness.run.compose import load
 assert places.INSTALLED and str(places.CONF_DIR).startswith(sys.argv[1])
 assert load(["method=infinigen"]).results_dir == "results" and own_tasks()
 assert describe()["commit"] is None

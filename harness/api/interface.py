@@ -34,11 +34,11 @@ from harness.results.record import read_record
 from harness.results.samples import full_runs
 from harness.results.write import with_rows
 from harness.run.cli import OF_HYDRA, in_words
+from harness.run.compose import load as load_settings
+from harness.run.compose import override
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
 from harness.scoring.progress import bar, quietly
-from harness.settings.compose import load as load_settings
-from harness.settings.compose import override
 from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.schema import options
 from harness.speed.generate import Generated, run_generate

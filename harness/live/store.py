@@ -28,10 +28,8 @@ from torch.nn.functional import pad
 from harness.live import memory
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
+from methods import compiled
 from methods.codec import AnyCodec, Codec
-
-COMPILED = {"cuda"}
-"""Kinds of devices for which kernels are compiled."""
 
 
 class KeyValue(NamedTuple):
@@ -113,7 +111,7 @@ class RowFormat:
         codec = self.codec
         is_plain = type(codec) is Codec and not codec.is_float and codec.rotation is None
         has_one_size = not self.values_in_keys and self._value_size == self.head_dim
-        return is_plain and has_one_size and device.type in COMPILED
+        return is_plain and has_one_size and device.type in compiled.COMPILED
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n, slot_bytes]."""

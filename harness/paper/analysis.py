@@ -25,7 +25,7 @@ from harness.model.load import LoadedModel, model_config
 from harness.model.shape import WEIGHT_BYTES, count_weights
 from harness.replay.session import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.config import RunConfig
-from harness.settings.kind import Outcome
+from harness.settings.kinds import Outcome
 from methods.attention import Softmax
 from methods.base import Geometry, Lengths, Method, PromptRows, Row, Rows
 from methods.infinigen import InfiniGen, Oracle

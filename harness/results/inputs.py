@@ -27,7 +27,7 @@ from harness.settings.config import (
     ModelConfig,
     RunConfig,
 )
-from harness.settings.kind import find
+from harness.settings.kinds import find
 from harness.settings.paths import PACKAGES_DIR
 
 if TYPE_CHECKING:
@@ -40,19 +40,20 @@ CORE = ("data", "live", "model", "replay")
 METHODS = "methods"
 
 
-def digests(config: RunConfig) -> dict[str, str]:
-    """sha256 by name: the code, the model, the method's file, and what its kind of run reads.
+def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
+    """sha256 by name of what runs of every kind read: the code, the model and the method's file.
+
+    weights: the run reads the model's weights.
 
     Raises:
         UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
     """
-    experiment = find(config.kind)
-    of_model = model(config.model, weights=experiment.needs_weights(config))
+    of_model = model(config.model, weights=weights)
     of_method = {} if config.method.file is None else {"method": files_sha256([Path(config.method.file)])}
-    of_code = code(type(config.method).__module__, experiment.code)
+    of_code = code(type(config.method).__module__, find(config.kind).code)
     if config.own_codec is not None:
         of_code[f"{CODE}codec"] = _digest(_module_files(type(config.own_codec).__module__))
-    return of_code | of_model | of_method | experiment.inputs(config)
+    return of_code | of_model | of_method
 
 
 def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:

@@ -40,7 +40,7 @@ from harness.results.columns import (
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, read_records
 from harness.results.samples import Baselines, nll_difference, num_contexts
 from harness.results.student import ONE_SIGMA, critical_value
-from harness.settings.kind import OF_CODECS
+from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, CONF_DIR, table_to_read
 from harness.settings.schema import options
 

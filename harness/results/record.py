@@ -21,7 +21,7 @@ from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
 from harness.results.inputs import CODE, code
 from harness.settings.config import RunConfig
-from harness.settings.kind import find, foreign_settings
+from harness.settings.kinds import find, foreign_settings
 from harness.settings.schema import CONF_DIR
 
 SCHEMA = 4

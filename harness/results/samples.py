@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from harness.results import student
 from harness.results.inputs import CODE
 from harness.results.record import Record, current, read_all, without_paths
-from harness.settings.kind import COMMON, find
+from harness.settings.kinds import COMMON, find
 
 Sample = Mapping[str, Any]
 Pairs = Sequence[tuple[float, float]]

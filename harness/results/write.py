@@ -53,7 +53,7 @@ from harness.results.samples import (
     num_contexts,
     of_windows,
 )
-from harness.settings.kind import find, foreign_settings
+from harness.settings.kinds import find, foreign_settings
 from harness.settings.paths import table_to_read
 from harness.settings.schema import is_unmet, kind_of
 

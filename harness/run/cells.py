@@ -29,9 +29,9 @@ from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe
 from harness.files import HeldError, holding
 from harness.model.resources import Resources
 from harness.run import status, tracking
+from harness.run.kinds import measurement_of
 from harness.run.runner import Run, fail, is_held, relabel, require_devices, run
 from harness.settings.config import RunConfig
-from harness.settings.kind import find
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list
     found: dict[Any, list[T]] = {}
     for index, cell in enumerate(cells):
         config = config_of(cell)
-        process = find(config.kind).process(config)
+        process = measurement_of(config.kind).process(config)
         found.setdefault(index if process is None else process, []).append(cell)
     return list(found.values())
 
@@ -147,7 +147,7 @@ def run_cells(
 
 def _outcomes(group: Sequence[Run], resources: Resources, since: float) -> Iterator[Path | Exception]:
     """The record of each cell of a group, or why there is none."""
-    if group and find(group[0].config.kind).process(group[0].config) is not None:
+    if group and measurement_of(group[0].config.kind).process(group[0].config) is not None:
         yield from run_apart(group, since)
         return
     for each in group:
@@ -199,7 +199,7 @@ def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
 
 def why_it_died(run: Run, code: int | None) -> UserError:
     """The error of a run whose process ended with an exit code, negative for a signal."""
-    lower = " or ".join(find(run.config.kind).memory_hints(run.config))
+    lower = " or ".join(measurement_of(run.config.kind).memory_hints(run.config))
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         memory = ", as systems do where memory runs out" if -code == signal.SIGKILL else ""

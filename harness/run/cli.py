@@ -37,10 +37,11 @@ from harness.results import archive
 from harness.run import runner, status, tracking
 from harness.run.cells import run_cells
 from harness.run.cluster import Batch
+from harness.run.compose import asks_status, parse, read_override
 from harness.run.grid import read_plan
+from harness.run.kinds import measurement_of
 from harness.settings import schema
-from harness.settings.compose import asks_status, parse, read_override
-from harness.settings.kind import find
+from harness.settings.kinds import find
 from harness.settings.paths import PROGRAM
 from harness.settings.schema import is_group, options, path_text, setting_of
 from harness.settings.systems import LABELS
@@ -155,14 +156,13 @@ class Jobs:
             self.batch.add(overrides, [checked])
             return
         runner.require_devices([checked])
-        experiment = find(checked.kind)
-        if experiment.keeps_record:
+        if find(checked.kind).keeps_record:
             run = runner.Run.of(checked)
             tracking.require([] if run.is_finished() else [checked.tracker])
             self.paths.append(runner.run(run, self.resources))
         else:
             with runner.users_faults(checked):
-                experiment.run(checked, self.resources)
+                measurement_of(checked.kind).run(checked, self.resources)
 
     def fail(self, error: BaseException) -> None:
         """Say in one line on stderr what went wrong; nothing where nobody reads on."""

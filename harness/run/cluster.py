@@ -28,7 +28,7 @@ from harness.files import text_sha256, write_atomic
 from harness.run.grid import share_of
 from harness.run.runner import Run, relabel
 from harness.settings.config import RunConfig
-from harness.settings.kind import find
+from harness.settings.kinds import find
 from harness.settings.paths import INSTALLED, PACKAGES_DIR, PROGRAM
 from harness.settings.schema import MOST, Count, Natural, build, group
 

@@ -37,9 +37,9 @@ from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
 from harness.results import leaderboard
 from harness.run.cells import counted, groups
-from harness.settings.compose import Composer, chosen_model, compose, load, override
+from harness.run.compose import Composer, chosen_model, compose, load, override
 from harness.settings.config import RunConfig
-from harness.settings.kind import find
+from harness.settings.kinds import find
 from harness.settings.schema import Positive, Text, build, options, setting_of
 
 

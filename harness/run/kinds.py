@@ -1,4 +1,4 @@
-"""The kinds of run, by name in `KINDS`. `harness.settings.kind` says what a kind of run is.
+"""How a run of each kind is checked and made. `harness.settings.kinds` says what decides its numbers.
 
 Light to import: torch and pandas come when a run begins.
 """
@@ -6,6 +6,7 @@ Light to import: torch and pandas come when a run begins.
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, get_args
 
 from harness.data.text import named_text
@@ -15,7 +16,7 @@ from harness.model.load import tokenizer_of_random
 from harness.model.resources import Resources
 from harness.results import inputs
 from harness.settings.config import OFFLINE_TASKS, TASKS, RunConfig, Statistic
-from harness.settings.kind import Experiment, Outcome
+from harness.settings.kinds import Outcome, find
 from harness.settings.systems import check_live
 
 
@@ -35,11 +36,46 @@ def _check_one_answer(config: RunConfig) -> None:
         raise UserError(f"repeats={config.sampling.repeats}: kind={config.kind} writes one text a prompt; leave it out")
 
 
-class Perplexity(Experiment):
+class Measurement:
+    """How a run of one kind is checked and made.
+
+    Holds no state: what outlives a run is in `harness.model.resources.Resources`. memory_settings: the settings on
+    which its memory depends most.
+    """
+
+    memory_settings: ClassVar[tuple[str, ...]] = ()
+
+    def check(self, config: RunConfig) -> None:
+        """Raise UserError for settings that make no sense in this kind of run."""
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        """Whether a model is loaded; without, its shape is all that is looked at."""
+        return True
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        """sha256 by name of what the run reads besides the model; UserError where it is missing."""
+        return {}
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        """Measure. resources: what the runs of this process share."""
+        raise NotImplementedError
+
+    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
+        """`memory_settings` as the user writes them, with their values."""
+        return {name.removeprefix("latency."): attrgetter(name)(config) for name in self.memory_settings}
+
+    def process(self, config: RunConfig) -> Any:
+        """What runs must have in common to share a process of their own; None where a run needs none."""
+        return None
+
+    def shape(self, config: RunConfig) -> str:
+        """A word for a progress line that tells runs of one label apart."""
+        return ""
+
+
+class Perplexity(Measurement):
     """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table 2)."""
 
-    depends_on = ("corpus", "data", "calibration", "seq_len", "prefill_len", "num_windows")
-    code = ("scoring",)
     memory_settings = ("seq_len", "num_windows")
 
     def check(self, config: RunConfig) -> None:
@@ -60,13 +96,9 @@ class Perplexity(Experiment):
         return run_perplexity(config, resources.model(config.model), resources.references)
 
 
-class Tasks(Experiment):
+class Tasks(Measurement):
     """`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17)."""
 
-    depends_on: ClassVar[tuple[str, ...]] = (
-        "tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "sampling", "seed", "data", "calibration",
-    )  # fmt: skip
-    code = ("scoring",)
     memory_settings = ("num_fewshot",)
 
     def check(self, config: RunConfig) -> None:
@@ -93,8 +125,6 @@ class Tasks(Experiment):
 class Turns(Tasks):
     """`kind=turns`: several questions to one cache, known and unknown when the method reduced it."""
 
-    depends_on = tuple(name for name in Tasks.depends_on if name != "prefill")
-
     def check(self, config: RunConfig) -> None:
         if config.prefill != "auto":
             raise UserError(f"prefill={config.prefill}: kind=turns asks each question both ways; leave it out")
@@ -108,11 +138,9 @@ class Turns(Tasks):
         return run_turns(config, resources.model(config.model))
 
 
-class LongDecode(Experiment):
+class LongDecode(Measurement):
     """`kind=long_decode`: texts under a method and under the full cache, and how they part."""
 
-    depends_on = ("corpus", "data", "calibration", "prefill_len", "max_new_tokens", "num_windows", "sampling", "seed")
-    code = ("scoring",)
     memory_settings = ("max_new_tokens", "prefill_len")
 
     def check(self, config: RunConfig) -> None:
@@ -131,13 +159,9 @@ class LongDecode(Experiment):
         return run_long_decode(config, resources.model(config.model), resources.references)
 
 
-class Latency(Experiment):
+class Latency(Measurement):
     """`kind=latency`: one timed cell of the figures of speed (Figs 14 to 18)."""
 
-    depends_on = ("platform", "placement", "latency", "seed", "calibration")
-    table = "latency"
-    code = ("speed",)
-    live = True
     memory_settings = ("latency.batch_size", "latency.prompt_len")
 
     def check(self, config: RunConfig) -> None:
@@ -159,13 +183,9 @@ class Latency(Experiment):
         return f"{config.latency.batch_size}x{config.latency.prompt_len}"
 
 
-class Generate(Experiment):
+class Generate(Measurement):
     """`kind=generate`: text, printed token by token, and what its cache moved."""
 
-    depends_on = ("prompt", "max_new_tokens", "sampling", "seed", "platform", "placement", "calibration")
-    code = ("speed",)
-    live = True
-    keeps_record = False
     memory_settings = ("max_new_tokens",)
 
     def check(self, config: RunConfig) -> None:
@@ -182,12 +202,8 @@ class Generate(Experiment):
         return Outcome({})
 
 
-class Contract(Experiment):
+class Contract(Measurement):
     """`kind=contract`: whether a method, or a codec, keeps what every one must; see `harness.checks.contract`."""
-
-    depends_on = ("platform",)
-    code = ("checks/contract.py",)
-    keeps_record = False
 
     def check(self, config: RunConfig) -> None:
         _refuse(config, "experiment=contract", "size")
@@ -202,12 +218,9 @@ class Contract(Experiment):
         return Outcome({})
 
 
-class Analysis(Experiment):
+class Analysis(Measurement):
     """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7, 20, Table 1)."""
 
-    depends_on = ("analysis", "corpus", "data", "calibration")
-    table = "analysis"
-    code = ("paper/analysis.py", "model/shape.py")
     memory_settings = ("analysis.num_tokens",)
 
     def check(self, config: RunConfig) -> None:
@@ -236,11 +249,8 @@ class Analysis(Experiment):
         return run_analysis(config, resources.model(config.model))
 
 
-class Frontier(Experiment):
+class Frontier(Measurement):
     """`kind=frontier`: the fastest setting of `tables/leaderboard.csv` over a link, within a bound of KL."""
-
-    depends_on = ("link_gbps", "max_kl")
-    keeps_record = False
 
     def check(self, config: RunConfig) -> None:
         for name, unit in (("link_gbps", "10^9 bytes/s"), ("max_kl", "nats")):
@@ -258,7 +268,7 @@ class Frontier(Experiment):
         return Outcome({})
 
 
-KINDS: dict[str, Experiment] = {
+MEASUREMENTS: dict[str, Measurement] = {
     "perplexity": Perplexity(),
     "tasks": Tasks(),
     "turns": Turns(),
@@ -269,3 +279,20 @@ KINDS: dict[str, Experiment] = {
     "analysis": Analysis(),
     "frontier": Frontier(),
 }
+
+
+def measurement_of(kind: str) -> Measurement:
+    """How runs of the kind of that name are made. Raises UserError where there is none."""
+    find(kind)
+    return MEASUREMENTS[kind]
+
+
+def digests_of(config: RunConfig) -> dict[str, str]:
+    """sha256 by name of every input of a run, taken before a model loads.
+
+    Raises:
+        UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
+    """
+    measurement = measurement_of(config.kind)
+    weights = measurement.needs_weights(config)
+    return inputs.common(config, weights=weights) | measurement.inputs(config)

@@ -27,9 +27,10 @@ from harness.results import record as records
 from harness.results import write as tables
 from harness.results.samples import full_runs
 from harness.run import tracking
+from harness.run.kinds import digests_of, measurement_of
 from harness.settings import own_method
 from harness.settings.config import RunConfig
-from harness.settings.kind import Outcome, find
+from harness.settings.kinds import Outcome, find
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Run:
     @own_method.faults()
     def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
         """Digest all that the run of `config` reads. Raises UserError where something is missing."""
-        digests = inputs.digests(config)
+        digests = digests_of(config)
         if resources is not None and resources.loaded is not None:
             digests["model"] = resources.loaded.fingerprint
         run_id = records.run_id(config, digests)
@@ -57,7 +58,8 @@ class Run:
         """A few words for a progress line: experiment, shape, label, size."""
         config = self.config
         size = f"at {config.size:g}" if config.size is not None and not config.label_given else ""
-        return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
+        shape = measurement_of(config.kind).shape(config)
+        return " ".join(filter(None, [config.experiment, shape, config.label, size]))
 
     def is_finished(self) -> bool:
         """True if there is a finished record of it."""
@@ -163,15 +165,15 @@ def report(paths: Sequence[Path]) -> str:
 
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
-    record, config, experiment = _unfinished(todo), todo.config, find(todo.config.kind)
+    record, config, measurement = _unfinished(todo), todo.config, measurement_of(todo.config.kind)
     records.write_record(todo.path, record)  # before any work, so that an unwritable folder costs nothing
     start = time.perf_counter()
     try:
         with users_faults(config):
-            outcome = experiment.run(config, resources)
+            outcome = measurement.run(config, resources)
             records.require_finite(outcome.metrics)
             devices: list[str] = []
-            if experiment.needs_weights(config):
+            if measurement.needs_weights(config):
                 model = resources.model(config.model).model
                 spread = dict.fromkeys(f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values())
                 devices = [*spread] or [str(model.device)]
@@ -240,7 +242,7 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         said, kind = message(error), type(error).__name__
         refusal: str | None
         if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in said:  # CUDA, CPU
-            values = find(config.kind).memory_hints(config).items()
+            values = measurement_of(config.kind).memory_hints(config).items()
             lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values)
             refusal = f"out of memory: lower {lower}, or choose a smaller model"
         elif isinstance(error, ValueError) and said.startswith("method."):

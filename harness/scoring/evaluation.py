@@ -36,7 +36,7 @@ from harness.scoring.answers import Document, Request, Score, Written, generate,
 from harness.scoring.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
 from harness.scoring.progress import bar
 from harness.settings.config import GENERATED_TASKS, RunConfig
-from harness.settings.kind import Outcome
+from harness.settings.kinds import Outcome
 from methods.base import Row
 
 ANSWER_ROWS = 16

@@ -31,7 +31,7 @@ from harness.results.samples import EXPONENTIAL, clustered_stderr
 from harness.scoring.perplexity import FULL, as_perplexity, full_pass, score_rows
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
-from harness.settings.kind import Outcome
+from harness.settings.kinds import Outcome
 from methods.base import Row
 
 BATCH = 8

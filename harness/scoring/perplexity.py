@@ -25,7 +25,7 @@ from harness.replay.setup import Setup, prepare
 from harness.results.samples import clustered_stderr
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
-from harness.settings.kind import Outcome
+from harness.settings.kinds import Outcome
 from methods.base import Row
 from methods.full import Full
 

@@ -25,7 +25,7 @@ from harness.model.load import LoadedModel
 from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.settings.config import RunConfig
-from harness.settings.kind import Outcome
+from harness.settings.kinds import Outcome
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
 from methods.base import Row

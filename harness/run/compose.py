@@ -27,10 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest, printable
+from harness.run.kinds import measurement_of
 from harness.settings import config as configs
 from harness.settings import own_method, schema, systems
 from harness.settings.config import CODEC_WORDS, CPU_DTYPE, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
-from harness.settings.kind import Experiment, find
+from harness.settings.kinds import Kind, find
 from harness.settings.paths import PROGRAM
 from harness.settings.schema import build, group, is_group, kind_of, options, path_text, setting_of
 
@@ -182,24 +183,24 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         if (value := settings.pop(name, None)) is not None:
             raise UserError(f"{name}={value}: {does}, so it is no setting of a run")
     given = set(map(setting_of, overrides))
-    experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
+    kind = find(settings["kind"]) if "kind" in settings else Kind()  # `build` says that it is missing
     repeats = settings.pop("repeats", None)  # of the timed steps of a cell, or answers to each question
     timed, sampled = _taken(settings, configs.LatencyConfig), _taken(settings, configs.SamplingConfig)
     if repeats is not None:
-        (timed if experiment.table == "latency" else sampled)["repeats"] = repeats
+        (timed if kind.table == "latency" else sampled)["repeats"] = repeats
     settings["latency"] = build(configs.LatencyConfig, timed)
     settings["sampling"] = build(configs.SamplingConfig, sampled)
     task = _taken(settings, configs.TaskConfig)
     if isinstance(task.get("metadata"), Mapping):
         task["metadata"] = {name: value for name, value in task["metadata"].items() if value is not None}
     settings["task"] = build(configs.TaskConfig, task)
-    if experiment.live:
+    if kind.live:
         systems.apply(settings, given, method_file)
     machine = group(settings, "platform")
     if machine.get("kind") == "modelled":
         raise UserError(f"platform={machine['name']}: is modelled, nothing runs there; allowed here: cpu, cuda")
     settings["platform"] = platform = build(configs.PlatformConfig, machine, "platform")
-    if platform.weights_on_device < 1 and not experiment.live:
+    if platform.weights_on_device < 1 and not kind.live:
         share = f"platform.weights_on_device={platform.weights_on_device}"
         raise UserError(f"{share}: experiment={settings.get('experiment')} decodes through no link; leave it out")
     settings["model"] = _model(group(settings, "model"), platform.name, given)
@@ -216,8 +217,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     label = settings.get("label")
     settings |= {"label": "" if label is None else label, "label_given": bool(label)}
     checked = build(RunConfig, settings)
-    _check_experiment(checked, experiment, given)
-    return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
+    _check_experiment(checked, kind, given)
+    return checked if checked.label else replace(checked, label=_label(checked, kind, file))
 
 
 def asks_status(given: object) -> bool:
@@ -380,7 +381,7 @@ def _has_size(method: Method) -> bool:
     return True
 
 
-def _check_experiment(config: RunConfig, experiment: Experiment, given: set[str]) -> None:
+def _check_experiment(config: RunConfig, kind: Kind, given: set[str]) -> None:
     """Raise UserError for settings that contradict one another, or make no sense in this experiment."""
     if config.size is not None:
         sized = config.method.with_size(config.size)
@@ -389,22 +390,22 @@ def _check_experiment(config: RunConfig, experiment: Experiment, given: set[str]
             if f"method.{each.name}" in given and value is not None and getattr(sized, each.name) != value:
                 raise UserError(f"method.{each.name}={value}: size={config.size:g} sets it; leave one of them out")
     usual_kind = kind_of(config.experiment)
-    if usual_kind is not None and find(usual_kind).table != experiment.table:
+    if usual_kind is not None and find(usual_kind).table != kind.table:
         others = [name for name in options("experiment") if kind_of(name) == config.kind]
         raise UserError(
             f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
             f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
         )
     systems.check_hot_rows(config.method, config.device_rows, config.prefetch)
-    experiment.check(config)
-    if config.tracker != "none" and not experiment.keeps_record:
+    measurement_of(config.kind).check(config)
+    if config.tracker != "none" and not kind.keeps_record:
         raise UserError(f"tracker={config.tracker}: experiment={config.experiment} keeps no record to send")
 
 
-def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -> str:
+def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
     """The name of a run that the user gave none: its system, or its method and codec."""
     own_codec = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file}) if "codec" in file else None
-    if experiment.live:
+    if kind.live:
         behind_preset = str(file["_target_"]).split(".")[1] if own_codec else config.method_name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
     title = file.get("title") or config.method.label

@@ -1,0 +1,114 @@
+"""The kinds of run, such as perplexity: which settings and which code decide their numbers, and where these go.
+
+`harness.run.kinds` says how a run of each kind is checked and made. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from harness.errors import UserError, nearest
+from harness.settings.config import CODEC_WORDS, RunConfig
+
+OF_CODECS = (*CODEC_WORDS, "own_codec", "group_size")
+COMMON = (
+    "experiment", "kind", "model", "method", "method_name", *OF_CODECS, "size", "sizing", "device_rows", "prefetch",
+)  # fmt: skip
+"""Settings that decide the numbers of every kind of run."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run measured.
+
+    metrics: by task or corpus: acc, perplexity, kl_nats, size, ...; an absent measurement is None.
+    samples: raw values behind the metrics, by task.
+    methods: the settings of the method that ran, by task, `size` resolved.
+    chunks: metrics by range of tokens: {"first", "stop", "num_tokens", "metrics"}, of the only text; "windows" where
+        each window has its {"nll", "nll_full"}.
+    """
+
+    metrics: dict[str, Any]
+    samples: dict[str, Any] = field(default_factory=dict)
+    methods: dict[str, Any] = field(default_factory=dict)
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the runs of one kind have in common.
+
+    depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes no other run.
+    table: the shape of its rows in tables.
+    code: the folders and modules of `harness` that make its numbers, besides the core that all kinds share.
+    live: it decodes through two memories, so that its label may name a system (`harness.settings.systems`).
+    keeps_record: its outcome is recorded, and the run is skipped the next time. Otherwise it only prints.
+    """
+
+    depends_on: tuple[str, ...] = ()
+    table: Literal["accuracy", "latency", "analysis"] = "accuracy"
+    code: tuple[str, ...] = ()
+    live: bool = False
+    keeps_record: bool = True
+
+
+TEXTS = ("corpus", "data", "calibration")
+ABOUT_TASKS = ("tasks", "task", "num_samples", "num_fewshot", "scoring", "sampling", "seed", "data", "calibration")
+KINDS = {
+    "perplexity": Kind(
+        depends_on=(*TEXTS, "seq_len", "prefill_len", "num_windows"),
+        code=("scoring",),
+    ),
+    "tasks": Kind(
+        depends_on=(*ABOUT_TASKS, "prefill"),
+        code=("scoring",),
+    ),
+    "turns": Kind(
+        depends_on=ABOUT_TASKS,
+        code=("scoring",),
+    ),
+    "long_decode": Kind(
+        depends_on=(*TEXTS, "prefill_len", "max_new_tokens", "num_windows", "sampling", "seed"),
+        code=("scoring",),
+    ),
+    "latency": Kind(
+        depends_on=("platform", "placement", "latency", "seed", "calibration"),
+        table="latency",
+        code=("speed",),
+        live=True,
+    ),
+    "generate": Kind(
+        depends_on=("prompt", "max_new_tokens", "sampling", "seed", "platform", "placement", "calibration"),
+        code=("speed",),
+        live=True,
+        keeps_record=False,
+    ),
+    "contract": Kind(
+        depends_on=("platform",),
+        code=("checks/contract.py",),
+        keeps_record=False,
+    ),
+    "analysis": Kind(
+        depends_on=(*TEXTS, "analysis"),
+        table="analysis",
+        code=("paper/analysis.py",),
+    ),
+    "frontier": Kind(
+        depends_on=("link_gbps", "max_kl"),
+        keeps_record=False,
+    ),
+}
+
+
+def find(kind: str) -> Kind:
+    """The kind of run of that name. Raises UserError where there is none."""
+    if not isinstance(kind, str) or kind not in KINDS:  # composed YAML, not checked yet
+        raise UserError(f"kind={kind}: {nearest(kind, sorted(KINDS))}")
+    return KINDS[kind]
+
+
+def foreign_settings(kind: str) -> set[str]:
+    """Settings that play no part in a run of this kind."""
+    all_settings = {field.name for field in fields(RunConfig)}
+    return all_settings.difference(COMMON, find(kind).depends_on)
