@@ -31,7 +31,7 @@ from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load
-from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, RereadRows, Rows
+from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, QueryRows, RereadRows
 from methods.codec import ChannelCodec, lloyd_max
 from methods.evicting import EvictingState
 from methods.full import Full
@@ -172,7 +172,7 @@ def freekv(policy: str) -> Callable[[Any, Layer], float]:
             state.prompt(0, layer.query[:, :, :t], keys, keys, PromptRows(torch.ones(1, t, dtype=torch.bool), t + 1))
             slots = torch.arange(t)[None, None]
             query = layer.query[:, :, t : t + 1]
-            rows = Rows(query, position, position >= 0, slots, position[None], no_scores)
+            rows = QueryRows(query, position, position >= 0, slots, position[None], no_scores)
             selection = state.select(0, rows)
             assert selection.mask is not None
             pages = t // size

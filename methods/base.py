@@ -6,7 +6,7 @@ reads. Live decoding calls it with one row and fetches the tokens it names. Repl
 other tokens. Both therefore read the same tokens.
 
 Cached tokens lie in **slots**. In replay a slot is a column of the padded batch. In live decoding it is a row of the KV
-store, and a freed slot is used again. `Rows.slot_positions` says which token a slot holds.
+store, and a freed slot is used again. `QueryRows.slot_positions` says which token a slot holds.
 
 Most methods start from an easier base: `methods.selection` scores tokens or pages and reads the best ones,
 `methods.prompt_evicting` and `methods.evicting` give each token a worth and keep the best ones.
@@ -187,22 +187,22 @@ class Method:
 
     # Sizes
 
-    def tokens_read(self, row: Row, layer: int) -> float | None:
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
         """Cached tokens that a decode row reads in a non-exempt layer; None where the data decides.
 
         The mean over the layer's KV heads, and over the layers where they share a budget.
         """
         raise NotImplementedError
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         """Upper bound of `tokens_read`, known without the data: the size of a fetch buffer."""
-        return row.cached
+        return counts.cached
 
-    def tokens_kept(self, row: Row, layer: int) -> int:
+    def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         """Upper bound of the tokens that a KV head holds before this row; fewer than `cached` if the method evicts."""
-        return row.cached
+        return counts.cached
 
-    def tokens_resident(self, row: Row, layer: int) -> int:
+    def tokens_resident(self, counts: TokenCounts, layer: int) -> int:
         """Cached tokens that stay exact on the device, where the method `holds_keys`."""
         return 0
 
@@ -217,7 +217,7 @@ class Method:
             f"{no_size}; size=nearest:{frac:g} runs it as it is, and with_size gives it one (CONTRIBUTING.md)"
         )
 
-    def min_size(self, row: Row) -> float:
+    def min_size(self, counts: TokenCounts) -> float:
         """Least number for `with_size` that a sequence with this prompt and T allows. Raises ValueError if none."""
         return 2**-24
 
@@ -278,7 +278,7 @@ class State:
         visible slots only.
         """
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """Choose the tokens that each of `rows` reads in `layer`, and carry the state past these rows.
 
         Live decoding calls it once per step and layer, in the order of the layers. A layer that selects ahead
@@ -397,7 +397,7 @@ class RereadRows(NamedTuple):
 
 
 @dataclass
-class Rows:
+class QueryRows:
     """A block of query rows of one layer and the slots they look at.
 
     query: [batch, heads, rows, head_dim], after positions, before the softmax scale: the query that `when` says, and
@@ -470,7 +470,7 @@ class Lengths(NamedTuple):
     final: Tensor
 
 
-class Row(NamedTuple):
+class TokenCounts(NamedTuple):
     """A decode row in the arithmetic of sizes: tokens cached before it, tokens of its prompt, T of its sequence."""
 
     cached: int

@@ -24,10 +24,10 @@ from methods.base import (
     Lengths,
     Method,
     PromptRows,
-    Row,
-    Rows,
+    QueryRows,
     Selection,
     State,
+    TokenCounts,
     floor_frac,
     require,
     share_above,
@@ -41,11 +41,11 @@ INF = float("inf")
 class Evicting(Method):
     """Reads all that it keeps, so `tokens_kept` gives all three sizes."""
 
-    def tokens_read(self, row: Row, layer: int) -> float:
-        return self.tokens_kept(row, layer)
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float:
+        return self.tokens_kept(counts, layer)
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        return self.tokens_kept(row, layer)
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
+        return self.tokens_kept(counts, layer)
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,20 @@ class EvictingToShare(Evicting):
             more = f"more: {found}, which must exceed method.{self.always_kept}={stay}"
             require(self.budget(shortest) > stay, "kept_frac", f"{self.kept_frac:.4g}", more)
 
-    def tokens_kept(self, row: Row, layer: int) -> int:
-        return min(row.cached, self.budget(row.final))
+    def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
+        return min(counts.cached, self.budget(counts.final))
 
     def with_size(self, frac: float) -> Self:
         by_share = self if self.kept_tokens is None else replace(self, kept_tokens=None)
         return replace(by_share, kept_frac=frac)
 
-    def min_size(self, row: Row) -> float:
+    def min_size(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
         if not self.always_kept:
-            return super().min_size(row)
+            return super().min_size(counts)
         stay = getattr(self, self.always_kept)
-        require(stay < row.final, self.always_kept, stay, f"below {row.final}, the shortest sequence")
-        return share_above(stay, row.final)
+        require(stay < counts.final, self.always_kept, stay, f"below {counts.final}, the shortest sequence")
+        return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:
         return self.kept_frac if self.kept_tokens is None else 1.0
@@ -121,7 +121,7 @@ class EvictingState(State):
         tokens = self.tokens[layer] = positions.new_full(shape, EMPTY)
         tokens[:, :, : positions.shape[1]] = positions[:, None]
 
-    def enter(self, layer: int, rows: Rows) -> Tensor:
+    def enter(self, layer: int, rows: QueryRows) -> Tensor:
         """Write each row's own token into its slot. Returns these slots, int64 [batch, num_kv_heads, rows]."""
         tokens = self.tokens[layer]
         own = rows.own_slots.expand(-1, tokens.shape[1], -1)
@@ -209,7 +209,7 @@ class WorthState(EvictingState):
         worth.masked_fill_(gone, 0.0)
         tokens.masked_fill_(gone, EMPTY)
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """Each row reads all that is kept, is observed, and evicts a token if more than the budget are kept."""
         self.enter(layer, rows)
         positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
@@ -217,7 +217,7 @@ class WorthState(EvictingState):
         scan = self._scan if kernels is None else partial(self._scan_by_kernels, kernels)
         return Selection(scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1]))
 
-    def _scan(self, layer: int, rows: Rows, positions: Tensor) -> Tensor:
+    def _scan(self, layer: int, rows: QueryRows, positions: Tensor) -> Tensor:
         """The mask of the tokens that each row reads: bool [batch, num_kv_heads, rows, slots].
 
         positions: int [batch, rows], -1 for padding, which evicts nothing. The loop runs for every row of a text, so
@@ -248,7 +248,7 @@ class WorthState(EvictingState):
         held.masked_fill_(hidden == -INF, EMPTY)
         return mask
 
-    def _scan_by_kernels(self, kernels: ModuleType, layer: int, rows: Rows, positions: Tensor) -> Tensor:
+    def _scan_by_kernels(self, kernels: ModuleType, layer: int, rows: QueryRows, positions: Tensor) -> Tensor:
         """The same result as `_scan`."""
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
         num_rows, slots = scores.shape[3:]

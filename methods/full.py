@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from methods.base import Method, Row
+from methods.base import Method, TokenCounts
 
 
 @dataclass(frozen=True)
@@ -14,5 +14,5 @@ class Full(Method):
     title = "Full cache"
     reads_all = True
 
-    def tokens_read(self, row: Row, layer: int) -> float:
-        return row.cached
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float:
+        return counts.cached

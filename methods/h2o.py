@@ -12,7 +12,7 @@ from typing import Self
 from torch import Tensor
 
 from methods.attention import received_attention
-from methods.base import PromptRows, Row, floor_frac, require
+from methods.base import PromptRows, TokenCounts, floor_frac, require
 from methods.evicting import Evicting, WorthState
 
 
@@ -49,9 +49,9 @@ class H2O(Evicting):
         total = self.heavy_frac + self.recent_frac
         require(0 < total <= 1, "heavy_frac + method.recent_frac", total, "in (0, 1]")
 
-    def tokens_kept(self, row: Row, layer: int) -> int:
-        budget = int(self.heavy_frac * row.final) + int(self.recent_frac * row.final)
-        return min(row.cached, max(1, budget))
+    def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
+        budget = int(self.heavy_frac * counts.final) + int(self.recent_frac * counts.final)
+        return min(counts.cached, max(1, budget))
 
     def with_size(self, frac: float) -> Self:
         """Half heavy, half recent, as in the paper."""

@@ -33,10 +33,10 @@ from methods.base import (
     Calibration,
     Geometry,
     PromptRows,
-    Row,
-    Rows,
+    QueryRows,
     Selection,
     State,
+    TokenCounts,
     When,
     floor_frac,
     require,
@@ -87,16 +87,16 @@ class ScoreSelecting(Selecting):
     def _counts_by_cap(self) -> bool:
         return self.fixed_fetch is not None or self.alpha == math.inf
 
-    def tokens_read(self, row: Row, layer: int) -> float | None:
-        return self.max_tokens_read(row, layer) if self._counts_by_cap and self.group != "union" else None
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
+        return self.max_tokens_read(counts, layer) if self._counts_by_cap and self.group != "union" else None
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         if self.group == "union":
-            return row.cached
+            return counts.cached
         if self.fixed_fetch is not None:
-            return min(self.fixed_fetch, row.cached)
-        whole = row.cached if self.cap_of == "cached" else row.final
-        return min(row.cached, max(1, int(self.max_fetch_frac * whole)))
+            return min(self.fixed_fetch, counts.cached)
+        whole = counts.cached if self.cap_of == "cached" else counts.final
+        return min(counts.cached, max(1, int(self.max_fetch_frac * whole)))
 
     def with_size(self, frac: float) -> Self:
         """Sized by the cap alone: alpha becomes inf."""
@@ -106,7 +106,7 @@ class ScoreSelecting(Selecting):
         return self.max_fetch_frac
 
     def select(
-        self, scores: Tensor, rows: Rows, final: Tensor, geometry: Geometry,
+        self, scores: Tensor, rows: QueryRows, final: Tensor, geometry: Geometry,
         cached: Tensor | None = None, order: Tensor | None = None,
     ) -> Selection:  # fmt: skip
         """Each KV head's best tokens.
@@ -143,7 +143,7 @@ class ScoreSelecting(Selecting):
 class OracleState(State):
     """Step 4 over the true scores of the cached tokens."""
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         return self.method.select(rows.true_scores().clone(), rows, self.lengths.final, self.geometry)
 
 
@@ -196,7 +196,7 @@ class InfiniGenState(ProjectedState):
         partial = super().partial_key(layer, key)
         return partial - self.centre[layer] if layer in self.centre else partial
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """Steps 3 and 4."""
         selection = self.method.select(self.scores(layer, rows), rows, self.lengths.final, self.geometry)
         return selection._replace(side=self.index_read(layer, rows.positions))
@@ -247,7 +247,7 @@ class PooledState(InfiniGenState, EvictingState):
         if not self.simulates or self.method.pool_policy == "fifo":
             tokens.masked_fill_(tokens < lengths - self.capacities[:, None, None], EMPTY)
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """Steps 3 and 4, one row after the other: each selects, then its own token enters."""
         scores = self.scores(layer, rows)
         candidates = rows.positions if self.simulates else torch.minimum(rows.positions, self.capacities[:, None])
@@ -269,7 +269,7 @@ class PooledState(InfiniGenState, EvictingState):
             masks, counts = [torch.cat(masks, 2)], [torch.cat(counts, 1)]
         return Selection(masks[0], counts[0], self.index_read(layer, candidates))
 
-    def use(self, layer: int, row: Rows, mask: Tensor, ascending: Tensor) -> None:
+    def use(self, layer: int, row: QueryRows, mask: Tensor, ascending: Tensor) -> None:
         """Count the slots that a row fetched (`mask`, bool [batch, num_kv_heads, slots]), and evict from full pools.
 
         ascending: the tokens in the slots, sorted.
@@ -425,13 +425,13 @@ class InfiniGen(ScoreSelecting):
         round_to = math.ceil if self.round_columns == "up" else math.floor
         return max(1, round_to(self.partial_weight_ratio * head_dim))
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        return super().max_tokens_read(row._replace(cached=self.tokens_kept(row, layer)), layer)
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
+        return super().max_tokens_read(counts._replace(cached=self.tokens_kept(counts, layer)), layer)
 
-    def tokens_kept(self, row: Row, layer: int) -> int:
+    def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         if not self.limited or self.eviction == "artifact":
-            return row.cached
-        return min(row.cached, self.pool_tokens or int((self.pool_frac or 1) * row.final))
+            return counts.cached
+        return min(counts.cached, self.pool_tokens or int((self.pool_frac or 1) * counts.final))
 
 
 def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, method: InfiniGen) -> Tensor:

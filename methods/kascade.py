@@ -28,10 +28,10 @@ from methods.base import (
     Geometry,
     Lengths,
     Method,
-    Row,
-    Rows,
+    QueryRows,
     Selection,
     State,
+    TokenCounts,
     When,
     floor_frac,
     require,
@@ -67,7 +67,7 @@ class KascadeState(State):
             else:
                 self.heads[layer] = calibration["similarity"][layer, anchor].argmax(-1)
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """No slot is freed, so a block's own tokens are in the last slots that it looks at."""
         num_slots = rows.slot_positions.shape[-1]
         own = range(num_slots - rows.positions.shape[1], num_slots)
@@ -153,12 +153,12 @@ class Kascade(Method):
         exists = self.anchors is None or max(self.anchors, default=0) <= last
         require(exists, "anchors", self.anchors, f"layers from 0 to {last}")
 
-    def tokens_read(self, row: Row, layer: int) -> float:
-        return self.max_tokens_read(row, layer)
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float:
+        return self.max_tokens_read(counts, layer)
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        chosen = max(self.min_tokens, int(self.read_frac * row.cached))
-        return row.cached if self.is_anchor(layer) else min(row.cached, chosen)
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
+        chosen = max(self.min_tokens, int(self.read_frac * counts.cached))
+        return counts.cached if self.is_anchor(layer) else min(counts.cached, chosen)
 
     def with_size(self, frac: float) -> Self:
         """Sized by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing breaks all."""

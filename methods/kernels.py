@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods.base import Rows
+from methods.base import QueryRows
 
 ELEMENTS = 1024
 """Slots or scores that a program holds in registers at a time."""
@@ -134,7 +134,7 @@ def _take_largest(
         equal_before += tl.sum(equal, 0)
 
 
-def relative(scores: Tensor, rows: Rows, alpha: float) -> tuple[Tensor, Tensor]:
+def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Tensor]:
     """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets, rows,
     slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
 

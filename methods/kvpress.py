@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from methods.base import EMPTY, Calibration, Geometry, LayerInputs, Lengths, PromptRows, Row, require
+from methods.base import EMPTY, Calibration, Geometry, LayerInputs, Lengths, PromptRows, TokenCounts, require
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 
 PACKAGE = "kvpress"
@@ -337,10 +337,10 @@ class KvPress(PromptEvicting):
         chunks = [min(length, prompt - begin) for begin in range(0, prompt, length)]
         return sum(max(1, int(chunk * (budget + 1e-4) / prompt)) for chunk in chunks)
 
-    def tokens_kept(self, row: Row, layer: int) -> int:
+    def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         if self.outer in SHARING:  # one head may keep all that the others evict
-            return row.cached
-        return super().tokens_kept(row, layer)
+            return counts.cached
+        return super().tokens_kept(counts, layer)
 
 
 @cache

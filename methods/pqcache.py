@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Lengths, PromptRows, Rows, require
+from methods.base import Geometry, Lengths, PromptRows, QueryRows, require
 from methods.selection import Retrieving, RetrievingState
 
 
@@ -39,7 +39,7 @@ class PQCacheState(RetrievingState):
         codes = nearest(self._cut(key), self.centroids[layer])
         self.codes[layer][:, :, slots] = codes.transpose(2, 3).to(torch.uint8)
 
-    def scores(self, layer: int, rows: Rows) -> Tensor:
+    def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """The sum over sub-vectors of the query's product with the token's centroid."""
         geometry, slots = self.geometry, rows.slot_positions.shape[-1]
         stacked = rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3) * geometry.scale

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from methods.attention import product
-from methods.base import EMPTY, Calibration, Geometry, PromptRows, Rest, Rows, State, require
+from methods.base import EMPTY, Calibration, Geometry, PromptRows, QueryRows, Rest, State, require
 from methods.codec import INTEGER_BITS, Codec
 from methods.selection import Retrieving, RetrievingState
 
@@ -93,7 +93,7 @@ class PartialKeysState(State):
         self.columns = partial.shape[-1]
         return partial if self.codec is None else self.codec.encode(partial)
 
-    def scores(self, layer: int, rows: Rows) -> Tensor:
+    def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """Scaled scores of `rows.query`: fp32 [batch, num_kv_heads, group, rows, slots]."""
         query = self.partial_query(layer, rows.query.unflatten(1, (-1, self.geometry.group)))
         keys = self.partial_keys[layer][:, :, : rows.slot_positions.shape[-1]]
@@ -245,7 +245,7 @@ class SparQState(PartialKeysState, RetrievingState):
         self.first[layer] = positions[:, 0]
         self.value_sum[layer] = self.through[layer][:, :, -1].clone()
 
-    def rest(self, layer: int, rows: Rows, scores: Tensor, mask: Tensor) -> Rest | None:
+    def rest(self, layer: int, rows: QueryRows, scores: Tensor, mask: Tensor) -> Rest | None:
         """The mean value of the cached tokens and the own one, weighted by the scores of the tokens not read."""
         if not self.method.mean_value:
             return None

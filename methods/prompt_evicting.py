@@ -25,7 +25,18 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, cosine_similarity, max_pool1d, normalize
 
 from methods.attention import received_attention
-from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection, require, share_above
+from methods.base import (
+    EMPTY,
+    Calibration,
+    Geometry,
+    Lengths,
+    PromptRows,
+    QueryRows,
+    Selection,
+    TokenCounts,
+    require,
+    share_above,
+)
 from methods.evicting import INF, Evicting, EvictingState, least_worthy
 
 STEEPNESS = 20
@@ -73,7 +84,7 @@ class PromptEvictingState(EvictingState):
         share = self.shares[layer - self.method.num_exempt_layers, :, None]
         return adaptive(worth, share) if self.method.heads == "adaptive" else share
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """All that is left of the prompt, and all that was generated."""
         self.enter(layer, rows)
         tokens = self.tokens[layer][:, :, None, : rows.slot_positions.shape[-1]]
@@ -136,24 +147,24 @@ class PromptEvicting(Evicting):
         allowed = f"{least}, to keep more than num_sinks + window={safe}"
         require(kept > safe or kept == shortest, "kept_frac", self.kept_frac, allowed)
 
-    def tokens_read(self, row: Row, layer: int) -> float:
-        return self.budget(row.prompt) + row.cached - row.prompt
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float:
+        return self.budget(counts.prompt) + counts.cached - counts.prompt
 
-    def tokens_kept(self, row: Row, layer: int) -> int:
+    def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         """The same, in the KV head and the layer that keep most."""
-        share, generated = self._most(row.prompt), row.cached - row.prompt
+        share, generated = self._most(counts.prompt), counts.cached - counts.prompt
         if self.heads == "adaptive":
-            share = -(-(share + (FLOOR - 1) * max(0, row.prompt - self.safe)) // FLOOR)
-        return min(row.prompt, self.safe + share) + generated
+            share = -(-(share + (FLOOR - 1) * max(0, counts.prompt - self.safe)) // FLOOR)
+        return min(counts.prompt, self.safe + share) + generated
 
     def with_size(self, frac: float) -> Self:
         return replace(self, kept_frac=frac, kept_tokens=None)
 
-    def min_size(self, row: Row) -> float:
+    def min_size(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
-        below = f"below {row.prompt}, the shortest prompt"
-        require(self.safe < row.prompt, "num_sinks + method.window", self.safe, below)
-        return share_above(self.safe, row.prompt)
+        below = f"below {counts.prompt}, the shortest prompt"
+        require(self.safe < counts.prompt, "num_sinks + method.window", self.safe, below)
+        return share_above(self.safe, counts.prompt)
 
 
 def pyramid(mean: int, high: int, num_layers: int) -> list[int]:

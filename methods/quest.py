@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import Rows
+from methods.base import QueryRows
 from methods.selection import Retrieving, RetrievingState
 
 MIN_PAGES = 3
@@ -37,7 +37,7 @@ class QuestState(RetrievingState):
         self.lowest[layer].scatter_reduce_(2, index, key, "amin")
         self.highest[layer].scatter_reduce_(2, index, key, "amax")
 
-    def scores(self, layer: int, rows: Rows) -> Tensor:
+    def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """The bound of each page: q_j times the highest key where q_j > 0, else times the lowest."""
         lowest, highest = (bound[layer][:, :, :-1].mT for bound in (self.lowest, self.highest))
         batch, num_kv_heads, head_dim, pages = lowest.shape

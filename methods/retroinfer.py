@@ -28,11 +28,11 @@ from methods.base import (
     Lengths,
     Method,
     PromptRows,
+    QueryRows,
     Rest,
-    Row,
-    Rows,
     Selection,
     State,
+    TokenCounts,
     floor_frac,
     require,
     share_above,
@@ -194,7 +194,7 @@ class RetroInferState(State):
         prompt = self.lengths.prompt.view(-1, *[1] * (done.dim() - 1))
         return prompt - self.method.num_recent + done * self.method.update
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         method, sizes, softmax = self.method, self.sizes[layer], self.geometry.softmax(layer)
         positions = rows.positions.long()
         done = self._updates(positions)
@@ -236,7 +236,7 @@ class RetroInferState(State):
             stop = (read > 0).sum(-1, keepdim=True) + floor_frac(method.estimation_frac, number).unsqueeze(-1)
         return read, (sizes - read) * (rank < stop)
 
-    def _tokens(self, layer: int, rows: Rows, read: Tensor, first_recent: Tensor) -> Tensor:
+    def _tokens(self, layer: int, rows: QueryRows, read: Tensor, first_recent: Tensor) -> Tensor:
         """The slots of the tokens that are read, by how many of each cluster are: bool [batch, num_kv_heads, rows,
         slots]. Of a cluster that is read in part the first ones are."""
         slots = rows.slot_positions.shape[-1]
@@ -316,27 +316,27 @@ class RetroInfer(Method):
         allowed = f"below {shortest - self.num_sinks}, so that a prompt of {shortest} tokens has clusters"
         require(self.num_sinks + self.num_recent < shortest, "num_recent", self.num_recent, allowed)
 
-    def steady(self, row: Row) -> int:
+    def steady(self, counts: TokenCounts) -> int:
         """Tokens that are in no cluster, which a row reads always."""
-        return self.num_sinks + self.num_recent + (row.cached - row.prompt) % self.update
+        return self.num_sinks + self.num_recent + (counts.cached - counts.prompt) % self.update
 
-    def tokens_read(self, row: Row, layer: int) -> float | None:
-        return None if self.read_frac is None else self.max_tokens_read(row, layer)
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
+        return None if self.read_frac is None else self.max_tokens_read(counts, layer)
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         """A cluster may hold any number of tokens."""
         if self.read_frac is None:
-            return row.cached
-        return min(row.cached, max(self.steady(row) + 1, int(self.read_frac * row.cached)))
+            return counts.cached
+        return min(counts.cached, max(self.steady(counts) + 1, int(self.read_frac * counts.cached)))
 
     def with_size(self, frac: float) -> Self:
         return replace(self, read_frac=frac)
 
-    def min_size(self, row: Row) -> float:
+    def min_size(self, counts: TokenCounts) -> float:
         """The least share that reads a token of a cluster at the first row."""
         always = self.num_sinks + self.num_recent
-        require(always < row.prompt, "num_recent", self.num_recent, f"below {row.prompt - self.num_sinks}")
-        return share_above(always, row.prompt)
+        require(always < counts.prompt, "num_recent", self.num_recent, f"below {counts.prompt - self.num_sinks}")
+        return share_above(always, counts.prompt)
 
 
 # Clusters

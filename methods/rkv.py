@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 
 from methods.attention import PROMPT_CHUNK
-from methods.base import EMPTY, Calibration, PromptRows, Row, Rows, Selection, require
+from methods.base import EMPTY, Calibration, PromptRows, QueryRows, Selection, TokenCounts, require
 from methods.evicting import INF, EvictingState, EvictingToShare
 
 ALIKE = 0.5
@@ -55,7 +55,7 @@ class RKVState(EvictingState):
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
         self.kept_keys[layer][:, :, slots] = key
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """Read all that is kept, block by block from one compression to the next."""
         self.enter(layer, rows)
         real = pad(rows.real, (self.method.window, 0), value=True)
@@ -72,11 +72,11 @@ class RKVState(EvictingState):
         mask = torch.cat(masks, 2)
         return Selection(mask, mask.sum(-1).double().mean(1))
 
-    def _visible(self, layer: int, rows: Rows, block: slice) -> Tensor:
+    def _visible(self, layer: int, rows: QueryRows, block: slice) -> Tensor:
         tokens = self.tokens[layer][:, :, None, : rows.slot_positions.shape[-1]]
         return tokens < rows.positions[:, None, block, None]
 
-    def _ends(self, layer: int, rows: Rows) -> list[int]:
+    def _ends(self, layer: int, rows: QueryRows) -> list[int]:
         """Rows, counted from 1, after which a sequence compresses. Only a replayed, padded block asks the device."""
         real = rows.real.cpu().numpy() if rows.padded else np.ones(rows.real.shape, dtype=bool)
         generated = self.generated[layer][:, None] + real.cumsum(-1)
@@ -143,14 +143,14 @@ class RKV(EvictingToShare):
         self._require_fraction("mix_lambda", zero=True)
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
 
-    def tokens_read(self, row: Row, layer: int) -> float:
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float:
         """The tokens that the last compression left, and those generated since."""
-        since = (row.cached - row.prompt) % self.divide_length
-        return min(self.budget(row.final), row.cached - since) + since
+        since = (counts.cached - counts.prompt) % self.divide_length
+        return min(self.budget(counts.final), counts.cached - since) + since
 
-    def tokens_kept(self, row: Row, layer: int) -> int:
+    def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         """The most that a compression finds: its slots are taken again one by one."""
-        return min(row.cached, self.budget(row.final) + self.divide_length - 1)
+        return min(counts.cached, self.budget(counts.final) + self.divide_length - 1)
 
 
 def similarity(keys: Tensor, present: Tensor) -> Tensor:

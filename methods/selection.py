@@ -21,11 +21,11 @@ from methods.base import (
     Lengths,
     Method,
     PromptRows,
+    QueryRows,
     Rest,
-    Row,
-    Rows,
     Selection,
     State,
+    TokenCounts,
     When,
     floor_frac,
     require,
@@ -73,11 +73,11 @@ class Selecting(Method):
         """Where the own query selects by choice (`when`). In the first layers a query made earlier tells nothing."""
         return self.when == "own_query" and layer - self.num_exempt_layers >= self.own_query_layers
 
-    def min_size(self, row: Row) -> float:
+    def min_size(self, counts: TokenCounts) -> float:
         """The least number that reads a token beside the sinks at the first row."""
         if not self.num_sinks:
-            return super().min_size(row)
-        first, low, high = row._replace(cached=row.prompt), 0.0, 1.0
+            return super().min_size(counts)
+        first, low, high = counts._replace(cached=counts.prompt), 0.0, 1.0
         for _ in range(24):
             middle = (low + high) / 2
             enough = self.with_size(middle).max_tokens_read(first, self.num_exempt_layers) > self.num_sinks
@@ -87,7 +87,7 @@ class Selecting(Method):
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where the sinks leave nothing to select in the shortest prompt, unless all of it is read."""
         prompt = int(lengths.prompt.min())
-        shortest = Row(prompt, prompt, int(lengths.final.min()))
+        shortest = TokenCounts(prompt, prompt, int(lengths.final.min()))
         read = self.max_tokens_read(shortest, self.num_exempt_layers)
         enough = not self.num_sinks or read > self.num_sinks or read == shortest.cached
         require(enough, "num_sinks", self.num_sinks, f"below {read}, what is read of a prompt of {prompt} tokens")
@@ -246,11 +246,11 @@ class Retrieving(Selecting):
         wanted = (self.budget(cached) - cached % self.page_size) // self.page_size
         return min(cached // self.page_size, max(1, wanted))
 
-    def tokens_read(self, row: Row, layer: int) -> float | None:
-        return None if self.group == "union" else self._read(row.cached)
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
+        return None if self.group == "union" else self._read(counts.cached)
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        return row.cached if self.group == "union" else self._read(row.cached)
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
+        return counts.cached if self.group == "union" else self._read(counts.cached)
 
     def _read(self, cached: int) -> int:
         return self.pages_read(cached) * self.page_size + cached % self.page_size
@@ -281,7 +281,7 @@ class RetrievingState(State):
         """Pages of the longest sequence."""
         return -(-self.num_tokens // self.method.page_size)
 
-    def scores(self, layer: int, rows: Rows) -> Tensor:
+    def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """Scaled scores of `rows.query`, fp32 [batch, num_kv_heads, group, rows, slots or pages].
 
         The scores of slots that are not visible, and of pages that are not full, may be anything.
@@ -292,14 +292,14 @@ class RetrievingState(State):
         """Size of the index that `scores` reads, in tokens (`Geometry.elements`), [batch, rows]; None for no index."""
         return None
 
-    def rest(self, layer: int, rows: Rows, scores: Tensor, mask: Tensor) -> Rest | None:
+    def rest(self, layer: int, rows: QueryRows, scores: Tensor, mask: Tensor) -> Rest | None:
         """Replacement for the tokens that are not read, by the scores and the mask of those read; None for none."""
         return None
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
-    def best(self, rows: Rows, scores: Tensor) -> Tensor:
+    def best(self, rows: QueryRows, scores: Tensor) -> Tensor:
         """The tokens or full pages that each set reads, by their `scores`: bool [batch, sets, rows, slots or pages]."""
         size, positions = self.method.page_size, rows.positions
         first = last = rows.slot_positions  # of each candidate the first and the last token
@@ -312,7 +312,7 @@ class RetrievingState(State):
         worth = self.method.reduced(scores.masked_fill(~cached.unsqueeze(2), -math.inf), forced)
         return largest(worth, pages)
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """The best pages and the unfinished one."""
         size, positions = self.method.page_size, rows.positions
         scores = self.scores(layer, rows)
@@ -322,7 +322,7 @@ class RetrievingState(State):
         side, rest = self.index_read(layer, positions), self.rest(layer, rows, scores, tokens)
         return Selection(tokens, num_pages * size + unfinished, side, rest=rest)
 
-    def tokens_of(self, pages: Tensor, rows: Rows) -> Tensor:
+    def tokens_of(self, pages: Tensor, rows: QueryRows) -> Tensor:
         """The slots of the chosen `pages` [batch, sets, rows, pages], and those of the unfinished one."""
         size = self.method.page_size
         page = (rows.slot_positions // size).clamp(max=self.num_pages - 1).long().unsqueeze(2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from methods.attention import attention_scores
-from methods.base import Calibration, PromptRows, Row, Rows, Selection, State, floor_frac
+from methods.base import Calibration, PromptRows, QueryRows, Selection, State, TokenCounts, floor_frac
 from methods.selection import Retrieving, largest
 
 
@@ -75,7 +75,7 @@ class ShadowKVState(State):
         rebuilt = self.geometry.rotate(bare.flatten(0, 1).unsqueeze(1), positions.flatten(0, 1), layer=layer)
         return rebuilt.view_as(bare)
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """The best chunks by their landmarks."""
         method, selectable, positions = self.method, self.selectable[layer].unsqueeze(2), rows.positions
         scores = attention_scores(rows.query, self.landmarks[layer], self.geometry.scale)
@@ -146,17 +146,17 @@ class ShadowKV(Retrieving):
         """Number of `chunks` that stay."""
         return math.ceil(self.outlier_frac * chunks)
 
-    def tokens_read(self, row: Row, layer: int) -> float | None:
-        return None if self.group == "union" else self.max_tokens_read(row, layer)
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
+        return None if self.group == "union" else self.max_tokens_read(counts, layer)
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        chunks = self._fetchable(row.prompt)
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
+        chunks = self._fetchable(counts.prompt)
         if self.group != "union":
-            chunks = min(max(1, self.budget(row.cached) // self.page_size), chunks)
+            chunks = min(max(1, self.budget(counts.cached) // self.page_size), chunks)
         return chunks * self.page_size
 
-    def tokens_resident(self, row: Row, layer: int) -> int:
-        return row.cached - self._fetchable(row.prompt) * self.page_size
+    def tokens_resident(self, counts: TokenCounts, layer: int) -> int:
+        return counts.cached - self._fetchable(counts.prompt) * self.page_size
 
     def _fetchable(self, prompt: int) -> int:
         chunks = self.chunks(prompt)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, Calibration, Geometry, Method, PromptRows, Row, Rows, Selection, require
+from methods.base import EMPTY, Calibration, Geometry, Method, PromptRows, QueryRows, Selection, TokenCounts, require
 from methods.evicting import EvictingState, EvictingToShare
 
 
@@ -39,7 +39,7 @@ class WindowState(EvictingState):
         self.enter_prompt(layer, rows)
         self._leave(layer, rows.lengths)
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         mask = rows.visible() & self._stays(layer, rows.slot_positions.unsqueeze(2), rows.positions)
         self.enter(layer, rows)
         self._leave(layer, torch.where(rows.real, rows.positions + 1, 0).amax(-1))
@@ -166,10 +166,10 @@ class DuoAttention(Method):
         require(fits, "pattern", self.pattern, f"{shape[0]} lines of {shape[1]} finite numbers, one for each KV head")
         return gates
 
-    def tokens_read(self, row: Row, layer: int) -> float:
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float:
         """As if exactly `sparsity` of the heads streamed; rounding to whole heads differs by half a head at most."""
-        window = min(row.cached, self.num_sinks + self.num_recent)
-        return (1 - self.sparsity) * row.cached + self.sparsity * window
+        window = min(counts.cached, self.num_sinks + self.num_recent)
+        return (1 - self.sparsity) * counts.cached + self.sparsity * window
 
     def with_size(self, frac: float) -> Self:
         """The share of heads that retrieve. The size grows with it, from that of the windows alone."""

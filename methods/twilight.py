@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from methods.base import PromptRows, Row, Rows, Selection, floor_frac, require
+from methods.base import PromptRows, QueryRows, Selection, TokenCounts, floor_frac, require
 from methods.projected import INDEX_BITS, PartialKeysState
 from methods.quest import Quest, QuestState
 from methods.selection import Selecting, ascending, largest_of_each
@@ -41,7 +41,7 @@ class TwilightState(QuestState, PartialKeysState):
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         return query.float() * self.geometry.scale
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         """Quest's candidates, pruned by the estimated attention on them. With `group=union` each query head has
         candidates of its own."""
         method, positions = self.method, rows.positions
@@ -104,16 +104,16 @@ class Twilight(Selecting):
         """Full pages among the candidates."""
         return self._retriever.pages_read(cached)
 
-    def tokens_read(self, row: Row, layer: int) -> float | None:
-        return self.max_tokens_read(row, layer) if self.p == 1 and self.group != "union" else None
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
+        return self.max_tokens_read(counts, layer) if self.p == 1 and self.group != "union" else None
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         if self.group == "union":
-            return row.cached
-        candidates = row.cached
+            return counts.cached
+        candidates = counts.cached
         if self.candidate_frac is not None:
-            candidates = self.pages_read(row.cached) * self.page_size + row.cached % self.page_size
-        return min(candidates, max(1, int(self.max_fetch_frac * row.cached)))
+            candidates = self.pages_read(counts.cached) * self.page_size + counts.cached % self.page_size
+        return min(candidates, max(1, int(self.max_fetch_frac * counts.cached)))
 
     def with_size(self, frac: float) -> Self:
         """Sized by the cap alone: p becomes 1, and there are at least as many candidates as are read."""
@@ -123,7 +123,7 @@ class Twilight(Selecting):
     def artifact_budget(self) -> float:
         return self.max_fetch_frac
 
-    def prune(self, weights: Tensor, candidates: Tensor, rows: Rows) -> Tensor:
+    def prune(self, weights: Tensor, candidates: Tensor, rows: QueryRows) -> Tensor:
         """The tokens that are read of each set, bool [batch, sets, rows, slots].
 
         weights: fp32 [batch, sets, rows, slots], attention on the candidates, adding up to 1; candidates: bool [batch,

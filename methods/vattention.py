@@ -21,7 +21,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from methods.base import PromptRows, Row, Rows, Selection, When, floor_frac, require
+from methods.base import PromptRows, QueryRows, Selection, TokenCounts, When, floor_frac, require
 from methods.projected import INDEX_BITS, PartialKeysState
 from methods.selection import Selecting, largest, largest_of_each
 
@@ -48,7 +48,7 @@ class VAttentionState(PartialKeysState):
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         return query.float() * self.geometry.scale
 
-    def select(self, layer: int, rows: Rows) -> Selection:
+    def select(self, layer: int, rows: QueryRows) -> Selection:
         method, visible = self.method, rows.visible()
         if method.has_index:
             scores = self.geometry.softmax(layer).capped(self.scores(layer, rows))
@@ -81,7 +81,7 @@ class VAttentionState(PartialKeysState):
         side = self.index_read(layer, rows.positions) if method.has_index else None
         return Selection(mask, mask.sum(-1).double().mean(1), side, bias)
 
-    def drawn(self, sample: int, layer: int, rows: Rows, others: Tensor, size: Tensor) -> Tensor:
+    def drawn(self, sample: int, layer: int, rows: QueryRows, others: Tensor, size: Tensor) -> Tensor:
         """The tokens of a sample, bool like `others`.
 
         sample: `BASE_SAMPLE` or `FINAL_SAMPLE`; others: bool [batch, sets, rows, slots], tokens to draw from; size: int
@@ -136,11 +136,15 @@ class VAttention(Selecting):
         """False where the true scores choose."""
         return self.when != "true_scores"
 
-    def tokens_read(self, row: Row, layer: int) -> float | None:
-        return self.max_tokens_read(row, layer) if self.epsilon == 0 and self.group != "union" else None
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
+        return self.max_tokens_read(counts, layer) if self.epsilon == 0 and self.group != "union" else None
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        return row.cached if self.group == "union" else min(row.cached, max(1, int(self.max_fetch_frac * row.cached)))
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
+        return (
+            counts.cached
+            if self.group == "union"
+            else min(counts.cached, max(1, int(self.max_fetch_frac * counts.cached)))
+        )
 
     def with_size(self, frac: float) -> Self:
         """Sized by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code at 10 %."""
@@ -169,7 +173,7 @@ class VAttention(Selecting):
         return torch.minimum(torch.maximum(wanted.amax(2).long(), count.squeeze(2)), number.squeeze(2))
 
 
-def random_numbers(seed: int, layer: int, rows: Rows, sets: int, sample: int = FINAL_SAMPLE) -> Tensor:
+def random_numbers(seed: int, layer: int, rows: QueryRows, sets: int, sample: int = FINAL_SAMPLE) -> Tensor:
     """A number from 0 to 2^24 - 1 for each row and token, fp32 [batch, sets, rows, slots].
 
     They depend on the seed, layer, set, sample, row and token alone, and so are the same in replay and live decoding,

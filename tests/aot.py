@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from harness.live.memory import Tuning
-from methods.base import Rows
+from methods.base import QueryRows
 from methods.codec import Codec
 
 ARCHITECTURES = (80, 89, 90)
@@ -133,7 +133,7 @@ def launch_methods() -> None:
 
     for slots in SLOTS:
         tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
-        rows = Rows(tokens, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
+        rows = QueryRows(tokens, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
         relative(torch.empty(2, 8, 4, 1, slots), rows, 4.0)
         found, within = relative(torch.empty(2, 40, 1, 1, slots), rows, 4.0)
         largest(found, within, frac=0.2, least=1, whole=positions, cached=positions)

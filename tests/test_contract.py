@@ -32,7 +32,7 @@ from harness.model.calibration import calibrate
 from harness.model.policies import select
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
-from methods.base import Geometry, Rest, Rows, Selection
+from methods.base import Geometry, QueryRows, Rest, Selection
 
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
@@ -171,7 +171,7 @@ class Odd:
 
 def selected_by(result) -> Selection:
     positions = torch.ones(2, 3, dtype=torch.int32)
-    return select(Odd(result), 0, Rows(None, positions, positions > 0, torch.zeros(2, 1, 8).int(), None, None))
+    return select(Odd(result), 0, QueryRows(None, positions, positions > 0, torch.zeros(2, 1, 8).int(), None, None))
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -33,7 +33,7 @@ from harness.paper.costmodel.predict import (
 from harness.results.columns import LATENCY, UNMET_SIZE, names, published_rows
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS
-from methods.base import Method, Row
+from methods.base import Method, TokenCounts
 from methods.codec import Codec
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -113,7 +113,7 @@ def test_layers_and_constants_are_those_of_the_harness():
     assert infinigen.partial_weight_ratio == 0.3
     assert Codec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE
     for cached in (30, 2000):
-        assert SCHEMES["offload+h2o"].tokens(cached, 2048)[0] == H2O().tokens_read(Row(cached, 1920, 2048), 2)
+        assert SCHEMES["offload+h2o"].tokens(cached, 2048)[0] == H2O().tokens_read(TokenCounts(cached, 1920, 2048), 2)
     for label, each in SCHEMES.items():
         assert each.system is LABELS[label]
         assert (each.system.overlap and each.placement != "managed") or each.overlap == "none"

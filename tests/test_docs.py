@@ -28,7 +28,7 @@ from harness.run.cli import main
 from harness.run.cluster import Cluster
 from harness.run.compose import OF_THE_FILE, compose
 from harness.settings.schema import CONF_DIR, build
-from methods.base import Method, Row, State
+from methods.base import Method, State, TokenCounts
 from methods.selection import Selecting
 from tests.composed import load
 from tests.tokens import byte_tokenizer
@@ -221,7 +221,7 @@ def check_python(block: Block) -> None:
         assert main(["method=full", choice.replace("method=", "codec="), "experiment=contract"]) == 0
         return
     assert main([choice, "experiment=contract"]) == 0
-    reads = load([choice]).method.tokens_read(Row(200, 200, 210), 3)
+    reads = load([choice]).method.tokens_read(TokenCounts(200, 200, 210), 3)
     if reads is None:  # the data decide it
         assert load([choice, "size=0.5"]).size_is_measured
     else:

@@ -22,7 +22,7 @@ from harness.run.grid import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from harness.settings.schema import CONF_DIR
-from methods.base import Row
+from methods.base import TokenCounts
 from plots.data import Tables
 from plots.drawing import DRAWINGS
 from tests.runs import reading, tiny_loaded
@@ -133,5 +133,5 @@ def test_fig17_has_both_halves_of_every_setting_of_its_grid(tmp_path):
 
 def test_every_method_of_fig19_keeps_64_tokens_of_the_same_text():
     for cell in (cell for cell in cells_of("fig19") if cell.label_given):
-        assert cell.method.tokens_read(Row(cell.seq_len - 1, 256, cell.seq_len), 2) == 64
+        assert cell.method.tokens_read(TokenCounts(cell.seq_len - 1, 256, cell.seq_len), 2) == 64
         assert cell.seq_len * cell.num_windows == 8192

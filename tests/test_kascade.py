@@ -17,7 +17,7 @@ from replaying import LENGTH, PROMPT, run, token_ids, watched
 from harness.model.attach import PromptPass, attach
 from harness.model.calibration import calibrate
 from harness.replay import session as passes
-from methods.base import Geometry, Lengths, Row
+from methods.base import Geometry, Lengths, TokenCounts
 from methods.kascade import Kascade, best_anchors
 
 REPLAYING = (PromptPass, passes.DecodePass)
@@ -116,7 +116,7 @@ def test_anchors_are_settled_by_the_calibration_and_change_no_size():
     assert settled.anchors == (0, 1, 2, 4) and settled.settled({"similarity": similarity}) is settled
     whens = ["kept", "kept", "kept", "earlier_layer", "kept", "earlier_layer"]
     assert [settled.when_of(layer) for layer in range(6)] == whens
-    row = Row(100, 80, 120)
+    row = TokenCounts(100, 80, 120)
     for each in (method, settled):
         assert sum(each.tokens_read(row, layer) for layer in range(6)) == 4 * 100 + 2 * 50
     with attach(tiny("gqa")) as attached:

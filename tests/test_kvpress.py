@@ -27,7 +27,7 @@ from harness.results.record import plain
 from harness.run.cli import main
 from harness.run.runner import Run
 from methods import kvpress
-from methods.base import EMPTY, Row
+from methods.base import EMPTY, TokenCounts
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, PromptEvictingState, SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
@@ -462,7 +462,7 @@ def test_a_press_stands_on_the_leaderboard(own_folder, monkeypatch, capsys):
 
 @needs_kvpress
 def test_sizes_follow_the_prompt():
-    row = Row(cached=230, prompt=200, final=240)
+    row = TokenCounts(cached=230, prompt=200, final=240)
     assert make("KnormPress").with_size(0.2).tokens_read(row, 0) == 40 + 30
     assert make("AdaKVPress:KnormPress").with_size(0.2).tokens_kept(row, 0) == 230
     # each chunk rounds down by itself

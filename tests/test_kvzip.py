@@ -18,7 +18,7 @@ from harness.model.load import LoadedModel
 from harness.model.rereading import output_factor
 from harness.model.tiny import tiny_ids, tiny_model
 from harness.replay.setup import tokenized
-from methods.base import Geometry, Lengths, Repetition, Row
+from methods.base import Geometry, Lengths, Repetition, TokenCounts
 from methods.kvzip import KVzip
 from tests.tokens import byte_tokenizer
 
@@ -145,7 +145,7 @@ def test_repetitions_by_hand():
 
 def test_sizes_by_hand():
     """A head may keep the whole prompt, since all share one budget; a quarter of it is read in the mean."""
-    row = Row(cached=110, prompt=100, final=120)
+    row = TokenCounts(cached=110, prompt=100, final=120)
     shared = KVzip(kept_frac=0.25)
     assert shared.tokens_read(row, 2) == 25 + 10 and shared.tokens_kept(row, 2) == 100 + 10
     uniform = replace(shared, layers="uniform", heads="uniform")

@@ -17,7 +17,7 @@ from living import PROMPTS, attached_with_link, live
 from torch import Tensor
 
 from methods import compiled as switch
-from methods.base import EMPTY, Geometry, Lengths, Rows
+from methods.base import EMPTY, Geometry, Lengths, QueryRows
 from methods.h2o import H2O
 from methods.infinigen import SATURATED, InfiniGen, Oracle
 from methods.selection import largest
@@ -62,7 +62,7 @@ methods = st.builds(
 )
 
 
-def make(case) -> tuple[torch.Tensor, Rows, torch.Tensor]:
+def make(case) -> tuple[torch.Tensor, QueryRows, torch.Tensor]:
     """Random scores, rows that see some of the slots, which hold their tokens in any order or none; and T."""
     generator = torch.Generator().manual_seed(case["seed"])
     batch, kv, group, rows, slots = (case[name] for name in ("batch", "num_kv_heads", "group", "rows", "slots"))
@@ -73,13 +73,13 @@ def make(case) -> tuple[torch.Tensor, Rows, torch.Tensor]:
     tokens = tokens.masked_fill(tokens % 5 == 4, EMPTY)[..., :slots]  # of a longer buffer
     positions = torch.randint(0, slots + 4, (batch, rows), generator=generator).int()
     query = torch.empty(batch, kv * group, rows, 0)
-    seen = Rows(query, positions, positions >= 0, tokens, tokens[..., :1], lambda: scores)
+    seen = QueryRows(query, positions, positions >= 0, tokens, tokens[..., :1], lambda: scores)
     return scores, seen, positions.amax(1) + 9
 
 
-def rows_on_device(rows: Rows) -> Rows:
+def rows_on_device(rows: QueryRows) -> QueryRows:
     held = {name: each.to(DEVICE) for name, each in vars(rows).items() if isinstance(each, torch.Tensor)}
-    return Rows(**{**vars(rows), **held})
+    return QueryRows(**{**vars(rows), **held})
 
 
 @QUICK
@@ -207,7 +207,7 @@ def test_the_least_worthy_leaves(case, recent, worths):
     def step(state, device: torch.device) -> Tensor:
         own = torch.full((drawn.batch, 1, 1), drawn.slots - 1, device=device)
         at, slots = drawn.position[:, None].to(device), state.tokens[LAYER][..., :-1]
-        row = Rows(None, at, real.to(device), slots, own, lambda: scores.to(device), case["padded"])
+        row = QueryRows(None, at, real.to(device), slots, own, lambda: scores.to(device), case["padded"])
         return state.select(LAYER, row).mask
 
     assert_alike(state, case, step, slice(int(case["padded"]), None))
@@ -240,7 +240,7 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
     def step(state, device: torch.device) -> None:
         at = drawn.position[:, None].to(device)
         slots = state.tokens[LAYER][..., :-1]
-        row = Rows(None, at, real.to(device), slots, own.to(device), None, case["padded"])
+        row = QueryRows(None, at, real.to(device), slots, own.to(device), None, case["padded"])
         state.use(LAYER, row, chosen.to(device), slots.sort(-1).values)
 
     before = state.tokens[LAYER].clone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.run.kinds import digests_of
-from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
+from methods.base import EMPTY, Geometry, Lengths, PromptRows, QueryRows, TokenCounts
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import COLUMN_RULES, InfiniGen, Oracle, balanced, choose_columns, moments
@@ -134,17 +134,17 @@ def test_settings_that_do_not_go_together_or_with_a_batch_are_refused(method, pr
 def test_the_least_size_is_one_that_works():
     for method, allowed in ((SnapKV(), r"window=32: must be below 30"), (RKV(), "window=8: must be below 7")):
         with pytest.raises(ValueError, match=allowed):
-            method.min_size(Row(5, 30, 35) if isinstance(method, SnapKV) else Row(6, 5, 7))
+            method.min_size(TokenCounts(5, 30, 35) if isinstance(method, SnapKV) else TokenCounts(6, 5, 7))
     with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=4: must be below 3, the shortest prompt"):
-        ExpectedAttention().min_size(Row(7, 3, 8))
+        ExpectedAttention().min_size(TokenCounts(7, 3, 8))
     with pytest.raises(ValueError, match=r"num_sinks=4: must be below 3, the shortest sequence"):
-        Streaming().min_size(Row(2, 1, 3))
-    row = Row(40, 30, 50)
+        Streaming().min_size(TokenCounts(2, 1, 3))
+    row = TokenCounts(40, 30, 50)
     assert RKV().with_size(RKV().min_size(row)).budget(50) == 9
     assert ExpectedAttention().with_size(ExpectedAttention().min_size(row)).budget(30) == 5
     assert Streaming().with_size(Streaming().min_size(row)).tokens_kept(row, 2) == 5
     sinks = Quest(read_frac=0.2, page_size=1, num_sinks=20)
-    least = sinks.min_size(Row(100, 100, 120))
+    least = sinks.min_size(TokenCounts(100, 100, 120))
     assert least == pytest.approx(0.22, abs=1e-6)
     sinks.with_size(least).new_state(GEOMETRY, lengths_of([100], [120]))
     with pytest.raises(ValueError, match="method Full has no size"):
@@ -203,7 +203,7 @@ def test_freekv_is_quest_by_the_query_of_the_step_before():
     method = load(["method=freekv"]).method
     assert isinstance(method, Quest) and method.when == "previous_step"
     assert load(["experiment=perplexity", "method=freekv"]).label == "FreeKV"
-    assert method.tokens_read(Row(1024, 512, 2048), 2) == 5 * 32  # six pages, the unfinished one among them
+    assert method.tokens_read(TokenCounts(1024, 512, 2048), 2) == 5 * 32  # six pages, the unfinished one among them
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,15 @@ def test_budgets_of_the_artifacts_prefill():
     assert Full().artifact_budget() == SnapKV(kept_frac=0.4).artifact_budget() == 1
 
 
-ROW = Row(100, 80, 120)
+ROW = TokenCounts(100, 80, 120)
 SIZES = [
     # In pages of 16, six of them full: floor(0.6 * 100 / 16) = 3 pages, the last among them; three are the least
     (Quest(read_frac=0.6), ROW, 2 * 16 + 4),
     (Quest(read_frac=0.01), ROW, 2 * 16 + 4),
     (Quest(read_frac=0.8), ROW, 4 * 16 + 4),
     (Quest(read_frac=1.0), ROW, 100),
-    (Quest(read_frac=0.01), Row(33, 30, 120), 33),
-    (Quest(read_tokens=32, page_size=4), Row(200, 100, 300), 28),  # the last page is one of 8
+    (Quest(read_frac=0.01), TokenCounts(33, 30, 120), 33),
+    (Quest(read_tokens=32, page_size=4), TokenCounts(200, 100, 300), 28),  # the last page is one of 8
     (Quest(group="union"), ROW, None),
     (SnapKV(kept_frac=0.5), ROW, 40 + 20),
     (SnapKV(kept_tokens=50), ROW, 50 + 20),
@@ -257,10 +257,10 @@ SIZES = [
     (VAttention().with_size(0.25), ROW, 25),
     (VAttention().with_size(0.001), ROW, 1),
     (VAttention(epsilon=0.0, group="union"), ROW, None),
-    (InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), Row(90, 50, 100), 12),  # floor(.3 * 40)
-    (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), Row(20, 5, 40), 1),
-    (ShadowKV(), Row(30, 24, 34), 0),  # no chunk to fetch
-    *[(DuoAttention().with_size(frac), Row(1000, 900, 1024), read)
+    (InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
+    (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),
+    (ShadowKV(), TokenCounts(30, 24, 34), 0),  # no chunk to fetch
+    *[(DuoAttention().with_size(frac), TokenCounts(1000, 900, 1024), read)
       for frac, read in ((2**-24, 320), (0.25, 490), (0.5, 660), (1.0, 1000))],
 ]  # fmt: skip
 
@@ -281,7 +281,7 @@ def chosen(method, scores, positions, final, geometry=None):
     """What `method` selects of one sequence whose slots hold their tokens in order."""
     slots = torch.arange(scores.shape[-1]).expand(1, 1, -1)
     query = torch.empty(1, GROUP * KV_HEADS, positions.shape[1], 0)
-    rows = Rows(query, positions, positions >= 0, slots, positions[:, None], lambda: scores)
+    rows = QueryRows(query, positions, positions >= 0, slots, positions[:, None], lambda: scores)
     return method.select(scores, rows, torch.tensor([final]), geometry or GEOMETRY)
 
 
@@ -340,7 +340,9 @@ def errors_of_denominators(method: VAttention, scores: torch.Tensor) -> torch.Te
     positions = slots + torch.arange(num_rows)[None]
     tokens = torch.arange(slots).expand(1, 1, -1)
     of_heads = scores[None, None, None]
-    rows = Rows(torch.empty(1, 1, num_rows, 0), positions, positions >= 0, tokens, positions[:, None], lambda: of_heads)
+    rows = QueryRows(
+        torch.empty(1, 1, num_rows, 0), positions, positions >= 0, tokens, positions[:, None], lambda: of_heads
+    )
     found = VAttentionState(method, geometry, lengths_of([slots], [slots + num_rows])).select(0, rows)
     assert found.num_read.max() < slots / 2
     estimated = (scores + found.bias[0, 0, 0]).masked_fill(~found.mask[0, 0], -math.inf).logsumexp(-1)
@@ -370,7 +372,7 @@ def test_a_sample_is_unbiased_where_few_tokens_hold_most_of_the_attention(spread
 
 def test_random_numbers_are_even_and_independent_of_each_other():
     positions, tokens = torch.arange(40, 60)[None], torch.arange(2000).expand(1, 1, -1)
-    rows = Rows(None, positions, positions >= 0, tokens, positions[:, None], None)
+    rows = QueryRows(None, positions, positions >= 0, tokens, positions[:, None], None)
     parts = [
         random_numbers(seed, layer, rows, 3, sample).flatten(1, 2)
         for seed in (0, 1)
@@ -447,7 +449,9 @@ def test_a_mean_that_all_keys_share_costs_no_bits(bits, one_code):
         state = method.new_state(SHAPE, lengths_of([40], [48]))
         state.prompt(0, query, key, key, rows)
         positions = torch.full((1, 1), 40)
-        asked = Rows(query[:, :, -1:], positions, positions >= 0, rows.positions[:, None], positions[None], torch.empty)
+        asked = QueryRows(
+            query[:, :, -1:], positions, positions >= 0, rows.positions[:, None], positions[None], torch.empty
+        )
         scores = state.scores(0, asked)
         found.append(scores - scores.mean(-1, keepdim=True))
         width = 5 * bits + 32  # ceil(0.3 * 16) numbers and their scales

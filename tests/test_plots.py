@@ -22,7 +22,7 @@ from harness.results import columns
 from plots import accuracy, analysis, data, drawing, style
 from plots.drawing import DRAWINGS
 
-Row = Mapping[str, Any]
+TokenCounts = Mapping[str, Any]
 
 TABLES = """\
 fig11
@@ -140,11 +140,11 @@ InfiniGen2,0.1,0.11,d,0.02,0.8,0.9
 the common value, `-` stands for an empty one."""
 
 
-def parsed(block: str) -> tuple[str, list[Row]]:
+def parsed(block: str) -> tuple[str, list[TokenCounts]]:
     """Name and rows of one of the tables."""
     head, *lines = block.splitlines()
     name, *shared = head.split()
-    found: list[Row] = []
+    found: list[TokenCounts] = []
     for cells in csv.DictReader(lines):
         own = {key: "" if value == "-" else value for key, value in cells.items() if value}
         row = dict(each.split("=") for each in shared) | own
@@ -156,7 +156,7 @@ def parsed(block: str) -> tuple[str, list[Row]]:
     return name, found
 
 
-def needles() -> Iterator[Row]:
+def needles() -> Iterator[TokenCounts]:
     for label, prefill, parts in (("Full cache", "", 5), ("H2O", "dense", 4), ("H2O", "question", 4)):
         # The cells show these by themselves: no band of their own.
         shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
@@ -168,7 +168,7 @@ def needles() -> Iterator[Row]:
             yield common | {"task": task, "num_samples": 1 if part else 7, "value": part / 4}
 
 
-def board() -> Iterator[Row]:
+def board() -> Iterator[TokenCounts]:
     """Methods of every family at three sizes, the step timed at the middle one, and a method with its own size."""
     common = {"kl_nats_stderr": 0.001, "exempt_choice": "best"}
     yield common | {
@@ -203,7 +203,7 @@ PAPER_SHAPE = {"model": "opt-13b", "platform": "cuda", "source": "measured", "pr
 SEGMENTS, PREDICTS = {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001}, {"prediction_s": 0.0003}
 
 
-def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[Row]:
+def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[TokenCounts]:
     times = [(label, scale * TIMES[label][0], scale * TIMES[label][1]) for label in labels]
     return [{"label": at, "prefill_s": pre, "decode_s": post, "total_s": pre + post} | shape for at, pre, post in times]
 
@@ -243,7 +243,7 @@ CURVES: dict[str, list[tuple]] = {  # series, metric, x_name, value by x, layer
 }
 
 
-def curve_rows(name: str) -> list[Row]:
+def curve_rows(name: str) -> list[TokenCounts]:
     common = {"stderr": None, "source": "modelled"} if name == "fig2" else {}
     return [
         common | {"series": series, "metric": metric, "x_name": x_name, "layer": layer, "x": x, "value": value}
@@ -252,7 +252,7 @@ def curve_rows(name: str) -> list[Row]:
     ]
 
 
-ROWS: dict[str, list[Row]] = {
+ROWS: dict[str, list[TokenCounts]] = {
     **dict(map(parsed, TABLES.split("\n\n"))),
     **TIMED,
     **{name: curve_rows(name) for name in CURVES},
@@ -271,7 +271,7 @@ COMMON = {
 }  # fmt: skip
 
 
-def write(results: Path, name: str, rows: Iterable[Row] | None = None, **cells: Any) -> None:
+def write(results: Path, name: str, rows: Iterable[TokenCounts] | None = None, **cells: Any) -> None:
     """One of the tables, with other rows or with `cells` in all of them."""
     shape = SHAPES.get(name, columns.ACCURACY)
     common = COMMON | {"experiment": name, "source": "emulated" if shape is columns.LATENCY else "measured"}
@@ -294,7 +294,7 @@ def draw(name: str, results: Path) -> Figure:
     return figure
 
 
-def drawn(name: str, results: Path, rows: Iterable[Row], **cells: Any) -> Figure:
+def drawn(name: str, results: Path, rows: Iterable[TokenCounts], **cells: Any) -> Figure:
     """The figure of other rows, its own table alone."""
     write(results, name, rows, **cells)
     return draw(name, results)

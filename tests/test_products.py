@@ -5,7 +5,7 @@ import torch
 
 from harness.model import attention
 from methods.attention import MANY_ROWS, attention_scores, by_matrix
-from methods.base import Geometry, Lengths, PromptRows, Rows
+from methods.base import Geometry, Lengths, PromptRows, QueryRows
 from methods.infinigen import InfiniGen
 from methods.projected import SparQ
 from methods.quest import Quest
@@ -40,7 +40,7 @@ def method_scores(method, query, keys):
     state = method.new_state(GEOMETRY, Lengths(*torch.full((2, BATCH), TOKENS)))
     real = torch.ones(BATCH, TOKENS, dtype=torch.bool)
     state.prompt(0, query, keys, keys, PromptRows(real, TOKENS))
-    rows = Rows(
+    rows = QueryRows(
         query=query[:, :, -1:],
         positions=torch.full((BATCH, 1), TOKENS),
         real=real[:, :1],

@@ -17,7 +17,7 @@ from harness.model.attach import PromptPass, attach
 from harness.model.attention import with_rest
 from harness.replay import session as passes
 from methods.attention import Softmax
-from methods.base import Geometry, Lengths, PromptRows, Rest, Row
+from methods.base import Geometry, Lengths, PromptRows, Rest, TokenCounts
 from methods.retroinfer import RetroInfer, clustered
 
 BATCH = ((PROMPT, LENGTH), (11, 40), (14, 33))
@@ -158,7 +158,7 @@ def test_every_row_of_a_padded_batch_attends_as_the_plain_rule(name, model, monk
             assert [each[0] for each in counts] == pytest.approx(read)
             assert [each[1] for each in counts] == pytest.approx(sides)
             for t, mean in enumerate(read, prompt):
-                row = Row(t, prompt, length)
+                row = TokenCounts(t, prompt, length)
                 assert mean <= method.max_tokens_read(row, layer) <= t
                 assert method.tokens_read(row, layer) in (None, pytest.approx(mean))
     assert len(estimates) > 1 or name == "none-estimated"
@@ -189,7 +189,10 @@ def test_clusters_are_the_same_beside_others():
 
 def test_sizes_by_hand():
     """A prompt of 1,000 tokens has 932 in clusters of 16: 58. 24 tokens have come, so none has been clustered."""
-    row, later = Row(cached=1024, prompt=1000, final=1100), Row(cached=1000 + 1024 + 5, prompt=1000, final=2100)
+    row, later = (
+        TokenCounts(cached=1024, prompt=1000, final=1100),
+        TokenCounts(cached=1000 + 1024 + 5, prompt=1000, final=2100),
+    )
     method = RetroInfer()
     assert method.num_clusters(1000) == 58 and method.clusters_of_update == 64
     assert method.num_clusters(4 + 64 + 20_000) == 2 * (10_000 // 16)
@@ -198,7 +201,7 @@ def test_sizes_by_hand():
     sized = method.with_size(0.25)
     assert sized.tokens_read(row, 2) == 256 and sized.tokens_read(later, 2) == int(0.25 * 2029)
     assert method.with_size(0.01).tokens_read(row, 2) == 4 + 64 + 24 + 1
-    assert method.min_size(Row(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
+    assert method.min_size(TokenCounts(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
     assert method.with_size(1.0).tokens_read(row, 2) == 1024
 
 

@@ -24,7 +24,7 @@ from replaying import LENGTH, PROMPT, run, token_ids, watched
 from harness.model.attach import PromptPass, attach
 from harness.model.calibration import calibrate
 from harness.replay import session as passes
-from methods.base import Geometry, Row
+from methods.base import Geometry, TokenCounts
 from methods.infinigen import InfiniGen
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
@@ -619,7 +619,7 @@ def test_a_method_reads_what_its_plain_rule_reads(name, model, monkeypatch):
             assert sequence.num_read == pytest.approx(means)
             assert len(sequence.rest) == (length - prompt) * isinstance(method, SparQ)
             check_mean_value(method, geometry, layer, sequence, prompt)
-            for at, mean in zip((Row(t, prompt, length) for t in range(prompt, length)), means, strict=True):
+            for at, mean in zip((TokenCounts(t, prompt, length) for t in range(prompt, length)), means, strict=True):
                 assert mean <= method.max_tokens_read(at, layer) <= at.cached
                 by_data = isinstance(method, Twilight) and (method.p < 1 or method.group == "union")
                 by_data |= isinstance(method, VAttention) and method.epsilon > 0

@@ -15,7 +15,7 @@ from living import PROMPT, STEPS, attached_with_link, live, replay
 
 from harness.errors import UserError
 from harness.model.sizes import TOLERANCE, code_width, expected_size, sized_as_stored
-from methods.base import Geometry, Lengths, Row
+from methods.base import Geometry, Lengths, TokenCounts
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
@@ -32,7 +32,7 @@ from methods.vattention import VAttention
 
 decode_rows = st.builds(
     lambda contexts: [
-        Row(cached, prompt, prompt + rows + 1)
+        TokenCounts(cached, prompt, prompt + rows + 1)
         for prompt, rows, times in contexts
         for cached in range(prompt, prompt + rows)
         for _ in range(times)
@@ -90,19 +90,19 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
-    rows, geometry = [Row(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
+    rows, geometry = [TokenCounts(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
     smallest = expected_size(Streaming(kept_frac=0.0501), Counter(rows), 10)  # 5 of 100 tokens
     with pytest.raises(UserError, match=f"size=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
         sized_as_stored(Streaming(), None, geometry, rows, 0.21, nearest=False)
     assert "\n" not in str(refusal.value)
     found = sized_as_stored(Streaming(), None, geometry, rows, smallest, nearest=False)
-    assert found.tokens_read(Row(99, 50, 100), 2) == 5
+    assert found.tokens_read(TokenCounts(99, 50, 100), 2) == 5
     with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
         sized_as_stored(Streaming(num_sinks=100), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
 def test_a_size_that_was_not_asked_for_is_told_once(caplog):
-    rows = [Row(cached, 50, 100) for cached in range(50, 99)]
+    rows = [TokenCounts(cached, 50, 100) for cached in range(50, 99)]
     for target in (0.211, 0.211, 0.3):  # the first cannot be: two of ten layers and five tokens are the least
         sized_as_stored(Streaming(), None, replace(GEOMETRY, num_layers=10), rows, target, nearest=True)
     said = [record.message for record in caplog.records]
@@ -111,11 +111,13 @@ def test_a_size_that_was_not_asked_for_is_told_once(caplog):
 
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
     method, width = Streaming(kept_frac=0.5, num_sinks=1), 0.28125
-    one, other = (expected_size(method, {row: 1}, 4) for row in (Row(6, 1, 10), Row(9, 1, 10)))
+    one, other = (expected_size(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
     assert one != other
-    assert expected_size(method, {Row(6, 1, 10): 3, Row(9, 1, 10): 1}, 4) == pytest.approx((3 * one + other) / 4)
+    assert expected_size(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
+        (3 * one + other) / 4
+    )
     for method, share in ((Streaming(kept_frac=0.2, num_sinks=1), 0.4), (Full(), 1)):
-        assert expected_size(method, {Row(100, 50, 200): 1}, 10, width) == (2 + 8 * width * share) / 10
+        assert expected_size(method, {TokenCounts(100, 50, 200): 1}, 10, width) == (2 + 8 * width * share) / 10
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_the_bits_of_an_element_are_the_mean_over_key_and_value(codec, geometry,
 
 def test_a_size_that_depends_on_the_data_is_refused():
     with pytest.raises(ValueError, match="depends on the data"):
-        expected_size(InfiniGen(), {Row(5, 1, 10): 1}, 4)
+        expected_size(InfiniGen(), {TokenCounts(5, 1, 10): 1}, 4)
 
 
 # What replay and live decoding report
@@ -146,7 +148,7 @@ def test_a_target_is_met_by_what_is_reported_with_the_codecs_bits(decode):
     codec = Codec("int4", 16)
     with attached_with_link() as (attached, _):
         width = codec.bits_per_element(attached.geometry.head_dim) / 16
-        rows = [Row(PROMPT + step, PROMPT, PROMPT + STEPS) for step in range(STEPS)]
+        rows = [TokenCounts(PROMPT + step, PROMPT, PROMPT + STEPS) for step in range(STEPS)]
         method = sized_as_stored(H2O(num_exempt_layers=0), codec, attached.geometry, rows, 0.30, nearest=False)
         found = decode(attached, Case(method, codec), (PROMPT,)).size
     assert found == pytest.approx(0.30, abs=TOLERANCE)

@@ -40,7 +40,7 @@ from harness.model.decoder import ModelCache, replaced_forward, replaced_method
 from harness.model.sizes import sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.config import Placement
-from methods.base import Calibration, Method, Row
+from methods.base import Calibration, Method, TokenCounts
 from methods.codec import AnyCodec
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -572,7 +572,7 @@ class CachedModel:
         key = tuple(sorted(lengths))
         if key not in self._sized:
             rows = [
-                Row(cached, prompt, final)
+                TokenCounts(cached, prompt, final)
                 for prompt, final in lengths
                 for cached in range(prompt, max(prompt + 1, final - 1))
             ]

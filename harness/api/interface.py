@@ -43,7 +43,7 @@ from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.schema import options
 from harness.speed.generate import Generated, run_generate
 from harness.speed.latency import compute_threads, two_memories
-from methods.base import Row
+from methods.base import TokenCounts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -327,7 +327,7 @@ def attach(
         stack.enter_context(compute_threads(attached.device))
         chosen, size = config.method, config.size
         if config.size_is_measured:  # once, on a text of which half is the prompt, instead of in each call
-            chosen, size = sized_on_text(config, loaded, attached, [Row(1, 1, 2)]), None
+            chosen, size = sized_on_text(config, loaded, attached, [TokenCounts(1, 1, 2)]), None
         calibration = calibrated(config, chosen, loaded, attached)
         setup = Setup(tokenized(chosen, loaded), codec_of(config), calibration)
         _, link = stack.enter_context(two_memories(config, attached))

@@ -29,7 +29,7 @@ from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
 from harness.replay.session import ReplaySession
 from harness.replay.setup import CheckedCodec, Setup, codec_of
 from harness.settings.config import RunConfig
-from methods.base import NAMES_ROWS, Lengths, Method, Row, Rows, Selection
+from methods.base import NAMES_ROWS, Lengths, Method, QueryRows, Selection, TokenCounts
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 from methods.evicting import EvictingState
 
@@ -252,8 +252,8 @@ def link_carries_the_selection(trial: Trial) -> str:
     selected = 0  # rows of one token and KV head each
     miscounted = 0.0  # largest difference in tokens between a selection's `num_read` and its mask
 
-    def listening(select: Callable[[int, Rows], Selection], evicts: bool) -> Callable[[int, Rows], Selection]:
-        def listen(layer: int, rows: Rows) -> Selection:
+    def listening(select: Callable[[int, QueryRows], Selection], evicts: bool) -> Callable[[int, QueryRows], Selection]:
+        def listen(layer: int, rows: QueryRows) -> Selection:
             nonlocal selected, miscounted
             selection = select(layer, rows)
             mask = rows.visible() if selection.mask is None else selection.mask
@@ -321,7 +321,7 @@ def size_is_its_closed_form(trial: Trial) -> str:
     """The measured size is that of `tokens_read`, where it is known, and never above `max_tokens_read`."""
     trial.require_all_coded()
     method, geometry, known = trial.setup.method, trial.attached.geometry, True
-    rows = Counter(Row(real + step, real, real + STEPS) for real in trial.prompts for step in range(STEPS))
+    rows = Counter(TokenCounts(real + step, real, real + STEPS) for real in trial.prompts for step in range(STEPS))
     for row, layer in product(rows, range(method.num_exempt_layers, geometry.num_layers)):
         read, bound = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
         if not (0 if read is None else read) <= bound <= row.cached:

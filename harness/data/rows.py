@@ -52,7 +52,7 @@ TIMEOUT_S = 5.0
 
 Files = Mapping[str, Sequence[Path]]
 """The files of each split."""
-Rows = Mapping[str, "Dataset"]
+TaskRows = Mapping[str, "Dataset"]
 """The rows of each split, as they were read."""
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Source(NamedTuple):
     """Where a task's rows come from. name: of them all. files: by split, where they are local."""
 
     name: str
-    rows: Rows = {}
+    rows: TaskRows = {}
     files: Files = {}
 
     def place(self, split: str | None) -> str:

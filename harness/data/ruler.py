@@ -26,7 +26,7 @@ from harness.settings.config import RULER_TASKS, RunConfig
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
 
-Row = dict[str, Any]
+TaskRow = dict[str, Any]
 """lm-eval's: input, gen_prefix (how the answer begins), outputs (right answers), max_length, length, index."""
 
 NEEDLES = {
@@ -47,7 +47,7 @@ MARKERS = {task: "\nWhat" if task in NEEDLES else "\nQuestion:" for task in RULE
 """Text with which the question of a prompt starts, at its last occurrence."""
 
 
-def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, Any], list[Row]]:
+def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, Any], list[TaskRow]]:
     """The settings of lm-eval's task, and as many rows for each of `metadata.max_seq_lengths`, in that order.
 
     A metric is named by its length in tokens, as lm-eval's are; a row has that of its own length alone.
@@ -63,7 +63,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     yaml = Path(tasks.__file__).parent / "ruler" / f"{task.removeprefix('ruler_')}.yaml"
     settings = load_yaml(yaml, resolve_func=False)  # functions as words: importing them would need more packages
     max_gen_toks = settings["generation_kwargs"]["max_gen_toks"] if config.task.too_long == "refuse" else None
-    rows: list[Row] = []
+    rows: list[TaskRow] = []
     for length in lengths:
         each = count // len(lengths)
         of_length = _rows_that_fit(task, length, each, config.seed, loaded, max_gen_toks)
@@ -78,7 +78,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     }, rows
 
 
-def facts(task: str, row: Row) -> dict[str, float | int | None]:
+def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
     """Columns for figures of a row of one of the six tasks: `length` in tokens; `depth`, the place in the prompt where
     the needle's value begins, 0 to 1, None in a task that hides none. {} of any other task."""
     if task not in RULER_TASKS:
@@ -89,7 +89,7 @@ def facts(task: str, row: Row) -> dict[str, float | int | None]:
 
 def _rows_that_fit(
     task: str, length: int, count: int, seed: int, loaded: LoadedModel, max_gen_toks: int | None
-) -> list[Row]:
+) -> list[TaskRow]:
     """The rows of one length; UserError where one exceeds the model's limit. max_gen_toks: None lets it be truncated.
 
     lm-eval counts the tokens to generate into a length. Yet its needles do without the beginning of the answer, and
@@ -110,7 +110,7 @@ def _rows_that_fit(
     return rows
 
 
-def turns(row: Row, key: str) -> list[Row]:
+def turns(row: TaskRow, key: str) -> list[TaskRow]:
     """A needle's row, and further ones that ask for other needles of its context: `TURNS`, or as many as there are.
 
     key: what the choice of needles is drawn from. lm-eval asks one question a context; here its words stay, and the
@@ -126,7 +126,7 @@ def turns(row: Row, key: str) -> list[Row]:
     return made
 
 
-def _score(row: Row, answers: Sequence[str]) -> dict[str, float]:
+def _score(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
     """The share of the right answers that the text holds, as lm-eval and RULER have it, under the row's length."""
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
@@ -141,7 +141,7 @@ def digest() -> str:
     return text_sha256(*(f"{package} {version(package)}" for package in ("lm_eval", "wonderwords")))
 
 
-def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[Row]:
+def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
     """The first `count` rows of `length` tokens, from the cache where as many have been made.
 
     Raises:
@@ -165,7 +165,7 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
     return made
 
 
-def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[Row]:
+def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
     """As `rows_of`, made anew. Prints nothing, and leaves the global generators as they were."""
     too_short = f"metadata.max_seq_lengths: {length} is too short for {task} with this tokenizer"
     with _lm_evals_start(seed):
@@ -183,7 +183,7 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
     return rows
 
 
-def _make(task: str, length: int, count: int, tokenizer: Any) -> list[Row]:
+def _make(task: str, length: int, count: int, tokenizer: Any) -> list[TaskRow]:
     """Call lm-eval's functions in its own order: they draw from the same generators."""
     module = _module(task)
     if task == "ruler_cwe":
@@ -225,7 +225,7 @@ def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
     return 0
 
 
-def _vt_example(module: Any, tokenizer: Any) -> Row:
+def _vt_example(module: Any, tokenizer: Any) -> TaskRow:
     """The worked example of ruler_vt; UserError where lm-eval would not return. The generators must be fresh."""
     with _restored():
         shortest = _vt_tokens(module, tokenizer, noises=5, is_icl=True)

@@ -38,8 +38,8 @@ from tqdm import tqdm
 
 from harness.data import generated, ruler
 from harness.data.rows import (
-    Rows,
     Source,
+    TaskRows,
     example_split,
     from_hub,
     layout,
@@ -323,7 +323,7 @@ def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     return task
 
 
-def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: Rows) -> Task:
+def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: TaskRows) -> Task:
     """A task with its rows; one that fetches them by itself may ask the hub only where `data` is the hub."""
     name, own = leaf.task_name, leaf.config
     if not own:
@@ -345,7 +345,7 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: Rows) -> Tas
     return _construct(own | dict.fromkeys(absent) | _given(rows), config)
 
 
-def _given(rows: Rows) -> dict[str, Any]:
+def _given(rows: TaskRows) -> dict[str, Any]:
     """Settings by which lm-eval takes rows that are here."""
     return {"custom_dataset": lambda **_: rows, "dataset_kwargs": None}
 

@@ -29,7 +29,18 @@ from harness.live.links import Link, Ticket
 from harness.live.memory import PinnedSlab
 from harness.live.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
 from harness.model.policies import Policy, select
-from methods.base import EMPTY, NAMES_ROWS, LayerInputs, Lengths, Method, PromptRows, Row, Rows, Selection, State
+from methods.base import (
+    EMPTY,
+    NAMES_ROWS,
+    LayerInputs,
+    Lengths,
+    Method,
+    PromptRows,
+    QueryRows,
+    Selection,
+    State,
+    TokenCounts,
+)
 from methods.codec import FLOAT_DTYPES, AnyCodec
 from methods.evicting import EvictingState
 
@@ -42,7 +53,7 @@ class Batch:
 
     real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of each column's
     token, `EMPTY` for none. positions: int [batch], cached tokens before this step. row_positions, one_row, slots: made
-    once for the `Rows` of all layers, since each new tensor is a launch.
+    once for the `QueryRows` of all layers, since each new tensor is a launch.
     """
 
     def __init__(self, real: Tensor, max_new_tokens: int) -> None:
@@ -65,9 +76,9 @@ class Batch:
         """Columns before this step."""
         return self.real.shape[1] + self.steps
 
-    def rows(self, steps: int) -> list[Row]:
+    def rows(self, steps: int) -> list[TokenCounts]:
         """The distinct rows of the sequences after `steps` steps, for the arithmetic of sizes."""
-        return [Row(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in sorted({*self.prompts})]
+        return [TokenCounts(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in sorted({*self.prompts})]
 
     def advance(self) -> None:
         """End the step: its tokens are cached now."""
@@ -324,7 +335,7 @@ class LayerCache:
         own, tokens = self.slots_in_use(), self.slots()
         if self.hot is not None:  # `select` may evict a token that it names
             self.candidates = tokens.clone() if self.evicts else tokens
-        rows = Rows(
+        rows = QueryRows(
             query=query,
             positions=self.batch.row_positions,
             real=self.batch.one_row,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.live.store import Chosen, chosen, indices
 from harness.model.policies import Policy
-from methods.base import NAMES_ROWS, Method, Row
+from methods.base import NAMES_ROWS, Method, TokenCounts
 
 NO_ROOM = torch.iinfo(torch.int64).max
 """The age of a buffer row beyond a sequence's own room: it never gives way."""
@@ -39,7 +39,7 @@ def rooms(
 
     @cache
     def room(prompt: int, final: int) -> int:
-        rows = [Row(cached, prompt, final) for cached in range(prompt, final + 1)]
+        rows = [TokenCounts(cached, prompt, final) for cached in range(prompt, final + 1)]
         most = max((method.max_tokens_read(row, layer) for row in rows for layer in layers), default=1)
         return min(math.ceil(device_rows * most), final)
 

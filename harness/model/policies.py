@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.errors import UserError, line_in, line_of, message, reason
 from harness.model.attach import Attached
 from methods.attention import Softmax
-from methods.base import Calibration, Lengths, Method, Rows, Selection, State, When, Window, require
+from methods.base import Calibration, Lengths, Method, QueryRows, Selection, State, When, Window, require
 
 
 class Policy(NamedTuple):
@@ -99,7 +99,7 @@ def new_states(
     return states
 
 
-def select(state: State, layer: int, rows: Rows) -> Selection:
+def select(state: State, layer: int, rows: QueryRows) -> Selection:
     """`state.select` with the types, dtypes and shapes of its result checked. No number is read, so no GPU waits.
 
     If a user's own method raises or returns something else, a UserError names the line of its file.
@@ -126,7 +126,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COUNTS = (torch.float64, torch.float32, torch.int64, torch.int32)
 
 
-def _fault(selection: Any, state: State, rows: Rows) -> str | None:
+def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
     """The wrong part of a selection and what is allowed, by `methods.base.Selection`; None for a good one."""
     if not isinstance(selection, Selection):
         return f"{type(selection).__name__}; allowed: a Selection (methods/base.py)"

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.settings.schema import is_unmet
-from methods.base import NAMES_ROWS, Geometry, Method, Row, State
+from methods.base import NAMES_ROWS, Geometry, Method, State, TokenCounts
 from methods.codec import AnyCodec, without_keys
 
 log = logging.getLogger(__name__)
@@ -127,10 +127,12 @@ def resident_share(
     return kept / (token * geometry.num_layers * final.double())
 
 
-def _last_rows(state: State) -> list[Row]:
+def _last_rows(state: State) -> list[TokenCounts]:
     """Of each sequence the row at T."""
     prompts, finals = (part.tolist() for part in state.lengths)
-    return [Row(cached=final, prompt=prompt, final=final) for prompt, final in zip(prompts, finals, strict=True)]
+    return [
+        TokenCounts(cached=final, prompt=prompt, final=final) for prompt, final in zip(prompts, finals, strict=True)
+    ]
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -310,7 +312,7 @@ def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
-def expected_size(method: Method, rows: Mapping[Row, int], num_layers: int, width: float = 1.0) -> float:
+def expected_size(method: Method, rows: Mapping[TokenCounts, int], num_layers: int, width: float = 1.0) -> float:
     """The size that `method` will report over `rows`, from its closed form; rows without cached tokens count nothing.
 
     rows: how many requests each row occurs in. width: bits of a stored element / 16.
@@ -332,7 +334,13 @@ def expected_size(method: Method, rows: Mapping[Row, int], num_layers: int, widt
 
 
 def sized_as_stored(
-    method: Method, codec: AnyCodec | None, geometry: Geometry, rows: Sequence[Row], target: float, *, nearest: bool
+    method: Method,
+    codec: AnyCodec | None,
+    geometry: Geometry,
+    rows: Sequence[TokenCounts],
+    target: float,
+    *,
+    nearest: bool,
 ) -> Method:
     """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest to `target`.
 

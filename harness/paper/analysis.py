@@ -27,7 +27,7 @@ from harness.replay.session import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from methods.attention import Softmax
-from methods.base import Geometry, Lengths, Method, PromptRows, Row, Rows
+from methods.base import Geometry, Lengths, Method, PromptRows, QueryRows, TokenCounts
 from methods.infinigen import InfiniGen, Oracle
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def similarity(subject: Subject) -> list[Point]:
     """
     kept, num_tokens = subject.config.analysis.kept_frac, subject.num_tokens
     method = subject.config.method.with_size(kept)
-    budget = method.tokens_read(Row(num_tokens, 1, num_tokens), method.num_exempt_layers)
+    budget = method.tokens_read(TokenCounts(num_tokens, 1, num_tokens), method.num_exempt_layers)
     assert budget is not None, "a method that evicts has a budget"
     methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry
     layers = subject.layers(SIMILARITY_LAYERS)
@@ -224,7 +224,7 @@ class Similarity:
             return
         scores = block.scores[:, :, :, first - block.start :]
         own = torch.arange(first, block.stop, device=scores.device)
-        rows = Rows(  # a slot is a token's position
+        rows = QueryRows(  # a slot is a token's position
             query=block.query[:, :, -len(own) :],
             positions=own[None],
             real=torch.ones_like(own, dtype=torch.bool)[None],

@@ -35,7 +35,7 @@ from methods.base import (
     Lengths,
     Method,
     PromptRows,
-    Rows,
+    QueryRows,
     Selection,
     State,
 )
@@ -484,7 +484,7 @@ class _Block:
             selection = Selection(None, stored.double(), (self.positions - stored).double())
         else:
             own = torch.arange(self.first_own, self.stop, device=self.positions.device)
-            rows = Rows(
+            rows = QueryRows(
                 query=self.asking,
                 positions=self.positions,
                 real=self.real[:, self.rows],

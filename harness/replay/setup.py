@@ -20,7 +20,7 @@ from harness.model.load import LoadedModel
 from harness.model.sizes import TOLERANCE, sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.config import RunConfig
-from methods.base import Calibration, Method, Row
+from methods.base import Calibration, Method, TokenCounts
 from methods.codec import TURBO_BITS, AnyCodec, ChannelCodec, Codec, RowCodec, SplitCodec, TurboCodec
 
 MEASUREMENTS = 14
@@ -62,7 +62,7 @@ class Setup:
 
 
 def prepare(
-    config: RunConfig, loaded: LoadedModel, attached: Attached, decode_rows: Callable[[], Sequence[Row]]
+    config: RunConfig, loaded: LoadedModel, attached: Attached, decode_rows: Callable[[], Sequence[TokenCounts]]
 ) -> Setup:
     """Resolve a run's method on a loaded model.
 
@@ -84,7 +84,7 @@ def _setup(config: RunConfig, method: Method, loaded: LoadedModel, attached: Att
     return Setup(tokenized(method, loaded), codec_of(config), calibration, config.device_rows, config.prefetch)
 
 
-def sized_on_text(config: RunConfig, loaded: LoadedModel, attached: Attached, rows: Sequence[Row]) -> Method:
+def sized_on_text(config: RunConfig, loaded: LoadedModel, attached: Attached, rows: Sequence[TokenCounts]) -> Method:
     """The method of `config`, whose reads depend on the data, with the setting whose size is nearest to `config.size`
     on the calibration text.
 
@@ -102,7 +102,7 @@ def sized_on_text(config: RunConfig, loaded: LoadedModel, attached: Attached, ro
         setup = _setup(config, config.method.with_size(number), loaded, attached)
         return _size_on(ids, prompt, setup, attached)
 
-    whole = Row(prompt, prompt, len(ids))
+    whole = TokenCounts(prompt, prompt, len(ids))
     what = f"size={target:g}: method={config.method_name}"
     try:
         low, high = config.method.min_size(whole), 1.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from methods.base import Rows, require
+from methods.base import QueryRows, require
 from methods.selection import Retrieving, RetrievingState
 
 
@@ -34,7 +34,7 @@ class MyMethodState(RetrievingState):
         page = (positions // self.method.page_size).clamp(max=self.num_pages).long()
         self.sums[layer].scatter_add_(2, page[:, None, :, None].expand_as(key), key)
 
-    def scores(self, layer: int, rows: Rows) -> Tensor:
+    def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """Score of each page for each row's query: fp32 [batch, num_kv_heads, group, rows, pages]."""
         mean = self.sums[layer][:, :, :-1] / self.method.page_size
         query = rows.query.unflatten(1, (-1, self.geometry.group)) * self.geometry.scale

@@ -37,7 +37,7 @@ from harness.scoring.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
 from harness.scoring.progress import bar
 from harness.settings.config import GENERATED_TASKS, RunConfig
 from harness.settings.kinds import Outcome
-from methods.base import Row
+from methods.base import TokenCounts
 
 ANSWER_ROWS = 16
 """Decode rows of a generated answer, evenly spaced, on which a method is sized."""
@@ -195,7 +195,7 @@ class ReplayEngine:
         return answers
 
 
-def decode_rows(requests: Sequence[Request]) -> list[Row]:
+def decode_rows(requests: Sequence[Request]) -> list[TokenCounts]:
     """The decode rows on which a method will run, from tokens alone; every request is a sequence of its own.
 
     A generated answer counts with its longest length, as its end is not known before, and by some of its rows.
@@ -204,7 +204,7 @@ def decode_rows(requests: Sequence[Request]) -> list[Row]:
     for request in requests:
         stride = max(1, request.num_rows // ANSWER_ROWS) if request.max_new_tokens else 1
         cached = range(request.prefill_len, request.prefill_len + request.num_rows, stride)
-        rows += [Row(each, request.prefill_len, request.final_length) for each in cached]
+        rows += [TokenCounts(each, request.prefill_len, request.final_length) for each in cached]
     return rows
 
 

@@ -32,7 +32,7 @@ from harness.scoring.perplexity import FULL, as_perplexity, full_pass, score_row
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
-from methods.base import Row
+from methods.base import TokenCounts
 
 BATCH = 8
 """Prompts decoded at once, at most."""
@@ -111,7 +111,7 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
         return [Text(tokens, full_pass(attached, [*prompt, *tokens], length)[0]) for prompt, tokens in pairs]
 
     with attach(loaded.model) as attached:
-        rows = [Row(cached, length, length + steps) for cached in range(length, length + steps - 1)]
+        rows = [TokenCounts(cached, length, length + steps) for cached in range(length, length + steps - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
         for first in range(0, len(prompts), BATCH):
             batch = prompts[first : first + BATCH]

@@ -26,7 +26,7 @@ from harness.results.samples import clustered_stderr
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
-from methods.base import Row
+from methods.base import TokenCounts
 from methods.full import Full
 
 HEAD_CHUNK = 128
@@ -98,7 +98,7 @@ def run_perplexity(
     references = Memo() if references is None else references
     with attach(loaded.model, loaded.prompts) as attached:
         prompt, length = max(1, config.prefill_len), config.seq_len
-        rows = [Row(cached, prompt, length) for cached in range(config.prefill_len, length - 1)]
+        rows = [TokenCounts(cached, prompt, length) for cached in range(config.prefill_len, length - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
         scored = []
         for window in bar(windows, desc="windows", unit="window"):

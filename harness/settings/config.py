@@ -394,10 +394,10 @@ class RunConfig:
         """Whether `size` is met by a search on the calibration text, as the method's reads depend on the data."""
         if self.size is None:
             return False
-        from methods.base import Row  # loaded with the method
+        from methods.base import TokenCounts  # loaded with the method
 
         sized = self.method.with_size(self.size)
-        return sized.tokens_read(Row(cached=1000, prompt=900, final=1100), sized.num_exempt_layers) is None
+        return sized.tokens_read(TokenCounts(cached=1000, prompt=900, final=1100), sized.num_exempt_layers) is None
 
     @property
     def codec_name(self) -> str | None:

@@ -23,7 +23,7 @@ from harness.model.sampling import Draft
 from harness.replay.setup import prepare
 from harness.settings.config import RunConfig
 from harness.speed.latency import SOURCES, compute_threads, two_memories
-from methods.base import Row
+from methods.base import TokenCounts
 
 MIB = 2**20
 
@@ -95,7 +95,9 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             f"together at most {loaded.max_length}, the limit of {loaded.name}"
         )
     with attach(loaded.model) as attached, compute_threads(attached.device):
-        setup = prepare(config, loaded, attached, lambda: [Row(n, len(ids), total) for n in range(len(ids), total - 1)])
+        setup = prepare(
+            config, loaded, attached, lambda: [TokenCounts(n, len(ids), total) for n in range(len(ids), total - 1)]
+        )
         platform = config.platform
         with (
             two_memories(config, attached) as (_, link),

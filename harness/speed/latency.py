@@ -28,7 +28,7 @@ from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
-from methods.base import Row
+from methods.base import TokenCounts
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
 
@@ -109,7 +109,7 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     shape = config.latency
     total = shape.prompt_len + shape.gen_len
     rows = range(shape.prompt_len, total - 1)
-    return prepare(config, loaded, attached, lambda: [Row(cached, shape.prompt_len, total) for cached in rows])
+    return prepare(config, loaded, attached, lambda: [TokenCounts(cached, shape.prompt_len, total) for cached in rows])
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:

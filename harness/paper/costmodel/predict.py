@@ -135,10 +135,10 @@ class Scheme:
 
     def tokens(self, cached: int, final_len: int) -> tuple[float, int]:
         """Tokens of `cached` that a decode step reads in a non-exempt layer, and those it keeps. T: `final_len`."""
-        from methods.base import Row  # loads torch
+        from methods.base import TokenCounts  # loads torch
 
         method = _method(self.system.method)
-        row, layer = Row(cached, prompt=cached, final=final_len), method.num_exempt_layers
+        row, layer = TokenCounts(cached, prompt=cached, final=final_len), method.num_exempt_layers
         read = method.tokens_read(row, layer)
         if read is None:
             read = min(float(np.interp(cached, PAPER_LENGTHS, PAPER_COUNTS)), method.max_tokens_read(row, layer))
