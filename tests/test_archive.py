@@ -19,8 +19,8 @@ import pandas as pd
 import pytest
 from test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save
 
+from harness import report
 from harness.errors import UserError
-from harness.paper import report
 from harness.report.__main__ import main as report_main
 from harness.results import archive
 from harness.results import compare as comparing

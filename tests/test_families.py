@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.checks import families
 from harness.checks.families import TABLE, check_family, early_queries, main, methods_agree, own_logits, tiny_family
-from harness.model import families
 from harness.model.attach import Attached
 
 VERDICTS = {  # the verdict, the kinds of layers, and what is said

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.errors import UserError
-from harness.live import live as sessions
 from harness.live import memory
+from harness.live import session as sessions
 from harness.live.cache import LayerCache
 from harness.live.memory import (
     ALIGNMENT,

@@ -19,8 +19,8 @@ from test_plots import write
 from test_tables import LATENCY_METRICS, save, save_task, save_text
 
 import plots
+from harness import report
 from harness.errors import UserError
-from harness.paper import report
 from harness.paper.costmodel import published
 from harness.report import page as report_page
 from harness.report.__main__ import main as report_main

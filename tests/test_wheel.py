@@ -44,11 +44,11 @@ def in_an_installation(site_packages: Path, folder: Path, *arguments: str) -> su
 def test_modules_find_their_files(site_packages, tmp_path):
     code = """
 import harness.checks.families, harness.report.page, plots.style
-from harness.settings import places
+from harness.settings import paths
 from harness.data.tasks import own_tasks
 from harness.results.environment import describe
 from harness.run.compose import load
-assert places.INSTALLED and str(places.CONF_DIR).startswith(sys.argv[1])
+assert paths.INSTALLED and str(paths.CONF_DIR).startswith(sys.argv[1])
 assert load(["method=infinigen"]).results_dir == "results" and own_tasks()
 assert describe()["commit"] is None
 """
