@@ -6,8 +6,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from harness.run import compose, schema
+from harness.run import compose
 from harness.run.compose import Composer
+from harness.settings import schema
 from harness.settings.config import RunConfig
 
 _composers: defaultdict[Path, Composer] = defaultdict(Composer)
