@@ -1,4 +1,5 @@
-"""Entry point of a checkout: `python run.py method=infinigen`. `--help` lists the settings; the work is in `harness`.
+"""Entry point of a checkout: `python run.py method=infinigen`. `--help` lists the settings; the
+work is in `harness`.
 
 python run.py method=infinigen model=llama2-7b
 python run.py -m method=full,h2o,int4,infinigen

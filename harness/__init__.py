@@ -6,7 +6,8 @@
     text = open("my.txt").read()  # some hundred tokens, of which a tenth can be read
     print(model.generate(text, method="infinigen", size=0.1))
 
-`harness.load`, `harness.attach` and `harness.lm` are the Python interface; `run.py` is the command line.
+`harness.load`, `harness.attach` and `harness.lm` are the Python interface; `run.py` is the command
+line.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ __all__ = ["Model", "attach", "frame", "lm", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the interface when it is first used: it loads torch and transformers, which the command line does late."""
+    """Import the interface when it is first used: it loads torch and transformers, which the
+    command line does late."""
     if name not in __all__:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
     from harness.api import interface

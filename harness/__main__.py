@@ -1,4 +1,5 @@
-"""The command line: `kv-harness method=infinigen`, `python -m harness`, and in a checkout `python run.py`.
+"""The command line: `kv-harness method=infinigen`, `python -m harness`, and in a checkout `python
+run.py`.
 
 `kv-harness lm-eval ...` is lm-eval's own command line, with the model `kv`.
 

@@ -1,8 +1,9 @@
 """How a command ends: refusals in one line, exit codes, interruptions.
 
-A refusal is a `UserError` whose message names the setting, its value and what is allowed. `harness.run.cli` prints
-it without a traceback and exits with code `USERS`. Ctrl-C and SIGTERM end a command with one line. Finished runs are
-then in the tables. Imports nothing that takes time, so that a command is covered from its first moment on.
+A refusal is a `UserError` whose message names the setting, its value and what is allowed.
+`harness.run.cli` prints it without a traceback and exits with code `USERS`. Ctrl-C and SIGTERM end
+a command with one line. Finished runs are then in the tables. Imports nothing that takes time, so
+that a command is covered from its first moment on.
 """
 
 import difflib
@@ -20,14 +21,15 @@ MAX_WORD, MAX_MESSAGE = 400, 2000
 """Letters of a word and of a whole message that are shown; a path of 400 letters is still whole."""
 A_BUG = " (a bug)"
 BUG, USERS, UNFINISHED = 1, 2, 75
-"""Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to try again."""
+"""Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to
+try again."""
 INTERRUPTED = "interrupted; the same command repeats only what is not finished"
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class UserError(ValueError):
-    """Something the user can put right: a setting, a file, the machine's memory. Its message is one line, in which
-    `brief` shortens what is too long to read."""
+    """Something the user can put right: a setting, a file, the machine's memory. Its message is one
+    line, in which `brief` shortens what is too long to read."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(brief(str(message)))
@@ -53,7 +55,11 @@ def is_users(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """An error in one line that says whether it is a bug."""
     line = one_line(error)
-    return line if is_users(error) or isinstance(error, BugError) else f"{line} ({type(error).__name__}, a bug)"
+    return (
+        line
+        if is_users(error) or isinstance(error, BugError)
+        else f"{line} ({type(error).__name__}, a bug)"
+    )
 
 
 def to_record(error: Exception) -> str:
@@ -80,7 +86,8 @@ def one_line(error: BaseException) -> str:
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """The allowed names, at most `MAX_LISTED`, after those that are close to `name`, which the user wrote.
+    """The allowed names, at most `MAX_LISTED`, after those that are close to `name`, which the user
+    wrote.
 
     Such as "did you mean 'h2o'? allowed: full, h2o, ...".
     """
@@ -90,9 +97,13 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
 
 
 def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
-    """Ask for up to three known names that are close to `name`, which the user wrote; empty if none is."""
+    """Ask for up to three known names that are close to `name`, which the user wrote; empty if none
+    is."""
     folded = {candidate.lower(): candidate for candidate in allowed}
-    close = [folded[match] for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=cutoff)]
+    close = [
+        folded[match]
+        for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=cutoff)
+    ]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
@@ -103,13 +114,17 @@ def reason(error: BaseException) -> str:
 
 
 def line_in(error: BaseException, files: Collection[str]) -> str:
-    """`file:line` of the last line in one of `files` that an error came through; empty if it came through none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    """`file:line` of the last line in one of `files` that an error came through; empty if it came
+    through none."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def line_of(cls: type, name: str) -> str:
-    """`file:line` where a method or property of a class is defined; the module's file where that cannot be told."""
+    """`file:line` where a method or property of a class is defined; the module's file where that
+    cannot be told."""
     member = getattr(cls, name)
     function = getattr(member, "fget", member)
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
@@ -120,7 +135,8 @@ def line_of(cls: type, name: str) -> str:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Raise an error of foreign code in the block as a `UserError`: `what` is wrong, and its own words in brackets."""
+    """Raise an error of foreign code in the block as a `UserError`: `what` is wrong, and its own
+    words in brackets."""
     try:
         yield
     except (UserError, KeyboardInterrupt):
@@ -145,12 +161,17 @@ def printable(text: str) -> str:
 def shortened(text: str, length: int) -> str:
     """The text, or its beginning and its end if it has more than `length` letters."""
     head = (length - 1) // 2
-    return text if len(text) <= length else f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+    return (
+        text if len(text) <= length else f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+    )
 
 
 def brief(message: str) -> str:
-    """A message without the middle of a word beyond `MAX_WORD` letters, and of itself beyond `MAX_MESSAGE`."""
-    words = re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda long: shortened(long[0], MAX_WORD // 2), message)
+    """A message without the middle of a word beyond `MAX_WORD` letters, and of itself beyond
+    `MAX_MESSAGE`."""
+    words = re.sub(
+        rf"\S{{{MAX_WORD + 1},}}", lambda long: shortened(long[0], MAX_WORD // 2), message
+    )
     return shortened(words, MAX_MESSAGE)
 
 
@@ -172,8 +193,8 @@ def code_of_stop(stop: KeyboardInterrupt) -> int:
 def interruptible(command: Callable[[], int]) -> int:
     """Run the command of this process, with SIGTERM raising `Terminated`. Returns its exit code.
 
-    An interruption that the command does not catch, such as during imports, is one line. A second signal stops the
-    cleanup immediately.
+    An interruption that the command does not catch, such as during imports, is one line. A second
+    signal stops the cleanup immediately.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,5 @@
-"""Files and memory: replacing a file in one step, locks, digests, the cache folder, what is free. Imports no torch."""
+"""Files and memory: replacing a file in one step, locks, digests, the cache folder, what is free.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,15 +24,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SETTLED_S = 2.0
-"""A file changed less than so long ago may change once more within one tick of its file system's clock."""
+"""A file changed less than so long ago may change once more within one tick of its file system's
+clock."""
 ABANDONED_S = 3600.0
 """A scratch file that nobody has written to for so long was left by a killed process."""
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 CGROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "memory": (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
 }
-"""Of cgroups version 2 ("") and 1: the folder of the groups, and the names of limit, use and droppable caches."""
+"""Of cgroups version 2 ("") and 1: the folder of the groups, and the names of limit, use and
+droppable caches."""
 POLL_S = 0.5
 """How often a process that waits for a lock asks for it."""
 
@@ -41,7 +49,8 @@ class HeldError(Exception):
 
 
 def cache_dir() -> Path:
-    """Where copies and digests lie: KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache."""
+    """Where copies and digests lie: KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or
+    ~/.cache."""
     chosen = os.environ.get("KV_HARNESS_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -50,16 +59,20 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A scratch file beside `path` that takes its place in one step, if the block ends without an error.
+    """A scratch file beside `path` that takes its place in one step, if the block ends without an
+    error.
 
-    A reader sees the old file or the new one. Scratch files of killed processes are removed. Raises OSError if the
-    folder cannot be written.
+    A reader sees the old file or the new one. Scratch files of killed processes are removed. Raises
+    OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratches = re.compile(re.escape(f".{path.name}.") + r"\w{8}")
     for other in path.parent.iterdir():
         with contextlib.suppress(OSError):  # another process removes it as well
-            if scratches.fullmatch(other.name) and time.time() - other.stat().st_mtime > ABANDONED_S:
+            if (
+                scratches.fullmatch(other.name)
+                and time.time() - other.stat().st_mtime > ABANDONED_S
+            ):
                 other.unlink()
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
@@ -76,17 +89,21 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path`, a file of results, by `text` in one step. Raises UserError if the folder cannot be written."""
+    """Replace `path`, a file of results, by `text` in one step. Raises UserError if the folder
+    cannot be written."""
     try:
         with replacing(path) as scratch:
             scratch.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"results_dir: {path} cannot be written ({error.strerror or error})") from error
+        raise UserError(
+            f"results_dir: {path} cannot be written ({error.strerror or error})"
+        ) from error
 
 
 @contextlib.contextmanager
 def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a folder of results, which ends with the process; yields False if the file system has no locks.
+    """Hold the lock of a folder of results, which ends with the process; yields False if the file
+    system has no locks.
 
     Raises:
         HeldError: another process holds it, and wait is False.
@@ -104,7 +121,9 @@ def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
         raise HeldError(path) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise UserError(f"results_dir: {folder} cannot be written ({error.strerror or error})") from error
+            raise UserError(
+                f"results_dir: {folder} cannot be written ({error.strerror or error})"
+            ) from error
         has_locks = False
     try:
         yield has_locks
@@ -115,9 +134,11 @@ def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
-    """Do `derive`, which reads the files matching `pattern` under `folder`, until none of them has changed meanwhile.
+    """Do `derive`, which reads the files matching `pattern` under `folder`, until none of them has
+    changed meanwhile.
 
-    If several processes write the same table or figure, the last to write has then read the results of all.
+    If several processes write the same table or figure, the last to write has then read the results
+    of all.
     """
     while True:
         before = _stamps(folder, pattern)
@@ -157,7 +178,8 @@ def file_sha256(path: Path) -> str:
         pass  # no usable note: read the file
     begun = time.time()
     digest = content_sha256(path)
-    # A file system's clock ticks in steps: a later write within the same step leaves the same stamp.
+    # A file system's clock ticks in steps: a later write within the same step leaves the same
+    # stamp.
     if stamp == _written(path) and begun - path.stat().st_ctime > SETTLED_S:
         with contextlib.suppress(OSError), replacing(note) as scratch:
             scratch.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
@@ -165,7 +187,8 @@ def file_sha256(path: Path) -> str:
 
 
 def _written(path: Path) -> list[int]:
-    """Changes when a file is written: unlike its modification time, its change time cannot be set."""
+    """Changes when a file is written: unlike its modification time, its change time cannot be
+    set."""
     stat = path.stat()
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -182,12 +205,19 @@ def files_sha256(files: Iterable[Path]) -> str:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that a new allocation may use, droppable caches included, within a container's limit."""
-    return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in memory_limits())])
+    """Bytes of main memory that a new allocation may use, droppable caches included, within a
+    container's limit."""
+    return min(
+        [
+            psutil.virtual_memory().available,
+            *(max(0, limit - used) for limit, used in memory_limits()),
+        ]
+    )
 
 
 def available_bytes(home: torch.device) -> int:
-    """Bytes that a new allocation in the memory of device `home` may take, droppable caches included."""
+    """Bytes that a new allocation in the memory of device `home` may take, droppable caches
+    included."""
     if home.type != "cuda":
         return available_memory()
     import torch
@@ -202,9 +232,11 @@ def total_memory() -> int:
 
 
 def memory_limits(system: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes, without droppable caches, of each control group around this process that has a limit.
+    """Limit and use in bytes, without droppable caches, of each control group around this process
+    that has a limit.
 
-    Containers and schedulers set them, and psutil does not see them. system: the folder of /proc and /sys.
+    Containers and schedulers set them, and psutil does not see them. system: the folder of /proc
+    and /sys.
     """
     try:
         lines = (system / "proc/self/cgroup").read_text().splitlines()
@@ -216,7 +248,11 @@ def memory_limits(system: Path = Path("/")) -> Iterator[tuple[int, int]]:
             root = system / folder
             group = root / own.strip("/")
             for each in (group, *group.parents[: len(group.relative_to(root).parts)]):
-                with contextlib.suppress(OSError, ValueError):  # "max", or of the host, which a container cannot see
-                    stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
+                with contextlib.suppress(
+                    OSError, ValueError
+                ):  # "max", or of the host, which a container cannot see
+                    stat = dict(
+                        line.split() for line in (each / "memory.stat").read_text().splitlines()
+                    )
                     use = int((each / used).read_text()) - int(stat[droppable])
                     yield int((each / limit).read_text()), use

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 MANY_ROWS = 64
-"""From this number of matrix rows on, all CPU threads share one matrix product. A live step has fewer."""
+"""From this number of matrix rows on, all CPU threads share one matrix product. A live step has
+fewer."""
 PROMPT_CHUNK = 256
 """Prompt rows whose probabilities are held at once."""
 PROMPT_BYTES = 2**28
-"""Memory for these probabilities. It limits how many sequences are processed at once; one sequence always is."""
+"""Memory for these probabilities. It limits how many sequences are processed at once; one sequence
+always is."""
 
 
 class Softmax(NamedTuple):
     """How a layer turns products of queries and keys into attention weights.
 
-    scale: factor of the products. softcap: scores become softcap * tanh(score / softcap) (Gemma 2). sinks: fp32
-    [heads], one more score per query head, whose weight goes to no token (gpt-oss).
+    scale: factor of the products. softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+    sinks: fp32 [heads], one more score per query head, whose weight goes to no token (gpt-oss).
     """
 
     scale: float
@@ -37,16 +39,20 @@ class Softmax(NamedTuple):
 
     def capped(self, scores: Tensor) -> Tensor:
         """Apply the softcap to scaled scores, in place."""
-        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        return (
+            scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        )
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Attention weights from scores [batch, num_kv_heads, group, rows, slots]. Overwrites the scores."""
+        """Attention weights from scores [batch, num_kv_heads, group, rows, slots]. Overwrites the
+        scores."""
         if self.sinks is None:
             return torch.softmax(scores, -1, out=scores)
         return torch.cat([scores, self._sinks_of(scores)], -1).softmax(-1)[..., :-1]
 
     def log_total(self, scores: Tensor) -> Tensor:
-        """Logarithm of the sum of exp(score) over the slots and the sink, [batch, num_kv_heads, group, rows]."""
+        """Logarithm of the sum of exp(score) over the slots and the sink, [batch, num_kv_heads,
+        group, rows]."""
         scores = scores if self.sinks is None else torch.cat([scores, self._sinks_of(scores)], -1)
         return scores.logsumexp(-1)
 
@@ -56,8 +62,9 @@ class Softmax(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The tokens that a local layer sees: the last `size`, the row's own included; or, if `is_chunk`, those of the
-    row's own chunk of `size` positions. weight: bytes of a token in this layer / bytes in a layer under the method."""
+    """The tokens that a local layer sees: the last `size`, the row's own included; or, if
+    `is_chunk`, those of the row's own chunk of `size` positions. weight: bytes of a token in this
+    layer / bytes in a layer under the method."""
 
     size: int
     is_chunk: bool = False
@@ -85,7 +92,9 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     stacked = query.reshape(batch, num_kv_heads, -1, head_dim)
     if stacked.dtype != torch.float32 or key.dtype != torch.float32:
         scores = product(stacked, key.mT, scale)
-    elif rows == 1:  # a thin product takes half the time on a CPU with the keys first, where K and V lie side by side
+    elif (
+        rows == 1
+    ):  # a thin product takes half the time on a CPU with the keys first, where K and V lie side by side
         scores = (key @ (stacked * scale).mT).mT
     else:
         scores = by_matrix(stacked * scale, key.mT)
@@ -93,10 +102,12 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
-    """`left` [..., rows, n] times `right` [..., n, columns] times `scale`: fp32 [..., rows, columns].
+    """`left` [..., rows, n] times `right` [..., n, columns] times `scale`: fp32 [..., rows,
+    columns].
 
-    The sum over half precision factors stays in fp32. In bf16 a score of 60 would be rounded to a quarter, and other
-    tokens would score best. CUDA multiplies half precision factors directly; a CPU converts them first.
+    The sum over half precision factors stays in fp32. In bf16 a score of 60 would be rounded to a
+    quarter, and other tokens would score best. CUDA multiplies half precision factors directly; a
+    CPU converts them first.
     """
     if left.dtype == right.dtype == torch.float32:
         return by_matrix(left, right if scale == 1 else right * scale)
@@ -109,8 +120,9 @@ def product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def by_matrix(left: Tensor, right: Tensor) -> Tensor:
-    """`left` [..., rows, n] @ `right` [..., n, columns]. Where a CPU multiplies many rows, one matrix after another, so
-    that all threads share each; a batched product gives each thread whole matrices, and some threads wait."""
+    """`left` [..., rows, n] @ `right` [..., n, columns]. Where a CPU multiplies many rows, one
+    matrix after another, so that all threads share each; a batched product gives each thread whole
+    matrices, and some threads wait."""
     rows, columns = left.shape[-2], right.shape[-1]
     if left.device.type != "cpu" or rows < MANY_ROWS:
         return left @ right
@@ -123,24 +135,28 @@ def by_matrix(left: Tensor, right: Tensor) -> Tensor:
 
 
 def mask_bias(visible: Tensor) -> Tensor:
-    """0 where `visible`, -inf elsewhere, fp32. Vectorised on a CPU; `masked_fill` and `where` branch at every number,
-    which takes six times as long on an unordered mask."""
+    """0 where `visible`, -inf elsewhere, fp32. Vectorised on a CPU; `masked_fill` and `where`
+    branch at every number, which takes six times as long on an unordered mask."""
     return visible.float().reciprocal_().neg_().add_(1)  # 1 - 1/1 = 0; 1 - 1/0 = -inf
 
 
 def hide(scores: Tensor, visible: Tensor) -> None:
-    """Set `scores`, which are finite or -inf, to -inf where not `visible` (bool, broadcast), in place."""
+    """Set `scores`, which are finite or -inf, to -inf where not `visible` (bool, broadcast), in
+    place."""
     if scores.device.type == "cpu":
         scores += mask_bias(visible)
     else:
         scores.masked_fill_(~visible, float("-inf"))
 
 
-def received_attention(query: Tensor, key: Tensor, real: Tensor, softmax: Softmax, first: int = 0) -> Tensor:
-    """Attention that each prompt token received from the prompt rows `first` and later, summed over rows and group.
+def received_attention(
+    query: Tensor, key: Tensor, real: Tensor, softmax: Softmax, first: int = 0
+) -> Tensor:
+    """Attention that each prompt token received from the prompt rows `first` and later, summed over
+    rows and group.
 
-    query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real: [batch, prompt];
-    returns fp32 [batch, num_kv_heads, prompt].
+    query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real:
+    [batch, prompt]; returns fp32 [batch, num_kv_heads, prompt].
     """
     sequence_bytes = query.shape[1] * PROMPT_CHUNK * key.shape[2] * torch.float32.itemsize
     at_once = max(1, PROMPT_BYTES // max(1, sequence_bytes))  # the prompt may be empty
@@ -148,7 +164,9 @@ def received_attention(query: Tensor, key: Tensor, real: Tensor, softmax: Softma
     return torch.cat([_received_attention(*part, softmax, first) for part in parts])
 
 
-def _received_attention(query: Tensor, key: Tensor, real: Tensor, softmax: Softmax, first: int) -> Tensor:
+def _received_attention(
+    query: Tensor, key: Tensor, real: Tensor, softmax: Softmax, first: int
+) -> Tensor:
     batch, num_kv_heads, prompt, _ = key.shape
     total = torch.zeros(batch, num_kv_heads, prompt, device=key.device)
     column = torch.arange(prompt, device=key.device)

@@ -1,17 +1,21 @@
 """What a KV-cache method is, read from top to bottom.
 
-A **method** is a frozen dataclass of settings (`Method`) without tensors. A **state** (`State`) holds everything that
-changes while a batch of sequences runs. Its `select` says for any number of query rows which cached tokens each row
-reads. Live decoding calls it with one row and fetches the tokens it names. Replay calls it with many rows and masks all
-other tokens. Both therefore read the same tokens.
+A **method** is a frozen dataclass of settings (`Method`) without tensors. A **state** (`State`)
+holds everything that changes while a batch of sequences runs. Its `select` says for any number of
+query rows which cached tokens each row reads. Live decoding calls it with one row and fetches the
+tokens it names. Replay calls it with many rows and masks all other tokens. Both therefore read the
+same tokens.
 
-Cached tokens lie in **slots**. In replay a slot is a column of the padded batch. In live decoding it is a row of the KV
-store, and a freed slot is used again. `QueryRows.slot_positions` says which token a slot holds.
+Cached tokens lie in **slots**. In replay a slot is a column of the padded batch. In live decoding
+it is a row of the KV store, and a freed slot is used again. `QueryRows.slot_positions` says which
+token a slot holds.
 
-Most methods start from an easier base: `methods.selection` scores tokens or pages and reads the best ones,
-`methods.prompt_evicting` and `methods.evicting` give each token a worth and keep the best ones.
+Most methods start from an easier base: `methods.selection` scores tokens or pages and reads the
+best ones, `methods.prompt_evicting` and `methods.evicting` give each token a worth and keep the
+best ones.
 
-Shapes: batch, heads (query heads), num_kv_heads, group = heads / num_kv_heads, rows, slots, head_dim.
+Shapes: batch, heads (query heads), num_kv_heads, group = heads / num_kv_heads, rows, slots,
+head_dim.
 """
 
 from __future__ import annotations
@@ -30,21 +34,30 @@ from methods.attention import Softmax, Window
 EMPTY = torch.iinfo(torch.int32).max
 """Position of an empty slot and of padding: later than every query, hence never visible."""
 
-When = Literal["kept", "earlier_layer", "previous_step", "previous_layer", "own_query", "true_scores"]
+When = Literal[
+    "kept", "earlier_layer", "previous_step", "previous_layer", "own_query", "true_scores"
+]
 """When a method chooses the tokens that a layer reads, earliest first.
 
-`kept`            no choice: the layer reads all that it keeps. `select` sees the true scores and may evict
+`kept`            no choice: the layer reads all that it keeps. `select` sees the true scores and
+                  may evict
 `earlier_layer`   when an earlier layer of the same step has selected; `select` gets no query
 `previous_step`   one layer ahead, by the layer's query of the previous step
-`previous_layer`  one layer ahead, by a query computed from the attention input of the previous layer ("rehearsed")
-`own_query`       in the layer itself, by its own query; the layer waits while the rows cross the link
-`true_scores`     in the layer itself, by the true scores of all keys, which therefore cannot lie behind a link
+`previous_layer`  one layer ahead, by a query computed from the attention input of the previous
+                  layer ("rehearsed")
+`own_query`       in the layer itself, by its own query; the layer waits while the rows cross the
+                  link
+`true_scores`     in the layer itself, by the true scores of all keys, which therefore cannot lie
+                  behind a link
 """
-NAMES_ROWS: frozenset[When] = frozenset(("earlier_layer", "previous_step", "previous_layer", "own_query"))
+NAMES_ROWS: frozenset[When] = frozenset(
+    ("earlier_layer", "previous_step", "previous_layer", "own_query")
+)
 """Here `select` runs before the fetch and decides which rows are fetched."""
 
 Calibration = Mapping[str, Tensor]
-"""What `Method.calibrate` measured, by name; for all layers together they are stacked first: [num_layers, ...]."""
+"""What `Method.calibrate` measured, by name; for all layers together they are stacked first:
+[num_layers, ...]."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +73,27 @@ class Method:
     when: ClassVar[When] = "kept"  # for all layers; `when_of` says it of one layer
     state: ClassVar[type[State]]  # class of the states that `new_state` makes
     reads_all: ClassVar[bool] = False  # every cached token is read: the method has no state
-    needs_prompt: ClassVar[bool] = False  # it learns from the prompt's rows, so that an empty prompt is refused
-    calibration_settings: ClassVar[tuple[str, ...]] = ()  # fields that change what `calibrate` measures
+    needs_prompt: ClassVar[bool] = (
+        False  # it learns from the prompt's rows, so that an empty prompt is refused
+    )
+    calibration_settings: ClassVar[
+        tuple[str, ...]
+    ] = ()  # fields that change what `calibrate` measures
     holds_keys: ClassVar[bool] = False
-    """True if the state gives keys back (`State.rebuild`). The cache then holds values only, and only they cross the
-    link. Some tokens of the prompt (`State.resident`) and all generated ones stay exact on the device."""
+    """True if the state gives keys back (`State.rebuild`). The cache then holds values only, and
+    only they cross the link. Some tokens of the prompt (`State.resident`) and all generated ones
+    stay exact on the device."""
     weighs_rest: ClassVar[bool] = False
-    """True if the `Rest` of its selections has a log-mass. Attention then computes scores, which a fused call hides."""
+    """True if the `Rest` of its selections has a log-mass. Attention then computes scores, which a
+    fused call hides."""
     rereads: ClassVar[bool] = False
-    """True if the model reads the prompt again after its dense pass: it runs over the rows that `repetitions` lists,
-    `reread` makes a worth of each prompt token from them, and `State.take_worth` gets it."""
+    """True if the model reads the prompt again after its dense pass: it runs over the rows that
+    `repetitions` lists, `reread` makes a worth of each prompt token from them, and
+    `State.take_worth` gets it."""
     needs_inputs: ClassVar[bool] = False
-    """True if `State.prompt` is to get the layer's attention module and its input (`PromptRows.inputs`), for a rule
-    that uses the module's weights. The prompt then runs for this method alone. Not together with `rereads`."""
+    """True if `State.prompt` is to get the layer's attention module and its input
+    (`PromptRows.inputs`), for a rule that uses the module's weights. The prompt then runs for this
+    method alone. Not together with `rereads`."""
 
     def __post_init__(self) -> None:
         """Check the settings, each with `require` or one of the three methods below."""
@@ -89,7 +110,12 @@ class Method:
         """0 < each field <= 1 (0 too where `zero`)."""
         for field in fields:
             value = getattr(self, field)
-            require(0 < value <= 1 or (zero and value == 0), field, value, "in [0, 1]" if zero else "in (0, 1]")
+            require(
+                0 < value <= 1 or (zero and value == 0),
+                field,
+                value,
+                "in [0, 1]" if zero else "in (0, 1]",
+            )
 
     def _require_one_of(self, field: str, *allowed: str | int | None) -> None:
         value = getattr(self, field)
@@ -111,13 +137,15 @@ class Method:
         return self.when in NAMES_ROWS
 
     def prefetches(self, layer: int) -> bool:
-        """True if a non-exempt `layer` selects by its own query, and by another query, made in the layer before, the
-        same `select` tells which rows will probably be read. It must not change the state."""
+        """True if a non-exempt `layer` selects by its own query, and by another query, made in the
+        layer before, the same `select` tells which rows will probably be read. It must not change
+        the state."""
         return False
 
     @property
     def replay_only(self) -> str | None:
-        """Why the method can be scored but not decoded live, in words for the user; None where it can."""
+        """Why the method can be scored but not decoded live, in words for the user; None where it
+        can."""
         return None
 
     @property
@@ -132,17 +160,21 @@ class Method:
         """True if `calibrate` must run before the first batch."""
         return False
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
-        """Measure one layer on the calibration text. The result is kept on disk for the same method and settings.
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
+        """Measure one layer on the calibration text. The result is kept on disk for the same method
+        and settings.
 
-        query: [heads, tokens, head_dim], key: [num_kv_heads, tokens, head_dim], post-position, from position 0 on.
-        earlier: results of the layers before this one, so `len(earlier)` is the layer's number.
+        query: [heads, tokens, head_dim], key: [num_kv_heads, tokens, head_dim], post-position, from
+        position 0 on. earlier: results of the layers before this one, so `len(earlier)` is the
+        layer's number.
         """
         raise NotImplementedError
 
     def settled(self, calibration: Calibration) -> Self:
-        """This method with the settings that its calibration decides, such as which layers choose for others. It reads
-        as many tokens as before."""
+        """This method with the settings that its calibration decides, such as which layers choose
+        for others. It reads as many tokens as before."""
         return self
 
     # A second reading of the prompt
@@ -152,11 +184,13 @@ class Method:
         return self
 
     def repetitions(self, prompt: int) -> list[Repetition]:
-        """The passes of the model that follow a prompt of so many tokens; for a method that `rereads`."""
+        """The passes of the model that follow a prompt of so many tokens; for a method that
+        `rereads`."""
         raise NotImplementedError
 
     def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
-        """What a pass says of the tokens of its chunk in one layer: worths, fp32 [num_kv_heads, chunk]."""
+        """What a pass says of the tokens of its chunk in one layer: worths, fp32 [num_kv_heads,
+        chunk]."""
         raise NotImplementedError
 
     @property
@@ -167,10 +201,11 @@ class Method:
     # The module and the input of a layer
 
     def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
-        """Raise ValueError where the method cannot work with such an attention module; for one that `needs_inputs`.
+        """Raise ValueError where the method cannot work with such an attention module; for one that
+        `needs_inputs`.
 
-        inputs: of the first layer under the method, for a few tokens of one sequence. query: what the model makes of
-        them, [1, heads, tokens, head_dim], post-position.
+        inputs: of the first layer under the method, for a few tokens of one sequence. query: what
+        the model makes of them, [1, heads, tokens, head_dim], post-position.
         """
 
     # A batch
@@ -178,8 +213,11 @@ class Method:
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """Raise ValueError where the method cannot work on this model or at these lengths."""
 
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
-        """A fresh state for a batch. Raises ValueError as `check`, and without a calibration that is needed."""
+    def new_state(
+        self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> State:
+        """A fresh state for a batch. Raises ValueError as `check`, and without a calibration that
+        is needed."""
         self.check(geometry, lengths)
         if self.needs_calibration and calibration is None:
             raise ValueError(f"method {self.title}: needs a calibration; calibrate first")
@@ -199,7 +237,8 @@ class Method:
         return counts.cached
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
-        """Upper bound of the tokens that a KV head holds before this row; fewer than `cached` if the method evicts."""
+        """Upper bound of the tokens that a KV head holds before this row; fewer than `cached` if
+        the method evicts."""
         return counts.cached
 
     def tokens_resident(self, counts: TokenCounts, layer: int) -> int:
@@ -207,10 +246,12 @@ class Method:
         return 0
 
     def with_size(self, frac: float) -> Self:
-        """This method sized by one number in (0, 1]. Raises ValueError where the method has no such number.
+        """This method sized by one number in (0, 1]. Raises ValueError where the method has no such
+        number.
 
-        The size that is read must grow with the number, but need not be equal to it: exempt layers and codecs come on
-        top. The harness looks for the number, by `tokens_read` where it says the size, else by measuring it.
+        The size that is read must grow with the number, but need not be equal to it: exempt layers
+        and codecs come on top. The harness looks for the number, by `tokens_read` where it says the
+        size, else by measuring it.
         """
         no_size = f"method {type(self).__name__} has no size to set: it reads the same share always"
         raise ValueError(
@@ -218,24 +259,28 @@ class Method:
         )
 
     def min_size(self, counts: TokenCounts) -> float:
-        """Least number for `with_size` that a sequence with this prompt and T allows. Raises ValueError if none."""
+        """Least number for `with_size` that a sequence with this prompt and T allows. Raises
+        ValueError if none."""
         return 2**-24
 
     def artifact_budget(self) -> float:
-        """Share of a sequence that `prefill=artifact` takes as its dense prompt (the artifact's `budget`)."""
+        """Share of a sequence that `prefill=artifact` takes as its dense prompt (the artifact's
+        `budget`)."""
         return 1.0
 
 
 class State:
     """Everything of a method that changes while a batch of sequences runs. Dropped with the batch.
 
-    sequence_tensors: names of attributes with the batch first, tensors or dicts of them by layer. `fork` copies them,
-        and they count as kept on the device.
-    slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots, ...], with the value
-        of an empty slot. They are copied and counted too, and `fork` makes room in them.
+    sequence_tensors: names of attributes with the batch first, tensors or dicts of them by layer.
+        `fork` copies them, and they count as kept on the device.
+    slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots,
+        ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
+        room in them.
     spare_slots: slots of `slot_tensors` beyond those of the batch.
-    handed_on: names of attributes that the `select` of one layer leaves to later layers, tensors or dicts of them. A
-        model over several devices has a state on each; these attributes are handed from device to device.
+    handed_on: names of attributes that the `select` of one layer leaves to later layers, tensors or
+        dicts of them. A model over several devices has a state on each; these attributes are handed
+        from device to device.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
@@ -244,7 +289,11 @@ class State:
     handed_on: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+        self,
+        method: Any,
+        geometry: Geometry,
+        lengths: Lengths,
+        calibration: Calibration | None = None,
     ) -> None:
         self.method = method
         self.geometry = geometry
@@ -254,50 +303,62 @@ class State:
         self.start(calibration)
 
     def start(self, calibration: Calibration | None) -> None:
-        """Set up what does not depend on the prompt. calibration: None where the method needs none."""
+        """Set up what does not depend on the prompt. calibration: None where the method needs
+        none."""
 
     def take_worth(self, worth: Mapping[int, Tensor], rows: PromptRows) -> None:
         """Take what `Method.reread` said of each prompt token, before the `prompt` of any layer.
 
-        worth: of every layer under the method, on the layer's device, fp32 [batch, num_kv_heads, prompt]; 0 for a token
-        of no chunk.
+        worth: of every layer under the method, on the layer's device, fp32 [batch, num_kv_heads,
+        prompt]; 0 for a token of no chunk.
         """
         raise NotImplementedError
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         """Take in a layer's prompt after its dense pass.
 
-        query: [batch, heads, prompt, head_dim]; key, value: [batch, num_kv_heads, prompt, head_dim], post-position.
+        query: [batch, heads, prompt, head_dim]; key, value: [batch, num_kv_heads, prompt,
+        head_dim], post-position.
         """
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
-        """Take in decode rows that enter `slots`: exact key and value [batch, num_kv_heads, n, head_dim].
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
+        """Take in decode rows that enter `slots`: exact key and value [batch, num_kv_heads, n,
+        head_dim].
 
-        positions: int [batch, n], `EMPTY` for padding. Called before the `select` of these rows. Two cases differ:
-        replay appends later rows too, and a rehearsal selects before its own row is known. So `select` may look at
-        visible slots only.
+        positions: int [batch, n], `EMPTY` for padding. Called before the `select` of these rows.
+        Two cases differ: replay appends later rows too, and a rehearsal selects before its own row
+        is known. So `select` may look at visible slots only.
         """
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        """Choose the tokens that each of `rows` reads in `layer`, and carry the state past these rows.
+        """Choose the tokens that each of `rows` reads in `layer`, and carry the state past these
+        rows.
 
-        Live decoding calls it once per step and layer, in the order of the layers. A layer that selects ahead
-        (`previous_step`, `previous_layer`) may come before the layer in front of it. Replay gives a layer all its
-        blocks of rows, in order, before the next layer begins. So a selection may depend on earlier rows of its own
-        layer. Only an `earlier_layer` may depend on other layers: it reads what an earlier layer chose for the same
-        rows, which the state keeps by `rows.own_slots`. The size of a block must not change the result.
+        Live decoding calls it once per step and layer, in the order of the layers. A layer that
+        selects ahead (`previous_step`, `previous_layer`) may come before the layer in front of it.
+        Replay gives a layer all its blocks of rows, in order, before the next layer begins. So a
+        selection may depend on earlier rows of its own layer. Only an `earlier_layer` may depend on
+        other layers: it reads what an earlier layer chose for the same rows, which the state keeps
+        by `rows.own_slots`. The size of a block must not change the result.
         """
         raise NotImplementedError
 
     def resident(self, layer: int) -> Tensor:
-        """Prompt tokens that stay on the device, bool [batch, num_kv_heads, prompt]; for a method that `holds_keys`.
+        """Prompt tokens that stay on the device, bool [batch, num_kv_heads, prompt]; for a method
+        that `holds_keys`.
 
-        Every row reads them beside its selection, which names none of them. Called once, after `prompt`.
+        Every row reads them beside its selection, which names none of them. Called once, after
+        `prompt`.
         """
         raise NotImplementedError
 
     def rebuild(self, layer: int, slots: Tensor) -> Tensor:
-        """Keys of prompt tokens as they are read, [batch, num_kv_heads, n, head_dim]; for a method that `holds_keys`.
+        """Keys of prompt tokens as they are read, [batch, num_kv_heads, n, head_dim]; for a method
+        that `holds_keys`.
 
         slots: int [batch, num_kv_heads, n]; the result for a negative one may be anything.
         """
@@ -310,11 +371,16 @@ class State:
             setattr(self, name, _each(getattr(earlier, name), lambda tensor: tensor.to(device)))
 
     def fork(self, index: Tensor, num_slots: int) -> State:
-        """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots` slots."""
+        """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots`
+        slots."""
         child = copy(self)
         child.lengths = Lengths(*(part.index_select(0, index) for part in self.lengths))
         for name in self.sequence_tensors:
-            setattr(child, name, _each(getattr(self, name), lambda tensor: tensor.index_select(0, index)))
+            setattr(
+                child,
+                name,
+                _each(getattr(self, name), lambda tensor: tensor.index_select(0, index)),
+            )
         for name, empty in self.slot_tensors.items():
             by_layer = {}
             for layer, old in getattr(self, name).items():
@@ -328,7 +394,11 @@ class State:
 
 def _each(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Change a tensor, or each tensor of a dict."""
-    return {key: change(tensor) for key, tensor in held.items()} if isinstance(held, dict) else change(held)
+    return (
+        {key: change(tensor) for key, tensor in held.items()}
+        if isinstance(held, dict)
+        else change(held)
+    )
 
 
 # What a state is given
@@ -337,9 +407,10 @@ def _each(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class LayerInputs(NamedTuple):
     """What an attention layer is called with, for a method that `needs_inputs`.
 
-    module: the model's own attention module, with its weights; it must be left as it is. hidden: the module's input
-    [batch, tokens, hidden_size]. position_embeddings: the cosines and sines that the module is given, each [batch or 1,
-    tokens, rotary dim]; None where it is given none. rotary: makes them, rotary(states, position_ids); None likewise.
+    module: the model's own attention module, with its weights; it must be left as it is. hidden:
+    the module's input [batch, tokens, hidden_size]. position_embeddings: the cosines and sines that
+    the module is given, each [batch or 1, tokens, rotary dim]; None where it is given none. rotary:
+    makes them, rotary(states, position_ids); None likewise.
     """
 
     module: Any
@@ -349,7 +420,8 @@ class LayerInputs(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will ever use.
+    """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will
+    ever use.
 
     inputs: what the layer's module is called with; None unless the method `needs_inputs`.
     """
@@ -370,9 +442,11 @@ class PromptRows(NamedTuple):
 
 
 class Repetition(NamedTuple):
-    """A pass of the model after a prompt, over rows that see the whole prompt and one another causally.
+    """A pass of the model after a prompt, over rows that see the whole prompt and one another
+    causally.
 
-    parts: their tokens, in order: ids, or tokens of the prompt. chunk: the prompt's tokens that the pass is about.
+    parts: their tokens, in order: ids, or tokens of the prompt. chunk: the prompt's tokens that the
+    pass is about.
     """
 
     parts: list[tuple[int, ...] | slice]
@@ -382,10 +456,11 @@ class Repetition(NamedTuple):
 class RereadRows(NamedTuple):
     """The rows of a `Repetition` in one layer, for one sequence without its padding.
 
-    query: [1, heads, rows, head_dim], key: [1, num_kv_heads, rows, head_dim], post-position. prompt_key: [1,
-    num_kv_heads, prompt, head_dim]. chunk: of the prompt's tokens. input_norms: length of each row's attention input,
-    fp32 [rows]. value_norms: length of what the layer's output projection makes of each of the chunk's values alone,
-    fp32 [heads, chunk]. Both are None unless the method `needs_norms`.
+    query: [1, heads, rows, head_dim], key: [1, num_kv_heads, rows, head_dim], post-position.
+    prompt_key: [1, num_kv_heads, prompt, head_dim]. chunk: of the prompt's tokens. input_norms:
+    length of each row's attention input, fp32 [rows]. value_norms: length of what the layer's
+    output projection makes of each of the chunk's values alone, fp32 [heads, chunk]. Both are None
+    unless the method `needs_norms`.
     """
 
     query: Tensor
@@ -400,15 +475,16 @@ class RereadRows(NamedTuple):
 class QueryRows:
     """A block of query rows of one layer and the slots they look at.
 
-    query: [batch, heads, rows, head_dim], after positions, before the softmax scale: the query that `when` says, and
-        not meaningful for `earlier_layer`.
+    query: [batch, heads, rows, head_dim], after positions, before the softmax scale: the query that
+        `when` says, and not meaningful for `earlier_layer`.
     positions: int [batch, rows], t = the row's position = its number of cached tokens.
     real: bool [batch, rows], False for padding.
-    slot_positions: int [batch, 1 or num_kv_heads, slots], the token in each slot, `EMPTY` where there is none.
-    own_slots: int [batch, 1 or num_kv_heads, rows], the slot of each row's own token.
-    true_scores: makes the scaled scores of the true query over the visible slots and the own one, -inf elsewhere,
-        fp32 [batch, num_kv_heads, group, rows, slots]; read-only, valid until the block's attention is computed. Only
-        where `when` is `kept` or `true_scores`.
+    slot_positions: int [batch, 1 or num_kv_heads, slots], the token in each slot, `EMPTY` where
+    there is none. own_slots: int [batch, 1 or num_kv_heads, rows], the slot of each row's own
+    token.
+    true_scores: makes the scaled scores of the true query over the visible slots and the own one,
+        -inf elsewhere, fp32 [batch, num_kv_heads, group, rows, slots]; read-only, valid until the
+        block's attention is computed. Only where `when` is `kept` or `true_scores`.
     padded: True if any row is padding; known without asking the device.
     """
 
@@ -421,20 +497,22 @@ class QueryRows:
     padded: bool = False
 
     def visible(self) -> Tensor:
-        """Cached tokens that each row may read, without its own: bool [batch, 1 or num_kv_heads, rows, slots]."""
+        """Cached tokens that each row may read, without its own: bool [batch, 1 or num_kv_heads,
+        rows, slots]."""
         return self.slot_positions.unsqueeze(2) < self.positions[:, None, :, None]
 
 
 class Selection(NamedTuple):
     """The tokens that a block of query rows reads besides each row's own token.
 
-    mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot. Live decoding ignores it for a
-        method that evicts, which reads all that it keeps.
-    num_read: tokens read, mean over the KV heads, fp64, or int where all heads read the same number, [batch, rows].
-    side: part of an index that was read to find them, in tokens (`Geometry.elements`), fp64 [batch, rows]; None for no
+    mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot. Live decoding
+        ignores it for a method that evicts, which reads all that it keeps.
+    num_read: tokens read, mean over the KV heads, fp64, or int where all heads read the same
+    number, [batch, rows]. side: part of an index that was read to find them, in tokens
+    (`Geometry.elements`), fp64 [batch, rows]; None for no
         index.
-    bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite, fp32 [batch,
-        num_kv_heads or 1, group or 1, rows, slots].
+    bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite,
+        fp32 [batch, num_kv_heads or 1, group or 1, rows, slots].
     rest: replacement for the tokens that are not read; None for no replacement.
     """
 
@@ -448,9 +526,11 @@ class Selection(NamedTuple):
 class Rest(NamedTuple):
     """Replacement for tokens that are not read: output = (1 - share) * attention + share * value.
 
-    share: [batch, num_kv_heads, group, rows]. value: [batch, num_kv_heads, 1 or group, rows, value_dim]; finite.
-    log_mass: instead of a share, for a method that `weighs_rest`: logarithm of the sum of exp(score) that these tokens
-        would have, fp32 like `share`; -inf for none. The share then follows from the scores of the tokens read.
+    share: [batch, num_kv_heads, group, rows]. value: [batch, num_kv_heads, 1 or group, rows,
+    value_dim]; finite. log_mass: instead of a share, for a method that `weighs_rest`: logarithm of
+    the sum of exp(score) that these tokens
+        would have, fp32 like `share`; -inf for none. The share then follows from the scores of the
+        tokens read.
     """
 
     share: Tensor | None
@@ -458,7 +538,8 @@ class Rest(NamedTuple):
     log_mass: Tensor | None = None
 
     def beside(self, log_total: Tensor) -> Rest:
-        """With the share of the log-mass beside `log_total`, that of all that is read, of the same shape."""
+        """With the share of the log-mass beside `log_total`, that of all that is read, of the same
+        shape."""
         assert self.log_mass is not None
         return Rest(torch.sigmoid(self.log_mass - log_total), self.value)
 
@@ -471,7 +552,8 @@ class Lengths(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """A decode row in the arithmetic of sizes: tokens cached before it, tokens of its prompt, T of its sequence."""
+    """A decode row in the arithmetic of sizes: tokens cached before it, tokens of its prompt, T of
+    its sequence."""
 
     cached: int
     prompt: int
@@ -482,13 +564,15 @@ class TokenCounts(NamedTuple):
 class Geometry:
     """The shape of a model, as far as methods need it.
 
-    num_layers: attention layers that see every token. A method numbers only these; local and recurrent layers are not
-        among them. scale: their softmax scale. value_dim: elements of a value; None: head_dim. values_in_keys: a value
-        is the first `value_dim` elements of its key and takes no memory (multi-head latent attention). softmaxes: one
-        for each layer; empty: all are plain. windows: those of the local layers.
-    rotate: rotate(states, positions, inverse=False, layer=0) applies the positions int [batch, n] of a layer to keys or
-        queries [batch, heads, n, head_dim], or takes them off (`inverse`); the identity without rotary positions.
-        Raises ValueError where the model applies its positions in another way.
+    num_layers: attention layers that see every token. A method numbers only these; local and
+        recurrent layers are not among them. scale: their softmax scale. value_dim: elements of a
+        value; None: head_dim. values_in_keys: a value is the first `value_dim` elements of its key
+        and takes no memory (multi-head latent attention). softmaxes: one for each layer; empty: all
+        are plain. windows: those of the local layers.
+    rotate: rotate(states, positions, inverse=False, layer=0) applies the positions int [batch, n]
+        of a layer to keys or queries [batch, heads, n, head_dim], or takes them off (`inverse`);
+        the identity without rotary positions. Raises ValueError where the model applies its
+        positions in another way.
     """
 
     num_layers: int
@@ -511,7 +595,11 @@ class Geometry:
     @property
     def elements(self) -> int:
         """Elements of one token in a KV head's cache, key and value."""
-        return self.head_dim if self.values_in_keys else self.head_dim + (self.value_dim or self.head_dim)
+        return (
+            self.head_dim
+            if self.values_in_keys
+            else self.head_dim + (self.value_dim or self.head_dim)
+        )
 
     def softmax(self, layer: int) -> Softmax:
         return self.softmaxes[layer] if self.softmaxes else Softmax(self.scale)

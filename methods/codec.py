@@ -1,27 +1,33 @@
-"""Formats of cached rows: floats, integer codes with a minimum and a step for each group of elements, or TurboQuant's.
+"""Formats of cached rows: floats, integer codes with a minimum and a step for each group of
+elements, or TurboQuant's.
 
 `RowCodec` is what every codec is; a codec in a file of one's own derives from it.
 
-Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1). Per
-token, KV head and group of `group_size` elements along head_dim: `lo = min`, `step = (max - lo) / (2^bits - 1)`, both
-rounded to fp16 before use; `code = round((x - lo) / step)`, clamped; `value = code * step + lo` in the compute dtype. A
-group whose step rounds to 0 gives `lo`. The last group of a row may be shorter. A packed row is `[lo, step of each
-group (fp16) | codes]`.
+Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses
+(section 5.1). Per token, KV head and group of `group_size` elements along head_dim: `lo = min`,
+`step = (max - lo) / (2^bits - 1)`, both rounded to fp16 before use; `code = round((x - lo) /
+step)`, clamped; `value = code * step + lo` in the compute dtype. A group whose step rounds to 0
+gives `lo`. The last group of a row may be shorter. A packed row is `[lo, step of each group (fp16)
+| codes]`.
 
-Codes of 1, 2, 4 or 8 bits are packed in planes. With n = 8 / bits codes per byte, byte i holds elements i, i + width,
-..., i + (n - 1) * width, the first in the lowest bits. Unpacking then writes n contiguous blocks.
+Codes of 1, 2, 4 or 8 bits are packed in planes. With n = 8 / bits codes per byte, byte i holds
+elements i, i + width, ..., i + (n - 1) * width, the first in the lowest bits. Unpacking then writes
+n contiguous blocks.
 
-With `rotation="hadamard"` a row is rotated before it is quantized and back after, as in QuaRot's KV cache (Ashkboos et
-al., NeurIPS 2024): the rotation spreads an outlier over the row. `ChannelCodec` groups the elements of one channel over
-neighbouring tokens (KIVI; Liu et al., ICML 2024): the outliers of keys lie in few channels.
+With `rotation="hadamard"` a row is rotated before it is quantized and back after, as in QuaRot's KV
+cache (Ashkboos et al., NeurIPS 2024): the rotation spreads an outlier over the row. `ChannelCodec`
+groups the elements of one channel over neighbouring tokens (KIVI; Liu et al., ICML 2024): the
+outliers of keys lie in few channels.
 
-`fp8` is e4m3 without a scale, saturating at +-448, as vLLM's `kv_cache_dtype=fp8` without calibrated scales.
+`fp8` is e4m3 without a scale, saturating at +-448, as vLLM's `kv_cache_dtype=fp8` without
+calibrated scales.
 
-`turbo4`, `turbo3` and `turbo2` (`TurboCodec`) are TurboQuant's quantiser (Zandieh et al., ICLR 2026) as vLLM has it:
-the coordinates of a rotated row's direction, each as the nearest Lloyd-Max centroid of a normal distribution, and the
-row's length.
+`turbo4`, `turbo3` and `turbo2` (`TurboCodec`) are TurboQuant's quantiser (Zandieh et al., ICLR
+2026) as vLLM has it: the coordinates of a rotated row's direction, each as the nearest Lloyd-Max
+centroid of a normal distribution, and the row's length.
 
-`roundtrip(x)` is `decode(encode(x))` bit for bit without the packing. Replay uses the first, live decoding the others.
+`roundtrip(x)` is `decode(encode(x))` bit for bit without the packing. Replay uses the first, live
+decoding the others.
 """
 
 from __future__ import annotations
@@ -48,9 +54,11 @@ GROUP_META_BYTES = 4  # lo and step, fp16 each
 
 
 class RowCodec:
-    """A storage format of cached rows, for keys, for values or for both. A row is one token's in one KV head.
+    """A storage format of cached rows, for keys, for values or for both. A row is one token's in
+    one KV head.
 
-    A subclass says `bits`, `row_bytes`, `encode` and `decode`. A row is coded by itself, whatever lies beside it.
+    A subclass says `bits`, `row_bytes`, `encode` and `decode`. A row is coded by itself, whatever
+    lies beside it.
 
     name: one of `FLOAT_DTYPES` if rows are stored so; any other word means nothing.
     """
@@ -61,7 +69,8 @@ class RowCodec:
 
     @property
     def bits(self) -> float:
-        """Bits that an element counts in `size_artifact`, without what a row has once; sizes count all of a row."""
+        """Bits that an element counts in `size_artifact`, without what a row has once; sizes count
+        all of a row."""
         raise NotImplementedError
 
     @property
@@ -86,7 +95,8 @@ class RowCodec:
         return 8 * self.row_bytes(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any slot."""
+        """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any
+        slot."""
         raise NotImplementedError
 
     def encode(self, x: Tensor) -> Tensor:
@@ -94,7 +104,8 @@ class RowCodec:
         raise NotImplementedError
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with stride 1 last."""
+        """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with
+        stride 1 last."""
         raise NotImplementedError
 
     def roundtrip(self, x: Tensor) -> Tensor:
@@ -106,8 +117,8 @@ class RowCodec:
 class Codec(RowCodec):
     """Floats and integers.
 
-    name: one of CODEC_NAMES. group_size: elements that share lo and step. rotation: applied to a row before it is
-    quantized. Both are for integer codecs only.
+    name: one of CODEC_NAMES. group_size: elements that share lo and step. rotation: applied to a
+    row before it is quantized. Both are for integer codecs only.
     Raises ValueError for an unknown name, a group_size below 1, or a rotation of floats.
     """
 
@@ -130,7 +141,8 @@ class Codec(RowCodec):
 
     @property
     def bits(self) -> int:
-        """Bits that an element counts, without lo and step: those stored, and 16 for any float but fp8."""
+        """Bits that an element counts, without lo and step: those stored, and 16 for any float but
+        fp8."""
         return 16 if self.name in FLOAT_DTYPES else INTEGER_BITS.get(self.name, 8)
 
     def num_groups(self, head_dim: int) -> int:
@@ -142,13 +154,15 @@ class Codec(RowCodec):
         return self.bits + 32 * self.num_groups(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any slot."""
+        """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any
+        slot."""
         if self.is_float:
             return -(-head_dim * STORED_DTYPES[self.name].itemsize // 2) * 2
         return self._meta_bytes(head_dim) + plane_width(head_dim, self.bits)
 
     def roundtrip(self, x: Tensor) -> Tensor:
-        """`x` [..., head_dim] as it reads back from storage, in its own dtype; may be `x` itself."""
+        """`x` [..., head_dim] as it reads back from storage, in its own dtype; may be `x`
+        itself."""
         if self.is_float:
             return self._as_float(x).to(x.dtype)
         codes, lo, step = self._quantize(x)
@@ -166,7 +180,8 @@ class Codec(RowCodec):
         return torch.cat([self._pack_meta(lo, step), packed], dim=-1)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with stride 1 last.
+        """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with
+        stride 1 last.
 
         A float codec whose dtype is `dtype` gives a view of `packed`, not a copy.
         """
@@ -180,14 +195,18 @@ class Codec(RowCodec):
 
     def _as_float(self, x: Tensor) -> Tensor:
         # The cast turns numbers beyond e4m3's range into NaN; deployed kernels saturate.
-        return (x.clamp(-_FP8_MAX, _FP8_MAX) if self.name == "fp8" else x).to(STORED_DTYPES[self.name])
+        return (x.clamp(-_FP8_MAX, _FP8_MAX) if self.name == "fp8" else x).to(
+            STORED_DTYPES[self.name]
+        )
 
     def _working(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype to compute values in: fp32 if they are rotated back, so that they are rounded once."""
+        """The dtype to compute values in: fp32 if they are rotated back, so that they are rounded
+        once."""
         return dtype if self.rotation is None else torch.float32
 
     def _grouped(self, rows: Tensor) -> Tensor:
-        """[..., head_dim] cut into groups. A shorter last group repeats its last element: same min and max."""
+        """[..., head_dim] cut into groups. A shorter last group repeats its last element: same min
+        and max."""
         head_dim = rows.shape[-1]
         group = max(1, min(self.group_size, head_dim))
         missing = -head_dim % group
@@ -199,19 +218,23 @@ class Codec(RowCodec):
         return groups.flatten(-2)[..., : shape[-1]]
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """codes [..., num_groups, group], lo and step [..., num_groups, 1], rounded to fp16; all fp32."""
+        """codes [..., num_groups, group], lo and step [..., num_groups, 1], rounded to fp16; all
+        fp32."""
         rows = x.float() if self.rotation is None else hadamard(x.float())
         grouped = self._grouped(rows)
         levels = 2**self.bits - 1
         minimum = grouped.amin(-1, keepdim=True)
-        intervals = minimum.new_full((), levels)  # by a plain number CUDA does not divide: it multiplies by 1 / levels
+        intervals = minimum.new_full(
+            (), levels
+        )  # by a plain number CUDA does not divide: it multiplies by 1 / levels
         step = grouped.amax(-1, keepdim=True).sub_(minimum).div_(intervals).half().float()
         lo = minimum.half().float()
         divisor = step.masked_fill(step == 0, 1.0)  # code * 0 + lo is lo, whatever the code
         return (grouped - lo).div_(divisor).round_().clamp_(0, levels), lo, step
 
     def _values(self, codes: Tensor, lo: Tensor, step: Tensor, shape: torch.Size) -> Tensor:
-        """Rows of `shape`; overwrites `codes`. Two separate roundings, so that no kernel may fuse them."""
+        """Rows of `shape`; overwrites `codes`. Two separate roundings, so that no kernel may fuse
+        them."""
         rows = self._ungrouped(codes.mul_(step.to(codes.dtype)).add_(lo.to(codes.dtype)), shape)
         return rows if self.rotation is None else hadamard(rows)
 
@@ -232,9 +255,10 @@ class Codec(RowCodec):
 class ChannelCodec(Codec):
     """An integer codec whose groups are `group_size` consecutive tokens of a channel.
 
-    Rows are [..., tokens, head_dim], groups are counted from the first token. `encode` and `decode` take whole groups;
-    in `roundtrip` the last one may be shorter. A group's 4 * head_dim bytes of lo and step are dealt out to its rows,
-    so that all rows have the same length. Raises ValueError as Codec, and for floats, which have no groups.
+    Rows are [..., tokens, head_dim], groups are counted from the first token. `encode` and `decode`
+    take whole groups; in `roundtrip` the last one may be shorter. A group's 4 * head_dim bytes of
+    lo and step are dealt out to its rows, so that all rows have the same length. Raises ValueError
+    as Codec, and for floats, which have no groups.
     """
 
     def __post_init__(self) -> None:
@@ -268,19 +292,25 @@ class ChannelCodec(Codec):
 
     def _unpack_meta(self, packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         groups = packed.shape[-2] // self.group_size
-        of_group = packed.unflatten(-2, (groups, self.group_size)).flatten(-2)[..., : GROUP_META_BYTES * head_dim]
-        meta = of_group.contiguous().view(torch.float16).unflatten(-1, (head_dim, 2)).transpose(-3, -2)
+        of_group = packed.unflatten(-2, (groups, self.group_size)).flatten(-2)[
+            ..., : GROUP_META_BYTES * head_dim
+        ]
+        meta = (
+            of_group.contiguous().view(torch.float16).unflatten(-1, (head_dim, 2)).transpose(-3, -2)
+        )
         return meta[..., :1], meta[..., 1:]
 
 
 @dataclass(frozen=True)
 class TurboCodec(RowCodec):
-    """TurboQuant's quantiser of the squared error: a direction by Lloyd-Max centroids, and a length.
+    """TurboQuant's quantiser of the squared error: a direction by Lloyd-Max centroids, and a
+    length.
 
-    With u the row's direction after the Hadamard rotation, sqrt(head_dim) * u_j is nearly N(0, 1): code_j is the number
-    of the nearest of that distribution's 2^bits centroids c (Max 1960). A packed row is `[scale (fp16) | codes]`, with
-    scale = |row| / |c_codes|: a row reads back with its own length, as vLLM's `norm_correction` does when it reads.
-    Codes of 3 bits are packed as their two low bits and then their high bit.
+    With u the row's direction after the Hadamard rotation, sqrt(head_dim) * u_j is nearly N(0, 1):
+    code_j is the number of the nearest of that distribution's 2^bits centroids c (Max 1960). A
+    packed row is `[scale (fp16) | codes]`, with scale = |row| / |c_codes|: a row reads back with
+    its own length, as vLLM's `norm_correction` does when it reads. Codes of 3 bits are packed as
+    their two low bits and then their high bit.
 
     name: one of TURBO_BITS. Raises ValueError for another.
     """
@@ -320,7 +350,11 @@ class TurboCodec(RowCodec):
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
         scale = packed[..., :2].view(torch.float16).float()
-        codes, begin, shift = packed.new_zeros((*packed.shape[:-1], head_dim), dtype=torch.int32), 2, 0
+        codes, begin, shift = (
+            packed.new_zeros((*packed.shape[:-1], head_dim), dtype=torch.int32),
+            2,
+            0,
+        )
         for bits in self._planes:
             end = begin + plane_width(head_dim, bits)
             codes += _unpack_planes(packed[..., begin:end], bits, head_dim, torch.int32) << shift
@@ -343,10 +377,11 @@ class TurboCodec(RowCodec):
 
 @cache
 def lloyd_max(bits: int) -> tuple[float, ...]:
-    """The 2^bits centroids of N(0, 1) with the least expected squared error (Lloyd 1982; Max 1960), ascending.
+    """The 2^bits centroids of N(0, 1) with the least expected squared error (Lloyd 1982; Max 1960),
+    ascending.
 
-    A boundary lies midway between two centroids; a centroid is the mean of its interval, (pdf(a) - pdf(b)) /
-    (cdf(b) - cdf(a)). Both are repeated until nothing moves by more than 1e-12.
+    A boundary lies midway between two centroids; a centroid is the mean of its interval, (pdf(a) -
+    pdf(b)) / (cdf(b) - cdf(a)). Both are repeated until nothing moves by more than 1e-12.
     """
 
     def pdf(x: float) -> float:
@@ -360,7 +395,9 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
     while moved > 1e-12:
         midways = [(low + high) / 2 for low, high in zip(positive, positive[1:], strict=False)]
         edges = [0.0, *midways, math.inf]
-        means = [(pdf(a) - pdf(b)) / (cdf(b) - cdf(a)) for a, b in zip(edges, edges[1:], strict=False)]
+        means = [
+            (pdf(a) - pdf(b)) / (cdf(b) - cdf(a)) for a, b in zip(edges, edges[1:], strict=False)
+        ]
         moved = max(abs(after - before) for after, before in zip(means, positive, strict=True))
         positive = means
     return (*(-each for each in reversed(positive)), *positive)
@@ -368,13 +405,15 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 
 @cache
 def _normal_levels(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Centroids and the boundaries between them, fp32 on a device, to which they are copied once."""
+    """Centroids and the boundaries between them, fp32 on a device, to which they are copied
+    once."""
     centroids = torch.tensor(lloyd_max(bits), dtype=torch.float32, device=device)
     return centroids, (centroids[1:] + centroids[:-1]) / 2
 
 
 def _total(x: Tensor) -> Tensor:
-    """The sum along the last axis, [..., 1], by halves: its order, and so its rounding, follows from no layout."""
+    """The sum along the last axis, [..., 1], by halves: its order, and so its rounding, follows
+    from no layout."""
     while x.shape[-1] > 1:
         x = pad(x, (0, 1)) if x.shape[-1] % 2 else x
         first, second = x.chunk(2, -1)
@@ -384,7 +423,8 @@ def _total(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NoCodec(Codec):
-    """Codec of keys that are not stored, because the method holds them (`Method.holds_keys`): rows of no bytes."""
+    """Codec of keys that are not stored, because the method holds them (`Method.holds_keys`): rows
+    of no bytes."""
 
     name: str = "none"
     bits: ClassVar[int] = 0
@@ -410,11 +450,12 @@ class NoCodec(Codec):
 
 @dataclass(frozen=True)
 class SplitCodec:
-    """Keys and values stored in different formats, the last tokens exact; sizes are means of the two.
+    """Keys and values stored in different formats, the last tokens exact; sizes are means of the
+    two.
 
-    residual: number of last tokens whose values are exact, KIVI's R; 0 codes all. Their keys are exact too, unless
-    keys are coded in groups of tokens: then R keys are coded at a time, after the step that completes them.
-    Raises ValueError if R is no multiple of a group.
+    residual: number of last tokens whose values are exact, KIVI's R; 0 codes all. Their keys are
+    exact too, unless keys are coded in groups of tokens: then R keys are coded at a time, after the
+    step that completes them. Raises ValueError if R is no multiple of a group.
     """
 
     keys: RowCodec
@@ -423,7 +464,9 @@ class SplitCodec:
 
     def __post_init__(self) -> None:
         if self.residual % self.keys.span or (self.keys.span > 1 and not self.residual):
-            raise ValueError(f"residual={self.residual}: must be a multiple of the {self.keys.span} tokens of a group")
+            raise ValueError(
+                f"residual={self.residual}: must be a multiple of the {self.keys.span} tokens of a group"
+            )
 
     @property
     def name(self) -> str:
@@ -447,7 +490,8 @@ class SplitCodec:
         return self.coded_values(cached)
 
     def stored(self, cached: Count) -> Count:
-        """Number of tokens that are read as stored: the values and the keys of their whole group are coded."""
+        """Number of tokens that are read as stored: the values and the keys of their whole group
+        are coded."""
         coded = self.coded_values(cached)
         return coded - coded % self.keys.span
 
@@ -489,10 +533,12 @@ def _unpack_planes(packed: Tensor, bits: int, head_dim: int, dtype: torch.dtype)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """`x` [..., head_dim] times the orthonormal Hadamard matrix in Sylvester's order, which is its own inverse.
+    """`x` [..., head_dim] times the orthonormal Hadamard matrix in Sylvester's order, which is its
+    own inverse.
 
-    If head_dim is no power of two: in blocks of the largest power of two that divides it. Computed by butterflies, so
-    that a row's bits do not depend on the rows beside it, as they may in a product of matrices.
+    If head_dim is no power of two: in blocks of the largest power of two that divides it. Computed
+    by butterflies, so that a row's bits do not depend on the rows beside it, as they may in a
+    product of matrices.
     """
     block = x.shape[-1] & -x.shape[-1]
     rotated, half = x.unflatten(-1, (-1, block)), 1

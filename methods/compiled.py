@@ -1,4 +1,5 @@
-"""Where Triton kernels take the place of torch code: the one switch of methods and of the KV store."""
+"""Where Triton kernels take the place of torch code: the one switch of methods and of the KV
+store."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Methods that evict tokens for good. Live decoding reuses their slots and reads all that is kept.
 
-`EvictingState` records which token lies in which slot. `WorthState` is the easy base for methods that evict after the
-prompt and after every row: each token has a worth, and the tokens of the least worth leave. A subclass gives a budget,
-how many recent tokens are safe, and the worth (`prompt_worth`, `observe`). Methods that evict after the prompt alone
-have their own base, `methods.prompt_evicting`.
+`EvictingState` records which token lies in which slot. `WorthState` is the easy base for methods
+that evict after the prompt and after every row: each token has a worth, and the tokens of the least
+worth leave. A subclass gives a budget, how many recent tokens are safe, and the worth
+(`prompt_worth`, `observe`). Methods that evict after the prompt alone have their own base,
+`methods.prompt_evicting`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Evicting(Method):
 class EvictingToShare(Evicting):
     """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`.
 
-    always_kept: name of the setting that says how many tokens always stay; the budget must exceed it.
+    always_kept: name of the setting that says how many tokens always stay; the budget must exceed
+    it.
     """
 
     kept_frac: float = 0.2
@@ -95,7 +97,12 @@ class EvictingToShare(Evicting):
         if not self.always_kept:
             return super().min_size(counts)
         stay = getattr(self, self.always_kept)
-        require(stay < counts.final, self.always_kept, stay, f"below {counts.final}, the shortest sequence")
+        require(
+            stay < counts.final,
+            self.always_kept,
+            stay,
+            f"below {counts.final}, the shortest sequence",
+        )
         return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:
@@ -105,9 +112,9 @@ class EvictingToShare(Evicting):
 class EvictingState(State):
     """Tokens leave the cache for good; `select` sets their slot in `tokens` to `EMPTY`.
 
-    tokens[layer]: int32 [batch, num_kv_heads, slots + 1], the token in each slot, `EMPTY` where there is none. The last
-    slot is a dump: writes that must have no effect go there. In live decoding the slot behind all those in use belongs
-    to the own token during a step.
+    tokens[layer]: int32 [batch, num_kv_heads, slots + 1], the token in each slot, `EMPTY` where
+    there is none. The last slot is a dump: writes that must have no effect go there. In live
+    decoding the slot behind all those in use belongs to the own token during a step.
     """
 
     slot_tensors = {"tokens": EMPTY}
@@ -122,7 +129,8 @@ class EvictingState(State):
         tokens[:, :, : positions.shape[1]] = positions[:, None]
 
     def enter(self, layer: int, rows: QueryRows) -> Tensor:
-        """Write each row's own token into its slot. Returns these slots, int64 [batch, num_kv_heads, rows]."""
+        """Write each row's own token into its slot. Returns these slots, int64 [batch,
+        num_kv_heads, rows]."""
         tokens = self.tokens[layer]
         own = rows.own_slots.expand(-1, tokens.shape[1], -1)
         entering = rows.positions.masked_fill(~rows.real, EMPTY) if rows.padded else rows.positions
@@ -132,7 +140,8 @@ class EvictingState(State):
     def compact(self, layer: int, capacity: int) -> Tensor:
         """Live, after the prompt: move the kept tokens to the first `capacity` slots, oldest first.
 
-        Returns the prompt column of each slot, int64 [batch, num_kv_heads, capacity], -1 where there is none.
+        Returns the prompt column of each slot, int64 [batch, num_kv_heads, capacity], -1 where
+        there is none.
         """
         tokens = self.tokens[layer][..., :-1]
         kept = tokens.argsort(dim=-1, stable=True)[..., :capacity]
@@ -140,14 +149,18 @@ class EvictingState(State):
         for name, empty in self.slot_tensors.items():
             by_layer = getattr(self, name)
             old = by_layer[layer]
-            new = by_layer[layer] = old.new_full((*old.shape[:2], capacity + 2, *old.shape[3:]), empty)
+            new = by_layer[layer] = old.new_full(
+                (*old.shape[:2], capacity + 2, *old.shape[3:]), empty
+            )
             new[:, :, : kept.shape[-1]] = old.gather(2, _like(kept, old))
         return pad(columns, (0, capacity - columns.shape[-1]), value=-1)
 
     def place_own(self, layer: int, own: int) -> Tensor:
-        """Live, after a step's selection: move the own token from slot `own`, behind all in use, to the first free one.
+        """Live, after a step's selection: move the own token from slot `own`, behind all in use, to
+        the first free one.
 
-        Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was evicted.
+        Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was
+        evicted.
         """
         tokens = self.tokens[layer]
         if kernels := kernels_for(tokens):
@@ -169,8 +182,9 @@ class EvictingState(State):
 class WorthState(EvictingState):
     """Keeps the tokens of the largest worth, and the `recent` last ones whatever their worth.
 
-    worth[layer]: fp32, shaped like tokens[layer], 0 in a slot that was never used; anything in a slot that was freed.
-    limits[layer]: `budget` and `recent` as they were at the prompt, int [batch, 2].
+    worth[layer]: fp32, shaped like tokens[layer], 0 in a slot that was never used; anything in a
+    slot that was freed. limits[layer]: `budget` and `recent` as they were at the prompt, int
+    [batch, 2].
     """
 
     sequence_tensors = ("limits",)
@@ -187,15 +201,21 @@ class WorthState(EvictingState):
         """Number of most recent tokens that never leave, int [batch]."""
         raise NotImplementedError
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
-        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the padding."""
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor:
+        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the
+        padding."""
         raise NotImplementedError
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
-        """Update `worth` [batch, num_kv_heads, slots] by a row's attention [batch, num_kv_heads, group, slots]."""
+        """Update `worth` [batch, num_kv_heads, slots] by a row's attention [batch, num_kv_heads,
+        group, slots]."""
         raise NotImplementedError
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         """Evict down to the budget."""
         self.enter_prompt(layer, rows)
         budget, recent = self.budget(layer), self.recent
@@ -210,18 +230,22 @@ class WorthState(EvictingState):
         tokens.masked_fill_(gone, EMPTY)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        """Each row reads all that is kept, is observed, and evicts a token if more than the budget are kept."""
+        """Each row reads all that is kept, is observed, and evicts a token if more than the budget
+        are kept."""
         self.enter(layer, rows)
         positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
         kernels = kernels_for(self.tokens[layer])
         scan = self._scan if kernels is None else partial(self._scan_by_kernels, kernels)
-        return Selection(scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1]))
+        return Selection(
+            scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1])
+        )
 
     def _scan(self, layer: int, rows: QueryRows, positions: Tensor) -> Tensor:
         """The mask of the tokens that each row reads: bool [batch, num_kv_heads, rows, slots].
 
-        positions: int [batch, rows], -1 for padding, which evicts nothing. The loop runs for every row of a text, so
-        it has few operations: it updates `hidden` alone; `tokens` and the mask follow after the last row.
+        positions: int [batch, rows], -1 for padding, which evicts nothing. The loop runs for every
+        row of a text, so it has few operations: it updates `hidden` alone; `tokens` and the mask
+        follow after the last row.
         """
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
         num_rows, slots = scores.shape[3:]
@@ -229,15 +253,22 @@ class WorthState(EvictingState):
         budget, recent = self.limits[layer].split(1, -1)
         evicts = (positions >= budget)[:, None]
         loss = mask_bias(~evicts).unsqueeze(-1).expand(-1, held.shape[1], -1, -1)
-        safe = -mask_bias(held.unsqueeze(2) <= (positions - recent)[:, None, :, None])  # inf for a recent token
+        safe = -mask_bias(
+            held.unsqueeze(2) <= (positions - recent)[:, None, :, None]
+        )  # inf for a recent token
         hidden = mask_bias(held != EMPTY)
         victims = []
         for row in range(num_rows):
-            probs = softmax.weights(scores[:, :, :, row : row + 1] + hidden[:, :, None, None])[:, :, :, 0]
-            self.observe(worth, probs * rows.real[:, None, row, None, None] if rows.padded else probs)
+            probs = softmax.weights(scores[:, :, :, row : row + 1] + hidden[:, :, None, None])[
+                :, :, :, 0
+            ]
+            self.observe(
+                worth, probs * rows.real[:, None, row, None, None] if rows.padded else probs
+            )
             victims.append((worth - hidden).add_(safe[:, :, row]).argmin(-1, keepdim=True))
             hidden.scatter_add_(-1, victims[-1], loss[:, :, row])
-        # The row after which each slot's token leaves. One more slot takes the victims of rows that evict nothing.
+        # The row after which each slot's token leaves. One more slot takes the victims of rows that
+        # evict nothing.
         order = torch.arange(num_rows, dtype=torch.int32, device=held.device)
         leaves_after = held.new_full((*held.shape[:2], slots + 1), num_rows)
         targets = torch.cat(victims, -1).masked_fill_(~evicts, slots)
@@ -248,7 +279,9 @@ class WorthState(EvictingState):
         held.masked_fill_(hidden == -INF, EMPTY)
         return mask
 
-    def _scan_by_kernels(self, kernels: ModuleType, layer: int, rows: QueryRows, positions: Tensor) -> Tensor:
+    def _scan_by_kernels(
+        self, kernels: ModuleType, layer: int, rows: QueryRows, positions: Tensor
+    ) -> Tensor:
         """The same result as `_scan`."""
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
         num_rows, slots = scores.shape[3:]
@@ -257,18 +290,26 @@ class WorthState(EvictingState):
         mask = torch.empty((*held.shape[:2], num_rows, slots), dtype=torch.bool, device=held.device)
         for row in range(num_rows):
             torch.lt(held, rows.positions[:, row, None, None], out=mask[:, :, row])
-            of_row = scores[:, :, :, row : row + 1].masked_fill((held == EMPTY)[:, :, None, None], -INF)
+            of_row = scores[:, :, :, row : row + 1].masked_fill(
+                (held == EMPTY)[:, :, None, None], -INF
+            )
             probs = softmax.weights(of_row)[:, :, :, 0]
-            self.observe(worth[..., :slots], probs * rows.real[:, None, row, None, None] if rows.padded else probs)
+            self.observe(
+                worth[..., :slots],
+                probs * rows.real[:, None, row, None, None] if rows.padded else probs,
+            )
             kernels.evict_least(worth, tokens, slots, positions[:, row], self.limits[layer])
         return mask
 
 
-def least_worthy(worth: Tensor, competes: Tensor, count: Tensor, of_equals: Tensor | None = None) -> Tensor:
+def least_worthy(
+    worth: Tensor, competes: Tensor, count: Tensor, of_equals: Tensor | None = None
+) -> Tensor:
     """Mask of the `count` tokens of the least `worth` among those that compete.
 
     Of equal ones those of the least `of_equals`, if given, and then the earlier.
-    worth, competes, of_equals: [batch, num_kv_heads, tokens], oldest first; count: int [batch, num_kv_heads or 1].
+    worth, competes, of_equals: [batch, num_kv_heads, tokens], oldest first; count: int [batch,
+    num_kv_heads or 1].
     """
     worth = worth.masked_fill(~competes, INF)
     if of_equals is None:
@@ -281,5 +322,6 @@ def least_worthy(worth: Tensor, competes: Tensor, count: Tensor, of_equals: Tens
 
 
 def _like(index: Tensor, data: Tensor) -> Tensor:
-    """`index` [batch, kv, n] shaped to gather or scatter along the slots of `data` [batch, kv, slots, ...]."""
+    """`index` [batch, kv, n] shaped to gather or scatter along the slots of `data` [batch, kv,
+    slots, ...]."""
     return index.view(*index.shape, *([1] * (data.dim() - 3))).expand(*index.shape, *data.shape[3:])

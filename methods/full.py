@@ -9,7 +9,8 @@ from methods.base import Method, TokenCounts
 
 @dataclass(frozen=True)
 class Full(Method):
-    """Dense attention over the whole cache; with a codec, over the rows as the codec gives them back."""
+    """Dense attention over the whole cache; with a codec, over the rows as the codec gives them
+    back."""
 
     title = "Full cache"
     reads_all = True

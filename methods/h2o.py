@@ -1,7 +1,9 @@
-"""H2O (Zhang et al., NeurIPS 2023): keep the tokens with the largest accumulated attention, and the most recent.
+"""H2O (Zhang et al., NeurIPS 2023): keep the tokens with the largest accumulated attention, and the
+most recent.
 
-A token competes with its whole history as soon as it is no longer recent, as in H2O's own rule. The InfiniGen artifact
-drops new tokens from the heavy set at once, which recalls less attention (docs/methods.md).
+A token competes with its whole history as soon as it is no longer recent, as in H2O's own rule. The
+InfiniGen artifact drops new tokens from the heavy set at once, which recalls less attention
+(docs/methods.md).
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class H2OState(WorthState):
     def recent(self) -> Tensor:
         return floor_frac(self.method.recent_frac, self.lengths.final)
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor:
         return received_attention(query, key, rows.real, self.geometry.softmax(layer))
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
@@ -35,7 +39,8 @@ class H2OState(WorthState):
 
 @dataclass(frozen=True)
 class H2O(Evicting):
-    """Budget = floor(heavy_frac * T) + floor(recent_frac * T) tokens, at least 1; evicted tokens are gone for good."""
+    """Budget = floor(heavy_frac * T) + floor(recent_frac * T) tokens, at least 1; evicted tokens
+    are gone for good."""
 
     heavy_frac: float = 0.1
     recent_frac: float = 0.1

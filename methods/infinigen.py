@@ -1,20 +1,24 @@
-"""InfiniGen (Lee et al., OSDI 2024): rehearse the next layer's attention on few columns, fetch only the best tokens.
+"""InfiniGen (Lee et al., OSDI 2024): rehearse the next layer's attention on few columns, fetch only
+the best tokens.
 
 Steps as in section 4 of the paper:
-1. Offline, per KV head, A = V of the SVD of the queries concentrates the scores in few columns ("skewing").
+1. Offline, per KV head, A = V of the SVD of the queries concentrates the scores in few columns
+("skewing").
 2. After the prompt, the columns of largest magnitude are kept of every key ("partial keys").
-3. While layer l - 1 computes, a query made from its attention input is scored on the partial keys ("rehearsal").
+3. While layer l - 1 computes, a query made from its attention input is scored on the partial keys
+("rehearsal").
 4. These scores choose the tokens that layer l fetches (`ScoreSelecting`).
 A pool of limited size (section 4.4) chooses its victims as `PooledState` says.
 
 `Oracle` is step 4 with the true scores: the upper bound of any selection of that size.
 
-`index=balanced` replaces steps 1 and 2 by the best pair of projections to as few numbers: query . key is nearly
-(W_q^T query) . (W_k^T key). Scores q^T A k with A = W_q W_k^T differ from q^T k by an expected square of
-|L_q^T (I - A) L_k|^2 (Frobenius), where L_q L_q^T = E[q q^T] and L_k L_k^T = Cov(k). Keys are centred: a number that
-all scores of a query share changes no choice. With the SVD L_q^T L_k = P S R^T, the best A of rank r is the one whose
-L_q^T A L_k is that SVD cut to r (Eckart and Young): W_q = L_k R_r S_r^(-1/2), W_k = L_q P_r S_r^(-1/2). This is
-balanced truncation of control theory in its square-root form.
+`index=balanced` replaces steps 1 and 2 by the best pair of projections to as few numbers: query .
+key is nearly (W_q^T query) . (W_k^T key). Scores q^T A k with A = W_q W_k^T differ from q^T k by an
+expected square of |L_q^T (I - A) L_k|^2 (Frobenius), where L_q L_q^T = E[q q^T] and L_k L_k^T =
+Cov(k). Keys are centred: a number that all scores of a query share changes no choice. With the SVD
+L_q^T L_k = P S R^T, the best A of rank r is the one whose L_q^T A L_k is that SVD cut to r (Eckart
+and Young): W_q = L_k R_r S_r^(-1/2), W_k = L_q P_r S_r^(-1/2). This is balanced truncation of
+control theory in its square-root form.
 """
 
 from __future__ import annotations
@@ -53,17 +57,20 @@ SATURATED = 255
 """A fetch counter of a pool that reaches this halves all counters of its head."""
 NEVER = torch.iinfo(torch.int64).max
 RIDGE = 1e-4
-"""Added to the diagonals of the moments, as a share of their mean, growing to twice as much along the diagonal: no two
-directions tie that few tokens do not span."""
+"""Added to the diagonals of the moments, as a share of their mean, growing to twice as much along
+the diagonal: no two directions tie that few tokens do not span."""
 
 
 @dataclass(frozen=True)
 class ScoreSelecting(Selecting):
-    """The count rule: tokens within `alpha` of the best score, at most `max_fetch_frac` of the cache.
+    """The count rule: tokens within `alpha` of the best score, at most `max_fetch_frac` of the
+    cache.
 
-    alpha: in units of scaled logits; inf always takes the cap; None means 4 for OPT and 5 otherwise (section 5.1).
-    max_fetch_frac: cap, as a share of `cap_of`: the tokens `cached` at a row, or T, the `final` number of tokens, as in
-        the artifact's accuracy code. The paper's text ("up to 20 % of the KV cache") leaves it open.
+    alpha: in units of scaled logits; inf always takes the cap; None means 4 for OPT and 5 otherwise
+    (section 5.1). max_fetch_frac: cap, as a share of `cap_of`: the tokens `cached` at a row, or T,
+    the `final` number of tokens, as in
+        the artifact's accuracy code. The paper's text ("up to 20 % of the KV cache") leaves it
+        open.
     fixed_fetch: this many tokens instead of alpha and the cap, as in the artifact's speed code.
     """
 
@@ -74,21 +81,34 @@ class ScoreSelecting(Selecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "a number >= 0, inf or null")
+        require(
+            self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "a number >= 0, inf or null"
+        )
         self._require_fraction("max_fetch_frac")
         self._require_one_of("cap_of", "cached", "final")
         self._require_least(1, "fixed_fetch", null=True)
         one_scale = self.group == "best" or self._counts_by_cap
         alpha_given = self.alpha is not None
-        require(one_scale or not alpha_given, "alpha", self.alpha, f"inf with group={self.group}, or set group=best")
-        require(one_scale, "group", self.group, "best, the distance that alpha bounds; or set alpha=inf")
+        require(
+            one_scale or not alpha_given,
+            "alpha",
+            self.alpha,
+            f"inf with group={self.group}, or set group=best",
+        )
+        require(
+            one_scale, "group", self.group, "best, the distance that alpha bounds; or set alpha=inf"
+        )
 
     @property
     def _counts_by_cap(self) -> bool:
         return self.fixed_fetch is not None or self.alpha == math.inf
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return self.max_tokens_read(counts, layer) if self._counts_by_cap and self.group != "union" else None
+        return (
+            self.max_tokens_read(counts, layer)
+            if self._counts_by_cap and self.group != "union"
+            else None
+        )
 
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         if self.group == "union":
@@ -111,22 +131,29 @@ class ScoreSelecting(Selecting):
     ) -> Selection:  # fmt: skip
         """Each KV head's best tokens.
 
-        scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that are not visible may
-        be anything. final: int [batch], T; cached: int [batch, rows], number of visible tokens, if it is not the rows'
-        position. order: int64 [batch, num_kv_heads, slots], the order in which equal scores are taken; None: by slot.
+        scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that
+        are not visible may be anything. final: int [batch], T; cached: int [batch, rows], number of
+        visible tokens, if it is not the rows' position. order: int64 [batch, num_kv_heads, slots],
+        the order in which equal scores are taken; None: by slot.
         """
         cached = rows.positions if cached is None else cached
         whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
-        frac, least = (self.max_fetch_frac, 1) if self.fixed_fetch is None else (0.0, self.fixed_fetch)
+        frac, least = (
+            (self.max_fetch_frac, 1) if self.fixed_fetch is None else (0.0, self.fixed_fetch)
+        )
         alpha = ALPHA.get(geometry.family, ALPHA_OTHER) if self.alpha is None else self.alpha
         scores_alone = self.group == "best" and not self.num_sinks and not self.recent_frac
         if scores_alone and (kernels := kernels_for(scores)):
             relative, within = kernels.relative(self.by_set(scores), rows, alpha)
             within = None if self._counts_by_cap else within
-            found = kernels.largest(relative, within, order, frac=frac, least=least, whole=whole, cached=cached)
+            found = kernels.largest(
+                relative, within, order, frac=frac, least=least, whole=whole, cached=cached
+            )
             return Selection(*found)
         first = 0
-        if scores.device.type == "cpu":  # in replay all rows see most slots: those before the first hidden one
+        if (
+            scores.device.type == "cpu"
+        ):  # in replay all rows see most slots: those before the first hidden one
             hidden = (rows.slot_positions >= rows.positions.min()).flatten(0, 1).any(0)
             first = int(hidden.int().argmax())
         scores[..., first:].masked_fill_(~rows.visible()[..., first:].unsqueeze(2), -math.inf)
@@ -144,12 +171,15 @@ class OracleState(State):
     """Step 4 over the true scores of the cached tokens."""
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        return self.method.select(rows.true_scores().clone(), rows, self.lengths.final, self.geometry)
+        return self.method.select(
+            rows.true_scores().clone(), rows, self.lengths.final, self.geometry
+        )
 
 
 @dataclass(frozen=True)
 class Oracle(ScoreSelecting):
-    """Selects by the true scores. They need every key on the device, so this is no offloading method."""
+    """Selects by the true scores. They need every key on the device, so this is no offloading
+    method."""
 
     when: ClassVar[When] = "true_scores"  # type: ignore[misc]  # they are known no earlier
     own_query_layers: ClassVar[int] = 0  # type: ignore[misc]
@@ -160,10 +190,12 @@ class Oracle(ScoreSelecting):
 
 
 class InfiniGenState(ProjectedState):
-    """The projection is A restricted to the sequence's own columns, or the balanced one; the query is rehearsed.
+    """The projection is A restricted to the sequence's own columns, or the balanced one; the query
+    is rehearsed.
 
-    centre[layer]: [batch, num_kv_heads, 1, columns], what a balanced index in few bits takes off every key before it is
-    coded: the mean of the prompt's. All scores of a query lose the same, so the choice stays.
+    centre[layer]: [batch, num_kv_heads, 1, columns], what a balanced index in few bits takes off
+    every key before it is coded: the mean of the prompt's. All scores of a query lose the same, so
+    the choice stays.
     """
 
     sequence_tensors = (*ProjectedState.sequence_tensors, "centre")
@@ -176,18 +208,28 @@ class InfiniGenState(ProjectedState):
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         """Step 2."""
         if self.method.index == "balanced":
-            known = [] if self.measured is None else [{name: each[layer] for name, each in self.measured.items()}]
+            known = (
+                []
+                if self.measured is None
+                else [{name: each[layer] for name, each in self.measured.items()}]
+            )
             if self.method.statistics != "calibration":
                 known.append(moments(query, key, rows.real))
             is_coded = self.method.index_bits is not None
-            pair = balanced(known, self.method.num_columns(key.shape[-1]), white_keys=is_coded).to(key)
+            pair = balanced(known, self.method.num_columns(key.shape[-1]), white_keys=is_coded).to(
+                key
+            )
             if is_coded:
                 real = rows.real[:, None, :, None]
-                mean = (key * real).sum(2, keepdim=True, dtype=torch.float32) / real.sum(2, keepdim=True)
+                mean = (key * real).sum(2, keepdim=True, dtype=torch.float32) / real.sum(
+                    2, keepdim=True
+                )
                 self.centre[layer] = mean.to(key) @ pair[:, -1]
             return pair.expand(len(key), -1, -1, -1, -1)
         if self.measured is None:
-            basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(key.shape[1], -1, -1)
+            basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(
+                key.shape[1], -1, -1
+            )
         else:
             basis = self.measured["rotation"][layer].to(key)
         return choose_columns(query, key, rows.real, basis, self.method).unsqueeze(1)
@@ -198,7 +240,9 @@ class InfiniGenState(ProjectedState):
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """Steps 3 and 4."""
-        selection = self.method.select(self.scores(layer, rows), rows, self.lengths.final, self.geometry)
+        selection = self.method.select(
+            self.scores(layer, rows), rows, self.lengths.final, self.geometry
+        )
         return selection._replace(side=self.index_read(layer, rows.positions))
 
 
@@ -208,21 +252,29 @@ class InfiniGenState(ProjectedState):
 class PooledState(InfiniGenState, EvictingState):
     """InfiniGen's state over a pool that has a limit (section 4.4).
 
-    `fifo` evicts the lowest position, `lru` the oldest last fetch, `counter` the smallest number of fetches; ties go to
-    the lowest position. Victims come from the floor((1 - protect_recent) * capacity) lowest positions present.
+    `fifo` evicts the lowest position, `lru` the oldest last fetch, `counter` the smallest number of
+    fetches; ties go to the lowest position. Victims come from the floor((1 - protect_recent) *
+    capacity) lowest positions present.
 
-    `eviction: artifact` follows the artifact's simulation (accuracy/src/modeling_*_ours_prune.py): candidates are all
-    tokens of the sequence's first half, evicted ones included, and the dense rows of the prompt count as fetches. An
-    evicted token is never fetched again, so it stays the worst one: LRU and counter evict the same token again and
-    again, so almost nothing is evicted. Its FIFO takes token t - capacity and really evicts.
+    `eviction: artifact` follows the artifact's simulation (accuracy/src/modeling_*_ours_prune.py):
+    candidates are all tokens of the sequence's first half, evicted ones included, and the dense
+    rows of the prompt count as fetches. An evicted token is never fetched again, so it stays the
+    worst one: LRU and counter evict the same token again and again, so almost nothing is evicted.
+    Its FIFO takes token t - capacity and really evicts.
 
-    capacities: tokens that each sequence's pool holds, int [batch]; unprotected: number of the oldest of them, which
-    may leave. fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a
-    token was selected; a token that enters has 0 and its own position.
+    capacities: tokens that each sequence's pool holds, int [batch]; unprotected: number of the
+    oldest of them, which may leave. fetches[layer], last_fetch[layer]: int32, shaped like
+    tokens[layer]: how often, and in which row last, a token was selected; a token that enters has 0
+    and its own position.
     """
 
     sequence_tensors = (*InfiniGenState.sequence_tensors, "capacities", "unprotected")
-    slot_tensors = {**InfiniGenState.slot_tensors, **EvictingState.slot_tensors, "fetches": 0, "last_fetch": 0}
+    slot_tensors = {
+        **InfiniGenState.slot_tensors,
+        **EvictingState.slot_tensors,
+        "fetches": 0,
+        "last_fetch": 0,
+    }
     fetches: dict[int, Tensor]
     last_fetch: dict[int, Tensor]
 
@@ -231,13 +283,18 @@ class PooledState(InfiniGenState, EvictingState):
         method, final = self.method, self.lengths.final
         self.simulates = method.eviction == "artifact"
         by_share = method.pool_tokens is None
-        self.capacities = floor_frac(method.pool_frac, final) if by_share else final.clamp(max=method.pool_tokens)
+        self.capacities = (
+            floor_frac(method.pool_frac, final) if by_share else final.clamp(max=method.pool_tokens)
+        )
         self.unprotected = floor_frac(1 - method.protect_recent, self.capacities).clamp(min=1)
         least = f"larger, to hold at least 1 of {int(final.min())} tokens"
         require(bool((self.capacities >= 1).all()), "pool_frac", method.pool_frac, least)
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """The prompt enters in order. No token was fetched yet, so every policy evicts the lowest position."""
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
+        """The prompt enters in order. No token was fetched yet, so every policy evicts the lowest
+        position."""
         super().prompt(layer, query, key, value, rows)
         self.enter_prompt(layer, rows)
         tokens, lengths = self.tokens[layer], rows.lengths[:, None, None].int()
@@ -250,33 +307,53 @@ class PooledState(InfiniGenState, EvictingState):
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """Steps 3 and 4, one row after the other: each selects, then its own token enters."""
         scores = self.scores(layer, rows)
-        candidates = rows.positions if self.simulates else torch.minimum(rows.positions, self.capacities[:, None])
+        candidates = (
+            rows.positions
+            if self.simulates
+            else torch.minimum(rows.positions, self.capacities[:, None])
+        )
         own = self.enter(layer, rows)
         held = self.tokens[layer][..., : scores.shape[-1]]
         masks, counts = [], []
         for row in range(scores.shape[3]):
             by_age = held.sort(-1)
             this = slice(row, row + 1)
-            one = replace(rows, positions=rows.positions[:, this], real=rows.real[:, this], own_slots=own[..., this])
-            given = scores[:, :, :, this], replace(one, slot_positions=held), self.lengths.final, self.geometry
+            one = replace(
+                rows,
+                positions=rows.positions[:, this],
+                real=rows.real[:, this],
+                own_slots=own[..., this],
+            )
+            given = (
+                scores[:, :, :, this],
+                replace(one, slot_positions=held),
+                self.lengths.final,
+                self.geometry,
+            )
             # Live slots are reused; ties go to the lowest token.
             chosen = self.method.select(*given, cached=candidates[:, this], order=by_age.indices)
             self.use(layer, one, chosen.mask[:, :, 0], by_age.values)
             masks.append(chosen.mask)
             # The artifact's cap is a share of all tokens, of which its FIFO may hold fewer.
-            counts.append(chosen.mask.sum(-1).double().mean(1) if self.simulates else chosen.num_read)
+            counts.append(
+                chosen.mask.sum(-1).double().mean(1) if self.simulates else chosen.num_read
+            )
         if len(masks) > 1:  # `torch.cat` would copy a single mask
             masks, counts = [torch.cat(masks, 2)], [torch.cat(counts, 1)]
         return Selection(masks[0], counts[0], self.index_read(layer, candidates))
 
     def use(self, layer: int, row: QueryRows, mask: Tensor, ascending: Tensor) -> None:
-        """Count the slots that a row fetched (`mask`, bool [batch, num_kv_heads, slots]), and evict from full pools.
+        """Count the slots that a row fetched (`mask`, bool [batch, num_kv_heads, slots]), and evict
+        from full pools.
 
         ascending: the tokens in the slots, sorted.
         """
         slots, positions, tokens = mask.shape[-1], row.positions[:, 0], self.tokens[layer]
         if row.padded:
-            mask, positions = mask & row.real[:, :, None], positions.masked_fill(~row.real[:, 0], -1)
+            mask, positions = (
+                mask & row.real[:, :, None],
+                positions.masked_fill(~row.real[:, 0], -1),
+            )
         kernels = kernels_for(tokens)
         if kernels is not None and not self.simulates:
             data = tokens, self.fetches[layer], self.last_fetch[layer]
@@ -291,10 +368,14 @@ class PooledState(InfiniGenState, EvictingState):
         torch.where(mask, position.int(), last_fetch, out=last_fetch)
         if not self.simulates:
             fetches >>= (fetches >= SATURATED).any(-1, keepdim=True).int()
-        worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[self.method.pool_policy]
+        worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[
+            self.method.pool_policy
+        ]
         if self.simulates:
             seen = row.slot_positions.expand(worth.shape)
-            leaving = artifact_victim(seen, self.method.pool_policy, worth, self.capacities, position)
+            leaving = artifact_victim(
+                seen, self.method.pool_policy, worth, self.capacities, position
+            )
         else:
             held = tokens[..., :slots]
             rank = (self.unprotected.clamp(max=slots) - 1)[:, None, None].expand(*held.shape[:2], 1)
@@ -304,15 +385,22 @@ class PooledState(InfiniGenState, EvictingState):
         tokens.scatter_(-1, leaving.masked_fill_(stays, tokens.shape[-1] - 1), EMPTY)  # the dump
 
 
-def artifact_victim(positions: Tensor, policy: str, worth: Tensor, capacities: Tensor, position: Tensor) -> Tensor:
-    """The slot that the artifact frees after the row at `position` [batch, 1, 1]: int64 [batch, num_kv_heads, 1].
+def artifact_victim(
+    positions: Tensor, policy: str, worth: Tensor, capacities: Tensor, position: Tensor
+) -> Tensor:
+    """The slot that the artifact frees after the row at `position` [batch, 1, 1]: int64 [batch,
+    num_kv_heads, 1].
 
-    positions: int [batch, num_kv_heads, slots], of every token that ever entered; worth: same shape, the smallest
-    leaves, of equal ones the lowest position; capacities: int [batch].
+    positions: int [batch, num_kv_heads, slots], of every token that ever entered; worth: same
+    shape, the smallest leaves, of equal ones the lowest position; capacities: int [batch].
     """
     if policy == "fifo":
         return (positions == position - capacities[:, None, None]).int().argmax(-1, keepdim=True)
-    return _order(worth, positions).masked_fill(positions >= position // 2, NEVER).argmin(-1, keepdim=True)
+    return (
+        _order(worth, positions)
+        .masked_fill(positions >= position // 2, NEVER)
+        .argmin(-1, keepdim=True)
+    )
 
 
 def _order(worth: Tensor, positions: Tensor) -> Tensor:
@@ -327,14 +415,16 @@ def _order(worth: Tensor, positions: Tensor) -> Tensor:
 class InfiniGen(ScoreSelecting):
     """InfiniGen's settings beside the count rule's; defaults are the paper's (section 5.1).
 
-    partial_weight_ratio: share of the columns that rehearse. round_columns: `up`, or `down` as the artifact's int().
-    columns: importance of a column: `sum` of |q A| and |k A| (the paper), `query` alone (the artifact's speed code),
+    partial_weight_ratio: share of the columns that rehearse. round_columns: `up`, or `down` as the
+    artifact's int(). columns: importance of a column: `sum` of |q A| and |k A| (the paper), `query`
+    alone (the artifact's speed code),
         or the `union` of the best by either (its accuracy code).
     skew: rotate by A first; False uses the identity.
-    index: the `columns` of the paper, or `balanced` projections to as many numbers (see the top of this file), by
-        `statistics` of the `prompt`, of the `calibration` text, or `both` added.
-    index_bits: bits of each number of the index, with scales as in `methods.codec`; None keeps the keys' dtype.
-    pool_tokens, pool_frac: limit of the pool of each layer, sequence and KV head, in tokens or as a share of T; at most
+    index: the `columns` of the paper, or `balanced` projections to as many numbers (see the top of
+        this file), by `statistics` of the `prompt`, of the `calibration` text, or `both` added.
+    index_bits: bits of each number of the index, with scales as in `methods.codec`; None keeps the
+    keys' dtype. pool_tokens, pool_frac: limit of the pool of each layer, sequence and KV head, in
+    tokens or as a share of T; at most
         one of them; None is no limit.
     pool_policy, protect_recent, eviction: the token that leaves a full pool, see `PooledState`.
     """
@@ -375,12 +465,19 @@ class InfiniGen(ScoreSelecting):
         self._require_one_of("pool_policy", "fifo", "lru", "counter")
         self._require_one_of("eviction", "corrected", "artifact")
         one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
-        require(one_set, "covers, method.group", f"{self.covers}, {self.group}", "kv_head, best in a limited pool")
+        require(
+            one_set,
+            "covers, method.group",
+            f"{self.covers}, {self.group}",
+            "kv_head, best in a limited pool",
+        )
 
     @property
     def label(self) -> str:
         """Skewing is half of the method; another index is another method."""
-        kinds = ["balanced"] * (self.index == "balanced") + ["coded"] * (self.index_bits is not None)
+        kinds = ["balanced"] * (self.index == "balanced") + ["coded"] * (
+            self.index_bits is not None
+        )
         skewing = "" if self.skew or self.index == "balanced" else " without skewing"
         return self.title + skewing + (f", {' '.join(kinds)} index" if kinds else "")
 
@@ -402,13 +499,18 @@ class InfiniGen(ScoreSelecting):
 
     @property
     def needs_calibration(self) -> bool:
-        """True for a rotation (not for the identity), and for moments that are not the prompt's alone."""
+        """True for a rotation (not for the identity), and for moments that are not the prompt's
+        alone."""
         return self.skew if self.index == "columns" else self.statistics != "prompt"
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
-        """rotation: A of each KV head, fp32 [num_kv_heads, head_dim, head_dim], columns by falling singular value.
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
+        """rotation: A of each KV head, fp32 [num_kv_heads, head_dim, head_dim], columns by falling
+        singular value.
 
-        A = V of the SVD of the group's stacked queries, not centred (section 4.1). A balanced index takes `moments`.
+        A = V of the SVD of the group's stacked queries, not centred (section 4.1). A balanced index
+        takes `moments`.
         """
         if self.index == "balanced":
             real = torch.ones_like(key[:1, :, 0], dtype=torch.bool)
@@ -426,7 +528,9 @@ class InfiniGen(ScoreSelecting):
         return max(1, round_to(self.partial_weight_ratio * head_dim))
 
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        return super().max_tokens_read(counts._replace(cached=self.tokens_kept(counts, layer)), layer)
+        return super().max_tokens_read(
+            counts._replace(cached=self.tokens_kept(counts, layer)), layer
+        )
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         if not self.limited or self.eviction == "artifact":
@@ -434,17 +538,22 @@ class InfiniGen(ScoreSelecting):
         return min(counts.cached, self.pool_tokens or int((self.pool_frac or 1) * counts.final))
 
 
-def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, method: InfiniGen) -> Tensor:
+def choose_columns(
+    query: Tensor, key: Tensor, real: Tensor, basis: Tensor, method: InfiniGen
+) -> Tensor:
     """Step 2: the columns of A with the largest importance over the prompt, summed in fp32.
 
-    query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real: [batch, prompt];
-    basis: [num_kv_heads, head_dim, head_dim]. Returns [batch, num_kv_heads, head_dim, columns].
+    query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real:
+    [batch, prompt]; basis: [num_kv_heads, head_dim, head_dim]. Returns [batch, num_kv_heads,
+    head_dim, columns].
     """
     batch, num_kv_heads, prompt, head_dim = key.shape
     weight = real[:, None, :, None].to(key.dtype)
     grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
     in_basis = (grouped @ basis).abs().view(batch, num_kv_heads, -1, prompt, head_dim)
-    by_query = (in_basis * weight.unsqueeze(2)).sum(3, dtype=torch.float32).mean(2)  # [batch, kv, head_dim]
+    by_query = (
+        (in_basis * weight.unsqueeze(2)).sum(3, dtype=torch.float32).mean(2)
+    )  # [batch, kv, head_dim]
     by_key = ((key @ basis).abs() * weight).sum(2, dtype=torch.float32)
     wanted = method.num_columns(head_dim)
     if method.columns == "union":
@@ -459,30 +568,43 @@ def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, meth
 
 
 def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """query: E[q q^T] over tokens and the group; key: Cov(k); fp64 [batch, num_kv_heads, head_dim, head_dim] each.
+    """query: E[q q^T] over tokens and the group; key: Cov(k); fp64 [batch, num_kv_heads, head_dim,
+    head_dim] each.
 
-    query: [batch, heads, tokens, head_dim]; key: [batch, num_kv_heads, tokens, head_dim]; real: bool [batch, tokens].
+    query: [batch, heads, tokens, head_dim]; key: [batch, num_kv_heads, tokens, head_dim]; real:
+    bool [batch, tokens].
     """
     weight = (real.double() / real.sum(-1, keepdim=True))[:, None, :, None]
     batch, num_kv_heads, tokens, head_dim = key.shape
     grouped = query.double().view(batch, num_kv_heads, -1, tokens, head_dim)
     weighted = grouped * weight.unsqueeze(2) / grouped.shape[2]
     centred = key.double() - (key.double() * weight).sum(2, keepdim=True)
-    return {"query": weighted.flatten(2, 3).mT @ grouped.flatten(2, 3), "key": (centred * weight).mT @ centred}
+    return {
+        "query": weighted.flatten(2, 3).mT @ grouped.flatten(2, 3),
+        "key": (centred * weight).mT @ centred,
+    }
 
 
-def balanced(known: Sequence[Mapping[str, Tensor]], columns: int, *, white_keys: bool = False) -> Tensor:
-    """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of the `known` moments. Moments without
-    a batch axis count for all sequences.
+def balanced(
+    known: Sequence[Mapping[str, Tensor]], columns: int, *, white_keys: bool = False
+) -> Tensor:
+    """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of the `known`
+    moments. Moments without a batch axis count for all sequences.
 
-    white_keys: W_q S^(1/2) and W_k S^(-1/2) in their place. Their products are the same, and every column of the keys
-    has variance 1. Coded in steps that all columns share, with an error of e^2 in units of the keys' variance, the
-    scores then err by e^2 sum S^2 in place of e^2 max S sum S.
+    white_keys: W_q S^(1/2) and W_k S^(-1/2) in their place. Their products are the same, and every
+    column of the keys has variance 1. Coded in steps that all columns share, with an error of e^2
+    in units of the keys' variance, the scores then err by e^2 sum S^2 in place of e^2 max S sum S.
     """
-    left, right = (_factor(reduce(torch.add, (each[name].double() for each in known))) for name in ("query", "key"))
+    left, right = (
+        _factor(reduce(torch.add, (each[name].double() for each in known)))
+        for name in ("query", "key")
+    )
     left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
     scale = strength[..., None, :columns].rsqrt()
-    of_query, of_key = right @ right_basis.mT[..., :columns] * scale, left @ left_basis[..., :columns] * scale
+    of_query, of_key = (
+        right @ right_basis.mT[..., :columns] * scale,
+        left @ left_basis[..., :columns] * scale,
+    )
     if white_keys:
         of_query, of_key = of_query / scale, of_key * scale
     return torch.stack([of_query, of_key], -4)

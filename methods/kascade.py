@@ -1,15 +1,18 @@
-"""Kascade (Deshmukh et al., 2025, arXiv 2512.16391): a few anchor layers choose tokens for the layers behind them.
+"""Kascade (Deshmukh et al., 2025, arXiv 2512.16391): a few anchor layers choose tokens for the
+layers behind them.
 
-An anchor computes the attention weights on all keys, adds them up over each group of query heads, and chooses each KV
-head's best tokens; it attends to these alone (layer 0 to all). A layer between two anchors reads what the last anchor
-chose: each of its KV heads takes the set of the anchor's head that is most similar on the calibration text.
+An anchor computes the attention weights on all keys, adds them up over each group of query heads,
+and chooses each KV head's best tokens; it attends to these alone (layer 0 to all). A layer between
+two anchors reads what the last anchor chose: each of its KV heads takes the set of the anchor's
+head that is most similar on the calibration text.
 
-Similarity of head h of layer l to head g of layer a: the attention of h on the best tokens of g, over that on its own
-best tokens; mean over rows. Of all anchors, those are taken that make the sum over layers, mean over heads, of the
-similarity to the best head of the layer's anchor largest. A dynamic program finds them.
+Similarity of head h of layer l to head g of layer a: the attention of h on the best tokens of g,
+over that on its own best tokens; mean over rows. Of all anchors, those are taken that make the sum
+over layers, mean over heads, of the similarity to the best head of the layer's anchor largest. A
+dynamic program finds them.
 
-Official code: github.com/microsoft/kascade, `src/strategies/DecodeOnlyKascadeStrategy.py` (the choice) and
-`src/runners/stats_runner.py` (similarity, anchors, heads).
+Official code: github.com/microsoft/kascade, `src/strategies/DecodeOnlyKascadeStrategy.py` (the
+choice) and `src/runners/stats_runner.py` (similarity, anchors, heads).
 """
 
 from __future__ import annotations
@@ -39,18 +42,21 @@ from methods.base import (
 from methods.selection import largest
 
 NUM_BEST, SHARE_OF_TEXT = 64, 16
-"""Best tokens that are compared: as many as in the official code, where half of them are the row's own tile; on a short
-text at most a sixteenth of it."""
+"""Best tokens that are compared: as many as in the official code, where half of them are the row's
+own tile; on a short text at most a sixteenth of it."""
 NUM_ROWS = 128
 """Rows of the calibration text, at even distances in its second half, that are compared."""
 UNSEEN = torch.finfo(torch.float32).min / 2
-"""Added to the score of a token that is not attended to, where all rows are there: its weight becomes 0."""
+"""Added to the score of a token that is not attended to, where all rows are there: its weight
+becomes 0."""
 
 
 class KascadeState(State):
-    """chosen: by slot of a row's own token, what the last anchor chose for that row, bool [batch, num_kv_heads, slots].
+    """chosen: by slot of a row's own token, what the last anchor chose for that row, bool [batch,
+    num_kv_heads, slots].
 
-    heads: by layer that is no anchor, the anchor's head that each KV head takes its tokens from, int [num_kv_heads].
+    heads: by layer that is no anchor, the anchor's head that each KV head takes its tokens from,
+    int [num_kv_heads].
     """
 
     handed_on = ("chosen",)
@@ -74,11 +80,15 @@ class KascadeState(State):
         count = self.method.num_chosen(rows.positions)
         if layer in self.heads:
             self.last = layer
-            masks = [pad(self.chosen[slot], (0, num_slots - self.chosen[slot].shape[-1])) for slot in own]
+            masks = [
+                pad(self.chosen[slot], (0, num_slots - self.chosen[slot].shape[-1])) for slot in own
+            ]
             return Selection(torch.stack(masks, 2).index_select(1, self.heads[layer]), count)
         weights = self.geometry.softmax(layer).weights(rows.true_scores().clone()).sum(2)
         mask = largest(weights.masked_fill_(~rows.visible(), -math.inf), count)
-        if self.last != layer:  # the first block of rows: what was chosen for earlier rows is no longer needed
+        if (
+            self.last != layer
+        ):  # the first block of rows: what was chosen for earlier rows is no longer needed
             self.chosen = {}
         self.last = layer
         if layer + 1 in self.heads:
@@ -91,8 +101,8 @@ class KascadeState(State):
 class Kascade(Method):
     """Anchors read every token. Other layers read max(`min_tokens`, floor(`read_frac` * cached)).
 
-    anchors: layers that are anchors, beside the first one under the method, which always is; None takes the best
-        `num_anchors` by the calibration, the first one counted.
+    anchors: layers that are anchors, beside the first one under the method, which always is; None
+        takes the best `num_anchors` by the calibration, the first one counted.
     """
 
     read_frac: float = 0.1
@@ -115,7 +125,8 @@ class Kascade(Method):
         require(rising, "anchors", self.anchors, "a list of layers >= 0, or null")
 
     def is_anchor(self, layer: int) -> bool:
-        """Without `anchors` the first `num_anchors` layers stand for those that the calibration will choose."""
+        """Without `anchors` the first `num_anchors` layers stand for those that the calibration
+        will choose."""
         first = self.num_exempt_layers
         others = range(first, first + self.num_anchors) if self.anchors is None else self.anchors
         return layer == first or layer in others
@@ -123,11 +134,16 @@ class Kascade(Method):
     def when_of(self, layer: int) -> When:
         return "kept" if self.is_anchor(layer) else "earlier_layer"
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
-        """similarity: of this layer's heads to those of each layer up to it, fp32 [num_layers, num_kv_heads,
-        num_kv_heads], 0 for later layers. best: int [num_kv_heads, rows, n], each row's best tokens."""
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
+        """similarity: of this layer's heads to those of each layer up to it, fp32 [num_layers,
+        num_kv_heads, num_kv_heads], 0 for later layers. best: int [num_kv_heads, rows, n], each
+        row's best tokens."""
         num_tokens, layer = key.shape[1], len(earlier)
-        rows = torch.linspace(num_tokens // 2, num_tokens - 1, min(NUM_ROWS, num_tokens - num_tokens // 2)).long()
+        rows = torch.linspace(
+            num_tokens // 2, num_tokens - 1, min(NUM_ROWS, num_tokens - num_tokens // 2)
+        ).long()
         softmax = geometry.softmax(layer)
         scores = softmax.scores(query[None, :, rows.to(query.device)], key[None])
         # The own token does not compete: every row reads it.
@@ -146,7 +162,9 @@ class Kascade(Method):
         if self.anchors is not None:
             return self
         of_layers = calibration["similarity"].amax(-1).mean(-1).tolist()
-        return replace(self, anchors=best_anchors(of_layers, self.num_exempt_layers, self.num_anchors))
+        return replace(
+            self, anchors=best_anchors(of_layers, self.num_exempt_layers, self.num_anchors)
+        )
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         last = geometry.num_layers - 1
@@ -161,19 +179,22 @@ class Kascade(Method):
         return counts.cached if self.is_anchor(layer) else min(counts.cached, chosen)
 
     def with_size(self, frac: float) -> Self:
-        """Sized by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing breaks all."""
+        """Sized by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing
+        breaks all."""
         return replace(self, read_frac=frac)
 
     def num_chosen(self, positions: Tensor) -> Tensor:
         """Tokens that an anchor chooses for rows at `positions`, int alike."""
-        return torch.minimum(floor_frac(self.read_frac, positions).clamp(min=self.min_tokens), positions)
+        return torch.minimum(
+            floor_frac(self.read_frac, positions).clamp(min=self.min_tokens), positions
+        )
 
 
 def best_anchors(similarity: Sequence[Sequence[float]], first: int, number: int) -> tuple[int, ...]:
     """The `number` anchors, `first` among them, with the largest sum of similarities.
 
-    similarity[layer][anchor]: of a layer to an earlier one. The program goes over the layers: `best[end]` is the best
-    sum of the layers before `end` with so many anchors, and the anchors.
+    similarity[layer][anchor]: of a layer to an earlier one. The program goes over the layers:
+    `best[end]` is the best sum of the layers before `end` with so many anchors, and the anchors.
     """
     num_layers = len(similarity)
     best: dict[int, tuple[float, tuple[int, ...]]] = {first: (0.0, ())}

@@ -1,14 +1,16 @@
-"""Triton kernels of methods, imported only when a tensor lies on a GPU (`methods.compiled.kernels_for`).
+"""Triton kernels of methods, imported only when a tensor lies on a GPU
+(`methods.compiled.kernels_for`).
 
-Selection: two launches instead of about thirty. One program serves a query row of one set. The first kernel reduces the
-scores of a set's query heads to one. The second finds the least score that is taken, eight bits at a time, since fp32
-numbers order as integers do, and takes all above it.
+Selection: two launches instead of about thirty. One program serves a query row of one set. The
+first kernel reduces the scores of a set's query heads to one. The second finds the least score that
+is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above it.
 
-Eviction: one launch each instead of about ten and twenty. One program serves a head. The kernels choose the token that
-leaves and the slot of the own token.
+Eviction: one launch each instead of about ten and twenty. One program serves a head. The kernels
+choose the token that leaves and the slot of the own token.
 
-Slots are read in tiles, so no kernel is compiled for a number of slots, which grows with every step. Equal to the torch
-code bit for bit. With TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
+Slots are read in tiles, so no kernel is compiled for a number of slots, which grows with every
+step. Equal to the torch code bit for bit. With TRITON_INTERPRET=1 set before Triton is imported
+they run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def _relative(
 @triton.jit
 def _ordered(values):
     """fp32 as unsigned integers of the same order, 0 for hidden values."""
-    bits = tl.where(values == 0, 0.0, values).to(tl.uint32, bitcast=True)  # zeros of either sign are equal
+    bits = tl.where(values == 0, 0.0, values).to(
+        tl.uint32, bitcast=True
+    )  # zeros of either sign are equal
     ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
     return tl.where(values >= LOWEST, ordered, 0)
 
@@ -90,7 +94,9 @@ def _take_largest(
 ):  # fmt: skip
     program = tl.program_id(0)
     row, batch = program % rows, program // rows // sets
-    count = (tl.load(whole + batch * rows + row).to(tl.float64) * tl.full((), FRAC, tl.float64)).to(tl.int64)
+    count = (tl.load(whole + batch * rows + row).to(tl.float64) * tl.full((), FRAC, tl.float64)).to(
+        tl.int64
+    )
     count = tl.minimum(tl.maximum(count, LEAST), tl.load(cached + batch * rows + row).to(tl.int64))
     if MEAN_OF > 0:
         one = tl.arange(0, MEAN_OF)
@@ -135,10 +141,11 @@ def _take_largest(
 
 
 def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Tensor]:
-    """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets, rows,
-    slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
+    """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets,
+    rows, slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
 
-    scores: [batch, sets, heads of a set, rows, slots]; those of slots that are not visible may be anything.
+    scores: [batch, sets, heads of a set, rows, slots]; those of slots that are not visible may be
+    anything.
     """
     batch, sets, group, num_rows, slots = scores.shape
     tokens = rows.slot_positions
@@ -157,11 +164,13 @@ def largest(
     values: Tensor, within: Tensor | None = None, order: Tensor | None = None,
     *, frac: float, least: int, whole: Tensor, cached: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mask of each row's largest values, and their number, fp64 [batch, rows]. Equal values: the lowest slots first.
+    """Mask of each row's largest values, and their number, fp64 [batch, rows]. Equal values: the
+    lowest slots first.
 
-    values: fp32 [batch, sets, rows, slots], -inf where hidden. within: [batch, sets, rows]; its mean over the sets, at
-    least 1, bounds the number. The cap also does: floor(frac * whole), at least `least`, at most `cached`.
-    whole, cached: int [batch, rows]. order: int64 [batch, sets, slots], the order of equal values; None: by slot.
+    values: fp32 [batch, sets, rows, slots], -inf where hidden. within: [batch, sets, rows]; its
+    mean over the sets, at least 1, bounds the number. The cap also does: floor(frac * whole), at
+    least `least`, at most `cached`. whole, cached: int [batch, rows]. order: int64 [batch, sets,
+    slots], the order of equal values; None: by slot.
     """
     batch, sets, num_rows, slots = values.shape
     values = values.contiguous()
@@ -169,10 +178,18 @@ def largest(
     taken = values.new_empty((batch, num_rows), dtype=torch.float64)
     order = None if order is None else order.contiguous()
     mean_of = 0 if within is None else triton.next_power_of_2(sets)
-    given = (values, values if within is None else within, whole.contiguous(), cached.contiguous(), order)
+    given = (
+        values,
+        values if within is None else within,
+        whole.contiguous(),
+        cached.contiguous(),
+        order,
+    )
     cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
     grid = (batch * sets * num_rows,)
-    _take_largest[grid](*given, mask, taken, slots, sets, num_rows, **cap, TILE=ELEMENTS, num_warps=8)
+    _take_largest[grid](
+        *given, mask, taken, slots, sets, num_rows, **cap, TILE=ELEMENTS, num_warps=8
+    )
     return mask, taken
 
 
@@ -186,7 +203,11 @@ def _move(slots, source, target, WIDTH: tl.constexpr, EMPTY: tl.constexpr):
     held = element < WIDTH
     moved = tl.load(slots + source * WIDTH + element, mask=held)
     tl.store(slots + target * WIDTH + element, moved, mask=held)
-    tl.store(slots + source * WIDTH + element, tl.full(moved.shape, EMPTY, moved.dtype), mask=held & (target != source))
+    tl.store(
+        slots + source * WIDTH + element,
+        tl.full(moved.shape, EMPTY, moved.dtype),
+        mask=held & (target != source),
+    )
 
 
 @triton.jit(do_not_specialize=["own", "num_slots"])
@@ -208,7 +229,9 @@ def _place_own(
     target = tl.where(gone, num_slots - 1, first)
     tl.store(free + head, tl.where(gone, -1, first).to(tl.int64))
     for each in tl.static_range(len(WIDTHS)):
-        _move(data[each] + head * num_slots * WIDTHS[each], own, target, WIDTHS[each], EMPTIES[each])
+        _move(
+            data[each] + head * num_slots * WIDTHS[each], own, target, WIDTHS[each], EMPTIES[each]
+        )
 
 
 @triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
@@ -253,7 +276,9 @@ def _use(
         slot = start + tl.arange(0, TILE)
         count = tl.load(fetches + slot, mask=slot < slots, other=0)
         count += tl.load(chosen + slot, mask=slot < slots, other=0).to(tl.int32)
-        count = tl.where(tl.load(tokens + slot, mask=slot < slots, other=EMPTY) == position, 0, count)
+        count = tl.where(
+            tl.load(tokens + slot, mask=slot < slots, other=EMPTY) == position, 0, count
+        )
         most = tl.maximum(most, tl.max(count, 0))
     saturated = (most >= SATURATED).to(tl.int32)
     rank = tl.minimum(tl.load(unprotected + head // heads), slots) - 1
@@ -265,7 +290,9 @@ def _use(
         own, fetched = token == position, tl.load(chosen + slot, mask=slot < slots, other=0) != 0
         count = tl.load(fetches + slot, mask=slot < slots, other=0) + fetched.to(tl.int32)
         count = tl.where(own, 0, count) >> saturated
-        last = tl.where(own | fetched, position, tl.load(last_fetch + slot, mask=slot < slots, other=0))
+        last = tl.where(
+            own | fetched, position, tl.load(last_fetch + slot, mask=slot < slots, other=0)
+        )
         tl.store(fetches + slot, count, mask=slot < slots)
         tl.store(last_fetch + slot, last, mask=slot < slots)
         worth = count if POLICY == "counter" else last if POLICY == "lru" else tl.zeros_like(count)
@@ -276,11 +303,16 @@ def _use(
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
-        tl.store(tokens + slot, tl.full((TILE,), EMPTY, tl.int32), mask=leaves & (slot < slots) & (token == victim))
+        tl.store(
+            tokens + slot,
+            tl.full((TILE,), EMPTY, tl.int32),
+            mask=leaves & (slot < slots) & (token == victim),
+        )
 
 
 def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int) -> Tensor:
-    """As `EvictingState.place_own`. data: a layer's slot tensors, `tokens` among them; empties: see `slot_tensors`."""
+    """As `EvictingState.place_own`. data: a layer's slot tensors, `tokens` among them; empties: see
+    `slot_tensors`."""
     tokens = data["tokens"]
     assert all(each.is_contiguous() for each in data.values())
     free = torch.empty((*tokens.shape[:2], 1), dtype=torch.int64, device=tokens.device)
@@ -291,10 +323,14 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
     return free
 
 
-def evict_least(worth: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor) -> None:
-    """Free the least worthy token of each head that is not recent, where more than the budget are held.
+def evict_least(
+    worth: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor
+) -> None:
+    """Free the least worthy token of each head that is not recent, where more than the budget are
+    held.
 
-    positions: int [batch], -1 for padding, which evicts nothing; limits: budget and recent tokens, int [batch, 2].
+    positions: int [batch], -1 for padding, which evicts nothing; limits: budget and recent tokens,
+    int [batch, 2].
     """
     heads = tokens.shape[1]
     sizes = (slots, tokens.shape[2], heads, positions.stride(0))
@@ -305,9 +341,18 @@ def use(
     chosen: Tensor, ascending: Tensor, data: tuple[Tensor, Tensor, Tensor], positions: Tensor,
     limits: tuple[Tensor, Tensor], policy: str,
 ) -> None:  # fmt: skip
-    """As `PooledState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last fetches; limits:
-    capacities and numbers of unprotected tokens, int64 [batch]."""
+    """As `PooledState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last
+    fetches; limits: capacities and numbers of unprotected tokens, int64 [batch]."""
     tokens, heads = data[0], chosen.shape[1]
     sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
     grid = (len(tokens) * heads,)
-    _use[grid](chosen.contiguous(), ascending, *data, positions, *limits, *sizes, POLICY=policy, TILE=ELEMENTS)
+    _use[grid](
+        chosen.contiguous(),
+        ascending,
+        *data,
+        positions,
+        *limits,
+        *sizes,
+        POLICY=policy,
+        TILE=ELEMENTS,
+    )

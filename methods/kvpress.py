@@ -1,16 +1,19 @@
-"""Presses of NVIDIA's kvpress as methods: `method=kvpress:SnapKVPress`, `method=kvpress:AdaKVPress:SnapKVPress`.
+"""Presses of NVIDIA's kvpress as methods: `method=kvpress:SnapKVPress`,
+`method=kvpress:AdaKVPress:SnapKVPress`.
 
-kvpress (https://github.com/NVIDIA/kvpress, Apache-2.0) is an optional package; none of its code is here. A press evicts
-once, after the prompt. Its own hook reads and writes transformers' cache, so it is not used. A press is asked here as
-that hook asks it: with the layer's attention module, the module's input, and the layer's keys and values, one sequence
-at a time.
+kvpress (https://github.com/NVIDIA/kvpress, Apache-2.0) is an optional package; none of its code is
+here. A press evicts once, after the prompt. Its own hook reads and writes transformers' cache, so
+it is not used. A press is asked here as that hook asks it: with the layer's attention module, the
+module's input, and the layer's keys and values, one sequence at a time.
 
-- A press that gives each token a score is asked for the scores (`ScoringState`). The number of tokens that stay is that
-  of `PromptEvicting`; PyramidKV's press says it for each layer. Of two tokens with equal scores the later stays, where
-  kvpress leaves the choice to `topk`.
-- A press that wraps another one and shares a layer's budget in its own way is asked for its choice (`ChoosingState`).
+- A press that gives each token a score is asked for the scores (`ScoringState`). The number of
+  tokens that stay is that of `PromptEvicting`; PyramidKV's press says it for each layer. Of two
+  tokens with equal scores the later stays, where kvpress leaves the choice to `topk`.
+- A press that wraps another one and shares a layer's budget in its own way is asked for its choice
+(`ChoosingState`).
 
-What a press draws at random is drawn from a generator that the layer's number seeds, so that a run can be repeated.
+What a press draws at random is drawn from a generator that the layer's number seeds, so that a run
+can be repeated.
 """
 
 from __future__ import annotations
@@ -32,21 +35,39 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from methods.base import EMPTY, Calibration, Geometry, LayerInputs, Lengths, PromptRows, TokenCounts, require
+from methods.base import (
+    EMPTY,
+    Calibration,
+    Geometry,
+    LayerInputs,
+    Lengths,
+    PromptRows,
+    TokenCounts,
+    require,
+)
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 
 PACKAGE = "kvpress"
 INSTALL = "pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"
 """kvpress asks for transformers < 5.3, and works as it is used here with later versions."""
 
-KEYS_AND_VALUES = {"CURPress", "KeyDiffPress", "KnormPress", "LagKVPress", "RandomPress", "StreamingLLMPress"}
+KEYS_AND_VALUES = {
+    "CURPress",
+    "KeyDiffPress",
+    "KnormPress",
+    "LagKVPress",
+    "RandomPress",
+    "StreamingLLMPress",
+}
 """Presses that score by keys and values alone, so that they go with any model."""
 ATTENTIONS = {"ObservedAttentionPress"}
 """Presses that need the attention weights of all rows of the prompt, but no module."""
 SHARING = {"AdaKVPress", "CriticalAdaKVPress"}
-"""Presses that let the KV heads of a layer share its budget, and name the evicted tokens on the module."""
+"""Presses that let the KV heads of a layer share its budget, and name the evicted tokens on the
+module."""
 MOVING = {"BlockPress", "ChunkPress", "EntropyGatedChunkKVPress"}
-"""Presses that choose by another press's scores in a way of their own, and return the keys that stay."""
+"""Presses that choose by another press's scores in a way of their own, and return the keys that
+stay."""
 USING_OUTPUT = {"CriticalKVPress", "CriticalAdaKVPress"}
 """Presses that read the weights of the module's output projection."""
 REFUSED = {
@@ -90,28 +111,35 @@ SAME_QUERY = 0.999
 def press_class(choice: str) -> type[KvPress]:
     """The method `kvpress:<choice>`: a dataclass whose fields are the settings of the press.
 
-    choice: the name of a press, or names joined by `:`, each of a press that wraps the next. Raises ValueError for a
-    press that does not exist, that cannot be a method, or that lacks a press to wrap, and without kvpress.
+    choice: the name of a press, or names joined by `:`, each of a press that wraps the next. Raises
+    ValueError for a press that does not exist, that cannot be a method, or that lacks a press to
+    wrap, and without kvpress.
     """
     presses = _presses()
     names = choice.split(":")
     unknown = [name for name in names if name not in presses and name not in REFUSED]
     if unknown:
-        raise ValueError(f"kvpress {_version()} has no press {unknown[0]}; allowed: {', '.join(allowed())}")
+        raise ValueError(
+            f"kvpress {_version()} has no press {unknown[0]}; allowed: {', '.join(allowed())}"
+        )
     for name in names:
         if name in REFUSED:
             raise ValueError(f"{name} {REFUSED[name]}")
     *wrappers, last = names
     for name in wrappers:
         if not _wraps(presses[name]):
-            raise ValueError(f"{name} wraps no other press; allowed before `:`: {', '.join(_wrapping())}")
+            raise ValueError(
+                f"{name} wraps no other press; allowed before `:`: {', '.join(_wrapping())}"
+            )
     for name in wrappers[1:]:
         if not _scores(presses[name]):
             raise ValueError(f"{name} gives no scores, so that no other press wraps it")
     if _wraps(presses[last]):
         raise ValueError(f"{last} wraps another press; name it, as in kvpress:{choice}:SnapKVPress")
     if not _scores(presses[last]) or _loads(presses[last]):
-        raise ValueError(f"{last} gives no scores, or needs more than the model; allowed: {', '.join(allowed())}")
+        raise ValueError(
+            f"{last} gives no scores, or needs more than the model; allowed: {', '.join(allowed())}"
+        )
 
     parts: list[_Part] = []
     settings: dict[str, tuple[Any, Any]] = {}
@@ -119,7 +147,9 @@ def press_class(choice: str) -> type[KvPress]:
         own = []
         for parameter, (hint, default) in _parameters(presses[name]).items():
             setting = parameter
-            while setting in settings:  # a press and the one that it wraps have a setting of the same name
+            while (
+                setting in settings
+            ):  # a press and the one that it wraps have a setting of the same name
                 setting = f"press_{setting}"
             settings[setting] = hint, default
             own.append((parameter, setting))
@@ -164,20 +194,24 @@ class _Part(NamedTuple):
 
 @cache
 def _presses() -> dict[str, type]:
-    """The presses of the installed kvpress by name. Raises ValueError where it cannot be imported."""
+    """The presses of the installed kvpress by name. Raises ValueError where it cannot be
+    imported."""
     try:
         package = _imported()
         _version()
     except ImportError as error:
         missing = error.name or PACKAGE
-        raise ValueError(f"needs the Python package {missing}, which is not installed: {INSTALL}") from error
+        raise ValueError(
+            f"needs the Python package {missing}, which is not installed: {INSTALL}"
+        ) from error
     classes = {name: cls for name, cls in vars(package).items() if inspect.isclass(cls)}
     return {name: cls for name, cls in classes.items() if issubclass(cls, package.BasePress)}
 
 
 def _imported() -> ModuleType:
-    """kvpress, without what its import does to transformers: it wraps every attention function, so that keys are masked
-    which a press has marked on a module. Nothing here attends by them, and a wrapped one writes to every module."""
+    """kvpress, without what its import does to transformers: it wraps every attention function, so
+    that keys are masked which a press has marked on a module. Nothing here attends by them, and a
+    wrapped one writes to every module."""
     if PACKAGE in sys.modules:  # the user's own import stays as it is
         return importlib.import_module(PACKAGE)
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -201,7 +235,8 @@ def _scores(cls: type) -> bool:
 
 
 def _loads(cls: type) -> bool:
-    """True if the press takes more from a model than its layers, such as weights of its own from the hub."""
+    """True if the press takes more from a model than its layers, such as weights of its own from
+    the hub."""
     return cls.post_init_from_model is not _presses()["BasePress"].post_init_from_model  # type: ignore[attr-defined]
 
 
@@ -214,7 +249,8 @@ def _wrapping() -> list[str]:
 
 
 def _parameters(cls: type) -> dict[str, tuple[Any, Any]]:
-    """The settings of a press: type and default by name. Its ratio and the press that it wraps are none of them."""
+    """The settings of a press: type and default by name. Its ratio and the press that it wraps are
+    none of them."""
     found = {}
     for name, parameter in inspect.signature(cls, eval_str=True).parameters.items():
         if name not in ("compression_ratio", "press") and not name.startswith("_"):
@@ -253,7 +289,8 @@ class KvPress(PromptEvicting):
         self.press()
 
     def _check_range(self, parameter: str, setting: str) -> None:
-        """Ranges that hold for all presses; what a press asserts itself is asked when it is made."""
+        """Ranges that hold for all presses; what a press asserts itself is asked when it is
+        made."""
         value = getattr(self, setting)
         if isinstance(value, int) and not isinstance(value, bool):
             least = 0 if any(word in parameter for word in FROM_ZERO) else 1
@@ -291,32 +328,44 @@ class KvPress(PromptEvicting):
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         super().check(geometry, lengths)
         if geometry.values_in_keys:
-            raise self.refuse("presses know no latent attention, whose keys hold the values as well")
+            raise self.refuse(
+                "presses know no latent attention, whose keys hold the values as well"
+            )
 
     def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
-        """ValueError where the press would make other queries from the module than the model does, or lacks the output
-        projection."""
+        """ValueError where the press would make other queries from the module than the model does,
+        or lacks the output projection."""
         names = {part.cls.__name__ for part in self.parts}
         if names & USING_OUTPUT and not hasattr(inputs.module, "o_proj"):
-            raise self.refuse(f"{type(inputs.module).__name__} has no o_proj, whose weights the press reads")
+            raise self.refuse(
+                f"{type(inputs.module).__name__} has no o_proj, whose weights the press reads"
+            )
         if self.inner in KEYS_AND_VALUES | ATTENTIONS:
             return
         try:
             made = _query_of(inputs)
-            alike = made.shape == query.shape and float(cosine_similarity(made, query.float(), dim=-1).min())
+            alike = made.shape == query.shape and float(
+                cosine_similarity(made, query.float(), dim=-1).min()
+            )
         except Exception as error:
-            raise self.refuse(f"makes no queries from {type(inputs.module).__name__} ({_reason(error)})") from error
+            raise self.refuse(
+                f"makes no queries from {type(inputs.module).__name__} ({_reason(error)})"
+            ) from error
         if not alike >= SAME_QUERY:
-            raise self.refuse(f"makes other queries than {type(inputs.module).__name__}, which kvpress does not know")
+            raise self.refuse(
+                f"makes other queries than {type(inputs.module).__name__}, which kvpress does not know"
+            )
 
     # Sizes
 
     def ratio(self, prompt: int) -> float:
-        """The press's `compression_ratio` with which it keeps `budget` tokens, however it rounds down."""
+        """The press's `compression_ratio` with which it keeps `budget` tokens, however it rounds
+        down."""
         return 1 - (super().budget(prompt) + 1e-4) / prompt
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
-        """Of PyramidKV's press the number of each layer, by its own formula in exact fractions: their mean is exact."""
+        """Of PyramidKV's press the number of each layer, by its own formula in exact fractions:
+        their mean is exact."""
         press = self.press()
         if not hasattr(press, "get_layer_budget") or num_layers == 1:
             return super().shares(prompt, num_layers)
@@ -379,8 +428,9 @@ def _reason(error: Exception) -> str:
 class PressedSequence(NamedTuple):
     """One sequence of a batch in a layer, without its padding: what a press is asked about.
 
-    at: the sequence; first: the column of its first token. inputs: of the layer's module; None where it is not needed.
-    keys, values: [1, num_kv_heads, tokens, head_dim]. attentions: [1, heads, tokens, tokens]; None likewise.
+    at: the sequence; first: the column of its first token. inputs: of the layer's module; None
+    where it is not needed. keys, values: [1, num_kv_heads, tokens, head_dim]. attentions: [1,
+    heads, tokens, tokens]; None likewise.
     """
 
     layer: int
@@ -424,7 +474,9 @@ class PressState(PromptEvictingState):
             if self.method.inner in ATTENTIONS:
                 attentions = self._attentions(layer, query[at : at + 1, :, first:], keys)
             self.press.compression_ratio = self.method.ratio(length)
-            inputs = None if rows.inputs is None else _of_sequence(rows.inputs, at, first, key.device)
+            inputs = (
+                None if rows.inputs is None else _of_sequence(rows.inputs, at, first, key.device)
+            )
             yield PressedSequence(layer, at, first, inputs, keys, values, attentions)
 
     def _attentions(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
@@ -432,11 +484,13 @@ class PressState(PromptEvictingState):
         softmax = self.geometry.softmax(layer)
         scores = softmax.scores(query, key)
         later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
-        return softmax.weights(scores.masked_fill_(later, -float("inf"))).flatten(1, 2).to(query.dtype)
+        return (
+            softmax.weights(scores.masked_fill_(later, -float("inf"))).flatten(1, 2).to(query.dtype)
+        )
 
     def asked(self, ask: Callable[..., Any], sequence: PressedSequence) -> Any:
-        """What the press returns, or with `masked_key_indices` what it marks on the module. Raises ValueError in one
-        line where it fails."""
+        """What the press returns, or with `masked_key_indices` what it marks on the module. Raises
+        ValueError in one line where it fails."""
         try:
             with _lent(sequence.inputs), _repeatable(sequence.layer, sequence.keys.device):
                 returned = ask(*sequence.arguments)
@@ -449,13 +503,17 @@ class PressState(PromptEvictingState):
             if "DefaultCPUAllocator" in str(error):  # out of memory on a CPU
                 raise
             length = sequence.keys.shape[2]
-            raise self.method.refuse(f"failed on a prompt of {length} tokens ({_reason(error)})") from error
+            raise self.method.refuse(
+                f"failed on a prompt of {length} tokens ({_reason(error)})"
+            ) from error
 
 
 class ScoringState(PressState):
     """Worth: the press's score."""
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor:
         worth = torch.zeros(key.shape[:3], device=key.device)
         for sequence in self.sequences(layer, query, key, value, rows):
             score = self.asked(self.press.score, sequence)
@@ -469,37 +527,49 @@ class ScoringState(PressState):
 class ChoosingState(PressState):
     """The press itself chooses the tokens that stay."""
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         self.enter_prompt(layer, rows)
         for sequence in self.sequences(layer, query, key, value, rows):
-            evicts = self._evicted_by_sharing if self.method.outer in SHARING else self._evicted_by_moving
+            evicts = (
+                self._evicted_by_sharing
+                if self.method.outer in SHARING
+                else self._evicted_by_moving
+            )
             evicted = evicts(sequence)
             num_heads, length = evicted.shape
             kept, budget = num_heads * length - int(evicted.sum()), self.method.budget(length)
             if kept != num_heads * budget:
-                raise self.method.refuse(f"kept {kept} rows of {num_heads} heads, not {budget} of each on average")
+                raise self.method.refuse(
+                    f"kept {kept} rows of {num_heads} heads, not {budget} of each on average"
+                )
             tokens = self.tokens[layer][sequence.at, :, sequence.first : key.shape[2]]
             tokens.masked_fill_(evicted, EMPTY)
 
     def _evicted_by_sharing(self, sequence: PressedSequence) -> Tensor:
         """The tokens that the press marks on the module, bool [num_kv_heads, prompt]."""
         _, heads, tokens = self.asked(self.press.compress, sequence)
-        evicted = torch.zeros(sequence.keys.shape[1:3], dtype=torch.bool, device=sequence.keys.device)
+        evicted = torch.zeros(
+            sequence.keys.shape[1:3], dtype=torch.bool, device=sequence.keys.device
+        )
         evicted[heads, tokens] = True
         return evicted
 
     def _evicted_by_moving(self, sequence: PressedSequence) -> Tensor:
         """The tokens whose keys the press does not return, bool [num_kv_heads, prompt].
 
-        In the place of keys and values the press moves the numbers of their tokens. The press that it wraps is given
-        the keys and values of these numbers.
+        In the place of keys and values the press moves the numbers of their tokens. The press that
+        it wraps is given the keys and values of these numbers.
         """
         keys, values = sequence.keys, sequence.values
         numbers = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)
         numbers = numbers[:, None].expand_as(keys).contiguous()
         wrapped, self.press.press = self.press.press, _ByNumber(self.press.press, keys, values)
         try:
-            moved, _ = self.asked(self.press.compress, sequence._replace(keys=numbers, values=numbers))
+            moved, _ = self.asked(
+                self.press.compress, sequence._replace(keys=numbers, values=numbers)
+            )
         finally:
             self.press.press = wrapped
         evicted = torch.ones(keys.shape[1:3], dtype=torch.bool, device=keys.device)
@@ -517,11 +587,20 @@ class _ByNumber:
         return self.press.compression_ratio
 
     def score(
-        self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor, kwargs: Any
+        self,
+        module: Any,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor,
+        kwargs: Any,
     ) -> Tensor:
         """The scores that the press gives to the tokens of these numbers."""
         index = keys[..., :1].long()
-        own = [part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in (self.keys, self.values)]
+        own = [
+            part.gather(2, index.expand(-1, -1, -1, part.shape[-1]))
+            for part in (self.keys, self.values)
+        ]
         return self.press.score(module, hidden_states, *own, attentions, kwargs)
 
 
@@ -537,7 +616,8 @@ def _of_sequence(inputs: LayerInputs, at: int, first: int, device: torch.device)
 
 @contextmanager
 def _lent(inputs: LayerInputs | None) -> Iterator[None]:
-    """The module as kvpress's own hook prepares it, inside the `with` block; it is left as it was."""
+    """The module as kvpress's own hook prepares it, inside the `with` block; it is left as it
+    was."""
     if inputs is None:
         yield
         return
@@ -556,7 +636,8 @@ def _lent(inputs: LayerInputs | None) -> Iterator[None]:
 
 @contextmanager
 def _repeatable(layer: int, device: torch.device) -> Iterator[None]:
-    """What is drawn inside the `with` block depends on the layer alone, and leaves torch's generators as they were."""
+    """What is drawn inside the `with` block depends on the layer alone, and leaves torch's
+    generators as they were."""
     gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
     with torch.random.fork_rng(devices=[*gpus]):
         torch.manual_seed(layer)

@@ -1,14 +1,17 @@
-"""KVzip (Kim et al., NeurIPS 2025): keeps the prompt's tokens that the model needs to repeat the prompt.
+"""KVzip (Kim et al., NeurIPS 2025): keeps the prompt's tokens that the model needs to repeat the
+prompt.
 
-After the dense pass, each chunk of the prompt is read again behind an instruction to repeat it, with the whole prompt
-in the cache. A token's worth in a KV head is the largest probability that it gets from any row of that pass and any
-query head of the group, among the sinks, the chunk, and the pass's own rows up to that row
-(https://github.com/snu-mllab/KVzip, attention/score.py). No question is needed, so that the kept tokens serve any.
+After the dense pass, each chunk of the prompt is read again behind an instruction to repeat it,
+with the whole prompt in the cache. A token's worth in a KV head is the largest probability that it
+gets from any row of that pass and any query head of the group, among the sinks, the chunk, and the
+pass's own rows up to that row (https://github.com/snu-mllab/KVzip, attention/score.py). No question
+is needed, so that the kept tokens serve any.
 
-The best tokens over all layers and KV heads stay. There is no floor: a head may lose all but the sinks.
+The best tokens over all layers and KV heads stay. There is no floor: a head may lose all but the
+sinks.
 
-KVzip+ (KVzap, Jegou & Jeblick, 2026; kvpress' `kvzip_plus_normalization`) multiplies a probability by the length of
-W_O v over the length of the row's attention input.
+KVzip+ (KVzap, Jegou & Jeblick, 2026; kvpress' `kvzip_plus_normalization`) multiplies a probability
+by the length of W_O v over the length of the row's attention input.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ NUM_LEADING = 8
 
 
 class KVzipState(PromptEvictingState):
-    """worth: by layer, until its prompt is taken in, fp32 [batch, num_kv_heads, prompt]. counts: by layer, number of
-    competing tokens that stay where the layers share one budget, int [batch, num_kv_heads]."""
+    """worth: by layer, until its prompt is taken in, fp32 [batch, num_kv_heads, prompt]. counts: by
+    layer, number of competing tokens that stay where the layers share one budget, int [batch,
+    num_kv_heads]."""
 
     def take_worth(self, worth: Mapping[int, Tensor], rows: PromptRows) -> None:
         device = rows.real.device
@@ -42,13 +46,19 @@ class KVzipState(PromptEvictingState):
         layers = range(self.method.num_exempt_layers, self.geometry.num_layers)
         tokens = rows.positions[:, None, None]
         before = (rows.lengths - self.method.window)[:, None, None, None]
-        stacked = torch.stack([worth[layer].to(device) for layer in layers], 1)  # [batch, layers, num_kv_heads, prompt]
+        stacked = torch.stack(
+            [worth[layer].to(device) for layer in layers], 1
+        )  # [batch, layers, num_kv_heads, prompt]
         stacked = stacked.masked_fill((tokens < self.method.num_sinks) | (tokens >= before), -INF)
-        counts = won(stacked.flatten(1, 2), self.shares.sum(0)[:, None] * self.geometry.num_kv_heads)
+        counts = won(
+            stacked.flatten(1, 2), self.shares.sum(0)[:, None] * self.geometry.num_kv_heads
+        )
         by_layer = dict(zip(layers, counts.unflatten(1, stacked.shape[1:3]).unbind(1), strict=True))
         self.counts = {layer: by_layer[layer] for layer in self.worth}
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor:
         return self.worth.pop(layer)
 
     def stay(self, layer: int, worth: Tensor) -> Tensor:
@@ -58,12 +68,13 @@ class KVzipState(PromptEvictingState):
 @dataclass(frozen=True)
 class KVzip(PromptEvicting):
     """chunk_size: tokens that are repeated in one pass.
-    instruction, continuation: what asks for the first chunk, and for a later one, before the last 8 tokens of the chunk
-        before; text, or token ids for a model without a tokenizer. suffix: follows both; the official code takes what
-        the chat template has between a user's message and the answer.
+    instruction, continuation: what asks for the first chunk, and for a later one, before the last 8
+        tokens of the chunk before; text, or token ids for a model without a tokenizer. suffix:
+        follows both; the official code takes what the chat template has between a user's message
+        and the answer.
     value_weighted: KVzip+.
-    num_sinks: they play the part of the system prompt in the official code: they stay, and are not repeated.
-    layers: `adaptive`: all layers' KV heads share one budget; needs heads=adaptive.
+    num_sinks: they play the part of the system prompt in the official code: they stay, and are not
+    repeated. layers: `adaptive`: all layers' KV heads share one budget; needs heads=adaptive.
     """
 
     num_sinks: int = 4
@@ -71,7 +82,9 @@ class KVzip(PromptEvicting):
     heads: str = "adaptive"
     chunk_size: int = 2048
     instruction: str | tuple[int, ...] = "\n\nRepeat the previous context exactly."
-    continuation: str | tuple[int, ...] = "\n\nRepeat the part of the previous context exactly, starting with"
+    continuation: str | tuple[int, ...] = (
+        "\n\nRepeat the part of the previous context exactly, starting with"
+    )
     suffix: str | tuple[int, ...] = "\n"
     value_weighted: bool = False
 
@@ -103,7 +116,12 @@ class KVzip(PromptEvicting):
         super().check(geometry, lengths)
         for name in ("instruction", "continuation", "suffix"):
             text = getattr(self, name)
-            require(not isinstance(text, str), name, repr(text), "token ids where there is no tokenizer, such as [5,6]")
+            require(
+                not isinstance(text, str),
+                name,
+                repr(text),
+                "token ids where there is no tokenizer, such as [5,6]",
+            )
 
     def repetitions(self, prompt: int) -> list[Repetition]:
         passes = []
@@ -117,7 +135,10 @@ class KVzip(PromptEvicting):
     def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
         num_rows, num_kv_heads = rows.query.shape[2], rows.key.shape[1]
         begin, stop = rows.chunk.start, rows.chunk.stop
-        sinks, prompt_chunk = rows.prompt_key[:, :, : self.num_sinks], rows.prompt_key[:, :, begin:stop]
+        sinks, prompt_chunk = (
+            rows.prompt_key[:, :, : self.num_sinks],
+            rows.prompt_key[:, :, begin:stop],
+        )
         key = torch.cat([sinks, prompt_chunk, rows.key], 2)
         num_cached, order = key.shape[2] - num_rows, torch.arange(num_rows, device=key.device)
         worth = torch.zeros(num_kv_heads, stop - begin, device=key.device)
@@ -125,7 +146,9 @@ class KVzip(PromptEvicting):
             part = slice(first, first + PROMPT_CHUNK)
             scores = softmax.scores(rows.query[:, :, part], key)
             scores[..., num_cached:].masked_fill_(order > order[part, None], -INF)
-            probs = softmax.weights(scores)[0, ..., self.num_sinks : num_cached]  # [kv, group, rows, chunk]
+            probs = softmax.weights(scores)[
+                0, ..., self.num_sinks : num_cached
+            ]  # [kv, group, rows, chunk]
             if rows.input_norms is not None and rows.value_norms is not None:
                 values = rows.value_norms.view(num_kv_heads, -1, 1, stop - begin)
                 probs = probs * values / rows.input_norms[part, None]

@@ -1,8 +1,8 @@
 """PQCache (Zhang et al., SIGMOD 2025): tokens scored by a product quantisation of their keys.
 
-A key, after its position, is cut into sub-vectors with `2^bits` centroids each, found by k-means on one KV head's keys
-of the prompt. The index stores the numbers of a token's nearest centroids, and a token's score is a sum of look-ups. A
-generated token takes the nearest existing centroids.
+A key, after its position, is cut into sub-vectors with `2^bits` centroids each, found by k-means on
+one KV head's keys of the prompt. The index stores the numbers of a token's nearest centroids, and a
+token's score is a sum of look-ups. A generated token takes the nearest existing centroids.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from methods.selection import Retrieving, RetrievingState
 
 
 class PQCacheState(RetrievingState):
-    """centroids[layer]: [batch, num_kv_heads, sub_vectors, 2^bits, head_dim / sub_vectors], fp32. codes[layer]: uint8
-    [batch, num_kv_heads, slots, sub_vectors]."""
+    """centroids[layer]: [batch, num_kv_heads, sub_vectors, 2^bits, head_dim / sub_vectors], fp32.
+    codes[layer]: uint8 [batch, num_kv_heads, slots, sub_vectors]."""
 
     sequence_tensors = ("centroids",)
     slot_tensors = {"codes": 0}
     centroids: dict[int, Tensor]
     codes: dict[int, Tensor]
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """Cluster the prompt's keys without the sinks, which are unlike all others; code all keys."""
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
+        """Cluster the prompt's keys without the sinks, which are unlike all others; code all
+        keys."""
         method = self.method
         first = (rows.lengths - 1).clamp(max=method.num_sinks)
         clustered = rows.real & (rows.positions >= first[:, None])
@@ -35,15 +38,22 @@ class PQCacheState(RetrievingState):
         self.codes[layer] = torch.zeros(shape, dtype=torch.uint8, device=key.device)
         super().prompt(layer, query, key, value, rows)
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
         codes = nearest(self._cut(key), self.centroids[layer])
         self.codes[layer][:, :, slots] = codes.transpose(2, 3).to(torch.uint8)
 
     def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """The sum over sub-vectors of the query's product with the token's centroid."""
         geometry, slots = self.geometry, rows.slot_positions.shape[-1]
-        stacked = rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3) * geometry.scale
-        tables = self._cut(stacked) @ self.centroids[layer].mT  # [batch, kv, sub_vectors, group * rows, 2^bits]
+        stacked = (
+            rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3)
+            * geometry.scale
+        )
+        tables = (
+            self._cut(stacked) @ self.centroids[layer].mT
+        )  # [batch, kv, sub_vectors, group * rows, 2^bits]
         codes = self.codes[layer][:, :, :slots].long().unsqueeze(2)
         shape = (*tables.shape[:2], tables.shape[3], slots)
         scores = tables.new_zeros(shape)
@@ -54,17 +64,21 @@ class PQCacheState(RetrievingState):
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """The codes of every token, and the centroids once."""
         head_dim, method = self.geometry.head_dim, self.method
-        bits = positions.double() * method.sub_vectors * method.bits + 2**method.bits * head_dim * 16
+        bits = (
+            positions.double() * method.sub_vectors * method.bits + 2**method.bits * head_dim * 16
+        )
         return bits / (16 * self.geometry.elements)
 
     def _cut(self, vectors: Tensor) -> Tensor:
-        """[batch, num_kv_heads, n, head_dim] as sub-vectors [batch, num_kv_heads, sub_vectors, n, elements], fp32."""
+        """[batch, num_kv_heads, n, head_dim] as sub-vectors [batch, num_kv_heads, sub_vectors, n,
+        elements], fp32."""
         return vectors.float().unflatten(-1, (self.method.sub_vectors, -1)).transpose(2, 3)
 
 
 @dataclass(frozen=True)
 class PQCache(Retrieving):
-    """Reads the first tokens, the most recent ones, and the best by their codes. Defaults are the official code's.
+    """Reads the first tokens, the most recent ones, and the best by their codes. Defaults are the
+    official code's.
 
     sub_vectors: parts of a key, each coded on its own. bits: of a code. iterations: of k-means.
     recent_frac: share of the tokens read beside the sinks.
@@ -93,15 +107,19 @@ class PQCache(Retrieving):
         require(geometry.head_dim % self.sub_vectors == 0, "sub_vectors", self.sub_vectors, divides)
         super().check(geometry, lengths)
 
-    def forced(self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor) -> Tensor | None:
+    def forced(
+        self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor
+    ) -> Tensor | None:
         return super().forced(first, last, positions, (num_read - self.num_sinks).clamp(min=0))
 
 
 def kmeans(points: Tensor, real: Tensor, count: int, iterations: int) -> Tensor:
-    """Centroids [batch, ..., count, elements] of `points` [batch, ..., n, elements] where `real`, bool [batch, n].
+    """Centroids [batch, ..., count, elements] of `points` [batch, ..., n, elements] where `real`,
+    bool [batch, n].
 
-    They start at points at even distances, so that the same points give the same centroids in any batch. With fewer
-    points than centroids, each point is a centroid. A centroid that is nearest to no point stays where it is.
+    They start at points at even distances, so that the same points give the same centroids in any
+    batch. With fewer points than centroids, each point is a centroid. A centroid that is nearest to
+    no point stays where it is.
     """
     per_head = (slice(None), *[None] * (points.dim() - 3))
     rank = torch.arange(count, device=points.device) * real.sum(-1, keepdim=True) // count
@@ -109,7 +127,9 @@ def kmeans(points: Tensor, real: Tensor, count: int, iterations: int) -> Tensor:
     centroids = points.gather(-2, start.expand(*points.shape[:-2], count, points.shape[-1]))
     numbers = torch.arange(count, device=points.device)
     for _ in range(iterations):
-        member = (nearest(points, centroids).unsqueeze(-1) == numbers) & real[per_head].unsqueeze(-1)
+        member = (nearest(points, centroids).unsqueeze(-1) == numbers) & real[per_head].unsqueeze(
+            -1
+        )
         size = member.sum(-2).unsqueeze(-1)
         mean = member.to(points.dtype).mT @ points / size.clamp(min=1)
         centroids = torch.where(size > 0, mean, centroids)
@@ -117,5 +137,6 @@ def kmeans(points: Tensor, real: Tensor, count: int, iterations: int) -> Tensor:
 
 
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """Number of the centroid [..., count, elements] that is nearest to each of `points` [..., n, elements]."""
+    """Number of the centroid [..., count, elements] that is nearest to each of `points` [..., n,
+    elements]."""
     return (centroids.square().sum(-1).unsqueeze(-2) - 2 * points @ centroids.mT).argmin(-1)

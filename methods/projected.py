@@ -1,12 +1,14 @@
-"""Scores on a few numbers per key: Loki, Double Sparsity and SparQ, and the states that InfiniGen shares with them.
+"""Scores on a few numbers per key: Loki, Double Sparsity and SparQ, and the states that InfiniGen
+shares with them.
 
-The device keeps of every key its product with a projection (a choice of columns, or a truncated rotation) or the whole
-key, exact or in a few bits. A query is scored on these numbers alone.
+The device keeps of every key its product with a projection (a choice of columns, or a truncated
+rotation) or the whole key, exact or in a few bits. A query is scored on these numbers alone.
 
-Loki (Singhania et al., NeurIPS 2024): the first principal components of a KV head's keys, after their positions,
-measured on a text. Double Sparsity (Yang et al., 2024): the channels that add most to the scores on a text. SparQ
-(Ribar et al., ICML 2024): the channels in which the present query is largest. They change from query to query, so the
-index is the keys themselves. The mean value stands for the tokens that are not read.
+Loki (Singhania et al., NeurIPS 2024): the first principal components of a KV head's keys, after
+their positions, measured on a text. Double Sparsity (Yang et al., 2024): the channels that add most
+to the scores on a text. SparQ (Ribar et al., ICML 2024): the channels in which the present query is
+largest. They change from query to query, so the index is the keys themselves. The mean value stands
+for the tokens that are not read.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ INDEX_BITS = (*INTEGER_BITS.values(), None)
 class Projected(Retrieving):
     """Reads the tokens that score best on `rank` * head_dim numbers per key.
 
-    rank: a share, so that it fits any model; rounded up. index_bits: bits of each number, with scales as in
-    `methods.codec`; None keeps the numbers in the dtype of the keys.
+    rank: a share, so that it fits any model; rounded up. index_bits: bits of each number, with
+    scales as in `methods.codec`; None keeps the numbers in the dtype of the keys.
     """
 
     rank: float = 0.25
@@ -51,16 +53,18 @@ class Projected(Retrieving):
 
 
 def right_vectors(rows: Tensor) -> Tensor:
-    """Right singular vectors of `rows` [..., n, head_dim] as columns by falling singular value, [..., head_dim,
-    head_dim]."""
+    """Right singular vectors of `rows` [..., n, head_dim] as columns by falling singular value,
+    [..., head_dim, head_dim]."""
     few = rows.shape[-2] < rows.shape[-1]  # then the reduced V would not be square
     return torch.linalg.svd(rows, full_matrices=few).Vh.mT.contiguous()
 
 
 class PartialKeysState(State):
-    """A few numbers of every key, and scores on them; `partial_key` and `partial_query` compute them.
+    """A few numbers of every key, and scores on them; `partial_key` and `partial_query` compute
+    them.
 
-    partial_keys[layer]: [batch, num_kv_heads, slots, columns]; with `index_bits` the packed bytes, uint8.
+    partial_keys[layer]: [batch, num_kv_heads, slots, columns]; with `index_bits` the packed bytes,
+    uint8.
     """
 
     slot_tensors = {"partial_keys": 0}
@@ -73,19 +77,27 @@ class PartialKeysState(State):
         self.codec = None if bits is None else Codec(f"int{bits}")
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
-        """Numbers that are kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads, n, columns]."""
+        """Numbers that are kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads,
+        n, columns]."""
         raise NotImplementedError
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        """Scaled query on these numbers: fp32 [batch, num_kv_heads, group, rows, columns], of [..., head_dim]."""
+        """Scaled query on these numbers: fp32 [batch, num_kv_heads, group, rows, columns], of [...,
+        head_dim]."""
         raise NotImplementedError
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         one = self._stored(layer, key[:, :, :1])
-        self.partial_keys[layer] = one.new_empty((*key.shape[:2], rows.num_slots + self.spare_slots, one.shape[-1]))
+        self.partial_keys[layer] = one.new_empty(
+            (*key.shape[:2], rows.num_slots + self.spare_slots, one.shape[-1])
+        )
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
         self.partial_keys[layer][:, :, slots] = self._stored(layer, key)
 
     def _stored(self, layer: int, key: Tensor) -> Tensor:
@@ -102,7 +114,8 @@ class PartialKeysState(State):
         return product(query.flatten(2, 3).to(keys.dtype), keys.mT).unflatten(2, query.shape[2:4])
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """Size of the partial keys of `positions` [batch, rows] tokens, in tokens (`Geometry.elements`)."""
+        """Size of the partial keys of `positions` [batch, rows] tokens, in tokens
+        (`Geometry.elements`)."""
         width = 1.0 if self.codec is None else self.codec.bits_per_element(self.columns) / 16
         return positions.double() * (width * self.columns / self.geometry.elements)
 
@@ -110,8 +123,8 @@ class PartialKeysState(State):
 class ProjectedState(PartialKeysState):
     """Partial keys are products with a projection.
 
-    projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and keys together, or one
-    for queries and one for keys.
+    projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and
+    keys together, or one for queries and one for keys.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ("projection",)
@@ -121,7 +134,9 @@ class ProjectedState(PartialKeysState):
         """The projection, shaped as above, from the prompt's query and key."""
         raise NotImplementedError
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         self.projection[layer] = self.project(layer, query, key, rows)
         super().prompt(layer, query, key, value, rows)
 
@@ -130,7 +145,9 @@ class ProjectedState(PartialKeysState):
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         projection = self.projection[layer][:, 0]
-        return product(query.flatten(2, 3), projection, self.geometry.scale).unflatten(2, query.shape[2:4])
+        return product(query.flatten(2, 3), projection, self.geometry.scale).unflatten(
+            2, query.shape[2:4]
+        )
 
 
 class FixedProjectionState(ProjectedState, RetrievingState):
@@ -165,8 +182,11 @@ class Loki(Calibrated):
 
     title = "Loki"
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
-        """rotation: components of the centred keys, fp32 [num_kv_heads, head_dim, head_dim], columns by variance."""
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
+        """rotation: components of the centred keys, fp32 [num_kv_heads, head_dim, head_dim],
+        columns by variance."""
         centred = key.float() - key.float().mean(1, keepdim=True)
         return {"rotation": right_vectors(centred)}
 
@@ -176,9 +196,11 @@ class Loki(Calibrated):
 
 @dataclass(frozen=True)
 class DoubleSparsity(Calibrated):
-    """Scores on a few channels. Defaults are the paper's 1/16 of the tokens by 1/16 of the channels.
+    """Scores on a few channels. Defaults are the paper's 1/16 of the tokens by 1/16 of the
+    channels.
 
-    channels: ranked by the mean of |q k|, each token's query by its own key (`qk`), of |q| or of |k|.
+    channels: ranked by the mean of |q k|, each token's query by its own key (`qk`), of |q| or of
+    |k|.
     """
 
     channels: str = "qk"
@@ -192,8 +214,11 @@ class DoubleSparsity(Calibrated):
         super().__post_init__()
         self._require_one_of("channels", "qk", "q", "k")
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
-        """qk, q, k: mean magnitude of each channel, over tokens and the group, fp32 [num_kv_heads, head_dim]."""
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
+        """qk, q, k: mean magnitude of each channel, over tokens and the group, fp32 [num_kv_heads,
+        head_dim]."""
         grouped, keys = query.float().view(len(key), -1, *key.shape[1:]), key.float()
         return {
             "qk": (grouped * keys.unsqueeze(1)).abs().mean((1, 2)),
@@ -209,8 +234,8 @@ class DoubleSparsity(Calibrated):
 class SparQState(PartialKeysState, RetrievingState):
     """value_sum[layer]: fp32 [batch, num_kv_heads, head_dim], sum of all values so far.
 
-    For the rows that were appended last: through[layer], fp32 [batch, num_kv_heads, rows, head_dim], the sum up to each
-    row, and first[layer], int [batch], the position of the first row.
+    For the rows that were appended last: through[layer], fp32 [batch, num_kv_heads, rows,
+    head_dim], the sum up to each row, and first[layer], int [batch], the position of the first row.
     """
 
     sequence_tensors = ("value_sum",)
@@ -225,7 +250,8 @@ class SparQState(PartialKeysState, RetrievingState):
         return key
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        """The largest channels of each row, by the sum over the group; the scale makes up for the others."""
+        """The largest channels of each row, by the sum over the group; the scale makes up for the
+        others."""
         query = query.float()
         magnitude = query.abs()
         best = magnitude.sum(2, keepdim=True).topk(self.method.num_columns(query.shape[-1])).indices
@@ -233,12 +259,18 @@ class SparQState(PartialKeysState, RetrievingState):
         share = (magnitude * kept).sum(-1, keepdim=True) / magnitude.sum(-1, keepdim=True)
         return query * kept * self.geometry.scale / share.sqrt()
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        self.value_sum[layer] = value.new_zeros((*value.shape[:2], value.shape[-1]), dtype=torch.float32)
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
+        self.value_sum[layer] = value.new_zeros(
+            (*value.shape[:2], value.shape[-1]), dtype=torch.float32
+        )
         super().prompt(layer, query, key, value, rows)
         del self.through[layer], self.first[layer]
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
         super().append(layer, key, value, positions, slots)
         entering = value.float().masked_fill((positions == EMPTY)[:, None, :, None], 0.0)
         self.through[layer] = self.value_sum[layer].unsqueeze(2) + entering.cumsum(2)
@@ -246,7 +278,8 @@ class SparQState(PartialKeysState, RetrievingState):
         self.value_sum[layer] = self.through[layer][:, :, -1].clone()
 
     def rest(self, layer: int, rows: QueryRows, scores: Tensor, mask: Tensor) -> Rest | None:
-        """The mean value of the cached tokens and the own one, weighted by the scores of the tokens not read."""
+        """The mean value of the cached tokens and the own one, weighted by the scores of the tokens
+        not read."""
         if not self.method.mean_value:
             return None
         own = rows.own_slots.unsqueeze(-1)
@@ -269,7 +302,8 @@ class SparQState(PartialKeysState, RetrievingState):
 
 @dataclass(frozen=True)
 class SparQ(Projected):
-    """Scores on the query's largest channels. Defaults are the paper's r = head_dim / 4, k = 128, l = k / 4.
+    """Scores on the query's largest channels. Defaults are the paper's r = head_dim / 4, k = 128, l
+    = k / 4.
 
     mean_value: let the mean value stand for the tokens that are not read.
     """

@@ -1,16 +1,18 @@
 """Methods that evict once, after the prompt, and keep all that is generated.
 
-A state says how much each prompt token is worth (`prompt_worth`). The base decides how many tokens stay, how layers and
-KV heads share them, and which tokens stay whatever their worth.
+A state says how much each prompt token is worth (`prompt_worth`). The base decides how many tokens
+stay, how layers and KV heads share them, and which tokens stay whatever their worth.
 
-SnapKV (Li et al., NeurIPS 2024): the attention of the last prompt rows, smoothed along the tokens. `layers=pyramid` is
-PyramidKV (Cai et al., 2024), `heads=adaptive` Ada-KV (Feng et al., 2024). The original chooses a set for each query
-head; here the query heads of a KV head share one set.
+SnapKV (Li et al., NeurIPS 2024): the attention of the last prompt rows, smoothed along the tokens.
+`layers=pyramid` is PyramidKV (Cai et al., 2024), `heads=adaptive` Ada-KV (Feng et al., 2024). The
+original chooses a set for each query head; here the query heads of a KV head share one set.
 
-Expected Attention (Devoto et al., 2025): the attention that the coming queries should give. They are taken to be normal
-for each query head, as the prompt's are, and rotated to the positions that follow.
+Expected Attention (Devoto et al., 2025): the attention that the coming queries should give. They
+are taken to be normal for each query head, as the prompt's are, and rotated to the positions that
+follow.
 
-KeyDiff (Park et al., NeurIPS 2025): how unlike the other keys a key is, compared with the mean of their directions.
+KeyDiff (Park et al., NeurIPS 2025): how unlike the other keys a key is, compared with the mean of
+their directions.
 
 Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attention.
 """
@@ -40,18 +42,21 @@ from methods.base import (
 from methods.evicting import INF, Evicting, EvictingState, least_worthy
 
 STEEPNESS = 20
-"""PyramidKV's beta: the last layer of a pyramid has about a 20th of the mean, if the prompt is long enough."""
+"""PyramidKV's beta: the last layer of a pyramid has about a 20th of the mean, if the prompt is long
+enough."""
 FLOOR = 5
 """A KV head has a fifth of the uniform budget for certain: Ada-KV's floor alpha of 0.2."""
 HORIZON = 512
-"""Positions after the prompt whose mean rotation Expected Attention gives to the coming queries, as in kvpress."""
+"""Positions after the prompt whose mean rotation Expected Attention gives to the coming queries, as
+in kvpress."""
 
 
 class PromptEvictingState(EvictingState):
-    """In each KV head the prompt tokens of the largest worth stay; of two equal ones the later, unless the worth says.
+    """In each KV head the prompt tokens of the largest worth stay; of two equal ones the later,
+    unless the worth says.
 
-    shares: int [selecting layers, batch], number of competing tokens that stay. Computed once: the prompts' lengths are
-    on the device.
+    shares: int [selecting layers, batch], number of competing tokens that stay. Computed once: the
+    prompts' lengths are on the device.
     """
 
     def start(self, calibration: Calibration | None) -> None:
@@ -69,7 +74,9 @@ class PromptEvictingState(EvictingState):
         """
         raise NotImplementedError
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         self.enter_prompt(layer, rows)
         tokens = self.tokens[layer][:, :, : key.shape[2]]
         before = (rows.lengths - self.method.window)[:, None, None]
@@ -77,10 +84,13 @@ class PromptEvictingState(EvictingState):
         found = self.prompt_worth(layer, query, key, value, rows)
         worth, of_equals = found if isinstance(found, tuple) else (found, None)
         stay = self.stay(layer, worth.masked_fill(~competes, -INF))
-        tokens.masked_fill_(least_worthy(worth, competes, competes.sum(-1) - stay, of_equals), EMPTY)
+        tokens.masked_fill_(
+            least_worthy(worth, competes, competes.sum(-1) - stay, of_equals), EMPTY
+        )
 
     def stay(self, layer: int, worth: Tensor) -> Tensor:
-        """Number of competing tokens that stay, int [batch, num_kv_heads or 1]. worth: -inf where none competes."""
+        """Number of competing tokens that stay, int [batch, num_kv_heads or 1]. worth: -inf where
+        none competes."""
         share = self.shares[layer - self.method.num_exempt_layers, :, None]
         return adaptive(worth, share) if self.method.heads == "adaptive" else share
 
@@ -94,11 +104,13 @@ class PromptEvictingState(EvictingState):
 
 @dataclass(frozen=True)
 class PromptEvicting(Evicting):
-    """Keeps `kept_frac` of the prompt, or `kept_tokens` of it, as the mean over the layers' KV heads.
+    """Keeps `kept_frac` of the prompt, or `kept_tokens` of it, as the mean over the layers' KV
+    heads.
 
     num_sinks, window: first and last tokens of the prompt that always stay; the budget counts them.
-    layers: how the layers share the rest of the budget: `uniform`, or `pyramid`, less from layer to layer (PyramidKV).
-    heads: how a layer's KV heads share it: `uniform`, or `adaptive`, by where the worth is (Ada-KV).
+    layers: how the layers share the rest of the budget: `uniform`, or `pyramid`, less from layer to
+    layer (PyramidKV). heads: how a layer's KV heads share it: `uniform`, or `adaptive`, by where
+    the worth is (Ada-KV).
     """
 
     kept_frac: float = 0.2
@@ -116,7 +128,12 @@ class PromptEvicting(Evicting):
         self._require_fraction("kept_frac")
         self._require_least(0, "num_sinks", "window")
         enough = self.kept_tokens is None or self.kept_tokens > self.safe
-        require(enough, "kept_tokens", self.kept_tokens, f"above num_sinks + window={self.safe}, or null")
+        require(
+            enough,
+            "kept_tokens",
+            self.kept_tokens,
+            f"above num_sinks + window={self.safe}, or null",
+        )
         self._require_one_of("layers", *self.choices_of_layers)
         self._require_one_of("heads", "uniform", "adaptive")
 
@@ -127,12 +144,19 @@ class PromptEvicting(Evicting):
 
     def budget(self, prompt: int) -> int:
         """Tokens of a prompt that are kept, mean over layers and KV heads."""
-        return min(prompt, int(self.kept_frac * prompt) if self.kept_tokens is None else self.kept_tokens)
+        return min(
+            prompt, int(self.kept_frac * prompt) if self.kept_tokens is None else self.kept_tokens
+        )
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
-        """Number of competing tokens that stay, for each of `num_layers` selecting layers; their mean is exact."""
+        """Number of competing tokens that stay, for each of `num_layers` selecting layers; their
+        mean is exact."""
         mean = max(0, self.budget(prompt) - self.safe)
-        return pyramid(mean, self._most(prompt), num_layers) if self.layers == "pyramid" else [mean] * num_layers
+        return (
+            pyramid(mean, self._most(prompt), num_layers)
+            if self.layers == "pyramid"
+            else [mean] * num_layers
+        )
 
     def _most(self, prompt: int) -> int:
         """The largest share of any layer."""
@@ -168,21 +192,28 @@ class PromptEvicting(Evicting):
 
 
 def pyramid(mean: int, high: int, num_layers: int) -> list[int]:
-    """Whole numbers on a line that falls from `high` to 2 * mean - high, and sum to num_layers * mean.
+    """Whole numbers on a line that falls from `high` to 2 * mean - high, and sum to num_layers *
+    mean.
 
-    PyramidKV's code rounds the step down and so keeps more than the budget; here the line's running sum is rounded.
+    PyramidKV's code rounds the step down and so keeps more than the budget; here the line's running
+    sum is rounded.
     """
     gaps = max(1, num_layers - 1)
     fall = high - mean if num_layers > 1 else 0
-    until = [(count * (mean + fall) * gaps - fall * count * (count - 1)) // gaps for count in range(num_layers + 1)]
+    until = [
+        (count * (mean + fall) * gaps - fall * count * (count - 1)) // gaps
+        for count in range(num_layers + 1)
+    ]
     return [after - before for before, after in zip(until, until[1:], strict=False)]
 
 
 def adaptive(worth: Tensor, share: Tensor) -> Tensor:
-    """How many tokens each KV head keeps so that a layer keeps its best ones: int [batch, num_kv_heads].
+    """How many tokens each KV head keeps so that a layer keeps its best ones: int [batch,
+    num_kv_heads].
 
-    worth: [batch, num_kv_heads, prompt], -inf for tokens that do not compete; share: int [batch, 1], the mean over the
-    KV heads, of which a `FLOOR`th is certain. Rounded along the heads, so that their sum is exact.
+    worth: [batch, num_kv_heads, prompt], -inf for tokens that do not compete; share: int [batch,
+    1], the mean over the KV heads, of which a `FLOOR`th is certain. Rounded along the heads, so
+    that their sum is exact.
     """
     until = ((FLOOR - 1) * won(worth, worth.shape[1] * share) + share).cumsum(-1) // FLOOR
     return until.diff(dim=-1, prepend=torch.zeros_like(share))
@@ -209,11 +240,13 @@ class SnapKVState(PromptEvictingState):
     ) -> tuple[Tensor, Tensor]:
         """The window's own tokens are not smoothed, nor do they enter the smoothing.
 
-        A maximum makes a peak's neighbours equal to it. The unsmoothed attention decides between them, so that the
-        peak itself stays where few tokens do.
+        A maximum makes a peak's neighbours equal to it. The unsmoothed attention decides between
+        them, so that the peak itself stays where few tokens do.
         """
         before = max(0, key.shape[2] - self.method.window)
-        received = received_attention(query, key, rows.real, self.geometry.softmax(layer), first=before)
+        received = received_attention(
+            query, key, rows.real, self.geometry.softmax(layer), first=before
+        )
         worth, pool = received.clone(), max_pool1d if self.method.pooling == "max" else avg_pool1d
         if before:
             width = self.method.kernel
@@ -223,7 +256,8 @@ class SnapKVState(PromptEvictingState):
 
 @dataclass(frozen=True)
 class SnapKV(PromptEvicting):
-    """kernel, pooling: width (odd) and kind (max, avg) of the smoothing. Defaults: the paper's LongBench runs."""
+    """kernel, pooling: width (odd) and kind (max, avg) of the smoothing. Defaults: the paper's
+    LongBench runs."""
 
     window: int = 32
     kernel: int = 7
@@ -235,7 +269,9 @@ class SnapKV(PromptEvicting):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_least(1, "window")
-        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
+        require(
+            self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1"
+        )
         self._require_one_of("pooling", "max", "avg")
 
     @property
@@ -248,9 +284,12 @@ class SnapKV(PromptEvicting):
 
 
 class ExpectedState(PromptEvictingState):
-    """Worth: the expectation of exp(query . key) over all tokens but the sinks, times |value|; the group's mean."""
+    """Worth: the expectation of exp(query . key) over all tokens but the sinks, times |value|; the
+    group's mean."""
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor:
         batch, num_kv_heads, prompt, head_dim = key.shape
         past_sinks = rows.real & (rows.positions >= self.method.num_sinks)
         mean, cov = self._statistics(layer, query, rows, past_sinks)
@@ -260,18 +299,26 @@ class ExpectedState(PromptEvictingState):
         probs = scores.masked_fill_(~past_sinks[:, None, None], -INF).softmax(-1).mean(2)
         return (probs + self.method.epsilon) * value.float().norm(dim=-1)
 
-    def _statistics(self, layer: int, query: Tensor, rows: PromptRows, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean [batch, heads, head_dim] and covariance of the counted rows' queries, rotated to what follows."""
+    def _statistics(
+        self, layer: int, query: Tensor, rows: PromptRows, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Mean [batch, heads, head_dim] and covariance of the counted rows' queries, rotated to
+        what follows."""
         positions = rows.positions.masked_fill(~rows.real, 0)
         plain = self.geometry.rotate(query, positions, inverse=True, layer=layer).float()
         counted = counted[:, None, :, None].float()
         number = counted.sum(2, keepdim=True).clamp(min=1)
         mean = (plain * counted).sum(2, keepdim=True) / number
         centred = (plain - mean) * counted
-        # Mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: each row is a unit vector rotated.
-        units = torch.eye(self.geometry.head_dim, device=query.device)[None, :, None].expand(-1, -1, HORIZON, -1)
+        # Mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: each row is a
+        # unit vector rotated.
+        units = torch.eye(self.geometry.head_dim, device=query.device)[None, :, None].expand(
+            -1, -1, HORIZON, -1
+        )
         ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=query.device)
-        rotation = torch.stack([self.geometry.rotate(units, each[None], layer=layer).mean(2) for each in ahead])
+        rotation = torch.stack(
+            [self.geometry.rotate(units, each[None], layer=layer).mean(2) for each in ahead]
+        )
         cov = rotation.mT @ (centred.mT @ centred / number) @ rotation
         return (mean @ rotation).squeeze(2), cov
 
@@ -297,9 +344,13 @@ class ExpectedAttention(PromptEvicting):
 class KeyDiffState(PromptEvictingState):
     """Worth: minus the cosine between the key and the mean of the prompt's normalised keys."""
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor:
         directions = normalize(key.float(), dim=-1).masked_fill_(~rows.real[:, None, :, None], 0)
-        return -cosine_similarity(key.float(), directions.sum(2, keepdim=True), dim=-1)  # a sum points as the mean
+        return -cosine_similarity(
+            key.float(), directions.sum(2, keepdim=True), dim=-1
+        )  # a sum points as the mean
 
 
 @dataclass(frozen=True)
@@ -313,7 +364,9 @@ class KeyDiff(PromptEvicting):
 class KnormState(PromptEvictingState):
     """Worth: minus the key's length."""
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor:
         return -key.float().norm(dim=-1)
 
 

@@ -1,8 +1,9 @@
-"""Quest (Tang et al., ICML 2024): pages of tokens, scored by an upper bound of the score of any key in the page.
+"""Quest (Tang et al., ICML 2024): pages of tokens, scored by an upper bound of the score of any key
+in the page.
 
-The device keeps the elementwise minimum and maximum of each page's keys, after their positions. No key of the page
-scores above sum_j max(q_j * min_j, q_j * max_j). The budget counts the last page, which is always read, as Quest's
-speed code does; its accuracy code gives that page no privilege.
+The device keeps the elementwise minimum and maximum of each page's keys, after their positions. No
+key of the page scores above sum_j max(q_j * min_j, q_j * max_j). The budget counts the last page,
+which is always read, as Quest's speed code does; its accuracy code gives that page no privilege.
 """
 
 from __future__ import annotations
@@ -19,40 +20,54 @@ MIN_PAGES = 3
 
 
 class QuestState(RetrievingState):
-    """lowest[layer], highest[layer]: bounds of each page's keys, [batch, num_kv_heads, pages + 1, head_dim]; the last
-    page is for padding."""
+    """lowest[layer], highest[layer]: bounds of each page's keys, [batch, num_kv_heads, pages + 1,
+    head_dim]; the last page is for padding."""
 
     paged = True
     sequence_tensors = ("lowest", "highest")
     lowest: dict[int, Tensor]
     highest: dict[int, Tensor]
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
         """Widen the bounds of the keys' pages."""
         if layer not in self.lowest:
-            shape, limit = (*key.shape[:2], self.num_pages + 1, key.shape[-1]), torch.finfo(key.dtype).max
-            self.lowest[layer], self.highest[layer] = key.new_full(shape, limit), key.new_full(shape, -limit)
+            shape, limit = (
+                (*key.shape[:2], self.num_pages + 1, key.shape[-1]),
+                torch.finfo(key.dtype).max,
+            )
+            self.lowest[layer], self.highest[layer] = (
+                key.new_full(shape, limit),
+                key.new_full(shape, -limit),
+            )
         page = (positions // self.method.page_size).clamp(max=self.num_pages).long()
         index = page[:, None, :, None].expand_as(key)
         self.lowest[layer].scatter_reduce_(2, index, key, "amin")
         self.highest[layer].scatter_reduce_(2, index, key, "amax")
 
     def scores(self, layer: int, rows: QueryRows) -> Tensor:
-        """The bound of each page: q_j times the highest key where q_j > 0, else times the lowest."""
+        """The bound of each page: q_j times the highest key where q_j > 0, else times the
+        lowest."""
         lowest, highest = (bound[layer][:, :, :-1].mT for bound in (self.lowest, self.highest))
         batch, num_kv_heads, head_dim, pages = lowest.shape
-        query = (rows.query.float() * self.geometry.scale).reshape(batch, num_kv_heads, -1, head_dim)
+        query = (rows.query.float() * self.geometry.scale).reshape(
+            batch, num_kv_heads, -1, head_dim
+        )
         bound = query.clamp(min=0) @ highest.float() + query.clamp(max=0) @ lowest.float()
         return bound.view(batch, num_kv_heads, self.geometry.group, -1, pages)
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """Two vectors for each full page."""
-        return (positions // self.method.page_size).double() * (2 * self.geometry.head_dim / self.geometry.elements)
+        return (positions // self.method.page_size).double() * (
+            2 * self.geometry.head_dim / self.geometry.elements
+        )
 
 
 @dataclass(frozen=True)
 class Quest(Retrieving):
-    """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them; at 1 all."""
+    """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them; at
+    1 all."""
 
     page_size: int = 16
 

@@ -1,15 +1,18 @@
-"""RetroInfer (Chen et al., PVLDB 19(5)): clusters of keys, of which the best are read and the next best estimated.
+"""RetroInfer (Chen et al., PVLDB 19(5)): clusters of keys, of which the best are read and the next
+best estimated.
 
-The keys of the prompt between the first tokens and the last ones are clustered in each KV head, about 16 to a cluster.
-The device keeps of a cluster its mean key c (the centroid), the sum of its values, and its number of tokens n. A step
-ranks the clusters by the sum over the group of softmax(q . c). The tokens of the best ones are read. Of the next best
-ones none is: they add n e^(q . c) to the denominator of the attention and e^(q . c) * (sum of values) to its numerator.
-All others are left out (https://github.com/microsoft/RetrievalAttention, cache_hub/retroinfer_cache.py and kmeans.py).
+The keys of the prompt between the first tokens and the last ones are clustered in each KV head,
+about 16 to a cluster. The device keeps of a cluster its mean key c (the centroid), the sum of its
+values, and its number of tokens n. A step ranks the clusters by the sum over the group of softmax(q
+. c). The tokens of the best ones are read. Of the next best ones none is: they add n e^(q . c) to
+the denominator of the attention and e^(q . c) * (sum of values) to its numerator. All others are
+left out (https://github.com/microsoft/RetrievalAttention, cache_hub/retroinfer_cache.py and
+kmeans.py).
 
-Keys are centred before they are clustered. Rounds of k-means assign a key to the centroid with the largest product, and
-normalise the means; the last round assigns among the centroids of all segments and does not normalise. It starts at
-even distances, so that a prompt has the same clusters in any batch. Each 1,024 tokens that have left the last ones are
-clustered on their own.
+Keys are centred before they are clustered. Rounds of k-means assign a key to the centroid with the
+largest product, and normalise the means; the last round assigns among the centroids of all segments
+and does not normalise. It starts at even distances, so that a prompt has the same clusters in any
+batch. Each 1,024 tokens that have left the last ones are clustered on their own.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from methods.base import (
 )
 
 SHRINK = 0.999
-"""What a centroid without keys is multiplied by in each round. It may have found the keys of an equal one, and rounding
-would decide between both; the official code lets it."""
+"""What a centroid without keys is multiplied by in each round. It may have found the keys of an
+equal one, and rounding would decide between both; the official code lets it."""
 SIZE_BITS = 32
 """Of a cluster's number of tokens. An element of a key counts 16."""
 KEYS_AT_ONCE = 8192
@@ -48,8 +51,8 @@ KEYS_AT_ONCE = 8192
 
 
 class Clusters(NamedTuple):
-    """The clusters of some tokens. centroids, value_sums: fp32 [..., count, size]; sizes: [..., count], tokens of each;
-    members: int64 [..., tokens], the cluster of each token."""
+    """The clusters of some tokens. centroids, value_sums: fp32 [..., count, size]; sizes: [...,
+    count], tokens of each; members: int64 [..., tokens], the cluster of each token."""
 
     centroids: Tensor
     value_sums: Tensor
@@ -58,16 +61,17 @@ class Clusters(NamedTuple):
 
 
 class RetroInferState(State):
-    """Clusters are numbered: first those of the prompt, in a padded batch as many as the longest prompt has, then those
-    of each update. A row sees the clusters that were made before its own token came.
+    """Clusters are numbered: first those of the prompt, in a padded batch as many as the longest
+    prompt has, then those of each update. A row sees the clusters that were made before its own
+    token came.
 
-    By layer: centroids, value_sums: [batch, num_kv_heads, clusters, size]. sizes: int32 [batch, num_kv_heads,
-    clusters], 0 for an empty one. cluster: int [batch, num_kv_heads, slots], number of each token's cluster, -1 for
-    none yet.
+    By layer: centroids, value_sums: [batch, num_kv_heads, clusters, size]. sizes: int32 [batch,
+    num_kv_heads, clusters], 0 for an empty one. cluster: int [batch, num_kv_heads, slots], number
+    of each token's cluster, -1 for none yet.
 
-    Where there will be updates, the tokens that are in no cluster yet, without the first ones: recent_keys,
-    recent_values: [batch, num_kv_heads, num_recent + update, size]; recent_slots: int64 [batch, num_recent + update].
-    seen: int64 [batch], tokens so far.
+    Where there will be updates, the tokens that are in no cluster yet, without the first ones:
+    recent_keys, recent_values: [batch, num_kv_heads, num_recent + update, size]; recent_slots:
+    int64 [batch, num_recent + update]. seen: int64 [batch], tokens so far.
     """
 
     sequence_tensors = (
@@ -91,17 +95,25 @@ class RetroInferState(State):
         self.num_updates = max(generated) // method.update
         self.is_even = len(generated) == 1  # so are all sequences of a decode step
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         method, columns = self.method, key.shape[2]
         count = self.most_of_prompt + self.num_updates * method.clusters_of_update
         self.num_columns = columns
         number_type = torch.int16 if count < 2**15 else torch.int32
-        self.cluster[layer] = torch.full((*key.shape[:2], rows.num_slots), -1, dtype=number_type, device=key.device)
+        self.cluster[layer] = torch.full(
+            (*key.shape[:2], rows.num_slots), -1, dtype=number_type, device=key.device
+        )
         self.centroids[layer] = key.new_zeros(*key.shape[:2], count, key.shape[-1])
         self.value_sums[layer] = value.new_zeros(*key.shape[:2], count, value.shape[-1])
-        self.sizes[layer] = self.cluster[layer].new_zeros((*key.shape[:2], count), dtype=torch.int32)
+        self.sizes[layer] = self.cluster[layer].new_zeros(
+            (*key.shape[:2], count), dtype=torch.int32
+        )
         stop = columns - method.num_recent
-        for at, prompt in enumerate(self.prompts):  # each alone, so that no other decides its clusters
+        for at, prompt in enumerate(
+            self.prompts
+        ):  # each alone, so that no other decides its clusters
             middle = slice(columns - prompt + method.num_sinks, stop)
             number, segments = method.num_clusters(prompt), method.num_segments(prompt)
             own = key[at : at + 1, :, middle], value[at : at + 1, :, middle]
@@ -120,16 +132,23 @@ class RetroInferState(State):
             self.recent_slots[layer] = slots.clamp(max=columns - 1).repeat(len(key), 1)
             self.seen[layer] = self.lengths.prompt.clone()
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
         if not self.num_updates:
             return
         size = self.method.update  # so that no piece completes two updates
         for first in range(0, key.shape[2], size):
             part = slice(first, first + size)
-            self._append(layer, key[:, :, part], value[:, :, part], positions[:, part], slots.start + first)
+            self._append(
+                layer, key[:, :, part], value[:, :, part], positions[:, part], slots.start + first
+            )
 
-    def _append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, first_slot: int) -> None:
-        """Put tokens behind the recent ones, and cluster the oldest of these if enough have left the last ones."""
+    def _append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, first_slot: int
+    ) -> None:
+        """Put tokens behind the recent ones, and cluster the oldest of these if enough have left
+        the last ones."""
         method, num_rows, real = self.method, key.shape[2], positions != EMPTY
         done = self._updates(self.seen[layer])
         first_recent = self._first_recent(done)[:, None]
@@ -144,28 +163,40 @@ class RetroInferState(State):
             put(recent[layer], rows, place[:, None, :, None])
             for recent, rows in ((self.recent_keys, key), (self.recent_values, value))
         )
-        numbers = put(self.recent_slots[layer].unsqueeze(-1), slots.unsqueeze(-1), place.unsqueeze(-1)).squeeze(-1)
+        numbers = put(
+            self.recent_slots[layer].unsqueeze(-1), slots.unsqueeze(-1), place.unsqueeze(-1)
+        ).squeeze(-1)
         self.seen[layer] = self.seen[layer] + real.sum(-1)
         due = self._updates(self.seen[layer]) > done
         if self._may_be_due(due, num_rows, first_slot):
             self._update(layer, keys, values, numbers, done, due)
-            shifted = (keys.roll(-method.update, 2), values.roll(-method.update, 2), numbers.roll(-method.update, 1))
+            shifted = (
+                keys.roll(-method.update, 2),
+                values.roll(-method.update, 2),
+                numbers.roll(-method.update, 1),
+            )
             keys, values = (
                 torch.where(due[:, None, None, None], new, old)
                 for new, old in zip(shifted, (keys, values), strict=False)
             )
             numbers = torch.where(due[:, None], shifted[2], numbers)
         kept = method.num_recent + method.update
-        self.recent_keys[layer], self.recent_values[layer] = keys[:, :, :kept].clone(), values[:, :, :kept].clone()
+        self.recent_keys[layer], self.recent_values[layer] = (
+            keys[:, :, :kept].clone(),
+            values[:, :, :kept].clone(),
+        )
         self.recent_slots[layer] = numbers[:, :kept].clone()
 
     def _may_be_due(self, due: Tensor, num_rows: int, first_slot: int) -> bool:
-        """Whether any sequence needs an update. A decode step on a GPU counts columns instead of asking the device."""
+        """Whether any sequence needs an update. A decode step on a GPU counts columns instead of
+        asking the device."""
         if due.device.type == "cpu" or num_rows > 1 or not self.is_even:
             return bool(due.any())
         return (first_slot + 1 - self.num_columns) % self.method.update == 0
 
-    def _update(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, done: Tensor, due: Tensor) -> None:
+    def _update(
+        self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, done: Tensor, due: Tensor
+    ) -> None:
         """Cluster the first `update` of the recent tokens of the sequences that are due."""
         method = self.method
         oldest, count = slice(0, method.update), method.clusters_of_update
@@ -185,7 +216,8 @@ class RetroInferState(State):
             held.scatter_(2, index, torch.where(of_due, new.to(held.dtype), held.gather(2, index)))
 
     def _updates(self, cached: Tensor) -> Tensor:
-        """Updates before the next token comes, int; cached: int [batch] or [batch, rows], tokens before it."""
+        """Updates before the next token comes, int; cached: int [batch] or [batch, rows], tokens
+        before it."""
         prompt = self.lengths.prompt.view(-1, *[1] * (cached.dim() - 1))
         return ((cached - prompt) // self.method.update).clamp(min=0)
 
@@ -199,30 +231,42 @@ class RetroInferState(State):
         positions = rows.positions.long()
         done = self._updates(positions)
         number = torch.arange(sizes.shape[-1], device=sizes.device)
-        made_by = (number - self.most_of_prompt).div(method.clusters_of_update, rounding_mode="floor")
-        sizes_of_rows = sizes.unsqueeze(2) * (made_by < done[:, None, :, None])  # [batch, kv, rows, clusters]
+        made_by = (number - self.most_of_prompt).div(
+            method.clusters_of_update, rounding_mode="floor"
+        )
+        sizes_of_rows = sizes.unsqueeze(2) * (
+            made_by < done[:, None, :, None]
+        )  # [batch, kv, rows, clusters]
         scores = softmax.scores(rows.query, self.centroids[layer])
         scores = scores.masked_fill((sizes_of_rows == 0).unsqueeze(2), -torch.inf)
         order = scores.log_softmax(-1).logsumexp(2).argsort(dim=-1, descending=True, stable=True)
         ordered = sizes_of_rows.gather(-1, order)
         in_middle = self.lengths.prompt[:, None] - method.num_sinks - method.num_recent
         segments = (in_middle // method.segment).clamp(min=1)
-        of_prompt = segments * (in_middle // segments // method.cluster_size).clamp(min=1)  # as `num_clusters`
+        of_prompt = segments * (in_middle // segments // method.cluster_size).clamp(
+            min=1
+        )  # as `num_clusters`
         num_clusters = of_prompt + done * method.clusters_of_update
         read, estimated = self._zones(ordered, num_clusters, positions, self._first_recent(done))
-        read, estimated = (torch.zeros_like(each).scatter_(-1, order, each) for each in (read, estimated))
+        read, estimated = (
+            torch.zeros_like(each).scatter_(-1, order, each) for each in (read, estimated)
+        )
         mask = self._tokens(layer, rows, read, self._first_recent(done))
         logits = scores + estimated.float().log().unsqueeze(2)
         log_mass = logits.logsumexp(-1)
-        weights = (logits - log_mass.unsqueeze(-1)).exp().nan_to_num(0.0)  # where nothing is estimated
+        weights = (
+            (logits - log_mass.unsqueeze(-1)).exp().nan_to_num(0.0)
+        )  # where nothing is estimated
         means = self.value_sums[layer].float() / sizes.clamp(min=1).unsqueeze(-1)
         rest = Rest(None, weights @ means.unsqueeze(2), log_mass)
         side = self._index_read(num_clusters, (estimated > 0).sum(-1).double().mean(1))
         return Selection(mask, mask.sum(-1).double().mean(1), side, rest=rest)
 
-    def _zones(self, sizes: Tensor, number: Tensor, positions: Tensor, first_recent: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of each cluster that are read and that are estimated, shaped like `sizes`, [batch, num_kv_heads, rows,
-        clusters], best first. number: clusters, int [batch, rows]."""
+    def _zones(
+        self, sizes: Tensor, number: Tensor, positions: Tensor, first_recent: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens of each cluster that are read and that are estimated, shaped like `sizes`, [batch,
+        num_kv_heads, rows, clusters], best first. number: clusters, int [batch, rows]."""
         method, rank = self.method, torch.arange(sizes.shape[-1], device=sizes.device)
         number = number.unsqueeze(1)  # [batch, 1, rows]
         if method.read_frac is None:
@@ -233,12 +277,14 @@ class RetroInferState(State):
             steady = positions - first_recent + method.num_sinks
             free = (floor_frac(method.read_frac, positions) - steady).clamp(min=1)[:, None, :, None]
             read = (free - (sizes.cumsum(-1) - sizes)).clamp(min=0).minimum(sizes)
-            stop = (read > 0).sum(-1, keepdim=True) + floor_frac(method.estimation_frac, number).unsqueeze(-1)
+            stop = (read > 0).sum(-1, keepdim=True) + floor_frac(
+                method.estimation_frac, number
+            ).unsqueeze(-1)
         return read, (sizes - read) * (rank < stop)
 
     def _tokens(self, layer: int, rows: QueryRows, read: Tensor, first_recent: Tensor) -> Tensor:
-        """The slots of the tokens that are read, by how many of each cluster are: bool [batch, num_kv_heads, rows,
-        slots]. Of a cluster that is read in part the first ones are."""
+        """The slots of the tokens that are read, by how many of each cluster are: bool [batch,
+        num_kv_heads, rows, slots]. Of a cluster that is read in part the first ones are."""
         slots = rows.slot_positions.shape[-1]
         cluster = self.cluster[layer][:, :, :slots].clamp(min=0).long()
         of_cluster = read.gather(-1, cluster.unsqueeze(2).expand(-1, -1, read.shape[2], -1))
@@ -259,15 +305,17 @@ class RetroInferState(State):
 
 @dataclass(frozen=True)
 class RetroInfer(Method):
-    """Defaults are the official code's, which rounds counts to the nearest where this rounds them down.
+    """Defaults are the official code's, which rounds counts to the nearest where this rounds them
+    down.
 
-    retrieval_frac: share of the clusters whose tokens are read, at least one. estimation_frac: share of the clusters,
-        the next best, that are estimated.
-    read_frac: share of the cached tokens that are read, first and last ones included; the last cluster is read in part,
-        and its other tokens are estimated. None: `retrieval_frac` says what is read, and clusters are read whole.
+    retrieval_frac: share of the clusters whose tokens are read, at least one. estimation_frac:
+        share of the clusters, the next best, that are estimated.
+    read_frac: share of the cached tokens that are read, first and last ones included; the last
+        cluster is read in part, and its other tokens are estimated. None: `retrieval_frac` says
+        what is read, and clusters are read whole.
     num_sinks, num_recent: first and last tokens, which are in no cluster and are read always.
-    cluster_size: tokens of a cluster, in the mean. segment: tokens that are clustered together. iterations: rounds of
-        k-means. update: tokens behind the prompt that are clustered at once.
+    cluster_size: tokens of a cluster, in the mean. segment: tokens that are clustered together.
+        iterations: rounds of k-means. update: tokens behind the prompt that are clustered at once.
     """
 
     retrieval_frac: float = 0.018
@@ -308,12 +356,16 @@ class RetroInfer(Method):
     def num_clusters(self, prompt: int) -> int:
         """Clusters of a prompt: as many in each segment."""
         segments = self.num_segments(prompt)
-        return segments * max(1, (prompt - self.num_sinks - self.num_recent) // segments // self.cluster_size)
+        return segments * max(
+            1, (prompt - self.num_sinks - self.num_recent) // segments // self.cluster_size
+        )
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a prompt has no token between the first and the last ones."""
         shortest = int(lengths.prompt.min())
-        allowed = f"below {shortest - self.num_sinks}, so that a prompt of {shortest} tokens has clusters"
+        allowed = (
+            f"below {shortest - self.num_sinks}, so that a prompt of {shortest} tokens has clusters"
+        )
         require(self.num_sinks + self.num_recent < shortest, "num_recent", self.num_recent, allowed)
 
     def steady(self, counts: TokenCounts) -> int:
@@ -335,15 +387,23 @@ class RetroInfer(Method):
     def min_size(self, counts: TokenCounts) -> float:
         """The least share that reads a token of a cluster at the first row."""
         always = self.num_sinks + self.num_recent
-        require(always < counts.prompt, "num_recent", self.num_recent, f"below {counts.prompt - self.num_sinks}")
+        require(
+            always < counts.prompt,
+            "num_recent",
+            self.num_recent,
+            f"below {counts.prompt - self.num_sinks}",
+        )
         return share_above(always, counts.prompt)
 
 
 # Clusters
 
 
-def clustered(key: Tensor, value: Tensor, count: int, num_segments: int, iterations: int) -> Clusters:
-    """Cluster tokens, key and value [..., tokens, size], of each head; `count` clusters, as many in each segment."""
+def clustered(
+    key: Tensor, value: Tensor, count: int, num_segments: int, iterations: int
+) -> Clusters:
+    """Cluster tokens, key and value [..., tokens, size], of each head; `count` clusters, as many in
+    each segment."""
     mean = key.float().mean(-2, keepdim=True)
     points, num_tokens = key.float() - mean, key.shape[-2]
     starts = (2 * torch.arange(count, device=key.device) + 1) * num_tokens // (2 * count)
@@ -356,23 +416,30 @@ def clustered(key: Tensor, value: Tensor, count: int, num_segments: int, iterati
             _, belongs = nearest(own, centroids[..., part, :])
             direction = normalize(belongs.mT @ own, dim=-1)
             is_any = (belongs.sum(-2) > 0).unsqueeze(-1)
-            centroids[..., part, :] = torch.where(is_any, direction, SHRINK * centroids[..., part, :])
+            centroids[..., part, :] = torch.where(
+                is_any, direction, SHRINK * centroids[..., part, :]
+            )
     members: list[Tensor] = []
     sizes = torch.zeros(centroids.shape[:-1], device=key.device)
     key_sums = torch.zeros_like(centroids)
     value_sums = torch.zeros(*centroids.shape[:-1], value.shape[-1], device=key.device)
-    for keys, values in zip(points.split(KEYS_AT_ONCE, -2), value.float().split(KEYS_AT_ONCE, -2), strict=True):
+    for keys, values in zip(
+        points.split(KEYS_AT_ONCE, -2), value.float().split(KEYS_AT_ONCE, -2), strict=True
+    ):
         numbers, belongs = nearest(keys, centroids)
         members.append(numbers)
         sizes += belongs.sum(-2)
         key_sums += belongs.mT @ keys
         value_sums += belongs.mT @ values
-    centroids = torch.where(sizes.unsqueeze(-1) > 0, key_sums / sizes.clamp(min=1).unsqueeze(-1), centroids) + mean
+    centroids = (
+        torch.where(sizes.unsqueeze(-1) > 0, key_sums / sizes.clamp(min=1).unsqueeze(-1), centroids)
+        + mean
+    )
     return Clusters(centroids, value_sums, sizes, torch.cat(members, -1))
 
 
 def nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """The centroid [..., count, size] with the largest product with each of `points` [..., n, size]: its number int64
-    [..., n], and whether each is it, fp32 [..., n, count]."""
+    """The centroid [..., count, size] with the largest product with each of `points` [..., n,
+    size]: its number int64 [..., n], and whether each is it, fp32 [..., n, count]."""
     numbers = (points @ centroids.mT).argmax(-1)
     return numbers, one_hot(numbers, centroids.shape[-2]).float()

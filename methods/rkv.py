@@ -1,8 +1,10 @@
-"""R-KV (Cai et al., NeurIPS 2025): for long generations, drop now and then tokens that are unattended and redundant.
+"""R-KV (Cai et al., NeurIPS 2025): for long generations, drop now and then tokens that are
+unattended and redundant.
 
-After the prompt, and after every `divide_length` generated tokens, each KV head goes back to its budget. A token's
-worth grows with the attention of the last rows and falls with the similarity of its key to the other keys, as a
-reasoning text says much twice. The state keeps these rows' queries, and a second copy of the kept keys on the device.
+After the prompt, and after every `divide_length` generated tokens, each KV head goes back to its
+budget. A token's worth grows with the attention of the last rows and falls with the similarity of
+its key to the other keys, as a reasoning text says much twice. The state keeps these rows' queries,
+and a second copy of the kept keys on the device.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ ALIKE = 0.5
 
 
 class RKVState(EvictingState):
-    """kept_keys[layer]: like `tokens`, [..., head_dim]. queries[layer]: last ones, [batch, heads, window, head_dim].
+    """kept_keys[layer]: like `tokens`, [..., head_dim]. queries[layer]: last ones, [batch, heads,
+    window, head_dim].
 
-    generated[layer]: int [batch] on the host, so that no step asks the device whether a compression is due.
+    generated[layer]: int [batch] on the host, so that no step asks the device whether a compression
+    is due.
     """
 
     slot_tensors = {**EvictingState.slot_tensors, "kept_keys": 0}
@@ -40,10 +44,14 @@ class RKVState(EvictingState):
     def fork(self, index: Tensor, num_slots: int) -> RKVState:
         child = super().fork(index, num_slots)
         assert isinstance(child, RKVState)
-        child.generated = {layer: counts[index.cpu().numpy()] for layer, counts in self.generated.items()}
+        child.generated = {
+            layer: counts[index.cpu().numpy()] for layer, counts in self.generated.items()
+        }
         return child
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         self.enter_prompt(layer, rows)
         prompt, window = key.shape[2], self.method.window
         self.kept_keys[layer] = pad(key, (0, 0, 0, rows.num_slots + self.spare_slots - prompt))
@@ -52,7 +60,9 @@ class RKVState(EvictingState):
         due = torch.ones_like(rows.lengths, dtype=torch.bool)
         self._compress(layer, self.queries[layer], rows.lengths, due, max(prompt, self.most))
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
         self.kept_keys[layer][:, :, slots] = key
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
@@ -64,7 +74,9 @@ class RKVState(EvictingState):
         for end in self._ends(layer, rows):
             masks.append(self._visible(layer, rows, slice(begin, end)))
             after = rows.positions[:, end - 1] + 1
-            due = rows.real[:, end - 1] & ((after - self.lengths.prompt) % self.method.divide_length == 0)
+            due = rows.real[:, end - 1] & (
+                (after - self.lengths.prompt) % self.method.divide_length == 0
+            )
             self._compress(layer, self._last(queries, real, end), after, due, self.most)
             begin = end
         masks.append(self._visible(layer, rows, slice(begin, None)))
@@ -77,7 +89,8 @@ class RKVState(EvictingState):
         return tokens < rows.positions[:, None, block, None]
 
     def _ends(self, layer: int, rows: QueryRows) -> list[int]:
-        """Rows, counted from 1, after which a sequence compresses. Only a replayed, padded block asks the device."""
+        """Rows, counted from 1, after which a sequence compresses. Only a replayed, padded block
+        asks the device."""
         real = rows.real.cpu().numpy() if rows.padded else np.ones(rows.real.shape, dtype=bool)
         generated = self.generated[layer][:, None] + real.cumsum(-1)
         self.generated[layer] = generated[:, -1]
@@ -85,32 +98,47 @@ class RKVState(EvictingState):
         return [end for end, compresses in enumerate(due.any(0).tolist(), 1) if compresses]
 
     def _last(self, queries: Tensor, real: Tensor, rows: int) -> Tensor:
-        """Queries of the last `window` real rows among the earlier ones and the first `rows` of this block."""
+        """Queries of the last `window` real rows among the earlier ones and the first `rows` of
+        this block."""
         window = self.method.window
         column = torch.arange(window + rows, device=real.device)
         last = torch.where(real[:, : window + rows], column, -1).sort(-1).values[:, -window:]
-        return queries.gather(2, last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[-1]))
+        return queries.gather(
+            2, last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[-1])
+        )
 
-    def _compress(self, layer: int, queries: Tensor, cached: Tensor, due: Tensor, most: int) -> None:
-        """Go back to the budget in the sequences that are `due`, bool [batch], with `cached` [batch] tokens so far.
+    def _compress(
+        self, layer: int, queries: Tensor, cached: Tensor, due: Tensor, most: int
+    ) -> None:
+        """Go back to the budget in the sequences that are `due`, bool [batch], with `cached`
+        [batch] tokens so far.
 
         most: upper bound of the tokens that a KV head holds.
         """
         tokens, window = self.tokens[layer], self.method.window
-        oldest_first = tokens.masked_fill(tokens >= cached[:, None, None], EMPTY).sort(dim=-1, stable=True)
+        oldest_first = tokens.masked_fill(tokens >= cached[:, None, None], EMPTY).sort(
+            dim=-1, stable=True
+        )
         held, slots = oldest_first.values[..., :most], oldest_first.indices[..., :most]
-        keys = self.kept_keys[layer].gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, self.geometry.head_dim))
+        keys = self.kept_keys[layer].gather(
+            2, slots.unsqueeze(-1).expand(-1, -1, -1, self.geometry.head_dim)
+        )
         rank = torch.arange(held.shape[-1], device=held.device)
         competes = rank < (held != EMPTY).sum(-1, keepdim=True) - window
         attention = self._attention(layer, queries, keys, competes)
-        worth = self.method.mix_lambda * attention - (1 - self.method.mix_lambda) * similarity(keys, held != EMPTY)
+        worth = self.method.mix_lambda * attention - (1 - self.method.mix_lambda) * similarity(
+            keys, held != EMPTY
+        )
         best = worth.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
-        loses = (rank >= (self.method.budgets(self.lengths.final) - window)[:, None, None]) & due[:, None, None]
+        loses = (rank >= (self.method.budgets(self.lengths.final) - window)[:, None, None]) & due[
+            :, None, None
+        ]
         gone = competes & torch.zeros_like(competes).scatter_(-1, best, loses.expand_as(best))
         tokens.scatter_(-1, slots, tokens.gather(-1, slots).masked_fill(gone, EMPTY))
 
     def _attention(self, layer: int, queries: Tensor, keys: Tensor, competes: Tensor) -> Tensor:
-        """Mean attention of the last rows, by a group's largest scores, smoothed: [batch, num_kv_heads, n]."""
+        """Mean attention of the last rows, by a group's largest scores, smoothed: [batch,
+        num_kv_heads, n]."""
         scores = self.geometry.softmax(layer).scores(queries, keys).amax(2)
         probs = scores.masked_fill_(~competes.unsqueeze(2), -INF).softmax(-1).nan_to_num_().mean(2)
         return max_pool1d(probs, self.method.kernel, stride=1, padding=self.method.kernel // 2)
@@ -118,10 +146,12 @@ class RKVState(EvictingState):
 
 @dataclass(frozen=True)
 class RKV(EvictingToShare):
-    """window: number of last tokens that stay, as part of the budget; the attention of their rows counts.
+    """window: number of last tokens that stay, as part of the budget; the attention of their rows
+    counts.
 
-    divide_length: generated tokens from one compression to the next. mix_lambda: share of attention in a token's
-    worth, the rest is similarity. kernel: width (odd) of the maximum that smooths the attention.
+    divide_length: generated tokens from one compression to the next. mix_lambda: share of attention
+    in a token's worth, the rest is similarity. kernel: width (odd) of the maximum that smooths the
+    attention.
     """
 
     divide_length: int = 128
@@ -138,10 +168,17 @@ class RKV(EvictingToShare):
         super().__post_init__()
         self._require_least(1, "window")
         above = f"above window={self.window}, or null"
-        require(self.kept_tokens is None or self.kept_tokens > self.window, "kept_tokens", self.kept_tokens, above)
+        require(
+            self.kept_tokens is None or self.kept_tokens > self.window,
+            "kept_tokens",
+            self.kept_tokens,
+            above,
+        )
         self._require_least(1, "divide_length")
         self._require_fraction("mix_lambda", zero=True)
-        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
+        require(
+            self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1"
+        )
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
         """The tokens that the last compression left, and those generated since."""
@@ -154,10 +191,11 @@ class RKV(EvictingToShare):
 
 
 def similarity(keys: Tensor, present: Tensor) -> Tensor:
-    """Similarity of each key to the others: softmax of the mean cosine with them, fp32 [batch, num_kv_heads, n].
+    """Similarity of each key to the others: softmax of the mean cosine with them, fp32 [batch,
+    num_kv_heads, n].
 
-    keys: [batch, num_kv_heads, n, head_dim], oldest first; present: bool [batch, num_kv_heads, n]. Of the keys whose
-    cosine with a given key exceeds `ALIKE`, the latest is left out.
+    keys: [batch, num_kv_heads, n, head_dim], oldest first; present: bool [batch, num_kv_heads, n].
+    Of the keys whose cosine with a given key exceeds `ALIKE`, the latest is left out.
     """
     directions = normalize(keys.float(), dim=-1).masked_fill_(~present.unsqueeze(-1), 0)
     column = torch.arange(keys.shape[2], device=keys.device)

@@ -1,8 +1,9 @@
 """Methods that keep every token, score tokens or pages, and read the best of them.
 
-`Selecting` has the settings that all of them share, `largest` is the choice itself. `Retrieving` and `RetrievingState`
-are the easy base: a state says what it keeps of the keys (`append`) and how a query scores each token, or each page of
-`page_size` tokens (`scores`). The page that is not full yet is always read, so an index of pages needs full pages only.
+`Selecting` has the settings that all of them share, `largest` is the choice itself. `Retrieving`
+and `RetrievingState` are the easy base: a state says what it keeps of the keys (`append`) and how a
+query scores each token, or each page of `page_size` tokens (`scores`). The page that is not full
+yet is always read, so an index of pages needs full pages only.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 class Selecting(Method):
     """Settings of all methods that score what is cached and read the best.
 
-    group: how the scores of a KV head's query heads become one (see `reduced`); `union` reads the best of each
-        query head, so that the number read depends on the data.
+    group: how the scores of a KV head's query heads become one (see `reduced`); `union` reads the
+        best of each query head, so that the number read depends on the data.
     covers: one selection for each `kv_head`, or one for all heads of a `layer`.
-    when: the query that selects: the layer's `own_query`, one rehearsed in the `previous_layer`, or that of the
-        `previous_step`. With the last two, rows cross the link while the previous layer computes.
-    own_query_layers: number of first non-exempt layers that select by their own query whatever `when` says.
-    num_sinks: number of first tokens that are always read. recent_frac: share of the tokens read that are the most
+    when: the query that selects: the layer's `own_query`, one rehearsed in the `previous_layer`, or
+        that of the `previous_step`. With the last two, rows cross the link while the previous layer
+        computes.
+    own_query_layers: number of first non-exempt layers that select by their own query whatever
+    `when` says. num_sinks: number of first tokens that are always read. recent_frac: share of the
+    tokens read that are the most
         recent.
     """
 
@@ -70,7 +73,8 @@ class Selecting(Method):
         return "own_query" if layer - self.num_exempt_layers < self.own_query_layers else self.when
 
     def prefetches(self, layer: int) -> bool:
-        """Where the own query selects by choice (`when`). In the first layers a query made earlier tells nothing."""
+        """Where the own query selects by choice (`when`). In the first layers a query made earlier
+        tells nothing."""
         return self.when == "own_query" and layer - self.num_exempt_layers >= self.own_query_layers
 
     def min_size(self, counts: TokenCounts) -> float:
@@ -80,23 +84,35 @@ class Selecting(Method):
         first, low, high = counts._replace(cached=counts.prompt), 0.0, 1.0
         for _ in range(24):
             middle = (low + high) / 2
-            enough = self.with_size(middle).max_tokens_read(first, self.num_exempt_layers) > self.num_sinks
+            enough = (
+                self.with_size(middle).max_tokens_read(first, self.num_exempt_layers)
+                > self.num_sinks
+            )
             low, high = (low, middle) if enough else (middle, high)
         return high
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
-        """ValueError where the sinks leave nothing to select in the shortest prompt, unless all of it is read."""
+        """ValueError where the sinks leave nothing to select in the shortest prompt, unless all of
+        it is read."""
         prompt = int(lengths.prompt.min())
         shortest = TokenCounts(prompt, prompt, int(lengths.final.min()))
         read = self.max_tokens_read(shortest, self.num_exempt_layers)
         enough = not self.num_sinks or read > self.num_sinks or read == shortest.cached
-        require(enough, "num_sinks", self.num_sinks, f"below {read}, what is read of a prompt of {prompt} tokens")
+        require(
+            enough,
+            "num_sinks",
+            self.num_sinks,
+            f"below {read}, what is read of a prompt of {prompt} tokens",
+        )
 
-    def forced(self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor) -> Tensor | None:
+    def forced(
+        self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor
+    ) -> Tensor | None:
         """Candidates that are read whatever their score: sinks and recent tokens; None for none.
 
-        first, last: int [batch, num_kv_heads or 1, n], first and last token of each candidate; positions: int [batch,
-        rows]; num_read: int [batch, rows], tokens read in all. Returns bool [batch, 1 or num_kv_heads, rows, n].
+        first, last: int [batch, num_kv_heads or 1, n], first and last token of each candidate;
+        positions: int [batch, rows]; num_read: int [batch, rows], tokens read in all. Returns bool
+        [batch, 1 or num_kv_heads, rows, n].
         """
         if not self.num_sinks and not self.recent_frac:
             return None
@@ -104,13 +120,15 @@ class Selecting(Method):
         return (first.unsqueeze(2) < self.num_sinks) | (last.unsqueeze(2) >= recent)
 
     def reduced(self, scores: Tensor, forced: Tensor | None = None) -> Tensor:
-        """One score per candidate for each set that is chosen: [batch, sets, rows, n], inf where `forced`.
+        """One score per candidate for each set that is chosen: [batch, sets, rows, n], inf where
+        `forced`.
 
-        There is a set for each KV head or for the layer; for `union`, for each query head. `best` is InfiniGen's r: the
-        maximum over the group of (score - the head's best score). Probabilities are over the candidates that compete,
-        without those that are read whatever their score. Means rank as sums do.
-        scores: [batch, num_kv_heads, group, rows, n], -inf where nothing may be read; overwritten. A candidate that may
-        not be read is not forced.
+        There is a set for each KV head or for the layer; for `union`, for each query head. `best`
+        is InfiniGen's r: the maximum over the group of (score - the head's best score).
+        Probabilities are over the candidates that compete, without those that are read whatever
+        their score. Means rank as sums do.
+        scores: [batch, num_kv_heads, group, rows, n], -inf where nothing may be read; overwritten.
+        A candidate that may not be read is not forced.
         """
         scores, group = self.by_set(scores), self.group
         if forced is not None:
@@ -135,26 +153,30 @@ class Selecting(Method):
         return worth
 
     def _total(self, logs: Tensor) -> Tensor:
-        """log of the sum over the group of exp(logs), which are at most 0. On the CPU in half the time of `logsumexp`:
-        the smallest float stands for anything less, so that only what is hidden is -inf."""
+        """log of the sum over the group of exp(logs), which are at most 0. On the CPU in half the
+        time of `logsumexp`: the smallest float stands for anything less, so that only what is
+        hidden is -inf."""
         if logs.device.type != "cpu":
             return logs.logsumexp(2)
         total = logs.exp().sum(2).clamp_(min=torch.finfo(logs.dtype).tiny).log_()
         return total.masked_fill_(logs[:, :, 0] == -math.inf, -math.inf)
 
     def by_set(self, scores: Tensor) -> Tensor:
-        """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the third axis."""
+        """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the
+        third axis."""
         return scores.flatten(1, 2).unsqueeze(1) if self.covers == "layer" else scores
 
     def joined(self, mask: Tensor, count: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """The chosen sets as one mask per KV head or layer, and the number chosen in it.
 
-        mask: bool [batch, sets, rows, n]; count: [batch, rows], chosen in each set. Returns bool [batch, num_kv_heads
-        or 1, rows, n] and the mean over the heads, fp64 [batch, rows].
+        mask: bool [batch, sets, rows, n]; count: [batch, rows], chosen in each set. Returns bool
+        [batch, num_kv_heads or 1, rows, n] and the mean over the heads, fp64 [batch, rows].
         """
         if self.group != "union":
             return mask, count.double()
-        joint = mask.unflatten(1, (-1, geometry.group if self.covers == "kv_head" else geometry.num_heads)).any(2)
+        joint = mask.unflatten(
+            1, (-1, geometry.group if self.covers == "kv_head" else geometry.num_heads)
+        ).any(2)
         return joint, joint.sum(-1).double().mean(1)
 
 
@@ -171,8 +193,8 @@ def ascending(values: Tensor) -> Tensor:
 def best_ascending(values: Tensor, count: Tensor) -> Tensor:
     """The largest values, ascending along the last axis: one more than the largest `count`, or all.
 
-    On the CPU they are picked before they are sorted, in half the time of a sort of all where they are a fifth.
-    Elsewhere the largest count is not known without a sync.
+    On the CPU they are picked before they are sorted, in half the time of a sort of all where they
+    are a fifth. Elsewhere the largest count is not known without a sync.
     """
     if values.device.type == "cpu" and 2 * (most := int(count.max()) + 1) < values.shape[-1]:
         values = values.topk(most, sorted=False).values
@@ -180,11 +202,12 @@ def best_ascending(values: Tensor, count: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, count: Tensor, order: Tensor | None = None) -> Tensor:
-    """Mask of the `count` largest values; equal values are taken from the lowest slots. No device sync.
+    """Mask of the `count` largest values; equal values are taken from the lowest slots. No device
+    sync.
 
-    values: [batch, num_kv_heads, rows, slots]; count: int [batch, rows]; where it exceeds the number of finite values,
-    all of them are taken; order: int64 [batch, num_kv_heads, slots], the order in which equal values are taken, if not
-    by slot.
+    values: [batch, num_kv_heads, rows, slots]; count: int [batch, rows]; where it exceeds the
+    number of finite values, all of them are taken; order: int64 [batch, num_kv_heads, slots], the
+    order in which equal values are taken, if not by slot.
     """
     if kernels := kernels_for(values):
         return kernels.largest(values, order=order, frac=1.0, least=0, whole=count, cached=count)[0]
@@ -210,13 +233,15 @@ def largest(values: Tensor, count: Tensor, order: Tensor | None = None) -> Tenso
 
 
 def _keep_lowest(mask: Tensor, equal: Tensor, count: Tensor) -> Tensor:
-    """Drop from `mask` the equal values of the highest slots until `count` (with a last axis of 1) are left."""
+    """Drop from `mask` the equal values of the highest slots until `count` (with a last axis of 1)
+    are left."""
     above = mask & ~equal
     return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
 def largest_of_each(values: Tensor, count: Tensor) -> Tensor:
-    """`largest` with a count for each set: values [batch, sets, rows, slots], count int [batch, sets, rows]."""
+    """`largest` with a count for each set: values [batch, sets, rows, slots], count int [batch,
+    sets, rows]."""
     return largest(values.flatten(0, 1).unsqueeze(1), count.flatten(0, 1)).view_as(values)
 
 
@@ -225,7 +250,8 @@ def largest_of_each(values: Tensor, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Retrieving(Selecting):
-    """Reads `read_frac` of the cached tokens, or `read_tokens` of them, in pages of `page_size` tokens."""
+    """Reads `read_frac` of the cached tokens, or `read_tokens` of them, in pages of `page_size`
+    tokens."""
 
     read_frac: float = 0.2
     read_tokens: int | None = None
@@ -239,7 +265,11 @@ class Retrieving(Selecting):
 
     def budget(self, cached: int) -> int:
         """Tokens that the settings ask for with `cached` tokens."""
-        return int(self.read_frac * cached) if self.read_tokens is None else min(self.read_tokens, cached)
+        return (
+            int(self.read_frac * cached)
+            if self.read_tokens is None
+            else min(self.read_tokens, cached)
+        )
 
     def pages_read(self, cached: int) -> int:
         """Full pages that a row with `cached` tokens reads beside the last, unfinished one."""
@@ -289,18 +319,23 @@ class RetrievingState(State):
         raise NotImplementedError
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor | None:
-        """Size of the index that `scores` reads, in tokens (`Geometry.elements`), [batch, rows]; None for no index."""
+        """Size of the index that `scores` reads, in tokens (`Geometry.elements`), [batch, rows];
+        None for no index."""
         return None
 
     def rest(self, layer: int, rows: QueryRows, scores: Tensor, mask: Tensor) -> Rest | None:
-        """Replacement for the tokens that are not read, by the scores and the mask of those read; None for none."""
+        """Replacement for the tokens that are not read, by the scores and the mask of those read;
+        None for none."""
         return None
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
     def best(self, rows: QueryRows, scores: Tensor) -> Tensor:
-        """The tokens or full pages that each set reads, by their `scores`: bool [batch, sets, rows, slots or pages]."""
+        """The tokens or full pages that each set reads, by their `scores`: bool [batch, sets, rows,
+        slots or pages]."""
         size, positions = self.method.page_size, rows.positions
         first = last = rows.slot_positions  # of each candidate the first and the last token
         if self.paged:
@@ -323,9 +358,13 @@ class RetrievingState(State):
         return Selection(tokens, num_pages * size + unfinished, side, rest=rest)
 
     def tokens_of(self, pages: Tensor, rows: QueryRows) -> Tensor:
-        """The slots of the chosen `pages` [batch, sets, rows, pages], and those of the unfinished one."""
+        """The slots of the chosen `pages` [batch, sets, rows, pages], and those of the unfinished
+        one."""
         size = self.method.page_size
         page = (rows.slot_positions // size).clamp(max=self.num_pages - 1).long().unsqueeze(2)
         chosen = pages.gather(-1, page.expand(*pages.shape[:3], -1))
-        unfinished = rows.slot_positions.unsqueeze(2) >= (rows.positions - rows.positions % size)[:, None, :, None]
+        unfinished = (
+            rows.slot_positions.unsqueeze(2)
+            >= (rows.positions - rows.positions % size)[:, None, :, None]
+        )
         return (chosen | unfinished) & rows.visible()

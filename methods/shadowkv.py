@@ -1,9 +1,10 @@
 """ShadowKV (Sun et al., ICML 2025): keys of low rank on the device, values fetched by chunks.
 
-The keys of the prompt before their positions, all KV heads side by side, are kept as a product of low rank. A chunk of
-tokens is scored by its landmark, the mean of its keys after their positions. The keys of the best chunks are rebuilt
-and get their positions back; their values cross the link. Three kinds of tokens stay exact on the device: chunks whose
-keys differ most from their landmark, the last chunks of the prompt, and all generated tokens.
+The keys of the prompt before their positions, all KV heads side by side, are kept as a product of
+low rank. A chunk of tokens is scored by its landmark, the mean of its keys after their positions.
+The keys of the best chunks are rebuilt and get their positions back; their values cross the link.
+Three kinds of tokens stay exact on the device: chunks whose keys differ most from their landmark,
+the last chunks of the prompt, and all generated tokens.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from methods.attention import attention_scores
-from methods.base import Calibration, PromptRows, QueryRows, Selection, State, TokenCounts, floor_frac
+from methods.base import (
+    Calibration,
+    PromptRows,
+    QueryRows,
+    Selection,
+    State,
+    TokenCounts,
+    floor_frac,
+)
 from methods.selection import Retrieving, largest
 
 
 class ShadowKVState(State):
     """What is kept of the prompt, by layer. Chunks are counted from position 0.
 
-    left: [batch, prompt, rank], right: [batch, num_kv_heads, rank, head_dim]; their product is the keys before their
-    positions. landmarks: [batch, num_kv_heads, chunks, head_dim]. selectable: bool [batch, num_kv_heads, chunks], False
-    for chunks that stay on the device. outliers, fetchable: int [batch], numbers of chunks.
+    left: [batch, prompt, rank], right: [batch, num_kv_heads, rank, head_dim]; their product is the
+    keys before their positions. landmarks: [batch, num_kv_heads, chunks, head_dim]. selectable:
+    bool [batch, num_kv_heads, chunks], False for chunks that stay on the device. outliers,
+    fetchable: int [batch], numbers of chunks.
     """
 
     sequence_tensors = ("left", "right", "landmarks", "selectable", "outliers", "fetchable")
@@ -37,33 +47,52 @@ class ShadowKVState(State):
     def start(self, calibration: Calibration | None) -> None:
         prompts, device = self.lengths.prompt.tolist(), self.lengths.prompt.device
         chunks = [self.method.chunks(prompt) for prompt in prompts]
-        self.outliers = torch.tensor([self.method.outliers(count) for count in chunks], device=device)
+        self.outliers = torch.tensor(
+            [self.method.outliers(count) for count in chunks], device=device
+        )
         self.fetchable = torch.tensor(chunks, device=device) - self.outliers
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         # The SVD of each sequence's keys. Padding is rows of zeros, which change nothing.
         positions = rows.positions.masked_fill(~rows.real, 0)
-        bare = self.geometry.rotate(key.float(), positions, inverse=True, layer=layer) * rows.real[:, None, :, None]
+        bare = (
+            self.geometry.rotate(key.float(), positions, inverse=True, layer=layer)
+            * rows.real[:, None, :, None]
+        )
         left, scale, right = torch.linalg.svd(bare.transpose(1, 2).flatten(2), full_matrices=False)
         rank = math.ceil(self.method.rank_frac * right.shape[-1])
         self.left[layer] = (left * scale.unsqueeze(1))[..., :rank].to(key.dtype)
-        self.right[layer] = right[:, :rank].unflatten(-1, (key.shape[1], -1)).transpose(1, 2).to(key.dtype)
+        self.right[layer] = (
+            right[:, :rank].unflatten(-1, (key.shape[1], -1)).transpose(1, 2).to(key.dtype)
+        )
         # The landmarks, and the chunks that stay
         size, length = self.method.page_size, key.shape[2]
         chunks = -(-length // size)
         column = torch.arange(chunks * size, device=key.device) + (length - rows.lengths)[:, None]
-        index = column.clamp(max=length - 1)[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
+        index = column.clamp(max=length - 1)[:, None, :, None].expand(
+            -1, key.shape[1], -1, key.shape[-1]
+        )
         chunked = key.gather(2, index).unflatten(2, (chunks, size))
         landmarks = self.landmarks[layer] = chunked.mean(3)
-        unlike = -cosine_similarity(chunked.float(), landmarks.float().unsqueeze(3), dim=-1).amin(-1)
-        candidate = torch.arange(chunks, device=key.device) < (self.outliers + self.fetchable)[:, None]
+        unlike = -cosine_similarity(chunked.float(), landmarks.float().unsqueeze(3), dim=-1).amin(
+            -1
+        )
+        candidate = (
+            torch.arange(chunks, device=key.device) < (self.outliers + self.fetchable)[:, None]
+        )
         unlike = unlike.masked_fill(~candidate[:, None], -math.inf).unsqueeze(2)
         outlier = largest(unlike, self.outliers[:, None])[:, :, 0]
         self.selectable[layer] = candidate[:, None] & ~outlier
 
     def resident(self, layer: int) -> Tensor:
-        position = self._positions(torch.arange(self.left[layer].shape[1], device=self.left[layer].device))
-        return (position >= 0)[:, None] & ~self._in_chunks(self.selectable[layer].unsqueeze(2), position)[:, :, 0]
+        position = self._positions(
+            torch.arange(self.left[layer].shape[1], device=self.left[layer].device)
+        )
+        return (position >= 0)[:, None] & ~self._in_chunks(
+            self.selectable[layer].unsqueeze(2), position
+        )[:, :, 0]
 
     def rebuild(self, layer: int, slots: Tensor) -> Tensor:
         slots = slots.clamp(min=0)
@@ -72,12 +101,18 @@ class ShadowKVState(State):
         bare = rows.unflatten(1, slots.shape[1:]) @ self.right[layer]
         positions = self._positions(slots.flatten(1)).clamp(min=0).view_as(slots)
         # Each head's tokens have positions of their own, so each head is a sequence here.
-        rebuilt = self.geometry.rotate(bare.flatten(0, 1).unsqueeze(1), positions.flatten(0, 1), layer=layer)
+        rebuilt = self.geometry.rotate(
+            bare.flatten(0, 1).unsqueeze(1), positions.flatten(0, 1), layer=layer
+        )
         return rebuilt.view_as(bare)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """The best chunks by their landmarks."""
-        method, selectable, positions = self.method, self.selectable[layer].unsqueeze(2), rows.positions
+        method, selectable, positions = (
+            self.method,
+            self.selectable[layer].unsqueeze(2),
+            rows.positions,
+        )
         scores = attention_scores(rows.query, self.landmarks[layer], self.geometry.scale)
         scores.masked_fill_(~selectable.unsqueeze(2), -math.inf)
         if method.read_tokens is None:
@@ -86,38 +121,51 @@ class ShadowKVState(State):
             wanted = positions.clamp(max=method.read_tokens)
         count = torch.minimum((wanted // method.page_size).clamp(min=1), self.fetchable[:, None])
         first = torch.arange(scores.shape[-1], device=scores.device)[None, None] * method.page_size
-        forced = method.forced(first, first + method.page_size - 1, positions, count * method.page_size)
+        forced = method.forced(
+            first, first + method.page_size - 1, positions, count * method.page_size
+        )
         chosen = largest(method.reduced(scores, forced), count)
         chunks, num_chunks = method.joined(chosen, count, self.geometry)
         num_read = num_chunks * method.page_size
         mask = self._in_chunks(chunks, rows.slot_positions.squeeze(1))
-        # The landmarks, the rows of `left` and all of `right` that rebuild the keys, and the tokens that stay
+        # The landmarks, the rows of `left` and all of `right` that rebuild the keys, and the tokens
+        # that stay
         head_dim, prompt = self.geometry.head_dim, self.lengths.prompt[:, None]
-        rank = prompt.clamp(max=self.right[layer].shape[-2])  # the rank of a shorter prompt is its length
+        rank = prompt.clamp(
+            max=self.right[layer].shape[-2]
+        )  # the rank of a shorter prompt is its length
         fetchable = self.fetchable[:, None]
         index = fetchable * head_dim + num_read * rank + rank * head_dim
         side = index / self.geometry.elements + positions - fetchable * method.page_size
         return Selection(mask, num_read, side)
 
     def _positions(self, columns: Tensor) -> Tensor:
-        """Positions [batch, n] of the prompt's `columns` [n] or [batch, n], below 0 in the padding."""
+        """Positions [batch, n] of the prompt's `columns` [n] or [batch, n], below 0 in the
+        padding."""
         prompt = next(iter(self.left.values())).shape[1]
         return columns - (prompt - self.lengths.prompt)[:, None]
 
     def _in_chunks(self, chunks: Tensor, positions: Tensor) -> Tensor:
-        """Which tokens at `positions` [batch, n] are in `chunks` [batch, num_kv_heads, rows, chunks]: bool [..., n]."""
+        """Which tokens at `positions` [batch, n] are in `chunks` [batch, num_kv_heads, rows,
+        chunks]: bool [..., n]."""
         chunk = positions.clamp(min=0) // self.method.page_size
-        index = chunk.clamp(max=chunks.shape[-1] - 1).long()[:, None, None].expand(*chunks.shape[:3], -1)
+        index = (
+            chunk.clamp(max=chunks.shape[-1] - 1)
+            .long()[:, None, None]
+            .expand(*chunks.shape[:3], -1)
+        )
         return chunks.gather(-1, index) & (chunk < chunks.shape[-1])[:, None, None]
 
 
 @dataclass(frozen=True)
 class ShadowKV(Retrieving):
-    """Fetches the values of `read_frac` of the cached tokens, or of `read_tokens`, in chunks of `page_size` tokens.
+    """Fetches the values of `read_frac` of the cached tokens, or of `read_tokens`, in chunks of
+    `page_size` tokens.
 
-    rank_frac: rank of the kept keys / elements of a token's key over all KV heads, rounded up; 160 of 1,024 in the
-        official code. local_chunks: number of last full chunks of the prompt that stay, with what follows them.
-        outlier_frac: share of the other chunks that stay, rounded up; 48 of 128 Ki tokens in the official code.
+    rank_frac: rank of the kept keys / elements of a token's key over all KV heads, rounded up; 160
+        of 1,024 in the official code. local_chunks: number of last full chunks of the prompt that
+        stay, with what follows them. outlier_frac: share of the other chunks that stay, rounded up;
+        48 of 128 Ki tokens in the official code.
     """
 
     group: str = "max_probs"

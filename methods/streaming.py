@@ -2,10 +2,10 @@
 
 StreamingLLM (Xiao et al., ICLR 2024): every KV head keeps such a window.
 
-DuoAttention (Xiao et al., ICLR 2025): the KV heads with the smallest gates keep a window ("stream"), the others keep
-everything. Gates come from a file, as the authors trained them, or are measured on a text without training (as in
-kvpress): the mean query attends to the mean key at 500 positions, and the more of its attention falls on early
-positions, the larger the gate.
+DuoAttention (Xiao et al., ICLR 2025): the KV heads with the smallest gates keep a window
+("stream"), the others keep everything. Gates come from a file, as the authors trained them, or are
+measured on a text without training (as in kvpress): the mean query attends to the mean key at 500
+positions, and the more of its attention falls on early positions, the larger the gate.
 """
 
 from __future__ import annotations
@@ -19,12 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, Calibration, Geometry, Method, PromptRows, QueryRows, Selection, TokenCounts, require
+from methods.base import (
+    EMPTY,
+    Calibration,
+    Geometry,
+    Method,
+    PromptRows,
+    QueryRows,
+    Selection,
+    TokenCounts,
+    require,
+)
 from methods.evicting import EvictingState, EvictingToShare
 
 
 class WindowState(EvictingState):
-    """KV heads that stream keep the method's `num_sinks` first tokens and the `recent` last ones; others keep all."""
+    """KV heads that stream keep the method's `num_sinks` first tokens and the `recent` last ones;
+    others keep all."""
 
     @property
     def recent(self) -> Tensor:
@@ -32,10 +43,13 @@ class WindowState(EvictingState):
         raise NotImplementedError
 
     def streams(self, layer: int) -> Tensor:
-        """Which KV heads of a layer stream, bool [num_kv_heads, 1, 1], or [1, 1, 1] where all are alike."""
+        """Which KV heads of a layer stream, bool [num_kv_heads, 1, 1], or [1, 1, 1] where all are
+        alike."""
         raise NotImplementedError
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         self.enter_prompt(layer, rows)
         self._leave(layer, rows.lengths)
 
@@ -44,7 +58,9 @@ class WindowState(EvictingState):
         self.enter(layer, rows)
         self._leave(layer, torch.where(rows.real, rows.positions + 1, 0).amax(-1))
         window = torch.minimum(rows.positions, (self.method.num_sinks + self.recent)[:, None])
-        read = torch.where(self.streams(layer), window, rows.positions)  # [num_kv_heads or 1, batch, rows]
+        read = torch.where(
+            self.streams(layer), window, rows.positions
+        )  # [num_kv_heads or 1, batch, rows]
         return Selection(mask, read.double().mean(0))
 
     def _stays(self, layer: int, token: Tensor, cached: Tensor) -> Tensor:
@@ -73,7 +89,8 @@ class StreamingState(WindowState):
 
 @dataclass(frozen=True)
 class Streaming(EvictingToShare):
-    """Keeps floor(kept_frac * T) cached tokens: the `num_sinks` first and the most recent, at their own positions."""
+    """Keeps floor(kept_frac * T) cached tokens: the `num_sinks` first and the most recent, at their
+    own positions."""
 
     num_sinks: int = 4
 
@@ -112,7 +129,8 @@ class DuoAttention(Method):
     """Of the KV heads of the layers that are not exempt, round(sparsity * their number) stream.
 
     num_sinks, num_recent: tokens that these keep; the defaults are those that the authors deploy.
-    pattern: a file of gates, a line per layer and a column per KV head, separated by tabs; None measures them.
+    pattern: a file of gates, a line per layer and a column per KV head, separated by tabs; None
+    measures them.
     """
 
     sparsity: float = 0.5
@@ -128,7 +146,12 @@ class DuoAttention(Method):
         self._require_fraction("sparsity", zero=True)
         self._require_least(0, "num_sinks")
         self._require_least(1, "num_recent")
-        require(self.file is None or Path(self.file).is_file(), "pattern", self.pattern, "a file that exists, or null")
+        require(
+            self.file is None or Path(self.file).is_file(),
+            "pattern",
+            self.pattern,
+            "a file that exists, or null",
+        )
 
     @property
     def file(self) -> str | None:
@@ -138,39 +161,61 @@ class DuoAttention(Method):
     def needs_calibration(self) -> bool:
         return self.pattern is None
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
         """gates: fp32 [num_kv_heads], mean over the group."""
         layer = len(earlier)
         text, ahead = (torch.arange(n, device=query.device)[None] for n in (query.shape[1], 500))
-        plain = (geometry.rotate(states[None], text, inverse=True, layer=layer).float() for states in (query, key))
-        means = (states.mean(2, keepdim=True).expand(-1, -1, ahead.shape[1], -1) for states in plain)
+        plain = (
+            geometry.rotate(states[None], text, inverse=True, layer=layer).float()
+            for states in (query, key)
+        )
+        means = (
+            states.mean(2, keepdim=True).expand(-1, -1, ahead.shape[1], -1) for states in plain
+        )
         mean_query, mean_key = (geometry.rotate(states, ahead, layer=layer) for states in means)
         softmax = geometry.softmax(layer)
         probs = softmax.weights(softmax.scores(mean_query[:, :, -1:], mean_key))
         return {"gates": probs[0, :, :, 0].cumsum(-1).mean((1, 2))}
 
     def gates(self, geometry: Geometry, calibration: Calibration | None) -> Tensor:
-        """fp32 [num_layers, num_kv_heads]. ValueError for a file of another shape, or gates that are all equal."""
+        """fp32 [num_layers, num_kv_heads]. ValueError for a file of another shape, or gates that
+        are all equal."""
         if self.file is None:
             assert calibration is not None, "new_state asks for it"
             gates = calibration["gates"]
             differ = bool((gates != gates[0, 0]).any())
-            require(differ, "pattern", None, f"a file: {geometry.family} has no rotary positions to measure gates by")
+            require(
+                differ,
+                "pattern",
+                None,
+                f"a file: {geometry.family} has no rotary positions to measure gates by",
+            )
             return gates
         shape = (geometry.num_layers, geometry.num_kv_heads)
         try:
             gates = torch.from_numpy(np.loadtxt(self.file, delimiter="\t", ndmin=2)).float()
         except (OSError, ValueError) as error:
-            raise ValueError(f"method.pattern={self.pattern}: must be numbers separated by tabs ({error})") from error
+            raise ValueError(
+                f"method.pattern={self.pattern}: must be numbers separated by tabs ({error})"
+            ) from error
         fits = tuple(gates.shape) == shape and bool(gates.isfinite().all())
-        require(fits, "pattern", self.pattern, f"{shape[0]} lines of {shape[1]} finite numbers, one for each KV head")
+        require(
+            fits,
+            "pattern",
+            self.pattern,
+            f"{shape[0]} lines of {shape[1]} finite numbers, one for each KV head",
+        )
         return gates
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
-        """As if exactly `sparsity` of the heads streamed; rounding to whole heads differs by half a head at most."""
+        """As if exactly `sparsity` of the heads streamed; rounding to whole heads differs by half a
+        head at most."""
         window = min(counts.cached, self.num_sinks + self.num_recent)
         return (1 - self.sparsity) * counts.cached + self.sparsity * window
 
     def with_size(self, frac: float) -> Self:
-        """The share of heads that retrieve. The size grows with it, from that of the windows alone."""
+        """The share of heads that retrieve. The size grows with it, from that of the windows
+        alone."""
         return replace(self, sparsity=1 - frac)

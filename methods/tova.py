@@ -1,7 +1,8 @@
 """TOVA (Oren et al., EMNLP 2024): keep the tokens that the last row attends to most.
 
-After the prompt, once, and after every row, the tokens that the last row attends to least leave; its own token may
-leave too. All heads of a layer share one set: the attention is the mean over all of them.
+After the prompt, once, and after every row, the tokens that the last row attends to least leave;
+its own token may leave too. All heads of a layer share one set: the attention is the mean over all
+of them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ class TOVAState(WorthState):
     def recent(self) -> Tensor:
         return torch.full_like(self.lengths.final, int(self.method.protect_last))
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
-        worth = received_attention(query, key, rows.real, self.geometry.softmax(layer), first=max(0, key.shape[2] - 1))
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor:
+        worth = received_attention(
+            query, key, rows.real, self.geometry.softmax(layer), first=max(0, key.shape[2] - 1)
+        )
         return worth.mean(1, keepdim=True).expand_as(worth)
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:

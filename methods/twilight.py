@@ -1,11 +1,13 @@
-"""Twilight (Lin et al., NeurIPS 2025): of a retriever's candidates, the fewest tokens that hold a share p of attention.
+"""Twilight (Lin et al., NeurIPS 2025): of a retriever's candidates, the fewest tokens that hold a
+share p of attention.
 
-Select: Quest's best pages, `candidate_frac` of the cached tokens, are the candidates. Prune: keys in 4 bits give each
-candidate an estimated score. In the order of the softmax over the candidates, tokens are read until their
-probabilities add up to `p`. So a head whose attention is flat reads many tokens, and one that is focused reads few.
+Select: Quest's best pages, `candidate_frac` of the cached tokens, are the candidates. Prune: keys
+in 4 bits give each candidate an estimated score. In the order of the softmax over the candidates,
+tokens are read until their probabilities add up to `p`. So a head whose attention is flat reads
+many tokens, and one that is focused reads few.
 
-Official code: github.com/tsinghua-ideal/Twilight, `twilight/pyimpl/{attention,top_p,quantize}.py`; its
-`benchmark/configs/config_quest_twi.json` has the defaults.
+Official code: github.com/tsinghua-ideal/Twilight, `twilight/pyimpl/{attention,top_p,quantize}.py`;
+its `benchmark/configs/config_quest_twi.json` has the defaults.
 """
 
 from __future__ import annotations
@@ -27,10 +29,14 @@ from methods.selection import Selecting, ascending, largest_of_each
 class TwilightState(QuestState, PartialKeysState):
     """Quest's bounds of pages, and every key in few bits."""
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         PartialKeysState.prompt(self, layer, query, key, value, rows)  # it calls `append`
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
         PartialKeysState.append(self, layer, key, value, positions, slots)
         if self.method.candidate_frac is not None:
             QuestState.append(self, layer, key, value, positions, slots)
@@ -42,8 +48,8 @@ class TwilightState(QuestState, PartialKeysState):
         return query.float() * self.geometry.scale
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        """Quest's candidates, pruned by the estimated attention on them. With `group=union` each query head has
-        candidates of its own."""
+        """Quest's candidates, pruned by the estimated attention on them. With `group=union` each
+        query head has candidates of its own."""
         method, positions = self.method, rows.positions
         if method.candidate_frac is None:
             candidates, num_candidates = rows.visible(), positions
@@ -56,7 +62,9 @@ class TwilightState(QuestState, PartialKeysState):
         scores = method.by_set(softmax.capped(PartialKeysState.scores(self, layer, rows)))
         if method.group == "union":
             scores = scores.flatten(1, 2).unsqueeze(2)
-        weights = scores.masked_fill(~candidates.unsqueeze(2), -math.inf).softmax(-1).nan_to_num_()  # 0 / 0 of none
+        weights = (
+            scores.masked_fill(~candidates.unsqueeze(2), -math.inf).softmax(-1).nan_to_num_()
+        )  # 0 / 0 of none
         mask = method.prune(weights.mean(2), candidates, rows)
         joint, _ = method.joined(mask, positions, self.geometry)
         side = PartialKeysState.index_read(self, layer, num_candidates)
@@ -67,13 +75,15 @@ class TwilightState(QuestState, PartialKeysState):
 
 @dataclass(frozen=True)
 class Twilight(Selecting):
-    """Reads the fewest candidates whose estimated attention adds up to `p`, at most `max_fetch_frac` of the cache.
+    """Reads the fewest candidates whose estimated attention adds up to `p`, at most
+    `max_fetch_frac` of the cache.
 
     p: share of the attention on the candidates; 1 always reads the cap.
-    candidate_frac: Quest's budget, as a share of the cached tokens; None takes all tokens and keeps no bounds of pages.
-    page_size: tokens of Quest's pages. index_bits: of each number of a key in the index.
-    group: `sum_probs` is one set for the group, by the mean of its heads' probabilities; `union` joins a set for each
-        query head, of pages of its own, which is the official rule.
+    candidate_frac: Quest's budget, as a share of the cached tokens; None takes all tokens and keeps
+    no bounds of pages. page_size: tokens of Quest's pages. index_bits: of each number of a key in
+    the index.
+    group: `sum_probs` is one set for the group, by the mean of its heads' probabilities; `union`
+        joins a set for each query head, of pages of its own, which is the official rule.
     """
 
     p: float = 0.85
@@ -105,18 +115,23 @@ class Twilight(Selecting):
         return self._retriever.pages_read(cached)
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return self.max_tokens_read(counts, layer) if self.p == 1 and self.group != "union" else None
+        return (
+            self.max_tokens_read(counts, layer) if self.p == 1 and self.group != "union" else None
+        )
 
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         if self.group == "union":
             return counts.cached
         candidates = counts.cached
         if self.candidate_frac is not None:
-            candidates = self.pages_read(counts.cached) * self.page_size + counts.cached % self.page_size
+            candidates = (
+                self.pages_read(counts.cached) * self.page_size + counts.cached % self.page_size
+            )
         return min(candidates, max(1, int(self.max_fetch_frac * counts.cached)))
 
     def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: p becomes 1, and there are at least as many candidates as are read."""
+        """Sized by the cap alone: p becomes 1, and there are at least as many candidates as are
+        read."""
         candidates = None if self.candidate_frac is None else max(frac, self.candidate_frac)
         return replace(self, p=1.0, max_fetch_frac=frac, candidate_frac=candidates)
 
@@ -126,8 +141,8 @@ class Twilight(Selecting):
     def prune(self, weights: Tensor, candidates: Tensor, rows: QueryRows) -> Tensor:
         """The tokens that are read of each set, bool [batch, sets, rows, slots].
 
-        weights: fp32 [batch, sets, rows, slots], attention on the candidates, adding up to 1; candidates: bool [batch,
-        sets or heads that share them, rows, slots].
+        weights: fp32 [batch, sets, rows, slots], attention on the candidates, adding up to 1;
+        candidates: bool [batch, sets or heads that share them, rows, slots].
         """
         sets = weights.shape[1]
         candidates = candidates.repeat_interleave(sets // candidates.shape[1], 1)

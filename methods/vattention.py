@@ -1,14 +1,17 @@
 """vAttention (Desai et al., ICLR 2026): read the best tokens, and a weighted sample of the others.
 
-Sinks, recent tokens and the best by an index are the fixed set. Of the other n tokens b are drawn uniformly, and each
-counts n / b times: log(n / b) is added to its score. A small base sample gives sigma, the standard deviation of
-exp(score) among the others, and D, the denominator of the softmax. With b = (z sigma n / (epsilon D))^2 and
-z = Phi^-1(1 - delta), the central limit theorem says that D is too small by more than epsilon D in a share delta of all
-cases, and too large in as many. The b tokens are drawn without regard to the base sample: a base sample that misses the
-heavy tokens gives a small b, and if it were part of the sample, the denominator would be too small on average.
+Sinks, recent tokens and the best by an index are the fixed set. Of the other n tokens b are drawn
+uniformly, and each counts n / b times: log(n / b) is added to its score. A small base sample gives
+sigma, the standard deviation of exp(score) among the others, and D, the denominator of the softmax.
+With b = (z sigma n / (epsilon D))^2 and
+z = Phi^-1(1 - delta), the central limit theorem says that D is too small by more than epsilon D in
+a share delta of all cases, and too large in as many. The b tokens are drawn without regard to the
+base sample: a base sample that misses the heavy tokens gives a small b, and if it were part of the
+sample, the denominator would be too small on average.
 
-Official code: github.com/xAlg-ai/sparse-attention-hub (now skylight-org), `maskers/sampling/implementations/
-adaptive_sampling.py` under `sparse_attention_hub/sparse_attention/research_attention`.
+Official code: github.com/xAlg-ai/sparse-attention-hub (now skylight-org),
+`maskers/sampling/implementations/ adaptive_sampling.py` under
+`sparse_attention_hub/sparse_attention/research_attention`.
 """
 
 from __future__ import annotations
@@ -34,11 +37,15 @@ FINAL_SAMPLE, BASE_SAMPLE = 0, 1
 class VAttentionState(PartialKeysState):
     """Every key in few bits; nothing where the true scores choose."""
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
         if self.method.has_index:
             super().prompt(layer, query, key, value, rows)
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
         if self.method.has_index:
             super().append(layer, key, value, positions, slots)
 
@@ -52,7 +59,9 @@ class VAttentionState(PartialKeysState):
         method, visible = self.method, rows.visible()
         if method.has_index:
             scores = self.geometry.softmax(layer).capped(self.scores(layer, rows))
-            seen = visible.scatter(-1, rows.own_slots.unsqueeze(-1).long(), True)  # the own key is in the index by now
+            seen = visible.scatter(
+                -1, rows.own_slots.unsqueeze(-1).long(), True
+            )  # the own key is in the index by now
             scores.masked_fill_(~seen.unsqueeze(2), -math.inf)
         else:
             scores = rows.true_scores().clone()
@@ -64,13 +73,17 @@ class VAttentionState(PartialKeysState):
         count = torch.minimum(cap, method.share(method.fixed_frac, rows.positions))
         scores.masked_fill_(~visible.unsqueeze(2), -math.inf)
         forced = method.forced(rows.slot_positions, rows.slot_positions, rows.positions, count)
-        fixed, _ = method.joined(largest(method.reduced(scores, forced), count), count, self.geometry)
+        fixed, _ = method.joined(
+            largest(method.reduced(scores, forced), count), count, self.geometry
+        )
 
         # The sample: those with the smallest random numbers
         others = visible & ~fixed
         size = number = others.sum(-1)
         if method.epsilon:
-            base_size = torch.minimum(floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE), number)
+            base_size = torch.minimum(
+                floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE), number
+            )
             base = self.drawn(BASE_SAMPLE, layer, rows, others, base_size)
             size = method.sample_size(powers, ~others, base, number, base_size)
         size = torch.minimum(size, (cap[:, None] - fixed.sum(-1)).clamp(min=0))
@@ -81,11 +94,13 @@ class VAttentionState(PartialKeysState):
         side = self.index_read(layer, rows.positions) if method.has_index else None
         return Selection(mask, mask.sum(-1).double().mean(1), side, bias)
 
-    def drawn(self, sample: int, layer: int, rows: QueryRows, others: Tensor, size: Tensor) -> Tensor:
+    def drawn(
+        self, sample: int, layer: int, rows: QueryRows, others: Tensor, size: Tensor
+    ) -> Tensor:
         """The tokens of a sample, bool like `others`.
 
-        sample: `BASE_SAMPLE` or `FINAL_SAMPLE`; others: bool [batch, sets, rows, slots], tokens to draw from; size: int
-        [batch, sets, rows], number to draw, at most as many as there are.
+        sample: `BASE_SAMPLE` or `FINAL_SAMPLE`; others: bool [batch, sets, rows, slots], tokens to
+        draw from; size: int [batch, sets, rows], number to draw, at most as many as there are.
         """
         numbers = random_numbers(self.method.seed, layer, rows, others.shape[1], sample)
         return largest_of_each(-numbers.masked_fill_(~others, math.inf), size)
@@ -93,12 +108,14 @@ class VAttentionState(PartialKeysState):
 
 @dataclass(frozen=True)
 class VAttention(Selecting):
-    """Reads a fixed set of `fixed_frac` of the cached tokens, and a sample, at most `max_fetch_frac` in all.
+    """Reads a fixed set of `fixed_frac` of the cached tokens, and a sample, at most
+    `max_fetch_frac` in all.
 
-    The fixed set holds the sinks, `recent_frac` of it are the most recent tokens, and the rest the best by the index.
-    base_frac: share of the other tokens in the base sample; no sample is smaller. epsilon, delta: relative error of the
-    softmax's denominator, and how often it may be larger to either side; epsilon=0 always takes the cap.
-    index_bits: of each number of a key in the index. seed: of the samples.
+    The fixed set holds the sinks, `recent_frac` of it are the most recent tokens, and the rest the
+    best by the index. base_frac: share of the other tokens in the base sample; no sample is
+    smaller. epsilon, delta: relative error of the softmax's denominator, and how often it may be
+    larger to either side; epsilon=0 always takes the cap. index_bits: of each number of a key in
+    the index. seed: of the samples.
     when: `own_query` by the index, or `true_scores`, the official code's oracle.
     """
 
@@ -137,7 +154,11 @@ class VAttention(Selecting):
         return self.when != "true_scores"
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return self.max_tokens_read(counts, layer) if self.epsilon == 0 and self.group != "union" else None
+        return (
+            self.max_tokens_read(counts, layer)
+            if self.epsilon == 0 and self.group != "union"
+            else None
+        )
 
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         return (
@@ -147,7 +168,8 @@ class VAttention(Selecting):
         )
 
     def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code at 10 %."""
+        """Sized by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code
+        at 10 %."""
         return replace(self, epsilon=0.0, max_fetch_frac=frac, fixed_frac=frac / 2)
 
     def artifact_budget(self) -> float:
@@ -157,27 +179,37 @@ class VAttention(Selecting):
         """floor(frac * cached), at least one token where there is any."""
         return torch.minimum(floor_frac(frac, cached).clamp(min=1), cached)
 
-    def sample_size(self, powers: Tensor, known: Tensor, base: Tensor, number: Tensor, count: Tensor) -> Tensor:
-        """b, the tokens to be drawn of each set, int [batch, sets, rows]: the largest that a head of the set asks for.
+    def sample_size(
+        self, powers: Tensor, known: Tensor, base: Tensor, number: Tensor, count: Tensor
+    ) -> Tensor:
+        """b, the tokens to be drawn of each set, int [batch, sets, rows]: the largest that a head
+        of the set asks for.
 
-        powers: exp(score - the head's best score), fp32 [batch, sets, group, rows, slots]; known: bool [batch, sets,
-        rows, slots], slots that are not drawn from; base: the base sample, alike; number, count: int [batch, sets,
-        rows], tokens to draw from, and those in the base sample.
+        powers: exp(score - the head's best score), fp32 [batch, sets, group, rows, slots]; known:
+        bool [batch, sets, rows, slots], slots that are not drawn from; base: the base sample,
+        alike; number, count: int [batch, sets, rows], tokens to draw from, and those in the base
+        sample.
         """
         base, number, count = base.unsqueeze(2), number.unsqueeze(2), count.unsqueeze(2)
         mean = (powers * base).sum(-1) / count.clamp(min=1)
-        variance = ((powers - mean.unsqueeze(-1)).square_() * base).sum(-1) / (count - 1).clamp(min=1)
+        variance = ((powers - mean.unsqueeze(-1)).square_() * base).sum(-1) / (count - 1).clamp(
+            min=1
+        )
         total = (powers * known.unsqueeze(2)).sum(-1).double() + number * mean
         z = NormalDist().inv_cdf(1 - self.delta)
         wanted = variance * (z * number / (self.epsilon * total)).square()
-        return torch.minimum(torch.maximum(wanted.amax(2).long(), count.squeeze(2)), number.squeeze(2))
+        return torch.minimum(
+            torch.maximum(wanted.amax(2).long(), count.squeeze(2)), number.squeeze(2)
+        )
 
 
-def random_numbers(seed: int, layer: int, rows: QueryRows, sets: int, sample: int = FINAL_SAMPLE) -> Tensor:
+def random_numbers(
+    seed: int, layer: int, rows: QueryRows, sets: int, sample: int = FINAL_SAMPLE
+) -> Tensor:
     """A number from 0 to 2^24 - 1 for each row and token, fp32 [batch, sets, rows, slots].
 
-    They depend on the seed, layer, set, sample, row and token alone, and so are the same in replay and live decoding,
-    in any batch and block of rows.
+    They depend on the seed, layer, set, sample, row and token alone, and so are the same in replay
+    and live decoding, in any batch and block of rows.
     """
     heads = torch.arange(sets, device=rows.positions.device)
     of_set = mixed(mixed(heads + layer * 2**16 + sample * 2**31) + seed)

@@ -1,8 +1,10 @@
-"""Figures from the tables alone: `results/tables/*.csv` -> `results/figures/<figure>` as `.png`, `.pdf` and `.svg`.
+"""Figures from the tables alone: `results/tables/*.csv` -> `results/figures/<figure>` as `.png`,
+`.pdf` and `.svg`.
 
-`registry.yaml` lists the figures and names the function that draws each. A draw function takes the tables and the
-figure's name, and returns the figure, or None where its table has no rows. The table `<figure>-modelled` holds what the
-cost model predicts; the same function draws it as a figure of that name. The same tables give the same bytes.
+`registry.yaml` lists the figures and names the function that draws each. A draw function takes the
+tables and the figure's name, and returns the figure, or None where its table has no rows. The table
+`<figure>-modelled` holds what the cost model predicts; the same function draws it as a figure of
+that name. The same tables give the same bytes.
 
     python -m plots --results-dir results
 """
@@ -20,7 +22,8 @@ def draw_figures(results_dir: str | Path) -> list[Path]:
         The files written: a PNG, a PDF and an SVG per figure, in the order of the registry.
 
     Raises:
-        UserError: at the end, which figures could not be drawn and why; at once, a folder that cannot be written.
+        UserError: at the end, which figures could not be drawn and why; at once, a folder that
+        cannot be written.
     """
     from plots.drawing import draw_all  # here, since matplotlib takes a second to load
 

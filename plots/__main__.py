@@ -6,7 +6,11 @@ import sys
 from harness.errors import exit_code
 from plots import main
 
-parser = argparse.ArgumentParser(prog="python -m plots", description="Draw the figures from DIR/tables.")
-parser.add_argument("--results-dir", default="results", metavar="DIR", help="figures go to DIR/figures")
+parser = argparse.ArgumentParser(
+    prog="python -m plots", description="Draw the figures from DIR/tables."
+)
+parser.add_argument(
+    "--results-dir", default="results", metavar="DIR", help="figures go to DIR/figures"
+)
 args = parser.parse_args()
 sys.exit(exit_code(lambda: print(*main(args.results_dir), sep="\n")))

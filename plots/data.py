@@ -1,4 +1,5 @@
-"""The tables as data frames, their split into panels that never mix setups, and the paper's numbers."""
+"""The tables as data frames, their split into panels that never mix setups, and the paper's
+numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ PHRASES = {"kept": "{} tokens kept"}
 
 
 class Tables:
-    """The CSV files of one folder. An absent table reads as a table without rows; extra columns are kept.
+    """The CSV files of one folder. An absent table reads as a table without rows; extra columns are
+    kept.
 
     Raises:
         UserError: on reading, a file that lacks a needed column or is no table of results.
@@ -37,8 +39,8 @@ class Tables:
     def accuracy(self, name: str) -> pd.DataFrame:
         """Rows of (model, label, task, metric). Numbers are floats; an empty cell is NaN.
 
-        `stderr` is that of the difference to the full cache where the table has differences. The full cache itself,
-        from which they are taken, then has none.
+        `stderr` is that of the difference to the full cache where the table has differences. The
+        full cache itself, from which they are taken, then has none.
         """
         rows = self.read(name, columns.ACCURACY)
         paired = rows.difference.notna()
@@ -54,15 +56,19 @@ class Tables:
         needed = columns.names(expected)
         for column in set(needed).difference(rows[0], columns.OPTIONAL) if rows else ():
             raise UserError(f"{path}: no column {column}; make the table anew")
-        frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*needed, *(rows[0] if rows else ())])))
+        frame = pd.DataFrame(
+            rows, columns=list(dict.fromkeys([*needed, *(rows[0] if rows else ())]))
+        )
         numbers = {column.name: float for column in expected if column.digits is not None}
         frame = frame.where(frame != "").astype(numbers)
         names = [name for name in NAMES if name in needed]
-        return frame.assign(**{name: frame[name].map(self._legible, na_action="ignore") for name in names})
+        return frame.assign(
+            **{name: frame[name].map(self._legible, na_action="ignore") for name in names}
+        )
 
     def _legible(self, name: str) -> str:
-        """The name as a legend can show it: one line of at most `MAX_LETTERS`, unlike any other name, and not
-        beginning with an underscore, since matplotlib leaves such names out."""
+        """The name as a legend can show it: one line of at most `MAX_LETTERS`, unlike any other
+        name, and not beginning with an underscore, since matplotlib leaves such names out."""
         if name not in self._shown:
             shown = shortened(printable(name), MAX_LETTERS)
             shown = f"{NARROW_SPACE}{shown}" if shown.startswith("_") else shown
@@ -73,11 +79,12 @@ class Tables:
 
 
 def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
-    """Part the rows by the columns of `setup`, so that different setups or sources never share a panel unmarked.
+    """Part the rows by the columns of `setup`, so that different setups or sources never share a
+    panel unmarked.
 
     Returns:
-        Words for what all setups share; title and rows of each setup in the order of the table. A title says what tells
-        its setup from the others.
+        Words for what all setups share; title and rows of each setup in the order of the table. A
+        title says what tells its setup from the others.
     """
     varying = [name for name in setup if frame[name].nunique(dropna=False) > 1]
     shared = describe(frame.iloc[0], [name for name in setup if name not in varying])
@@ -86,7 +93,8 @@ def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[st
 
 
 def describe(row: Mapping[Any, Any] | pd.Series, names: Sequence[str]) -> str:
-    """Words for the row's values in the columns `names`, such as "opt-13b, batch 20"; empty cells are left out."""
+    """Words for the row's values in the columns `names`, such as "opt-13b, batch 20"; empty cells
+    are left out."""
     phrases = {name: PHRASES.get(name, columns.column(name).phrase) for name in names}
     texts = (phrase.format(row[name]) for name, phrase in phrases.items() if not pd.isna(row[name]))
     return ", ".join(text for text in texts if text)
@@ -125,19 +133,27 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
 
 
 def of_paper(figure: str) -> pd.DataFrame:
-    """All rows of the paper's numbers for a figure or table; `value` is a number, all else is words."""
+    """All rows of the paper's numbers for a figure or table; `value` is a number, all else is
+    words."""
     rows = pd.DataFrame(columns.published_rows())
     return rows[rows.figure == figure].astype({"value": float})
 
 
-def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]) -> pd.DataFrame:
-    """The paper's numbers for a panel in the paper's `setup` (column: value), else no rows: `value` of the label
-    `series` at `x`, a number or a model.
+def published(
+    figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]
+) -> pd.DataFrame:
+    """The paper's numbers for a panel in the paper's `setup` (column: value), else no rows: `value`
+    of the label `series` at `x`, a number or a model.
 
-    Only a panel measured, or modelled for the paper's machine, has them; an emulated panel never has.
+    Only a panel measured, or modelled for the paper's machine, has them; an emulated panel never
+    has.
     """
-    on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM))
-    known = bool(on_gpu.all()) and all((panel[name] == value).all() for name, value in setup.items())
+    on_gpu = (panel.source == "measured") | (
+        (panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM)
+    )
+    known = bool(on_gpu.all()) and all(
+        (panel[name] == value).all() for name, value in setup.items()
+    )
     rows = of_paper(figure)
     rows = rows[(rows.metric == metric) & rows.model.isin(panel.model if known else [])]
     return rows.assign(x=pd.to_numeric(rows.x, errors="coerce").astype(object).fillna(rows.x))

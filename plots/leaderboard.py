@@ -1,12 +1,14 @@
-"""The leaderboard and its fronts, from `leaderboard.csv`: every method by name, and KL by size and step time.
+"""The leaderboard and its fronts, from `leaderboard.csv`: every method by name, and KL by size and
+step time.
 
-Left, a line per method: its KL at each size, the closest to the full cache first; the fuller a marker, the larger the
-size. A cross is a method that cannot have the size and ran at the nearest.
+Left, a line per method: its KL at each size, the closest to the full cache first; the fuller a
+marker, the larger the size. A cross is a method that cannot have the size and ran at the nearest.
 
-Right, a point per method and size: its look says how the method reads less, hollow where the step is modelled. The line
-is the front, of points that no other beats in both; their names stand to the left and below, where by its meaning
-nothing else lies. The full cache, whose KL is 0, is a line at its step time. One's own runs beside the shipped ones
-have a colour of their own, and their label in the legend.
+Right, a point per method and size: its look says how the method reads less, hollow where the step
+is modelled. The line is the front, of points that no other beats in both; their names stand to the
+left and below, where by its meaning nothing else lies. The full cache, whose KL is 0, is a line at
+its step time. One's own runs beside the shipped ones have a colour of their own, and their label in
+the legend.
 """
 
 from collections.abc import Mapping
@@ -34,7 +36,8 @@ ALL = "reads all"
 OTHER_SIZE = "x"
 """The marker of a method that cannot have the size it was asked for."""
 CLOSE, NEAR = 2, 0.2
-"""Points share their names' place whose KL differs by a smaller factor and whose costs by less than e^0.2."""
+"""Points share their names' place whose KL differs by a smaller factor and whose costs by less than
+e^0.2."""
 LEFT = 5
 """The x axis begins at the least cost over this, which leaves the names room."""
 ALIKE = 1.02
@@ -54,7 +57,10 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     if points.empty:
         return None
     shared, panels = data.split(rows, ["model", "source"])
-    costs = [[cost for cost, (column, *_) in COSTS.items() if frame[column].notna().any()] for _, frame in panels]
+    costs = [
+        [cost for cost, (column, *_) in COSTS.items() if frame[column].notna().any()]
+        for _, frame in panels
+    ]
     heights = [
         max(LINE_INCHES * frame.label.nunique() + 0.8, COST_INCHES * len(own))
         for (_, frame), own in zip(panels, costs, strict=True)
@@ -84,7 +90,12 @@ def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
     sizes = sorted(points.asked_size.dropna().unique())
     middle = sizes[len(sizes) // 2] if sizes else None
     at_middle = points[(points.asked_size == middle) | points.asked_size.isna()]
-    order = at_middle.groupby("label")[KL].min().reindex(points.label.unique()).sort_values(ascending=False)
+    order = (
+        at_middle.groupby("label")[KL]
+        .min()
+        .reindex(points.label.unique())
+        .sort_values(ascending=False)
+    )
     lines = {label: line for line, label in enumerate(order.index)}
     for label, own in points.groupby("label", sort=False):
         own = own.sort_values("size")
@@ -103,7 +114,9 @@ def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
         words = f"size {100 * size:.0f} %"
         axes.plot([], [], "o", color=style.GREY, markerfacecolor=face, markersize=4, label=words)
     if any(map(is_unmet, points.asked_size, points["size"])):
-        axes.plot([], [], OTHER_SIZE, color=style.GREY, markersize=4, label="not the size asked for")
+        axes.plot(
+            [], [], OTHER_SIZE, color=style.GREY, markersize=4, label="not the size asked for"
+        )
     fronts = set(points[points.front.fillna("") != ""].label)
     axes.set_yticks(range(len(lines)), list(lines), fontsize=6)
     for tick in axes.get_yticklabels():
@@ -122,9 +135,18 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     points = panel[panel[KL] > LEAST_KL]
     for name, own in points.groupby(points.label.where(points.own, points.family), sort=False):
         color, marker = _look(own)
-        hollow = (own.step_source == "modelled") & (cost == "step time")  # bytes over the link are never modelled
+        hollow = (own.step_source == "modelled") & (
+            cost == "step time"
+        )  # bytes over the link are never modelled
         for part, face in ((own[hollow], "none"), (own[~hollow], color)):
-            axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=name if len(part) else None)
+            axes.plot(
+                part.x,
+                part[KL],
+                marker,
+                color=color,
+                markerfacecolor=face,
+                label=name if len(part) else None,
+            )
     if cost == "step time":
         for x in panel[panel.family == ALL].x:
             axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
@@ -157,11 +179,18 @@ def _look(rows: pd.DataFrame) -> tuple[str, str]:
 def _name(axes: Axes, front: pd.DataFrame) -> None:
     """Names left of the points, a list beside those that lie too close for names of their own."""
     ordered = front.sort_values(KL, ascending=False)
-    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | ((ordered.x / ordered.x.shift()).map(np.log).abs() > NEAR)
+    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (
+        (ordered.x / ordered.x.shift()).map(np.log).abs() > NEAR
+    )
     for _, close in ordered.groupby(apart.cumsum()):
-        sizes = ["" if pd.isna(row.asked_size) else f" {100 * row['size']:.0f} %" for _, row in close.iterrows()]
+        sizes = [
+            "" if pd.isna(row.asked_size) else f" {100 * row['size']:.0f} %"
+            for _, row in close.iterrows()
+        ]
         names = "\n".join(map("".join, zip(close.label, sizes, strict=True)))
-        words = axes.annotate(names, (close.x.min(), close[KL].iloc[0]), (-4, -2), textcoords="offset points")
+        words = axes.annotate(
+            names, (close.x.min(), close[KL].iloc[0]), (-4, -2), textcoords="offset points"
+        )
         words.set(fontsize=5.5, linespacing=1.0, ha="right", va="top")
 
 

@@ -1,5 +1,5 @@
-"""Figures of latency tables: 14, 15, 16 and 18. The paper's numbers (RTX A6000) are hollow markers on panels of its
-setup, measured, or modelled for that machine."""
+"""Figures of latency tables: 14, 15, 16 and 18. The paper's numbers (RTX A6000) are hollow markers
+on panels of its setup, measured, or modelled for that machine."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -50,15 +50,17 @@ def fig14(tables: data.Tables, name: str) -> Figure | None:
 
 
 def fig15(tables: data.Tables, name: str) -> Figure | None:
-    """Prefill and decode seconds, stacked, by batch size. The paper's rates are drawn as the total that they stand for,
-    batch * 128 / (tokens/s)."""
+    """Prefill and decode seconds, stacked, by batch size. The paper's rates are drawn as the total
+    that they stand for, batch * 128 / (tokens/s)."""
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         rates = data.published("fig15", "tokens_per_s", panel, PAPER["fig15"])
         _stacked_times(axes, panel, rates.assign(value=rates.x * 128 / rates.value))
         axes.set_xlabel("batch size (sequences)")
 
-    return _draw_timed(_timed(tables, name), ("model", "platform", "source", "prompt_len", "gen_len"), draw)
+    return _draw_timed(
+        _timed(tables, name), ("model", "platform", "source", "prompt_len", "gen_len"), draw
+    )
 
 
 def fig16a(tables: data.Tables, name: str) -> Figure | None:
@@ -70,8 +72,8 @@ def fig16a(tables: data.Tables, name: str) -> Figure | None:
 
 
 def fig16b(tables: data.Tables, name: str) -> Figure | None:
-    """Speedup over offload by model. In the paper 30 % of OPT-30B's weights are in host memory, which the cost model
-    takes and a timed run must have been given."""
+    """Speedup over offload by model. In the paper 30 % of OPT-30B's weights are in host memory,
+    which the cost model takes and a timed run must have been given."""
     table = _timed(tables, name)
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
@@ -80,8 +82,8 @@ def fig16b(tables: data.Tables, name: str) -> Figure | None:
 
 
 def fig18(tables: data.Tables, name: str) -> Figure | None:
-    """Milliseconds of one transformer block in one decode step, by segment. Transfer is the wait for the link that no
-    compute hides, so the segments sum to the block."""
+    """Milliseconds of one transformer block in one decode step, by segment. Transfer is the wait
+    for the link that no compute hides, so the segments sum to the block."""
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         data.refuse_repeats(panel, ["label"])
@@ -101,7 +103,9 @@ def fig18(tables: data.Tables, name: str) -> Figure | None:
         found = {label: np.array([index]) for index, label in enumerate(rows.index)}
         points = data.published("fig18", "block_latency", panel, PAPER["fig18"])
         style.mark_published(axes, found, [PAPER["fig18"]["batch_size"]], points)
-        axes.use_sticky_edges = False  # an empty segment on top of the tallest stack would end the axis there
+        axes.use_sticky_edges = (
+            False  # an empty segment on top of the tallest stack would end the axis there
+        )
         axes.set_ylim(bottom=0)
 
     note = "transfer: the wait that compute does not hide"
@@ -113,9 +117,11 @@ def _timed(tables: data.Tables, name: str) -> pd.DataFrame:
     return table.assign(total_len=table.prompt_len + table.gen_len)
 
 
-def _draw_timed(rows: pd.DataFrame, setup: Sequence[str], draw: style.DrawPanel, *, note: str = "") -> Figure | None:
-    """A panel per setup. Where a label takes over `FAR` times as long as offload, a second panel shows offload and the
-    labels that are never slower, whose bars the first shows too small."""
+def _draw_timed(
+    rows: pd.DataFrame, setup: Sequence[str], draw: style.DrawPanel, *, note: str = ""
+) -> Figure | None:
+    """A panel per setup. Where a label takes over `FAR` times as long as offload, a second panel
+    shows offload and the labels that are never slower, whose bars the first shows too small."""
     if rows.empty:
         return None
     shared, panels = data.split(rows, setup)
@@ -129,11 +135,16 @@ def _draw_timed(rows: pd.DataFrame, setup: Sequence[str], draw: style.DrawPanel,
     return style.draw_cells(cells, "; ".join(filter(None, [shared, note])))
 
 
-def _stacked_times(axes: Axes, panel: pd.DataFrame, points: pd.DataFrame, *, in_legend: bool = True) -> style.Places:
-    """Prefill seconds, light, below decode seconds, a group of bars per batch size; the paper's totals on the bars."""
+def _stacked_times(
+    axes: Axes, panel: pd.DataFrame, points: pd.DataFrame, *, in_legend: bool = True
+) -> style.Places:
+    """Prefill seconds, light, below decode seconds, a group of bars per batch size; the paper's
+    totals on the bars."""
     prefill, decode = (data.pivot(panel, "batch_size", part) for part in ("prefill_s", "decode_s"))
     batches = list(prefill.index)
-    found, width = style.places(axes, style.ordered(prefill.columns), [f"{batch:.0f}" for batch in batches])
+    found, width = style.places(
+        axes, style.ordered(prefill.columns), [f"{batch:.0f}" for batch in batches]
+    )
     for label, x in found.items():
         color, _, _, hatch = style.look(label)
         axes.bar(x, prefill[label], width, **style.PREFILL_BAR)
@@ -149,8 +160,9 @@ def _stacked_times(axes: Axes, panel: pd.DataFrame, points: pd.DataFrame, *, in_
 def _draw_speedups(
     figure: str, table: pd.DataFrame, setup: Sequence[str], *, index: str, words: str, group: str
 ) -> Figure | None:
-    """Offload's seconds over the label's in the same setup: of prefill and decode together, as in the paper, and of
-    decode alone. Without offload's row there is no speedup; None without rows but offload's."""
+    """Offload's seconds over the label's in the same setup: of prefill and decode together, as in
+    the paper, and of decode alone. Without offload's row there is no speedup; None without rows but
+    offload's."""
     if table.empty:
         return None
 
@@ -158,7 +170,9 @@ def _draw_speedups(
         seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
         offload = seconds.get(BASE, pd.Series(float("nan"), seconds.index))
         speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
-        found = style.grouped(axes, speedup, groups=[group.format(value) for value in speedup.index])
+        found = style.grouped(
+            axes, speedup, groups=[group.format(value) for value in speedup.index]
+        )
         axes.axhline(1, color=style.GREY, linewidth=0.8)
         axes.set(xlabel=words, ylabel=TIMES[time])
         timed = panel[(panel.model == "opt-30b") & (panel.source != "modelled")]
@@ -169,4 +183,6 @@ def _draw_speedups(
 
     shared, panels = data.split(table, setup)
     several = [panel for panel in panels if (panel[1].label != BASE).any()]
-    return style.draw_cells([(*panel, partial(draw, time=time)) for panel in several for time in TIMES], shared)
+    return style.draw_cells(
+        [(*panel, partial(draw, time=time)) for panel in several for time in TIMES], shared
+    )

@@ -1,7 +1,8 @@
-"""How all figures look: one colour, marker, line and hatch per label, so that black-and-white print tells them apart.
+"""How all figures look: one colour, marker, line and hatch per label, so that black-and-white print
+tells them apart.
 
-Colours: Okabe and Ito's palette, and four of Paul Tol's for labels that are not listed. Both are safe for the common
-kinds of colour blindness.
+Colours: Okabe and Ito's palette, and four of Paul Tol's for labels that are not listed. Both are
+safe for the common kinds of colour blindness.
 """
 
 import re
@@ -40,7 +41,12 @@ FILLED = 0.84
 
 RC: Any = {
     **{"font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "legend.frameon": False},
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True},
+    **{
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+    },
     **{"grid.color": "#DDDDDD", "grid.linewidth": 0.5, "hatch.linewidth": 0.5},
     **{"lines.linewidth": 1.2, "lines.markersize": 4.5, "pdf.fonttype": 42},
     "svg.hashsalt": "kv-harness",  # equal names of parts on a rerun
@@ -99,13 +105,23 @@ LOOKS = {
     "latency": Look(VERMILION, "s", "--"),
 }
 SEQUENCE = (
-    *(Look(BLUE, "o", "-"), Look(VERMILION, "s", "--"), Look(GREEN, "D", "-."), Look(ORANGE, "v", ":")),
+    *(
+        Look(BLUE, "o", "-"),
+        Look(VERMILION, "s", "--"),
+        Look(GREEN, "D", "-."),
+        Look(ORANGE, "v", ":"),
+    ),
     *(Look(PURPLE, "^", "-"), Look(SKY, "p", "--"), Look(BLACK, "X", "-."), Look(GREY, "P", ":")),
 )
 """Of lines that are no methods."""
 OTHERS = [
     Look(color, marker, line, hatch)
-    for marker, line, hatch in (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))
+    for marker, line, hatch in (
+        ("P", "-", "*"),
+        ("X", "--", "O"),
+        ("h", "-.", "|||"),
+        ("8", ":", "---"),
+    )
     for color in (WINE, TEAL, INDIGO, OLIVE)
 ]
 _given: dict[str, Look] = {}
@@ -117,8 +133,8 @@ PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 
 
 def look(label: str) -> Look:
-    """The label's appearance, the same in all figures that are drawn together. A label that is not listed gets a look
-    by its spelling, or the next that no other label has."""
+    """The label's appearance, the same in all figures that are drawn together. A label that is not
+    listed gets a look by its spelling, or the next that no other label has."""
     if _listed(label) in LOOKS:
         return LOOKS[_listed(label)]
     if label not in _given:
@@ -129,21 +145,25 @@ def look(label: str) -> Look:
 
 
 def ordered(labels: Iterable[str]) -> list[str]:
-    """Distinct labels in the order of legends: listed labels first, then the others as they come, markers last. The
-    part after a comma, a size for example, does not count."""
+    """Distinct labels in the order of legends: listed labels first, then the others as they come,
+    markers last. The part after a comma, a size for example, does not count."""
     known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
     rank = {label: index for index, label in enumerate(known)}
-    return sorted(dict.fromkeys(labels), key=lambda label: rank.get(_listed(label.partition(",")[0]), rank[""]))
+    return sorted(
+        dict.fromkeys(labels),
+        key=lambda label: rank.get(_listed(label.partition(",")[0]), rank[""]),
+    )
 
 
 def _listed(label: str) -> str:
-    """The label of `LOOKS` that stands for this one: several bit widths, such as INT8/4, look like all four."""
+    """The label of `LOOKS` that stands for this one: several bit widths, such as INT8/4, look like
+    all four."""
     return QUANTIZED if re.fullmatch(r"INT\d(/\d)+", label) else label
 
 
 def in_sequence(series: Iterable[str]) -> dict[str, Look]:
-    """A look for each series of a figure, the same in all its panels: a method's own, and for others the next of
-    `SEQUENCE` in a colour that none of these methods has."""
+    """A look for each series of a figure, the same in all its panels: a method's own, and for
+    others the next of `SEQUENCE` in a colour that none of these methods has."""
     names = list(dict.fromkeys(series))
     own = {name: LOOKS[name] for name in names if name in LOOKS}
     taken = {each.color for each in own.values()}
@@ -160,7 +180,9 @@ def applied() -> AbstractContextManager[None]:
 # Panels
 
 
-def new(num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES) -> tuple[Figure, list[Axes]]:
+def new(
+    num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES
+) -> tuple[Figure, list[Axes]]:
     """A figure of at least one panel, at most three a row, with room above for the legend."""
     columns = 2 if num_panels == 4 else min(num_panels, 3)
     rows = -(-num_panels // columns)
@@ -170,8 +192,11 @@ def new(num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES) ->
     return figure, axes
 
 
-def draw_rows(rows: pd.DataFrame, setup: Sequence[str], draw: DrawPanel, *, note: str = "") -> Figure | None:
-    """A figure with a titled panel per setup; below the panels what they share, then `note`. None without rows."""
+def draw_rows(
+    rows: pd.DataFrame, setup: Sequence[str], draw: DrawPanel, *, note: str = ""
+) -> Figure | None:
+    """A figure with a titled panel per setup; below the panels what they share, then `note`. None
+    without rows."""
     if rows.empty:
         return None
     shared, panels = split(rows, setup)
@@ -204,42 +229,65 @@ def finish(figure: Figure, note: str) -> Figure:
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
-    lines = "\n".join(line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, letters))
+    lines = "\n".join(
+        line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, letters)
+    )
     figure.supxlabel(lines, x=0.01, ha="left", fontsize=6, color="#444444")
     return figure
 
 
 def error_note(rows: pd.DataFrame) -> str:
-    """What the error bars of `rows` are. KL and agreement compare with the full cache by themselves."""
-    values = rows[(rows.label != FULL) & ~rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])]
+    """What the error bars of `rows` are. KL and agreement compare with the full cache by
+    themselves."""
+    values = rows[
+        (rows.label != FULL) & ~rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])
+    ]
     paired = values.difference.notna()
     if not paired.any():
         return "bars: one standard error"
-    return "bars: standard error of the difference to the full cache" + ("" if paired.all() else ", else of the value")
+    return "bars: standard error of the difference to the full cache" + (
+        "" if paired.all() else ", else of the value"
+    )
 
 
 # Lines
 
 
 def error_line(
-    axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: Look, **other: Any
+    axes: Axes,
+    x: pd.Series,
+    y: pd.Series,
+    stderr: pd.Series | None,
+    *,
+    name: str,
+    like: Look,
+    **other: Any,
 ) -> None:
-    """A line with markers and error bars of one standard error, broken where `y` is NaN; `other` changes its look."""
-    looks: Any = {"color": like.color, "marker": like.marker, "linestyle": like.line, "capsize": 2, "elinewidth": 0.8}
+    """A line with markers and error bars of one standard error, broken where `y` is NaN; `other`
+    changes its look."""
+    looks: Any = {
+        "color": like.color,
+        "marker": like.marker,
+        "linestyle": like.line,
+        "capsize": 2,
+        "elinewidth": 0.8,
+    }
     axes.errorbar(x, y, yerr=stderr, label=name, **looks | other)
 
 
 def joined(labels: Iterable[str]) -> str:
     """The name of the line through the codecs of a figure: INT8/4 where it has these bit widths."""
-    return "INT" + "/".join(sorted({label[3:] for label in labels if WIDTH.fullmatch(label)}, reverse=True))
+    return "INT" + "/".join(
+        sorted({label[3:] for label in labels if WIDTH.fullmatch(label)}, reverse=True)
+    )
 
 
 def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str) -> None:
-    """A line per method, `factor` times the value by size; `codecs` names the line through all bit widths. The full
-    cache, which has no size to vary, is left out.
+    """A line per method, `factor` times the value by size; `codecs` names the line through all bit
+    widths. The full cache, which has no size to vary, is left out.
 
-    A line joins runs of one kind: where only some of a method's runs were asked for a size, the others, whose size
-    follows from a setting, are a second line of hollow markers.
+    A line joins runs of one kind: where only some of a method's runs were asked for a size, the
+    others, whose size follows from a setting, are a second line of hollow markers.
     """
     methods = rows[rows.label != FULL]
     names = methods.label.where(~methods.label.str.fullmatch(WIDTH), codecs)
@@ -257,8 +305,8 @@ def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str
 
 
 def log_y(axes: Axes, values: pd.Series | None = None) -> None:
-    """A logarithmic y axis with plain numbers at 1, 2 and 5. Given `values`, only where the largest is over `WIDE`
-    times the smallest."""
+    """A logarithmic y axis with plain numbers at 1, 2 and 5. Given `values`, only where the largest
+    is over `WIDE` times the smallest."""
     if values is not None and not values.max() > WIDE * values.min():
         return
     axes.set_yscale("log")
@@ -285,8 +333,8 @@ def log2_x(axes: Axes, values: Iterable[float]) -> None:
 
 
 def full_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
-    """The full cache: for each distinct value of `rows` a dashed line over the whole width, in a band of one standard
-    error where it has one."""
+    """The full cache: for each distinct value of `rows` a dashed line over the whole width, in a
+    band of one standard error where it has one."""
     color, _, line, _ = LOOKS[FULL]
     for value, stderr in factor * rows[["value", "stderr"]].drop_duplicates().to_numpy():
         axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
@@ -306,15 +354,20 @@ Places = dict[str, np.ndarray]
 
 
 def places(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> tuple[Places, float]:
-    """Place a bar per label into every group, and name the groups below the axis; with the width of a bar."""
+    """Place a bar per label into every group, and name the groups below the axis; with the width of
+    a bar."""
     width = FILLED / len(labels)
     centres = np.arange(len(groups))
     axes.set_xticks(centres, groups)
     axes.grid(visible=False, axis="x")
-    return {label: centres + (i - (len(labels) - 1) / 2) * width for i, label in enumerate(labels)}, width
+    return {
+        label: centres + (i - (len(labels) - 1) / 2) * width for i, label in enumerate(labels)
+    }, width
 
 
-def grouped(axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]) -> Places:
+def grouped(
+    axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
+) -> Places:
     """One bar per cell of `values` (a row per group, a column per label); NaN is a gap."""
     found, width = places(axes, ordered(values.columns), groups)
     for label, x in found.items():
@@ -327,21 +380,31 @@ def grouped(axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = N
 
 
 def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> Places:
-    """A bar with its standard error for each row, all in the look of the label `name`; `groups` names the bars."""
+    """A bar with its standard error for each row, all in the look of the label `name`; `groups`
+    names the bars."""
     values, errors = (rows[[column]].set_axis([name], axis=1) for column in ("value", "stderr"))
     return grouped(axes, values, errors=errors, groups=groups)
 
 
 def name_bars(axes: Axes, x: Iterable[float], labels: Iterable[str]) -> None:
     """Slanted labels below single bars, long ones in several lines."""
-    axes.set_xticks([*x], [textwrap.fill(label, TICK_LETTERS) for label in labels], rotation=35, ha="right")
+    axes.set_xticks(
+        [*x], [textwrap.fill(label, TICK_LETTERS) for label in labels], rotation=35, ha="right"
+    )
 
 
 def mark_published(
     axes: Axes, found: Mapping[str, np.ndarray], groups: Sequence[float | str], points: pd.DataFrame
 ) -> None:
-    """The paper's numbers as hollow markers on the bars of the same label (series) and group (x), by kind."""
+    """The paper's numbers as hollow markers on the bars of the same label (series) and group (x),
+    by kind."""
     for _, point in points.iterrows():
         if point.series in found and point.x in groups:
             words, marker = f"{OF_PAPER}, {point.kind}", PUBLISHED_MARKERS[point.kind]
-            axes.plot(found[point.series][groups.index(point.x)], point.value, label=words, marker=marker, **HOLLOW)
+            axes.plot(
+                found[point.series][groups.index(point.x)],
+                point.value,
+                label=words,
+                marker=marker,
+                **HOLLOW,
+            )

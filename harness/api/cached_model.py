@@ -1,17 +1,19 @@
 """A transformers model whose own calls run on a method's live cache: `harness.attach` makes one.
 
 with attach(model) as attached, CachedModel(attached, method) as cached:
-    ids = model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=True, top_p=0.9)
-    print(cached.usage)
+    ids = model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=True,
+    top_p=0.9) print(cached.usage)
 
-Inside the `with` block the model's `forward` and `generate` are those of `CachedModel`, so that pipelines, streamers
-and lm-eval's `HFLM` run on the method's cache without knowing of it. A call of the model is one of three things:
+Inside the `with` block the model's `forward` and `generate` are those of `CachedModel`, so that
+pipelines, streamers and lm-eval's `HFLM` run on the method's cache without knowing of it. A call of
+the model is one of three things:
 
-    a prompt       no `past_key_values`: its rows attend densely, and the logits of the last one may be read. The
-                   `past_key_values` that it returns is the method's cache
+    a prompt       no `past_key_values`: its rows attend densely, and the logits of the last one may
+                   be read. The `past_key_values` that it returns is the method's cache
     decode rows    after such a cache, one live step for each row
-    a whole text   with `prefill_len=`: its first rows are the prompt, the method decodes all others. Replay scores them
-                   at once, with the selections that live decoding would make (`harness.replay.session`)
+    a whole text   with `prefill_len=`: its first rows are the prompt, the method decodes all
+                   others. Replay scores them at once, with the selections that live decoding would
+                   make (`harness.replay.session`)
 """
 
 from __future__ import annotations
@@ -63,13 +65,15 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (),
     "dola_layers": (),
 }
-"""Settings of transformers' `generate` that a live cache does not take, and the values besides None that it does."""
+"""Settings of transformers' `generate` that a live cache does not take, and the values besides None
+that it does."""
 
 HANDLED = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "labels", "use_cache", "logits_to_keep",
     "num_logits_to_keep", "return_dict", "cache_position", "num_items_in_batch",
 }  # fmt: skip
-"""Arguments of a model's `forward` that an attached model takes. `cache_position` follows from the cache."""
+"""Arguments of a model's `forward` that an attached model takes. `cache_position` follows from the
+cache."""
 
 IGNORED_LABEL = -100
 TRANSFORMERS_NEW_TOKENS = 20
@@ -88,11 +92,12 @@ ENDED = "the block of harness.attach has ended, and its cache with it; attach th
 class Usage(NamedTuple):
     """What one `generate`, or one batch of decode steps, took.
 
-    steps: decode steps, one less than the new tokens of a generated sequence; of a scored text the rows that the method
-    decoded. seconds: from the first decode step to the last; of a scored text the whole call's. size: share of the full
-    cache that a step read; None without a step. h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote
-    back, as `experiment=latency` counts them. device_bytes: cache and method, on the device at the end. The bytes of a
-    scored text are 0: replay moves nothing.
+    steps: decode steps, one less than the new tokens of a generated sequence; of a scored text the
+    rows that the method decoded. seconds: from the first decode step to the last; of a scored text
+    the whole call's. size: share of the full cache that a step read; None without a step.
+    h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back, as
+    `experiment=latency` counts them. device_bytes: cache and method, on the device at the end. The
+    bytes of a scored text are 0: replay moves nothing.
     """
 
     steps: int
@@ -106,12 +111,15 @@ class Usage(NamedTuple):
 class MethodCache(ModelCache):
     """The `past_key_values` of an attached model: a handle of the method's live cache of one batch.
 
-    The keys and values lie in a `LiveSession`, which is closed with the last reference to this object, and at the end
-    of `harness.attach` at the latest. max_new_tokens: room for tokens behind the prompt. in_generate: transformers'
-    `generate` asked for it. why_closed: what a call is told that comes too late.
+    The keys and values lie in a `LiveSession`, which is closed with the last reference to this
+    object, and at the end of `harness.attach` at the latest. max_new_tokens: room for tokens behind
+    the prompt. in_generate: transformers' `generate` asked for it. why_closed: what a call is told
+    that comes too late.
     """
 
-    def __init__(self, attached: Attached, max_new_tokens: int, *, in_generate: bool = False) -> None:
+    def __init__(
+        self, attached: Attached, max_new_tokens: int, *, in_generate: bool = False
+    ) -> None:
         super().__init__(attached.decoder.stack.config)
         self.max_new_tokens = max_new_tokens
         self.in_generate = in_generate
@@ -123,7 +131,9 @@ class MethodCache(ModelCache):
     def open(self, session: LiveSession) -> None:
         """Take over a session whose prompt has run."""
         self.session = session
-        self.layers = session.model_cache.layers  # transformers looks there for the states of recurrent layers
+        self.layers = (
+            session.model_cache.layers
+        )  # transformers looks there for the states of recurrent layers
         self._finalizer = finalize(self, session.close)
         self._finalizer.atexit = False
         self.began = self.ended = time.perf_counter()
@@ -167,16 +177,19 @@ class MethodCache(ModelCache):
         )
 
     update = update_conv_state = update_recurrent_state = get_mask_sizes = _refuse
-    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = fork = join = _refuse
+    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = fork = join = (
+        _refuse
+    )
     __reduce_ex__ = __iter__ = __getitem__ = _refuse
 
 
 class PartialLogits(Tensor):
-    """Logits [batch, rows, vocab] of which some rows may not be read: a prompt's, which the method did not decode.
+    """Logits [batch, rows, vocab] of which some rows may not be read: a prompt's, which the method
+    did not decode.
 
-    hidden: bool [batch, rows], the rows that may not be read; why: what a reader of them is told. Indexing that leaves
-    them out gives a plain tensor. Everything else that could read them raises UserError, so that no program scores the
-    dense model unawares.
+    hidden: bool [batch, rows], the rows that may not be read; why: what a reader of them is told.
+    Indexing that leaves them out gives a plain tensor. Everything else that could read them raises
+    UserError, so that no program scores the dense model unawares.
     """
 
     hidden: Tensor
@@ -195,7 +208,11 @@ class PartialLogits(Tensor):
             if func in OF_SHAPE:
                 return func(*args, **(kwargs or {}))
             guarded = next(part for part in tree_leaves((args, kwargs)) if isinstance(part, cls))
-            if func is Tensor.__getitem__ and guarded is args[0] and not guarded._reads_hidden(args[1]):
+            if (
+                func is Tensor.__getitem__
+                and guarded is args[0]
+                and not guarded._reads_hidden(args[1])
+            ):
                 return guarded.as_subclass(Tensor)[args[1]]
             raise UserError(guarded.why)
 
@@ -203,7 +220,8 @@ class PartialLogits(Tensor):
         return f"PartialLogits({tuple(self.shape)}: {self.why})"
 
     def _reads_hidden(self, index: Any) -> bool:
-        """Whether an index reaches a hidden row. The index of the vocabulary, the third one, does not matter."""
+        """Whether an index reaches a hidden row. The index of the vocabulary, the third one, does
+        not matter."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if parts[0] is Ellipsis:
             parts = [slice(None)] * max(0, 3 - len(parts[1:])) + parts[1:]
@@ -221,15 +239,18 @@ OF_SHAPE |= {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
 
 @dataclass(eq=False)
 class CachedModel:
-    """An attached model that computes with a method's cache, and stands in for the model inside its `with` block.
+    """An attached model that computes with a method's cache, and stands in for the model inside its
+    `with` block.
 
-    size: share of the full cache that a step is to read, met for each call's lengths; None takes the method as it is.
-    nearest: accept the nearest possible size. max_new_tokens: tokens for which a prompt's cache has room where no
-    `generate` says it: T = prompt + max_new_tokens, at most `max_length`. prefill_len: how many first tokens of a whole
-    text are its prompt; None: whole texts are refused. max_length: the model's limit in tokens; None: none. The other
-    fields are those of `LiveSession`. usage: of the last `generate` or scored text; None before the first.
+    size: share of the full cache that a step is to read, met for each call's lengths; None takes
+    the method as it is. nearest: accept the nearest possible size. max_new_tokens: tokens for which
+    a prompt's cache has room where no `generate` says it: T = prompt + max_new_tokens, at most
+    `max_length`. prefill_len: how many first tokens of a whole text are its prompt; None: whole
+    texts are refused. max_length: the model's limit in tokens; None: none. The other fields are
+    those of `LiveSession`. usage: of the last `generate` or scored text; None before the first.
 
-    Calls from several threads take turns. What it does not have itself is the model's: `device`, `config`, ...
+    Calls from several threads take turns. What it does not have itself is the model's: `device`,
+    `config`, ...
     """
 
     attached: Attached
@@ -299,16 +320,22 @@ class CachedModel:
     # generate
 
     def generate(self, *args: Any, **settings: Any) -> Any:
-        """Run transformers' `generate` on the method's cache and return its result, [batch, prompt + new tokens].
+        """Run transformers' `generate` on the method's cache and return its result, [batch, prompt
+        + new tokens].
 
-        The first argument is input_ids, int [batch, prompt], padding on the left. settings: any of transformers', such
-        as attention_mask, max_new_tokens, do_sample, temperature, streamer. T is the prompt and the largest number of
-        new tokens: max_new_tokens, else what max_length leaves, else transformers' 20. Raises UserError for settings in
-        `ONLY`, padding on the right, and lengths beyond the model's limit.
+        The first argument is input_ids, int [batch, prompt], padding on the left. settings: any of
+        transformers', such as attention_mask, max_new_tokens, do_sample, temperature, streamer. T
+        is the prompt and the largest number of new tokens: max_new_tokens, else what max_length
+        leaves, else transformers' 20. Raises UserError for settings in `ONLY`, padding on the
+        right, and lengths beyond the model's limit.
         """
         self._require_open()
         asked = _by_name(inspect.signature(self._own_generate), args, settings)
-        ids = _checked_ids("input_ids", _first(asked.pop("inputs", None), asked.pop("input_ids", None)), self.attached)
+        ids = _checked_ids(
+            "input_ids",
+            _first(asked.pop("inputs", None), asked.pop("input_ids", None)),
+            self.attached,
+        )
         own_config = self.attached.model.generation_config
         configs = [asked, _settings_of(asked.get("generation_config")), _settings_of(own_config)]
         for name, allowed in ONLY.items():
@@ -328,7 +355,9 @@ class CachedModel:
             cache.ended = time.perf_counter()
             self.usage = cache.usage
         finally:
-            cache.close("the cache of a generate that has ended; a prompt's is returned by the model's own call")
+            cache.close(
+                "the cache of a generate that has ended; a prompt's is returned by the model's own call"
+            )
         return made
 
     # forward
@@ -336,9 +365,10 @@ class CachedModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass as a prompt, as decode rows, or as a whole text; see the module.
 
-        The arguments are transformers': input_ids int [batch, rows], attention_mask, labels, past_key_values (what an
-        earlier call returned), use_cache, logits_to_keep. Returns its output: logits fp32 [batch, rows, vocab], the
-        loss where there are labels, and the cache. Raises UserError, in one line, for what cannot be computed so.
+        The arguments are transformers': input_ids int [batch, rows], attention_mask, labels,
+        past_key_values (what an earlier call returned), use_cache, logits_to_keep. Returns its
+        output: logits fp32 [batch, rows, vocab], the loss where there are labels, and the cache.
+        Raises UserError, in one line, for what cannot be computed so.
         """
         with self._turns:
             self._require_open()
@@ -352,9 +382,13 @@ class CachedModel:
     def _forward(self, given: Mapping[str, Any]) -> Any:
         """`forward`, of arguments by name."""
         model: Any = self.attached.model
-        cache, labels, use_cache = (given.get(name) for name in ("past_key_values", "labels", "use_cache"))
+        cache, labels, use_cache = (
+            given.get(name) for name in ("past_key_values", "labels", "use_cache")
+        )
         if model.training:
-            raise UserError("the model is in training mode: an attached model computes no gradients; call its eval()")
+            raise UserError(
+                "the model is in training mode: an attached model computes no gradients; call its eval()"
+            )
         if cache is not None and not isinstance(cache, MethodCache):
             raise UserError(
                 f"past_key_values={_short(cache)}: an attached model makes its own cache; leave it out of the first "
@@ -363,14 +397,20 @@ class CachedModel:
         in_generate = cache is not None and cache.in_generate
         follows = cache is not None and (cache.session is not None or cache.why_closed is not None)
         if in_generate and follows:
-            ids = given["input_ids"]  # a token that transformers has chosen: no look at it, which would wait for a GPU
+            ids = given[
+                "input_ids"
+            ]  # a token that transformers has chosen: no look at it, which would wait for a GPU
         else:
             _require_handled(given)
             ids = _checked_ids("input_ids", given.get("input_ids"), self.attached)
         ids = ids.to(self.attached.device)
         mask = given.get("attention_mask")
         positions = None if in_generate else given.get("position_ids")
-        is_text = labels is not None or use_cache is False or (self.prefill_len is not None and use_cache is None)
+        is_text = (
+            labels is not None
+            or use_cache is False
+            or (self.prefill_len is not None and use_cache is None)
+        )
         loss = None
         if cache is not None and follows:
             logits = self._decode(cache, ids, mask, positions)
@@ -387,7 +427,9 @@ class CachedModel:
         elif keep:
             logits = logits[:, -keep:]
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        wants_tuple = _first(given.get("return_dict"), getattr(model.config, "return_dict", True)) is False
+        wants_tuple = (
+            _first(given.get("return_dict"), getattr(model.config, "return_dict", True)) is False
+        )
         return output.to_tuple() if wants_tuple else output
 
     def _new_cache(
@@ -398,11 +440,16 @@ class CachedModel:
         self._caches.add(cache)
         return cache
 
-    def _prefill(self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Run prompts [batch, prompt], and open their cache. Returns guarded logits: only the last row's are read."""
+    def _prefill(
+        self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
+        """Run prompts [batch, prompt], and open their cache. Returns guarded logits: only the last
+        row's are read."""
         real = _real_tokens(ids, mask)
         if not bool(real[:, -1].all()) or bool((real.long().diff() < 0).any()):
-            raise UserError("attention_mask: the padding of a live batch lies on the left; set padding_side='left'")
+            raise UserError(
+                "attention_mask: the padding of a live batch lies on the left; set padding_side='left'"
+            )
         _require_positions(positions, positions_of(real), real)
         longest = int(real.sum(-1).max())
         max_new_tokens = cache.max_new_tokens
@@ -435,8 +482,11 @@ class CachedModel:
             f"text by the method {SCORE_WITH}",
         )
 
-    def _decode(self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Run decode rows [batch, rows] behind a cache, one step each. Returns logits [batch, rows, vocab]."""
+    def _decode(
+        self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
+        """Run decode rows [batch, rows] behind a cache, one step each. Returns logits [batch, rows,
+        vocab]."""
         session = cache.require_open()
         batch, num_rows = ids.shape
         if batch != len(session.batch.prompts):
@@ -448,10 +498,14 @@ class CachedModel:
                 f"max_new_tokens={session.max_new_tokens}: the cache of this prompt has room for so many tokens, and "
                 f"this is number {session.steps + num_rows}; give harness.attach a larger max_new_tokens"
             )
-        if not cache.in_generate:  # there transformers makes masks and positions, and looking would wait for a GPU
+        if (
+            not cache.in_generate
+        ):  # there transformers makes masks and positions, and looking would wait for a GPU
             _require_continued(mask, session, num_rows)
             steps = torch.arange(num_rows, device=ids.device)
-            _require_positions(positions, session.batch.positions[:, None] + steps, torch.ones_like(ids).bool())
+            _require_positions(
+                positions, session.batch.positions[:, None] + steps, torch.ones_like(ids).bool()
+            )
         logits = [session.decode_step(column) for column in ids.unbind(1)]
         cache.advance()
         return torch.stack(logits, 1).clone()  # no longer a tensor of inference mode
@@ -459,10 +513,11 @@ class CachedModel:
     def _score(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Score whole texts [batch, rows] by replay. Returns logits [batch, rows, vocab], and the loss of `labels`.
+        """Score whole texts [batch, rows] by replay. Returns logits [batch, rows, vocab], and the
+        loss of `labels`.
 
-        T is the tokens of a text. Without labels the token that its last row predicts is one of them, though it is not
-        given: lm-eval's `HFLM` leaves it out.
+        T is the tokens of a text. Without labels the token that its last row predicts is one of
+        them, though it is not given: lm-eval's `HFLM` leaves it out.
         """
         began = time.perf_counter()
         prompt, num_rows = self._require_text(ids, mask)
@@ -470,7 +525,9 @@ class CachedModel:
         lengths = real.sum(-1)
         starts = real & ~pad(real[:, :-1], (1, 0))
         if bool((starts.sum(-1) > 1).any()):
-            raise UserError("attention_mask: a text's tokens follow one another; allowed: padding at its ends")
+            raise UserError(
+                "attention_mask: a text's tokens follow one another; allowed: padding at its ends"
+            )
         shortest = int(lengths.min())
         if shortest <= prompt:
             raise UserError(
@@ -479,7 +536,9 @@ class CachedModel:
             )
         longest = int(lengths.max())
         if self.max_length is not None and longest > self.max_length:
-            raise UserError(f"input_ids: a text of {longest} tokens, and the model takes {self.max_length}")
+            raise UserError(
+                f"input_ids: a text of {longest} tokens, and the model takes {self.max_length}"
+            )
         if positions is not None:
             _require_positions(positions, positions_of(real), real)
 
@@ -490,7 +549,9 @@ class CachedModel:
         columns = columns.clamp(max=num_rows - 1)
         tokens = ids.gather(1, columns)
 
-        final_lengths = lengths if labels is not None else lengths + 1  # else the last row predicts one more token
+        final_lengths = (
+            lengths if labels is not None else lengths + 1
+        )  # else the last row predicts one more token
         session = ReplaySession(
             self.attached,
             self._method_at([(prompt, final) for final in final_lengths.tolist()]),
@@ -512,7 +573,9 @@ class CachedModel:
         logits = found.new_zeros(*ids.shape, found.shape[-1])
         for at, (start, length) in enumerate(zip(first.tolist(), lengths.tolist(), strict=True)):
             logits[at, start + prompt - 1 : start + length] = found[at, : length - prompt + 1]
-        in_prompt = real.long().cumsum(-1) < prompt  # all but its last row, whose logits predict the first decode row
+        in_prompt = (
+            real.long().cumsum(-1) < prompt
+        )  # all but its last row, whose logits predict the first decode row
         hidden, decoded = real & in_prompt, real & ~in_prompt
         loss = None
         if labels is not None:
@@ -534,7 +597,8 @@ class CachedModel:
         return PartialLogits.of(logits, hidden, why), loss
 
     def _require_text(self, ids: Tensor, mask: Tensor | None) -> tuple[int, int]:
-        """The tokens of a whole text's prompt, and its rows. Raises UserError where they are not known."""
+        """The tokens of a whole text's prompt, and its rows. Raises UserError where they are not
+        known."""
         batch, num_rows = ids.shape
         if self.prefill_len is None:
             raise UserError(
@@ -552,13 +616,17 @@ class CachedModel:
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The model's own loss."""
         model: Any = self.attached.model
-        return model.loss_function(logits=logits, labels=labels.to(logits.device), vocab_size=logits.shape[-1])
+        return model.loss_function(
+            logits=logits, labels=labels.to(logits.device), vocab_size=logits.shape[-1]
+        )
 
     # The method at the lengths of a call
 
     def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
         """The session of a batch; real: bool [batch, prompt], False for padding."""
-        method = self._method_at([(prompt, prompt + max_new_tokens) for prompt in real.sum(-1).tolist()])
+        method = self._method_at(
+            [(prompt, prompt + max_new_tokens) for prompt in real.sum(-1).tolist()]
+        )
         return LiveSession(
             self.attached, method, max_new_tokens=max_new_tokens, codec=self.codec, placement=self.placement,
             link=self.link, calibration=self.calibration, device_rows=self.device_rows, prefetch=self.prefetch,
@@ -577,7 +645,12 @@ class CachedModel:
                 for cached in range(prompt, max(prompt + 1, final - 1))
             ]
             self._sized[key] = sized_as_stored(
-                self.method, self.codec, self.attached.geometry, rows, self.size, nearest=self.nearest
+                self.method,
+                self.codec,
+                self.attached.geometry,
+                rows,
+                self.size,
+                nearest=self.nearest,
             )
         return self._sized[key]
 
@@ -590,7 +663,9 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments of a call by their names."""
     given = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -605,14 +680,18 @@ def _settings_of(config: Any) -> Mapping[str, Any]:
 
 def _short(value: Any) -> str:
     """A value in an error's line."""
-    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return (
+        repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    )
 
 
 def _checked_ids(name: str, ids: Any, attached: Attached) -> Tensor:
     """Token ids [batch, tokens]; UserError for anything else."""
     allowed = "allowed: a tensor of token ids, int [batch, tokens]"
     if not isinstance(ids, Tensor):
-        raise UserError(f"{name}: {'missing' if ids is None else f'a {type(ids).__name__}'}; {allowed}")
+        raise UserError(
+            f"{name}: {'missing' if ids is None else f'a {type(ids).__name__}'}; {allowed}"
+        )
     if ids.dtype not in (torch.int64, torch.int32):
         raise UserError(f"{name}: a tensor of {str(ids.dtype).removeprefix('torch.')}; {allowed}")
     if ids.dim() != 2 or not ids.numel():
@@ -621,7 +700,9 @@ def _checked_ids(name: str, ids: Any, attached: Attached) -> Tensor:
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= num_tokens:
         outside = lowest if lowest < 0 else highest
-        raise UserError(f"{name}: token {outside}; the model knows the tokens 0 to {num_tokens - 1}")
+        raise UserError(
+            f"{name}: token {outside}; the model knows the tokens 0 to {num_tokens - 1}"
+        )
     return ids
 
 
@@ -644,7 +725,9 @@ def _new_tokens(configs: list[Mapping[str, Any]], num_prompt: int) -> int:
         return TRANSFORMERS_NEW_TOKENS
     _require_count("max_length", most)
     if most <= num_prompt:
-        raise UserError(f"max_length={most}: the prompt has {num_prompt} tokens; raise it, or give max_new_tokens")
+        raise UserError(
+            f"max_length={most}: the prompt has {num_prompt} tokens; raise it, or give max_new_tokens"
+        )
     return int(most) - num_prompt
 
 
@@ -655,7 +738,9 @@ def _require_handled(given: Mapping[str, Any]) -> None:
             continue
         changes = bool(value.any()) if isinstance(value, Tensor) else value not in (None, False)
         if changes:
-            raise UserError(f"{name}={_short(value)}: an attached model does not take it; leave it out")
+            raise UserError(
+                f"{name}={_short(value)}: an attached model does not take it; leave it out"
+            )
 
 
 def _real_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -668,12 +753,15 @@ def _real_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
         )
     real = mask.to(ids.device).bool()
     if not bool(real.any(-1).all()):
-        raise UserError("attention_mask: a sequence without tokens; allowed: at least one 1 in each row")
+        raise UserError(
+            "attention_mask: a sequence without tokens; allowed: at least one 1 in each row"
+        )
     return real
 
 
 def _require_continued(mask: Tensor | None, session: LiveSession, num_rows: int) -> None:
-    """Raise UserError for the mask of a continuation that hides other tokens than the prompt's padding did."""
+    """Raise UserError for the mask of a continuation that hides other tokens than the prompt's
+    padding did."""
     if mask is None:
         return
     real = session.batch.real
@@ -690,6 +778,12 @@ def _require_positions(given: Tensor | None, expected: Tensor, real: Tensor) -> 
     if given is None:
         return
     positions = given.to(expected.device)
-    fits = positions.dim() == 2 and positions.shape[1] == expected.shape[1] and positions.shape[0] in (1, len(expected))
+    fits = (
+        positions.dim() == 2
+        and positions.shape[1] == expected.shape[1]
+        and positions.shape[0] in (1, len(expected))
+    )
     if not fits or bool(((positions != expected) & real).any()):
-        raise UserError("position_ids: an attached model counts a sequence's tokens from 0; leave position_ids out")
+        raise UserError(
+            "position_ids: an attached model counts a sequence's tokens from 0; leave position_ids out"
+        )

@@ -1,12 +1,15 @@
-"""The Python interface: `harness.load` and `harness.attach`. Its runs are the command line's, with their records.
+"""The Python interface: `harness.load` and `harness.attach`. Its runs are the command line's, with
+their records.
 
     model = harness.load("smollm2-135m")
-    print(model.generate(open("my.txt").read(), method="infinigen", size=0.1))  # a prompt of some hundred tokens
-    frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], size=0.16)
+    print(model.generate(open("my.txt").read(), method="infinigen", size=0.1))  # a prompt of some
+    hundred tokens frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"],
+    size=0.16)
 
-Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`, `results_dir="mine"`.
-`size` is the share of the full cache that a decode step reads, as on the command line: 0.16 or "16%", which is refused
-where method and lengths do not allow it, or "nearest:0.16", the nearest that they do. None keeps the method's own.
+Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`,
+`results_dir="mine"`. `size` is the share of the full cache that a decode step reads, as on the
+command line: 0.16 or "16%", which is refused where method and lengths do not allow it, or
+"nearest:0.16", the nearest that they do. None keeps the method's own.
 """
 
 from __future__ import annotations
@@ -52,18 +55,21 @@ if TYPE_CHECKING:
 
 
 def load(
-    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **settings: Any,
 ) -> Model:
     """Load a model for every measurement of this interface.
 
     Args:
-        model: an entry of `conf/model`, a folder, a GGUF file, an id of the hub, or a loaded transformers model.
-        tokenizer: of a loaded model.
-        settings: as on the command line, such as platform="cuda", `**{"model.dtype": "bfloat16"}`. They hold for every
-            measurement of this model.
+        model: an entry of `conf/model`, a folder, a GGUF file, an id of the hub, or a loaded
+        transformers model. tokenizer: of a loaded model.
+        settings: as on the command line, such as platform="cuda", `**{"model.dtype": "bfloat16"}`.
+            They hold for every measurement of this model.
 
     Raises:
-        UserError: the model is missing, damaged or no decoder of transformers, or a setting is wrong.
+        UserError: the model is missing, damaged or no decoder of transformers, or a setting is
+        wrong.
     """
     if not isinstance(model, str | Path):
         _require_model(model)
@@ -90,7 +96,8 @@ def _source(model: str) -> dict[str, str]:
 
 
 def _with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a function sets itself, and those that it was given. Raises UserError where both name one."""
+    """The settings that a function sets itself, and those that it was given. Raises UserError where
+    both name one."""
     for name, value in sets.items():
         if value is not None and name in given:
             raise UserError(f"{name}={given[name]!r}: is {value!r} here; leave it out")
@@ -98,9 +105,12 @@ def _with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def _names(setting: str, names: object) -> list[str]:
-    """The names in a list of methods or tasks. Raises UserError for anything else, and for an empty list."""
+    """The names in a list of methods or tasks. Raises UserError for anything else, and for an empty
+    list."""
     if not isinstance(names, Sequence) or isinstance(names, str | bytes):
-        raise UserError(f"{setting}={names!r}: must be a list of names, such as {setting}=['{_EXAMPLES[setting]}']")
+        raise UserError(
+            f"{setting}={names!r}: must be a list of names, such as {setting}=['{_EXAMPLES[setting]}']"
+        )
     for name in names:
         if not isinstance(name, str | Path):
             raise UserError(f"{setting}={list(names)!r}: {name!r} is no name of one")
@@ -129,7 +139,9 @@ class Model:
     def configured(self, *, size: float | str | None = None, **settings: Any) -> RunConfig:
         """The checked settings of a run. A model in memory decides model and platform."""
         if isinstance(size, bool) or not isinstance(size, float | int | str | None):
-            raise UserError(f"size={size!r}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16")
+            raise UserError(
+                f"size={size!r}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16"
+            )
         given = self.settings | settings | {"size": size}
         words = [override(name, value) for name, value in given.items() if value is not None]
         loaded = self.resources.loaded
@@ -143,9 +155,16 @@ class Model:
             raise UserError(in_words(error)) from error
         except UserError:
             raise
-        except (TypeError, ValueError) as error:  # of Hydra, for a value that no choice of a file can have
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # of Hydra, for a value that no choice of a file can have
             raise UserError(f"{' '.join(words)}: Hydra refuses it ({reason(error)})") from error
-        return config if loaded is None else replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
+        return (
+            config
+            if loaded is None
+            else replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
+        )
 
     def generate(
         self,
@@ -157,8 +176,8 @@ class Model:
     ) -> Generated:
         """Continue a prompt with a method's live cache, greedily unless a temperature is set.
 
-        method: a name of `conf/method` or a file. quiet: show no progress bar. settings: such as max_new_tokens=64,
-            placement="device", temperature=0.7, top_p=0.9, seed=1.
+        method: a name of `conf/method` or a file. quiet: show no progress bar. settings: such as
+            max_new_tokens=64, placement="device", temperature=0.7, top_p=0.9, seed=1.
 
         Returns:
             Text, tokens/s and bytes over the link, which `print` shows.
@@ -168,8 +187,14 @@ class Model:
         settings = _with_given({"experiment": "generate", "prompt": prompt}, settings)
         config = self.configured(method=method, size=size, **settings)
         steps = 1 + config.max_new_tokens  # the prompt's pass, and a step for each token
-        with users_faults(config), quietly(quiet), bar(total=steps, desc="generate", unit="step") as shown:
-            return run_generate(config, self.resources.model(config.model), lambda piece: shown.update())
+        with (
+            users_faults(config),
+            quietly(quiet),
+            bar(total=steps, desc="generate", unit="step") as shown,
+        ):
+            return run_generate(
+                config, self.resources.model(config.model), lambda piece: shown.update()
+            )
 
     def perplexity(
         self,
@@ -181,11 +206,13 @@ class Model:
     ) -> pd.DataFrame:
         """Perplexity of a text, and the KL to the full cache, under each method.
 
-        text: a UTF-8 file; None takes the offline text. quiet: print no lines and no progress bars on stderr. settings:
-            such as num_windows=2, seq_len=1024.
+        text: a UTF-8 file; None takes the offline text. quiet: print no lines and no progress bars
+            on stderr. settings: such as num_windows=2, seq_len=1024.
         Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(methods, size, {"experiment": "perplexity", "corpus.path": text}, settings, quiet)
+        return self._measured(
+            methods, size, {"experiment": "perplexity", "corpus.path": text}, settings, quiet
+        )
 
     def tasks(
         self,
@@ -197,11 +224,13 @@ class Model:
     ) -> pd.DataFrame:
         """lm-eval's tasks under each method.
 
-        tasks: names of tasks and groups. quiet: as of `perplexity`. settings: such as data="hub", num_samples=50,
-            num_fewshot=5, temperature=0.6, repeats=4.
+        tasks: names of tasks and groups. quiet: as of `perplexity`. settings: such as data="hub",
+            num_samples=50, num_fewshot=5, temperature=0.6, repeats=4.
         Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(methods, size, {"experiment": "tasks", "tasks": _names("tasks", tasks)}, settings, quiet)
+        return self._measured(
+            methods, size, {"experiment": "tasks", "tasks": _names("tasks", tasks)}, settings, quiet
+        )
 
     def turns(
         self,
@@ -211,11 +240,15 @@ class Model:
         quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
-        """Several questions to one cache, known and unknown when a method reduced it, as `experiment=turns`.
+        """Several questions to one cache, known and unknown when a method reduced it, as
+        `experiment=turns`.
 
-        The arguments are those of `tasks`. Returns a frame with a line for each method; see `frame`.
+        The arguments are those of `tasks`. Returns a frame with a line for each method; see
+        `frame`.
         """
-        return self._measured(methods, size, {"experiment": "turns", "tasks": _names("tasks", tasks)}, settings, quiet)
+        return self._measured(
+            methods, size, {"experiment": "turns", "tasks": _names("tasks", tasks)}, settings, quiet
+        )
 
     def _measured(
         self,
@@ -250,17 +283,22 @@ class Model:
 def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Records of accuracy as a frame with a line for each.
 
-    Columns: method, settings, size (the share of the full cache that was read), unmet_size (the size that was asked
-    for, where the one that was read differs by more than a tenth), and of each metric its value, its standard error,
-    and its difference to the full cache's run on the same questions or windows. With more than one task a metric's name
-    follows the task's: `kv_recall acc`.
+    Columns: method, settings, size (the share of the full cache that was read), unmet_size (the
+    size that was asked for, where the one that was read differs by more than a tenth), and of each
+    metric its value, its standard error, and its difference to the full cache's run on the same
+    questions or windows. With more than one task a metric's name follows the task's: `kv_recall
+    acc`.
     """
     folders = dict.fromkeys(record["config"]["results_dir"] for record in records)
     lines = []
     for record, rows in with_rows(records, partial(full_runs, *folders)):
         whole = [row for row in rows if "[" not in row["task"]]
         several = len({row["task"] for row in whole}) > 1
-        line = {"method": record["config"]["label"], "settings": rows[0]["settings"], "size": rows[0]["size"]}
+        line = {
+            "method": record["config"]["label"],
+            "settings": rows[0]["settings"],
+            "size": rows[0]["size"],
+        }
         unmet = [row["unmet_size"] for row in rows if row["unmet_size"] is not None]
         if unmet:
             line["unmet_size"] = unmet[0]
@@ -287,29 +325,36 @@ def attach(
 ) -> Iterator[CachedModel]:
     """Run a loaded transformers model on a method's live cache, whoever calls it.
 
-    Inside the `with` block the model's own `generate` and forward pass use the method's cache, also where a pipeline, a
-    streamer in another thread, or lm-eval's `HFLM` calls them. `cached.generate` is the same, and `cached.usage` has
-    time and bytes. `model(prompt)` runs a prompt densely, and only its last row's logits can be read. Calls with the
-    `past_key_values` that it returned decode a step for each row. A whole text is scored with `prefill_len`, by replay,
-    and refused without it: `HFLM`, which does not say where a context ends, needs `prefill_len=1` and batches of one.
-    Not taken: beams, assistants, prompts in chunks, `inputs_embeds`, attentions and hidden states, gradients. The model
-    is left as it was. It takes one `attach` or run at a time, of all threads.
+    Inside the `with` block the model's own `generate` and forward pass use the method's cache, also
+    where a pipeline, a streamer in another thread, or lm-eval's `HFLM` calls them.
+    `cached.generate` is the same, and `cached.usage` has time and bytes. `model(prompt)` runs a
+    prompt densely, and only its last row's logits can be read. Calls with the `past_key_values`
+    that it returned decode a step for each row. A whole text is scored with `prefill_len`, by
+    replay, and refused without it: `HFLM`, which does not say where a context ends, needs
+    `prefill_len=1` and batches of one. Not taken: beams, assistants, prompts in chunks,
+    `inputs_embeds`, attentions and hidden states, gradients. The model is left as it was. It takes
+    one `attach` or run at a time, of all threads.
 
     Args:
         model: a loaded transformers model, or a `Model`.
-        tokenizer: needed by methods that read a text; by default the one at the model's `name_or_path`.
-        method, size, settings: as of `Model.generate`. A size is met for each call's lengths.
-        max_new_tokens: tokens for which the cache of `model(prompt)` has room. T, on which a method's budget depends,
-            is the prompt and these; `generate` knows its own. None: the model's `generation_config`, else 64.
-        prefill_len: how many first tokens of a whole text, `model(input_ids)` or with `labels`, are its prompt; the
-            method decodes all others. A prompt to go on from is then `model(input_ids, use_cache=True)`.
+        tokenizer: needed by methods that read a text; by default the one at the model's
+        `name_or_path`. method, size, settings: as of `Model.generate`. A size is met for each
+        call's lengths.
+        max_new_tokens: tokens for which the cache of `model(prompt)` has room. T, on which a
+            method's budget depends, is the prompt and these; `generate` knows its own. None: the
+            model's `generation_config`, else 64.
+        prefill_len: how many first tokens of a whole text, `model(input_ids)` or with `labels`, are
+            its prompt; the method decodes all others. A prompt to go on from is then
+            `model(input_ids, use_cache=True)`.
 
     Raises:
-        UserError: the model is refused or attached already, a setting is wrong, or there is no tokenizer to calibrate
-            with.
+        UserError: the model is refused or attached already, a setting is wrong, or there is no
+            tokenizer to calibrate with.
     """
     for name, value in {"max_new_tokens": max_new_tokens, "prefill_len": prefill_len}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             raise UserError(f"{name}={value!r}: allowed: a number of tokens, 1 or more, or None")
     with ExitStack() as stack:
         if isinstance(model, Model):
@@ -321,17 +366,23 @@ def attach(
         settings = _with_given({"experiment": "generate", "prompt": "-"}, settings)
         config = model.configured(method=method, size=size, **settings)
         loaded, platform = model.loaded, config.platform
-        needs_tokenizer = config.method.needs_calibration or config.method.rereads or config.size_is_measured
+        needs_tokenizer = (
+            config.method.needs_calibration or config.method.rereads or config.size_is_measured
+        )
         if needs_tokenizer and loaded.reader is None:
             loaded.tokenizer = _tokenizer_of(loaded, method)
         stack.enter_context(compute_threads(attached.device))
         chosen, size = config.method, config.size
-        if config.size_is_measured:  # once, on a text of which half is the prompt, instead of in each call
+        if (
+            config.size_is_measured
+        ):  # once, on a text of which half is the prompt, instead of in each call
             chosen, size = sized_on_text(config, loaded, attached, [TokenCounts(1, 1, 2)]), None
         calibration = calibrated(config, chosen, loaded, attached)
         setup = Setup(tokenized(chosen, loaded), codec_of(config), calibration)
         _, link = stack.enter_context(two_memories(config, attached))
-        stack.enter_context(streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned))
+        stack.enter_context(
+            streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned)
+        )
         cached = CachedModel(
             attached,
             setup.method,
@@ -344,7 +395,9 @@ def attach(
             device_rows=config.device_rows,
             prefetch=config.prefetch,
             pinned=platform.pinned,
-            max_new_tokens=max_new_tokens or attached.model.generation_config.max_new_tokens or config.max_new_tokens,
+            max_new_tokens=max_new_tokens
+            or attached.model.generation_config.max_new_tokens
+            or config.max_new_tokens,
             prefill_len=prefill_len,
             max_length=loaded.max_length,
         )
@@ -356,7 +409,9 @@ def _require_model(model: object) -> None:
 
     if not isinstance(model, PreTrainedModel):
         given = "None" if model is None else f"a {type(model).__name__}"
-        raise UserError(f"model={given}: no model; allowed: a loaded transformers model, or what harness.load returns")
+        raise UserError(
+            f"model={given}: no model; allowed: a loaded transformers model, or what harness.load returns"
+        )
 
 
 def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
@@ -365,7 +420,9 @@ def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
     except (OSError, ValueError) as error:
-        raise UserError(f"method={method}: reads text; give the model's tokenizer, tokenizer=") from error
+        raise UserError(
+            f"method={method}: reads text; give the model's tokenizer, tokenizer="
+        ) from error
 
 
 OF_LM_EVAL = {
@@ -391,18 +448,22 @@ def lm(
     size: float | str | None = None,
     **settings: Any,
 ) -> MethodLM:
-    """A model under a method for lm-eval: `lm_eval.simple_evaluate(model=harness.lm(model, size=0.2), tasks=[...])`.
+    """A model under a method for lm-eval: `lm_eval.simple_evaluate(model=harness.lm(model,
+    size=0.2), tasks=[...])`.
 
-    Log-likelihoods and texts are those of `Model.tasks` with the same settings. lm-eval chooses tasks and examples.
+    Log-likelihoods and texts are those of `Model.tasks` with the same settings. lm-eval chooses
+    tasks and examples.
 
     Args:
         model: a loaded transformers model, which is put into evaluation mode, or a `Model`.
         tokenizer: of a loaded transformers model; by default the one at its `name_or_path`.
         method, size: as of `Model.tasks`; each task is sized by itself.
-        settings: such as prefill="question", too_long="truncate", temperature=0.6, `**{"method.alpha": 4}`.
+        settings: such as prefill="question", too_long="truncate", temperature=0.6,
+        `**{"method.alpha": 4}`.
 
     Raises:
-        UserError: the model is refused, it has no tokenizer, or a setting is wrong or one of lm-eval's own.
+        UserError: the model is refused, it has no tokenizer, or a setting is wrong or one of
+        lm-eval's own.
     """
     from harness.api.method_lm import MethodLM  # lm-eval takes seconds to import
 

@@ -1,8 +1,10 @@
 """lm-eval's own command line, which knows the model `kv`: any decoder under a method's cache.
 
-kv-harness lm-eval --model kv --model_args pretrained=smollm2-135m,method=infinigen,size=0.1 --tasks gsm8k
+kv-harness lm-eval --model kv --model_args pretrained=smollm2-135m,method=infinigen,size=0.1 --tasks
+gsm8k
 
-`--model_args` takes `pretrained` (as `harness.load`), `method`, `size`, and the settings of `harness.lm`.
+`--model_args` takes `pretrained` (as `harness.load`), `method`, `size`, and the settings of
+`harness.lm`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from lm_eval.api.registry import model_registry
 from harness.api import interface
 from harness.api.method_lm import MethodLM
 from harness.data.tasks import COMPLAINTS
-from harness.errors import BUG, USERS, UserError, code_of_stop, describe, is_users, nearest, one_line, reason
+from harness.errors import (
+    BUG,
+    USERS,
+    UserError,
+    code_of_stop,
+    describe,
+    is_users,
+    nearest,
+    one_line,
+    reason,
+)
 from harness.run.cli import TRACEBACKS
 from harness.settings.paths import HARNESS, PACKAGES_DIR, PROGRAM
 
@@ -37,8 +49,8 @@ class KVModel(MethodLM):
 
     Args:
         pretrained: an entry of `conf/model`, a folder, a GGUF file or an id of the hub.
-        device: cpu or cuda, as `platform`; without a CUDA device it is the CPU, as lm-eval asks for cuda:0 by default.
-        dtype: as `model.dtype`; "auto" takes the platform's.
+        device: cpu or cuda, as `platform`; without a CUDA device it is the CPU, as lm-eval asks for
+        cuda:0 by default. dtype: as `model.dtype`; "auto" takes the platform's.
         max_length: a limit of context and answer, in tokens, below the model's own.
         batch_size, max_batch_size: play no part: replay makes batches that fit.
         trust_remote_code: as `model.trust_remote_code`.
@@ -62,7 +74,11 @@ class KVModel(MethodLM):
         if pretrained is None:
             allowed = "an entry of conf/model, a folder, a GGUF file or an id of the hub"
             raise UserError(f"pretrained=: is missing from --model_args; must be {allowed}")
-        of_model = {name: settings.pop(name) for name in list(settings) if name.startswith(("model.", "platform"))}
+        of_model = {
+            name: settings.pop(name)
+            for name in list(settings)
+            if name.startswith(("model.", "platform"))
+        }
         if device is not None:
             of_model["platform"] = _platform(str(device))
         if dtype != "auto":
@@ -74,7 +90,9 @@ class KVModel(MethodLM):
         super().__init__(made.config, made.loaded)
         if max_length is not None:
             if not isinstance(max_length, int) or not 2 <= max_length <= self.max_length:
-                raise UserError(f"max_length={max_length}: must be a number of tokens from 2 to {self.max_length}")
+                raise UserError(
+                    f"max_length={max_length}: must be a number of tokens from 2 to {self.max_length}"
+                )
             self.max_length = max_length
 
 
@@ -88,13 +106,16 @@ def _platform(device: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run lm-eval's command line; returns the exit code.
 
-    A refusal is one line and exit code 2, and so is an error that no code of this project raised: of a task's name, its
-    data, or a value of lm-eval's. SystemExit is that of argparse: of --help, or of an unknown option.
+    A refusal is one line and exit code 2, and so is an error that no code of this project raised:
+    of a task's name, its data, or a value of lm-eval's. SystemExit is that of argparse: of --help,
+    or of an unknown option.
     """
     model_registry.register(NAME, target=KVModel)
     log = logging.getLogger("lm_eval")
     before, handlers, level = sys.argv, log.handlers, log.level
-    log.handlers = [handler for handler in handlers if handler is not COMPLAINTS]  # lm-eval's command shows its log
+    log.handlers = [
+        handler for handler in handlers if handler is not COMPLAINTS
+    ]  # lm-eval's command shows its log
     sys.argv = [f"{PROGRAM} lm-eval", *argv]
     try:
         cli_evaluate()
@@ -122,4 +143,8 @@ def _is_ours(error: BaseException) -> bool:
     """True if it came through a module of this project besides this one."""
     frames = traceback.extract_tb(error.__traceback__)
     places = {Path(frame.filename) for frame in frames} - {Path(__file__), HARNESS / "__main__.py"}
-    return any(path.is_relative_to(folder) for path in places for folder in (HARNESS, PACKAGES_DIR / "methods"))
+    return any(
+        path.is_relative_to(folder)
+        for path in places
+        for folder in (HARNESS, PACKAGES_DIR / "methods")
+    )

@@ -1,8 +1,9 @@
-"""A method as an `LM` for lm-eval's own evaluation: `lm_eval.simple_evaluate(model=harness.lm(...), tasks=[...])`.
+"""A method as an `LM` for lm-eval's own evaluation: `lm_eval.simple_evaluate(model=harness.lm(...),
+tasks=[...])`.
 
-lm-eval asks for all requests of one type at once, of all tasks together. They are answered task by task, as by
-`experiment=tasks`: the method is sized on the task's own requests, and the dense prompt ends where the task's does. So
-log-likelihoods and texts are the same.
+lm-eval asks for all requests of one type at once, of all tasks together. They are answered task by
+task, as by `experiment=tasks`: the method is sized on the task's own requests, and the dense prompt
+ends where the task's does. So log-likelihoods and texts are the same.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from harness.settings.config import RunConfig
 class MethodLM(LM):
     """Answers lm-eval's requests of all types under one method.
 
-    config: of `kind=tasks`; its tasks, samples and examples play no part, as lm-eval decides them. loaded: the model.
-    max_length: of context and answer in tokens; at first the model's. reads: of all answers so far, by task. Raises
-    UserError where the model has no tokenizer.
+    config: of `kind=tasks`; its tasks, samples and examples play no part, as lm-eval decides them.
+    loaded: the model. max_length: of context and answer in tokens; at first the model's. reads: of
+    all answers so far, by task. Raises UserError where the model has no tokenizer.
     """
 
     def __init__(self, config: RunConfig, loaded: LoadedModel) -> None:
@@ -44,7 +45,8 @@ class MethodLM(LM):
     # Requests
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Of each continuation its log-probability, and whether greedy decoding would produce it."""
+        """Of each continuation its log-probability, and whether greedy decoding would produce
+        it."""
         return self._by_task("loglikelihood", requests)
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
@@ -56,7 +58,8 @@ class MethodLM(LM):
         return self._by_task("generate_until", requests)
 
     def _by_task(self, request_type: str, requests: Sequence[Instance]) -> list[Any]:
-        """The answers in the order of `requests`. Prints a line for each task: the size that the method had."""
+        """The answers in the order of `requests`. Prints a line for each task: the size that the
+        method had."""
         places: dict[str, list[int]] = defaultdict(list)
         for place, request in enumerate(requests):
             places[request.task_name or ""].append(place)
@@ -69,7 +72,10 @@ class MethodLM(LM):
             for place, answer in zip(own, found, strict=True):
                 answers[place] = answer
             self.reads[task] = self.reads.get(task, ReadStats()) + engine.reads
-            tqdm.write(f"{task}: {self.config.label} read {engine.reads.size:.1%} of the cache", file=sys.stderr)
+            tqdm.write(
+                f"{task}: {self.config.label} read {engine.reads.size:.1%} of the cache",
+                file=sys.stderr,
+            )
         return answers
 
     def _replay(self, task: str, prefill: Prefill) -> tuple[ReplayLM, ReplayEngine]:
@@ -111,6 +117,7 @@ class MethodLM(LM):
         return self._prompts.apply_chat_template(chat_history, add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results beside the model's arguments: the method, and by task its sizes."""
+        """What lm-eval writes into its results beside the model's arguments: the method, and by
+        task its sizes."""
         sizes = {task: reads.sizes for task, reads in self.reads.items()}
         return {"model_name": self.loaded.name, "method": self.config.label, "sizes": sizes}

@@ -1,7 +1,8 @@
-"""`experiment=contract`: checks that every method and codec must pass, on tiny random models, a line for each check.
+"""`experiment=contract`: checks that every method and codec must pass, on tiny random models, a
+line for each check.
 
-Every check decodes the same rows of a batch of random tokens in two ways and compares them. The two basic ways are
-`replay`, all rows at once, and `live`, one step at a time.
+Every check decodes the same rows of a batch of random tokens in two ways and compares them. The two
+basic ways are `replay`, all rows at once, and `live`, one step at a time.
 """
 
 from __future__ import annotations
@@ -41,13 +42,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 6, "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2, "sliding_window": 32,
     }),
 }  # fmt: skip
-"""Two query heads per KV head and rotary positions; one KV head per query head, queries scaled before, learned
-positions; a softcap, and layers with a sliding window between those that the method counts."""
+"""Two query heads per KV head and rotary positions; one KV head per query head, queries scaled
+before, learned positions; a softcap, and layers with a sliding window between those that the method
+counts."""
 PROMPTS = {"even": (200, 200), "padded": (200, 180)}
 """Prompt tokens of each sequence: enough for the defaults of every shipped method."""
 STEPS = 10
 ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
-ROWS_OF_FIRST_CALL = (8, 3)  # of even and odd sequences, in the first of two calls; the second call has the others
+ROWS_OF_FIRST_CALL = (
+    8,
+    3,
+)  # of even and odd sequences, in the first of two calls; the second call has the others
 NUM_CALIBRATION_TOKENS = 256
 DEVICE_ROWS = 1.5  # times what a step reads
 LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
@@ -62,8 +67,8 @@ class BrokenError(Exception):
 
 
 class LogitsDifferError(BrokenError):
-    """Logits differ. A correct method may differ too, where two scores are as close as rounding errors. On other tokens
-    it does not differ again."""
+    """Logits differ. A correct method may differ too, where two scores are as close as rounding
+    errors. On other tokens it does not differ again."""
 
 
 class NotAskedError(Exception):
@@ -74,7 +79,8 @@ class NotAskedError(Exception):
 
 
 class Result(NamedTuple):
-    """logits [batch, 1 + steps, vocab]: of the prompt's last row and of each step. Shares: `harness.model.sizes`."""
+    """logits [batch, 1 + steps, vocab]: of the prompt's last row and of each step. Shares:
+    `harness.model.sizes`."""
 
     logits: Tensor
     size: float
@@ -85,7 +91,8 @@ class Result(NamedTuple):
 def token_batch(
     prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0, *, only: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Random token ids [batch, longest prompt + steps], prompts padded on the left, and a mask of the real tokens.
+    """Random token ids [batch, longest prompt + steps], prompts padded on the left, and a mask of
+    the real tokens.
 
     only: return this sequence alone, without padding.
     """
@@ -99,11 +106,15 @@ def token_batch(
     return ids, real
 
 
-def open_replay(attached: Attached, setup: Setup, real: Tensor, more_columns: int = 0, **options: Any) -> ReplaySession:
+def open_replay(
+    attached: Attached, setup: Setup, real: Tensor, more_columns: int = 0, **options: Any
+) -> ReplaySession:
     """A replay session for a batch of `token_batch`; options: of `ReplaySession`."""
     options |= {"codec": setup.codec, "calibration": setup.calibration}
     num_columns = real.shape[1] + more_columns
-    return ReplaySession(attached, setup.method, final_lengths=real.sum(-1), num_columns=num_columns, **options)
+    return ReplaySession(
+        attached, setup.method, final_lengths=real.sum(-1), num_columns=num_columns, **options
+    )
 
 
 def replay(
@@ -112,8 +123,8 @@ def replay(
 ) -> Result:  # fmt: skip
     """Teacher-forced decoding of all rows at once.
 
-    prefill_len: columns of the prompt, by default the longest prompt. steps, seed, only: as in `token_batch`. options:
-    of `ReplaySession`.
+    prefill_len: columns of the prompt, by default the longest prompt. steps, seed, only: as in
+    `token_batch`. options: of `ReplaySession`.
     """
     ids, real = (each.to(attached.device) for each in token_batch(prompts, steps, seed, only=only))
     columns = prefill_len or ids.shape[1] - steps
@@ -126,21 +137,29 @@ def replay(
 def result(session: ReplaySession, hidden: Tensor) -> Result:
     """Of the hidden states of all rows, [batch, 1 + steps, hidden]."""
     reads = session.reads
-    return Result(session.attached.logits(hidden), reads.size, reads.device_frac, reads.resident_frac)
+    return Result(
+        session.attached.logits(hidden), reads.size, reads.device_frac, reads.resident_frac
+    )
 
 
-def replay_in_turns(attached: Attached, setup: Setup, prompts: tuple[int, ...], seed: int = 0) -> Result:
+def replay_in_turns(
+    attached: Attached, setup: Setup, prompts: tuple[int, ...], seed: int = 0
+) -> Result:
     """`replay` in two calls, in which the sequences have unequal numbers of rows, padded behind."""
     ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=seed))
     columns = ids.shape[1] - STEPS
-    num_first = torch.tensor([ROWS_OF_FIRST_CALL[index % 2] for index in range(len(ids))], device=ids.device)
+    num_first = torch.tensor(
+        [ROWS_OF_FIRST_CALL[index % 2] for index in range(len(ids))], device=ids.device
+    )
     session = open_replay(attached, setup, real, more_columns=STEPS)
     parts = [[own] for own in session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]]
     for begin, count in ((torch.zeros_like(num_first), num_first), (num_first, STEPS - num_first)):
         rows = torch.arange(int(count.max()), device=ids.device)
         index = (columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
         valid = rows < count[:, None]
-        for part, hidden, own in zip(parts, session.decode(ids.gather(1, index), valid), valid, strict=True):
+        for part, hidden, own in zip(
+            parts, session.decode(ids.gather(1, index), valid), valid, strict=True
+        ):
             part.append(hidden[own])
     return result(session, torch.stack([torch.cat(part) for part in parts]))
 
@@ -151,8 +170,11 @@ def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: A
     return LiveSession(attached, setup.method, max_new_tokens=steps, **options)
 
 
-def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS, **chosen: Any) -> Tensor:
-    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]. chosen: of `token_batch`."""
+def force(
+    session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS, **chosen: Any
+) -> Tensor:
+    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]. chosen: of
+    `token_batch`."""
     ids, real = (each.to(session.attached.device) for each in token_batch(prompts, steps, **chosen))
     columns = ids.shape[1] - steps
     logits = [session.prefill(ids[:, :columns], real[:, :columns])]
@@ -173,7 +195,9 @@ def result_of(session: LiveSession, logits: Tensor) -> Result:
     """Logits and sizes of a session that is not yet closed."""
     final, exempt = session.batch.lengths.final, session.method.num_exempt_layers
     stage = next(iter(session.stages.values()))
-    resident = resident_share(session.states, session.codec, final, exempt, session.attached.geometry, stage.rooms)
+    resident = resident_share(
+        session.states, session.codec, final, exempt, session.attached.geometry, stage.rooms
+    )
     return Result(logits, session.reads.size, session.reads.device_frac, float(resident.mean()))
 
 
@@ -182,7 +206,8 @@ def result_of(session: LiveSession, logits: Tensor) -> Result:
 
 @dataclass
 class Trial:
-    """A method on a batch of prompts of these lengths, drawn by `seed`. Runs that several checks need are made once."""
+    """A method on a batch of prompts of these lengths, drawn by `seed`. Runs that several checks
+    need are made once."""
 
     attached: Attached
     link: Link
@@ -215,12 +240,15 @@ class Trial:
 
     def require_host(self) -> None:
         self.require_live()
-        if any(policy.when == "true_scores" for policy in policies_of(self.attached, self.setup.method)):
+        if any(
+            policy.when == "true_scores" for policy in policies_of(self.attached, self.setup.method)
+        ):
             raise NotAskedError("selects by the true scores of all keys, which lie behind no link")
 
 
 def live_is_replay(trial: Trial) -> str:
-    """Live decoding gives the logits and sizes of replay, and so does replay in small blocks of rows."""
+    """Live decoding gives the logits and sizes of replay, and so does replay in small blocks of
+    rows."""
     where = f"replay in blocks of {ROWS_PER_BLOCK} rows"
     try:
         in_blocks = trial.replay(rows_per_block=ROWS_PER_BLOCK)
@@ -238,7 +266,9 @@ def host_is_device(trial: Trial) -> str:
     trial.require_host()
     host = trial.live(placement="host", link=trial.link)
     if not torch.equal(host.logits, trial.on_device.logits):
-        raise BrokenError(f"logits differ by {largest_difference(host.logits, trial.on_device.logits):.1e}")
+        raise BrokenError(
+            f"logits differ by {largest_difference(host.logits, trial.on_device.logits):.1e}"
+        )
     return "bit for bit"
 
 
@@ -252,13 +282,19 @@ def link_carries_the_selection(trial: Trial) -> str:
     selected = 0  # rows of one token and KV head each
     miscounted = 0.0  # largest difference in tokens between a selection's `num_read` and its mask
 
-    def listening(select: Callable[[int, QueryRows], Selection], evicts: bool) -> Callable[[int, QueryRows], Selection]:
+    def listening(
+        select: Callable[[int, QueryRows], Selection], evicts: bool
+    ) -> Callable[[int, QueryRows], Selection]:
         def listen(layer: int, rows: QueryRows) -> Selection:
             nonlocal selected, miscounted
             selection = select(layer, rows)
             mask = rows.visible() if selection.mask is None else selection.mask
-            read = mask[..., :-1].sum(-1).double()  # the own slot is the last; [batch, num_kv_heads or 1, rows]
-            whole = selection.mask is None and not evicts  # as in an exempt layer: padding crosses as well
+            read = (
+                mask[..., :-1].sum(-1).double()
+            )  # the own slot is the last; [batch, num_kv_heads or 1, rows]
+            whole = (
+                selection.mask is None and not evicts
+            )  # as in an exempt layer: padding crosses as well
             crosses = read.numel() * (mask.shape[-1] - 1) if whole else int(read.sum())
             selected += crosses * (num_kv_heads // mask.shape[1])
             miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
@@ -279,15 +315,17 @@ def link_carries_the_selection(trial: Trial) -> str:
     whole = attached.geometry.num_layers - method.num_exempt_layers if method.reads_all else 0
     expected = every * (method.num_exempt_layers * exact + whole * coded) + selected * coded
     if crossed != expected:
-        raise BrokenError(f"{crossed} bytes crossed; the selected rows and exempt layers are {expected}")
+        raise BrokenError(
+            f"{crossed} bytes crossed; the selected rows and exempt layers are {expected}"
+        )
     if not miscounted <= SIZE_TOLERANCE * max(prompts):
         raise BrokenError(f"num_read is {miscounted:g} tokens off what the mask names")
     return f"{crossed} bytes"
 
 
 def rows_that_stay_are_counted(trial: Trial) -> str:
-    """With rows that stay on the device, and rows that come early where the method tells them, the logits are the same,
-    and as many rows cross the link as replay counts."""
+    """With rows that stay on the device, and rows that come early where the method tells them, the
+    logits are the same, and as many rows cross the link as replay counts."""
     trial.require_host()
     method, attached, prompts = trial.setup.method, trial.attached, trial.prompts
     if not method.names_rows:
@@ -299,7 +337,9 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
     counted = open_replay(attached, trial.setup, real, **options)
     counted.prefill(ids[:, :columns], real[:, :columns])
     counted.decode(ids[:, columns:], real[:, columns:])
-    with closing(open_live(attached, trial.setup, placement="host", link=trial.link, **options)) as session:
+    with closing(
+        open_live(attached, trial.setup, placement="host", link=trial.link, **options)
+    ) as session:
         logits = force(session, prompts, seed=trial.seed)
         reads = counted.reads
         expected_sizes = Result(logits, reads.size, reads.device_frac, reads.resident_frac)
@@ -308,9 +348,13 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
         every = len(prompts) * store.num_kv_heads * sum(range(columns, columns + STEPS))
         exact = session.stores[0].slot_bytes * method.num_exempt_layers
         of_method = [policy for policy in session.policies if policy.kind == "method"]
-        whole = sum(policy.when not in NAMES_ROWS for policy in of_method)  # layers that read all and choose for others
+        whole = sum(
+            policy.when not in NAMES_ROWS for policy in of_method
+        )  # layers that read all and choose for others
     _same_logits(logits, trial.on_device.logits)
-    expected = round(reads.rows_loaded) * store.slot_bytes + every * (exact + whole * store.slot_bytes)
+    expected = round(reads.rows_loaded) * store.slot_bytes + every * (
+        exact + whole * store.slot_bytes
+    )
     if crossed != expected:
         raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
     early = ", some early" if prefetch else ""
@@ -318,18 +362,27 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
 
 
 def size_is_its_closed_form(trial: Trial) -> str:
-    """The measured size is that of `tokens_read`, where it is known, and never above `max_tokens_read`."""
+    """The measured size is that of `tokens_read`, where it is known, and never above
+    `max_tokens_read`."""
     trial.require_all_coded()
     method, geometry, known = trial.setup.method, trial.attached.geometry, True
-    rows = Counter(TokenCounts(real + step, real, real + STEPS) for real in trial.prompts for step in range(STEPS))
+    rows = Counter(
+        TokenCounts(real + step, real, real + STEPS)
+        for real in trial.prompts
+        for step in range(STEPS)
+    )
     for row, layer in product(rows, range(method.num_exempt_layers, geometry.num_layers)):
         read, bound = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
         if not (0 if read is None else read) <= bound <= row.cached:
-            raise BrokenError(f"tokens_read={read}, max_tokens_read={bound} at {row}: one must not exceed the next")
+            raise BrokenError(
+                f"tokens_read={read}, max_tokens_read={bound} at {row}: one must not exceed the next"
+            )
         known &= read is not None
     found = trial.replayed.size
     if not 0 <= found <= 1 + SIZE_TOLERANCE:
-        raise BrokenError(f"size is {found}: num_read must be a number of tokens from 0 to those that are cached")
+        raise BrokenError(
+            f"size is {found}: num_read must be a number of tokens from 0 to those that are cached"
+        )
     if not known:
         return f"reads what the data decides, here {found:.1%} of the cache"
     codec = without_keys(trial.setup.codec) if method.holds_keys else trial.setup.codec
@@ -340,8 +393,11 @@ def size_is_its_closed_form(trial: Trial) -> str:
 
 
 def a_fork_is_fresh(trial: Trial) -> str:
-    """Copies taken halfway go on as the whole batch does, and do not change the batch they were taken from."""
-    ids, real = (each.to(trial.attached.device) for each in token_batch(trial.prompts, seed=trial.seed))
+    """Copies taken halfway go on as the whole batch does, and do not change the batch they were
+    taken from."""
+    ids, real = (
+        each.to(trial.attached.device) for each in token_batch(trial.prompts, seed=trial.seed)
+    )
     prompt, half = max(trial.prompts), max(trial.prompts) + STEPS // 2
     trunk = open_replay(trial.attached, trial.setup, real)
     trunk.prefill(ids[:, :prompt], real[:, :prompt])
@@ -356,8 +412,9 @@ def a_fork_is_fresh(trial: Trial) -> str:
 
 
 def padded_is_alone(trial: Trial) -> str:
-    """A sequence has the logits that it has alone, whatever lies beside it in the batch and whatever padding stands
-    before its prompt and behind its rows. The batch's sizes are the mean of those of its sequences."""
+    """A sequence has the logits that it has alone, whatever lies beside it in the batch and
+    whatever padding stands before its prompt and behind its rows. The batch's sizes are the mean of
+    those of its sequences."""
     each = range(len(trial.prompts))
     alone = [trial.replay(only=index) for index in each]
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
@@ -369,7 +426,8 @@ def padded_is_alone(trial: Trial) -> str:
 
 
 def codec_rows_are_as_counted(trial: Trial) -> str:
-    """Packed rows have the bytes that are counted, read back as the round trip, and do not depend on one another."""
+    """Packed rows have the bytes that are counted, read back as the round trip, and do not depend
+    on one another."""
     codec, geometry = trial.setup.codec, trial.attached.geometry
     assert codec is not None
     generator, widths = torch.Generator().manual_seed(trial.seed), []
@@ -380,17 +438,28 @@ def codec_rows_are_as_counted(trial: Trial) -> str:
             packed, wanted = half.encode(rows.clone()), (*shape[:-1], half.row_bytes(head_dim))
             if packed.dtype != torch.uint8 or packed.shape != wanted or wanted[-1] % 2:
                 found = f"{packed.dtype} {list(packed.shape)}"
-                raise BrokenError(f"encode gives {found}; it must be torch.uint8 {list(wanted)}, an even row_bytes")
+                raise BrokenError(
+                    f"encode gives {found}; it must be torch.uint8 {list(wanted)}, an even row_bytes"
+                )
             back, again = half.decode(packed, head_dim, dtype), half.roundtrip(rows.clone())
             if back.dtype != dtype or back.shape != shape or not torch.equal(back, again):
-                raise BrokenError(f"decode of encode is not the round trip of {dtype} {list(shape)}, bit for bit")
+                raise BrokenError(
+                    f"decode of encode is not the round trip of {dtype} {list(shape)}, bit for bit"
+                )
             one = slice(half.span, 2 * half.span)
             if not torch.equal(half.encode(rows[:1, :, one].clone()), packed[:1, :, one]):
                 raise BrokenError("a row's code depends on the rows beside it")
             counted = half.bits_per_element(head_dim) * head_dim / 8
-            is_float = isinstance(half, Codec) and half.is_float  # which counts 16 bits whatever it stores
-            if not is_float and not counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES:
-                raise BrokenError(f"a row of {head_dim} elements has {wanted[-1]} bytes; {counted:g} are counted")
+            is_float = (
+                isinstance(half, Codec) and half.is_float
+            )  # which counts 16 bits whatever it stores
+            if (
+                not is_float
+                and not counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES
+            ):
+                raise BrokenError(
+                    f"a row of {head_dim} elements has {wanted[-1]} bytes; {counted:g} are counted"
+                )
             widths.append(8 * wanted[-1] / head_dim)
     return f"{min(widths):.4g} to {max(widths):.4g} bits an element"
 
@@ -404,7 +473,9 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
     "a fork is fresh": a_fork_is_fresh,
     "a padded sequence is itself alone": padded_is_alone,
 }
-OF_CODECS: dict[str, Callable[[Trial], str]] = {"a codec's rows are as counted": codec_rows_are_as_counted}
+OF_CODECS: dict[str, Callable[[Trial], str]] = {
+    "a codec's rows are as counted": codec_rows_are_as_counted
+}
 """Checks where there is a codec; the others then are of the method with that codec."""
 
 
@@ -416,12 +487,19 @@ def largest_difference(got: Tensor, expected: Tensor) -> float:
 
 def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: str) -> str:
     for logits, own, prompt in zip(batch.logits, alone, trial.prompts, strict=True):
-        sequence = f"{where}, the sequence with a prompt of {prompt} tokens is not what it is alone: "
+        sequence = (
+            f"{where}, the sequence with a prompt of {prompt} tokens is not what it is alone: "
+        )
         _same_logits(logits[None], own.logits, sequence)
-    for name in ("size", "device_frac"):  # not resident_frac: a state may be as large as the longest sequence needs
+    for name in (
+        "size",
+        "device_frac",
+    ):  # not resident_frac: a state may be as large as the longest sequence needs
         together, mean = getattr(batch, name), sum(getattr(own, name) for own in alone) / len(alone)
         if not abs(together - mean) <= SIZE_TOLERANCE:
-            raise BrokenError(f"{where}: {name} of the batch is {together:.6f}, of its sequences alone {mean:.6f}")
+            raise BrokenError(
+                f"{where}: {name} of the batch is {together:.6f}, of its sequences alone {mean:.6f}"
+            )
     return f"largest difference {largest_difference(batch.logits, torch.cat([own.logits for own in alone])):.1e}"
 
 
@@ -473,23 +551,36 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
         raise UserError(f"{words}: nothing was checked: {refusals[0]}")
 
 
-def _trials(method: Method, codec: AnyCodec | None, device: torch.device) -> Iterator[tuple[str, Trial]]:
+def _trials(
+    method: Method, codec: AnyCodec | None, device: torch.device
+) -> Iterator[tuple[str, Trial]]:
     rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
     for family, (model_type, shape) in MODELS.items():
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
             measured = None
             if method.needs_calibration:  # with random weights, random tokens are as good as a text
-                measured = calibrate(attached, method, token_batch((NUM_CALIBRATION_TOKENS,), 0, 1)[0][0].tolist())
+                measured = calibrate(
+                    attached, method, token_batch((NUM_CALIBRATION_TOKENS,), 0, 1)[0][0].tolist()
+                )
             for padding, prompts in PROMPTS.items():
-                yield f"{family} {padding}", Trial(attached, link, Setup(method, codec, measured), prompts)
+                yield (
+                    f"{family} {padding}",
+                    Trial(attached, link, Setup(method, codec, measured), prompts),
+                )
 
 
 def _refusal(trial: Trial) -> str | None:
-    """Why the method does not take the model, as DuoAttention none without rotary positions; None where it does."""
-    method, lengths = trial.setup.method, torch.tensor(PROMPTS["even"], device=trial.attached.device)
+    """Why the method does not take the model, as DuoAttention none without rotary positions; None
+    where it does."""
+    method, lengths = (
+        trial.setup.method,
+        torch.tensor(PROMPTS["even"], device=trial.attached.device),
+    )
     try:
-        new_states(trial.attached, method, Lengths(lengths, lengths + STEPS), trial.setup.calibration)
+        new_states(
+            trial.attached, method, Lengths(lengths, lengths + STEPS), trial.setup.calibration
+        )
     except ValueError as error:
         return str(error)
     except KeyboardInterrupt:
@@ -506,7 +597,9 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
             return Finding("ok", check(trial))
         except LogitsDifferError as error:  # it counts where they differ on other tokens as well
             words = check(replace(trial, seed=trial.seed + 1))
-            return Finding("ok", f"{words}, on other tokens; on the first, rounding may have decided: {error}")
+            return Finding(
+                "ok", f"{words}, on other tokens; on the first, rounding may have decided: {error}"
+            )
     except NotAskedError as error:
         return Finding("-", str(error))
     except BrokenError as error:

@@ -1,6 +1,7 @@
 """Which model families run, seen on a tiny random model of each: the table in docs/families.md.
 
-    python -m harness.checks.families                    # all of them, and the table is written anew
+    python -m harness.checks.families                    # all of them, and the table is written
+    anew
     python -m harness.checks.families qwen3_next gemma2  # these alone, nothing is written
 
 No code knows a family by its name; only this table of tiny shapes does, families.yaml.
@@ -61,7 +62,8 @@ METHODS: dict[str, tuple[Method, Codec | None]] = {
 
 
 class Finding(NamedTuple):
-    """The verdict on a family. layers: its kinds of attention. why: what is refused, or what failed."""
+    """The verdict on a family. layers: its kinds of attention. why: what is refused, or what
+    failed."""
 
     family: str
     verdict: Literal["works", "in part", "refused", "FAILED"]
@@ -73,11 +75,16 @@ class Finding(NamedTuple):
 def families() -> dict[str, dict[str, Any]]:
     """By family, the sizes of its tiny shape beside the common ones."""
     table = read_yaml(SHAPES)
-    return dict(sorted((dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]).items()))
+    return dict(
+        sorted(
+            (dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]).items()
+        )
+    )
 
 
 def tiny_family(name: str, **sizes: Any) -> Any:
-    """A random model of a family: eager attention, float32, on the CPU. sizes: in place of those in the table."""
+    """A random model of a family: eager attention, float32, on the CPU. sizes: in place of those in
+    the table."""
     config_class = CONFIG_MAPPING[name]
     aliases = getattr(config_class, "attribute_map", None) or {}
     default = config_class()
@@ -90,7 +97,9 @@ def tiny_family(name: str, **sizes: Any) -> Any:
     if getattr(config, "is_decoder", True) is False:
         config.is_decoder = True
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     return with_no_constants(model, bias_std=0.5)
 
 
@@ -103,26 +112,33 @@ def check_family(name: str) -> Finding:
             layers = kinds_of_layers(attached)
         limits = [limit for check in CHECKS if (limit := check(model))]
     except UserError as error:
-        return Finding(name, "refused", layers, str(error).partition("not supported: ")[2] or str(error))
+        return Finding(
+            name, "refused", layers, str(error).partition("not supported: ")[2] or str(error)
+        )
     except Exception as error:
         return Finding(name, "FAILED", layers, f"{type(error).__name__}: {error}")
     return Finding(name, "in part" if limits else "works", layers, "; ".join(limits))
 
 
 def own_logits(model: Any) -> str:
-    """The full cache in replay gives the model's own logits, within and beyond its window, padded and not. Returns why
-    a padded batch is refused, once it is seen to be."""
+    """The full cache in replay gives the model's own logits, within and beyond its window, padded
+    and not. Returns why a padded batch is refused, once it is seen to be."""
     full = Setup(Full(num_exempt_layers=0), None, None)
     for prompts, steps in (SHORT, LONG):
         ids, real = token_batch(prompts, steps)
         with torch.inference_mode():
-            alone = [model(row[kept][None], use_cache=False).logits[0] for row, kept in zip(ids, real, strict=True)]
+            alone = [
+                model(row[kept][None], use_cache=False).logits[0]
+                for row, kept in zip(ids, real, strict=True)
+            ]
         with attach(model) as attached:
             if attached.longest is not None and ids.shape[1] > attached.longest:
                 continue
             for only in _batches(attached, prompts):
                 found = replay(attached, full, prompts, steps=steps, only=only)
-                for got, own in zip(found.logits, alone if only is None else alone[only : only + 1], strict=True):
+                for got, own in zip(
+                    found.logits, alone if only is None else alone[only : only + 1], strict=True
+                ):
                     _require_same("the full cache", got, own[-1 - steps :])
                 if found.size != 1:
                     raise AssertionError(f"the full cache reads {found.size} of itself")
@@ -157,14 +173,18 @@ def methods_agree(model: Any) -> str:
                 continue
             calibration = None
             if method.needs_calibration:
-                calibration = calibrate(attached, method, token_batch((15 if short else 64,), 0)[0][0].tolist())
+                calibration = calibrate(
+                    attached, method, token_batch((15 if short else 64,), 0)[0][0].tolist()
+                )
             setup = Setup(replace(method, num_exempt_layers=exempt), codec, calibration)
             for only in _batches(attached, prompts):
                 expected = replay(attached, setup, prompts, steps=STEPS, only=only)
                 got = live(attached, setup, prompts, steps=STEPS, only=only)
                 _require_same(f"{name}, live", got.logits, expected.logits)
                 if abs(got.size - expected.size) > SIZE_TOLERANCE:
-                    raise AssertionError(f"{name} reads {got.size} live and {expected.size} in replay")
+                    raise AssertionError(
+                        f"{name} reads {got.size} live and {expected.size} in replay"
+                    )
     return ""
 
 
@@ -172,7 +192,8 @@ CHECKS = (own_logits, early_queries, methods_agree)
 
 
 def _batches(attached: Attached, prompts: tuple[int, ...]) -> Sequence[int | None]:
-    """`only` of `token_batch`: all sequences together, or one by one where the model takes no padding."""
+    """`only` of `token_batch`: all sequences together, or one by one where the model takes no
+    padding."""
     return range(len(prompts)) if attached.decoder.no_padding else (None,)
 
 
@@ -206,7 +227,9 @@ def as_markdown(findings: Sequence[Finding]) -> str:
         if each.verdict == "works":
             works.setdefault(each.layers, []).append(each.family)
         elif each.verdict == "refused":
-            refused.setdefault(re.sub(r" by \S+ of the largest", "", each.why), []).append(each.family)
+            refused.setdefault(re.sub(r" by \S+ of the largest", "", each.why), []).append(
+                each.family
+            )
     lines = [
         "# Model families",
         "",
@@ -227,7 +250,11 @@ def as_markdown(findings: Sequence[Finding]) -> str:
         "",
         "| in part | layers | refused |",
         "|---|---|---|",
-        *(f"| {each.family} | {each.layers} | {each.why} |" for each in findings if each.verdict == "in part"),
+        *(
+            f"| {each.family} | {each.layers} | {each.why} |"
+            for each in findings
+            if each.verdict == "in part"
+        ),
         "",
         "| refused, since | families |",
         "|---|---|",
@@ -254,7 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         findings = []
         for name in names or families():
             findings.append(check_family(name))
-            print("  ".join([f"{findings[-1].verdict:8}", f"{name:22}", *findings[-1][2:]]), flush=True)
+            print(
+                "  ".join([f"{findings[-1].verdict:8}", f"{name:22}", *findings[-1][2:]]),
+                flush=True,
+            )
         failed = [each.family for each in findings if each.verdict == "FAILED"]
         if failed:
             raise UserError(f"{len(failed)} of {len(findings)} families fail: {', '.join(failed)}")

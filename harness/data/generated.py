@@ -1,16 +1,17 @@
 """Two retrieval tasks made from a seed, so that accuracy can be measured with nothing downloaded.
 
-The cache is reduced before the question is known (`prefill=question`), which separates methods that can still reach
-every token from those that have evicted tokens. Each context carries 8 questions. The 4 choices of a question are
-values that all occur in the context, so that only recall can tell them apart, and chance is 0.25.
+The cache is reduced before the question is known (`prefill=question`), which separates methods that
+can still reach every token from those that have evicted tokens. Each context carries 8 questions.
+The 4 choices of a question are values that all occur in the context, so that only recall can tell
+them apart, and chance is 0.25.
 
     kv_recall  24 lines "The code of the {item} is {4 digits}."
-    passkey    8 sentences "The secret code of the {item} is {5 digits}." at random places among 8 sentences of the
-               offline text
+    passkey    8 sentences "The secret code of the {item} is {5 digits}." at random places among 8
+               sentences of the offline text
 
-The sizes were tuned once on the default model and are frozen. Its full cache is right on 0.83 (standard error 0.04)
-of 128 questions of kv_recall and 0.87 (0.03) of passkey, with seed 0 and the text of Python 3.11; contexts have about
-340 and 270 tokens.
+The sizes were tuned once on the default model and are frozen. Its full cache is right on 0.83
+(standard error 0.04) of 128 questions of kv_recall and 0.87 (0.03) of passkey, with seed 0 and the
+text of Python 3.11; contexts have about 340 and 270 tokens.
 """
 
 import random
@@ -36,7 +37,8 @@ ITEMS = """
 
 
 class Question(NamedTuple):
-    """One multiple-choice question. Questions with one `context_id` have prompts that start with the same context."""
+    """One multiple-choice question. Questions with one `context_id` have prompts that start with
+    the same context."""
 
     context_id: int
     prompt: str
@@ -45,7 +47,8 @@ class Question(NamedTuple):
 
 
 class Context(NamedTuple):
-    """A text and the values in it. values: digits by item. subject: the text's name for such a value."""
+    """A text and the values in it. values: digits by item. subject: the text's name for such a
+    value."""
 
     text: str
     values: dict[str, str]
@@ -60,7 +63,8 @@ def kv_recall_context(rng: random.Random) -> Context:
 
 
 def passkey_context(rng: random.Random) -> Context:
-    """8 sentences with a 5-digit code each, at random places among 8 sentences of the offline text."""
+    """8 sentences with a 5-digit code each, at random places among 8 sentences of the offline
+    text."""
     values = _values(rng, num_items=8, num_digits=5)
     keys = [f"The secret code of the {item} is {code}." for item, code in values.items()]
     sentences = rng.sample(offline_sentences(), 8) + keys
@@ -90,7 +94,8 @@ def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, A
 
 
 def questions(task: str, num_questions: int, seed: int) -> list[Question]:
-    """The first questions of a task in `CONTEXTS`: the same on every machine, and for every `num_questions`."""
+    """The first questions of a task in `CONTEXTS`: the same on every machine, and for every
+    `num_questions`."""
     made: list[Question] = []
     while len(made) < num_questions:
         context_id = len(made) // QUESTIONS_PER_CONTEXT
@@ -103,16 +108,27 @@ def questions(task: str, num_questions: int, seed: int) -> list[Question]:
             rng.shuffle(choices)
             subject = f"{context.subject} of the {item}"
             prompt = f"{context.text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
-            made.append(Question(context_id, prompt, [f" {code}" for code in choices], choices.index(right)))
+            made.append(
+                Question(context_id, prompt, [f" {code}" for code in choices], choices.index(right))
+            )
     return made[:num_questions]
 
 
 @cache
 def offline_sentences() -> list[str]:
-    """Plain sentences of the offline text: 40 to 160 letters and simple punctuation from a capital to a full stop."""
+    """Plain sentences of the offline text: 40 to 160 letters and simple punctuation from a capital
+    to a full stop."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in offline_text().split("\n\n")]
-    sentences = [sentence for paragraph in paragraphs for sentence in re.split(r"(?<=\.) (?=[A-Z])", paragraph)]
-    return [sentence for sentence in sentences if re.fullmatch(r"[A-Z][A-Za-z ,;'()-]{38,158}\.", sentence)]
+    sentences = [
+        sentence
+        for paragraph in paragraphs
+        for sentence in re.split(r"(?<=\.) (?=[A-Z])", paragraph)
+    ]
+    return [
+        sentence
+        for sentence in sentences
+        if re.fullmatch(r"[A-Z][A-Za-z ,;'()-]{38,158}\.", sentence)
+    ]
 
 
 def _values(rng: random.Random, num_items: int, num_digits: int) -> dict[str, str]:

@@ -1,19 +1,23 @@
-"""Where the rows of a task come from: files below `data.root`, named as on the hub, or data sets of the hub.
+"""Where the rows of a task come from: files below `data.root`, named as on the hub, or data sets of
+the hub.
 
-A task of one's own may name its files itself (`dataset_path: json`, `dataset_kwargs: {data_files: ...}`, or a folder as
-`dataset_path: ./DIR`). These are read whatever `data` is. Else a split is one file, `SPLIT.jsonl`, `SPLIT.json` or
-`SPLIT.parquet` (JSON lines or parquet), or several, `SPLIT-*.parquet`, in the first of these folders, or in its `data`,
-that has the split which is scored:
+A task of one's own may name its files itself (`dataset_path: json`, `dataset_kwargs: {data_files:
+...}`, or a folder as `dataset_path: ./DIR`). These are read whatever `data` is. Else a split is one
+file, `SPLIT.jsonl`, `SPLIT.json` or `SPLIT.parquet` (JSON lines or parquet), or several,
+`SPLIT-*.parquet`, in the first of these folders, or in its `data`, that has the split which is
+scored:
 
     ROOT/<dataset_path>/<dataset_name>    such as cais/mmlu/abstract_algebra
     ROOT/<last part of dataset_path>/<dataset_name>    mmlu/abstract_algebra
     ROOT/<dataset_name>    abstract_algebra
     ROOT/<task>    mmlu_abstract_algebra
 
-Where a data set has one part only (no name, `main` or `default`) the folder may lack it: `gsm8k/test.jsonl`.
+Where a data set has one part only (no name, `main` or `default`) the folder may lack it:
+`gsm8k/test.jsonl`.
 
-Rows of the hub in its local cache are used without asking the hub: a repeated run is the same and needs no network. If
-rows are missing and the hub is out of reach, the error is one line within seconds.
+Rows of the hub in its local cache are used without asking the hub: a repeated run is the same and
+needs no network. If rows are missing and the hub is out of reach, the error is one line within
+seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +47,14 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 LOADERS = ("arrow", "csv", "json", "parquet", "text")
 """What `dataset_path` says of a data set that is made of `data_files`."""
 ROLES = ("test_split", "validation_split", "training_split", "fewshot_split")
-KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+KINDS = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
 """Types of JSON values but null, in words."""
 MAX_FIELDS = 1000
 """Fields of a file's rows: with 100,000 a data set takes minutes."""
@@ -63,7 +74,8 @@ def scored_split(config: Mapping[str, Any]) -> str | None:
 
 
 def example_split(config: Mapping[str, Any]) -> str | None:
-    """The split from which lm-eval draws examples; None where none is left but the one that is scored."""
+    """The split from which lm-eval draws examples; None where none is left but the one that is
+    scored."""
     if config.get("fewshot_split"):
         return config["fewshot_split"]
     others = (config.get(role) for role in ("training_split", "validation_split"))
@@ -82,11 +94,13 @@ class Source(NamedTuple):
         files = self.files.get(str(split), [])
         if not files:
             return f"{self.name}, split {split}"
-        return str(files[0] if len(files) == 1 else files[0].with_name(f"{split}-*{files[0].suffix}"))
+        return str(
+            files[0] if len(files) == 1 else files[0].with_name(f"{split}-*{files[0].suffix}")
+        )
 
     def row(self, split: str | None, number: int, *, made: bool) -> str:
-        """Row `number` of a split in words: its file and line, or row from 0. made: Python beside the YAML may leave
-        out rows or reorder them."""
+        """Row `number` of a split in words: its file and line, or row from 0. made: Python beside
+        the YAML may leave out rows or reorder them."""
         place = self.place(split)
         if made:
             return f"{place}, row {number} of those that process_docs makes"
@@ -95,17 +109,21 @@ class Source(NamedTuple):
 
 
 def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
-    """The rows of a task that does not make its own, and where they lie. own: the task's YAML, resolved.
+    """The rows of a task that does not make its own, and where they lie. own: the task's YAML,
+    resolved.
 
     Raises:
-        UserError: a file that is missing, empty or malformed, a hub that cannot be reached, or too few examples.
+        UserError: a file that is missing, empty or malformed, a hub that cannot be reached, or too
+        few examples.
     """
     if own_files(own) is not None:
         source = _named_source(task, own)
     elif config.data.name == "local":
         files = find_files(str(config.data.root), task, own)
         with no_network():
-            rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
+            rows = {
+                split: _read(split, paths, template_fields(own)) for split, paths in files.items()
+            }
         source = Source("data=local", rows, files)
     else:
         source = Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
@@ -120,7 +138,8 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
 
 
 def own_files(config: Mapping[str, Any]) -> Files | None:
-    """The files of this machine that a task's YAML names itself, by split; None where it names none.
+    """The files of this machine that a task's YAML names itself, by split; None where it names
+    none.
 
     As in lm-eval, relative paths begin in the working folder. Those of a folder have no split: "".
     """
@@ -137,23 +156,36 @@ def own_files(config: Mapping[str, Any]) -> Files | None:
         if any("://" in pattern for pattern in patterns):
             return None
         whole = [str(Path(options.get("data_dir") or "") / pattern) for pattern in patterns]
-        files[str(split)] = [Path(found) for pattern in whole for found in sorted(glob(pattern)) or [pattern]]
+        files[str(split)] = [
+            Path(found) for pattern in whole for found in sorted(glob(pattern)) or [pattern]
+        ]
     return files
 
 
 def _named_source(task: str, config: Mapping[str, Any]) -> Source:
-    """The rows of the files that a task's YAML names. Raises UserError for a missing or damaged one."""
+    """The rows of the files that a task's YAML names. Raises UserError for a missing or damaged
+    one."""
     import datasets
 
     files = own_files(config) or {}
     missing = [path for paths in files.values() for path in paths if not path.is_file()]
     if missing or not any(files.values()):
         where = missing[0] if missing else config.get("dataset_path")
-        raise UserError(f"tasks={task}: its YAML names {where}, but there is no such file in {Path.cwd()}")
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # its log of a bad file is in the error
+        raise UserError(
+            f"tasks={task}: its YAML names {where}, but there is no such file in {Path.cwd()}"
+        )
+    logging.getLogger("datasets").setLevel(
+        logging.CRITICAL
+    )  # its log of a bad file is in the error
     with no_network(), refused(f"tasks={task}: the files that its YAML names cannot be read"):
-        rows = datasets.load_dataset(config["dataset_path"], config.get("dataset_name"), **hub_options(config))
-    lines = {split: paths for split, paths in files.items() if [path.suffix for path in paths] == [".jsonl"]}
+        rows = datasets.load_dataset(
+            config["dataset_path"], config.get("dataset_name"), **hub_options(config)
+        )
+    lines = {
+        split: paths
+        for split, paths in files.items()
+        if [path.suffix for path in paths] == [".jsonl"]
+    }
     return Source(f"task {task}", rows, lines)
 
 
@@ -164,10 +196,16 @@ def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:
         rows = read_rows(paths[0], fields)
         names = dict.fromkeys(name for row in rows for name in row)
         with refused(f"{paths[0]}: cannot be read"):
-            return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # its log of a bad file is in the error
+            return datasets.Dataset.from_dict(
+                {name: [row.get(name) for row in rows] for name in names}
+            )
+    logging.getLogger("datasets").setLevel(
+        logging.CRITICAL
+    )  # its log of a bad file is in the error
     try:
-        return datasets.load_dataset("parquet", data_files={split: [str(path) for path in paths]}, split=split)
+        return datasets.load_dataset(
+            "parquet", data_files={split: [str(path) for path in paths]}, split=split
+        )
     except Exception as error:  # of Arrow
         said = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise UserError(f"{paths[0]}: cannot be read ({reason(said)})") from error
@@ -188,7 +226,9 @@ def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
         for place in (root / folder, root / folder / "data"):
             files: dict[str, list[Path]] = {}
             for split in filter(None, map(config.get, ROLES)):
-                whole = [path for suffix in SUFFIXES if (path := place / f"{split}{suffix}").is_file()]
+                whole = [
+                    path for suffix in SUFFIXES if (path := place / f"{split}{suffix}").is_file()
+                ]
                 files[split] = whole[:1] or sorted(place.glob(f"{split}-*.parquet"))
             if files[str(scored)]:
                 return {split: found for split, found in files.items() if found}
@@ -219,8 +259,9 @@ def read_rows(path: Path, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines.
 
     Raises:
-        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`, has
-            too many fields, or holds something else in a field than the lines before it.
+        UserError: the file is missing, empty, or a line (named by number) is no JSON object with
+            all of `fields`, has too many fields, or holds something else in a field than the lines
+            before it.
     """
     try:
         lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
@@ -242,12 +283,18 @@ def read_rows(path: Path, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
         for field in fields:
             if row.get(field) is None:
                 raise UserError(f"{path}, line {number}: field {field!r} is missing")
-        for field, kind in ((field, KINDS[type(value)]) for field, value in row.items() if value is not None):
+        for field, kind in (
+            (field, KINDS[type(value)]) for field, value in row.items() if value is not None
+        ):
             first, at = kinds.setdefault(field, (kind, number))
             if kind != first:
-                raise UserError(f"{path}, line {number}: field {field!r} holds {kind}, but {first} in line {at}")
+                raise UserError(
+                    f"{path}, line {number}: field {field!r} holds {kind}, but {first} in line {at}"
+                )
         if len(kinds) > MAX_FIELDS:
-            raise UserError(f"{path}, line {number}: {len(kinds):,} fields; allowed: up to {MAX_FIELDS:,}")
+            raise UserError(
+                f"{path}, line {number}: {len(kinds):,} fields; allowed: up to {MAX_FIELDS:,}"
+            )
         rows.append(row)
     return rows
 
@@ -259,12 +306,15 @@ def _refuse_constant(word: str) -> None:
 def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that the templates of a task put into every prompt, whatever is in them.
 
-    None where Python makes or changes the rows, and none of a template that has conditions or defaults.
+    None where Python makes or changes the rows, and none of a template that has conditions or
+    defaults.
     """
     from jinja2 import Environment, meta
 
     found: set[str] = set()
-    for name in ("doc_to_text", "doc_to_target", "doc_to_choice") if not config.get("process_docs") else ():
+    for name in (
+        ("doc_to_text", "doc_to_target", "doc_to_choice") if not config.get("process_docs") else ()
+    ):
         template = config.get(name)
         if isinstance(template, str) and not re.search(r"{%|\bif\b|\bdefault\b", template):
             found |= meta.find_undeclared_variables(Environment().parse(template))
@@ -275,12 +325,18 @@ def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def hub_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with which a task loads its data set from the hub; code in a data set is never run."""
-    return {key: value for key, value in (config.get("dataset_kwargs") or {}).items() if key != "trust_remote_code"}
+    """The options with which a task loads its data set from the hub; code in a data set is never
+    run."""
+    return {
+        key: value
+        for key, value in (config.get("dataset_kwargs") or {}).items()
+        if key != "trust_remote_code"
+    }
 
 
 def hub_rows(task: str, config: Mapping[str, Any]) -> Any:
-    """The rows of a task's data set on the hub, from the cache if they are there; raises as `from_hub`."""
+    """The rows of a task's data set on the hub, from the cache if they are there; raises as
+    `from_hub`."""
     import datasets
 
     path, part = config.get("dataset_path"), config.get("dataset_name")
@@ -293,7 +349,8 @@ def hub_rows(task: str, config: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def no_network() -> Iterator[None]:
-    """Inside, `datasets` and the hub's client use the local cache alone, and do not warn that they do."""
+    """Inside, `datasets` and the hub's client use the local cache alone, and do not warn that they
+    do."""
     from datasets import config, logging
     from huggingface_hub import constants
 
@@ -308,13 +365,14 @@ def no_network() -> Iterator[None]:
 
 
 def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
-    """Call `load`, which reads the hub's data set `name`, without the network; where that fails, with it.
+    """Call `load`, which reads the hub's data set `name`, without the network; where that fails,
+    with it.
 
     files: the files that `data=local` would need below its root, for the error.
 
     Raises:
-        UserError: it is not cached and the hub is unreachable or refuses, or it cannot be read; says what remains.
-        ImportError: a package that reads it is not installed.
+        UserError: it is not cached and the hub is unreachable or refuses, or it cannot be read;
+        says what remains. ImportError: a package that reads it is not installed.
     """
     from huggingface_hub import constants, get_session
 
@@ -341,12 +399,14 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
         ) from error
 
 
-def revision(path: str, part: str | None, fetch: Callable[[], object], *, has_options: bool = False) -> str:
-    """The commit on the hub of a data set's cached rows; `fetch` puts rows into the cache where there are none. ""
-    where it leaves none there.
+def revision(
+    path: str, part: str | None, fetch: Callable[[], object], *, has_options: bool = False
+) -> str:
+    """The commit on the hub of a data set's cached rows; `fetch` puts rows into the cache where
+    there are none. "" where it leaves none there.
 
-    part: its configuration, None for the only one. has_options: it is loaded with other settings as well. Raises as
-    `from_hub`.
+    part: its configuration, None for the only one. has_options: it is loaded with other settings as
+    well. Raises as `from_hub`.
     """
     found = _cached_revision(path, part, has_options)
     if found is None:
@@ -356,17 +416,23 @@ def revision(path: str, part: str | None, fetch: Callable[[], object], *, has_op
 
 
 def _cached_revision(path: str, part: str | None, has_options: bool) -> str | None:
-    """The commit of the newest rows, which `datasets` takes offline; importing it would take a second.
+    """The commit of the newest rows, which `datasets` takes offline; importing it would take a
+    second.
 
-    Rows lie in OWNER___NAME/PART/VERSION/COMMIT, names in snake case, a dash and a digest after a part with options.
+    Rows lie in OWNER___NAME/PART/VERSION/COMMIT, names in snake case, a dash and a digest after a
+    part with options.
     """
     from huggingface_hub import constants
 
     def letters(name: str) -> str:
         return name.replace("/", "").replace("_", "").lower()
 
-    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets").expanduser()
-    configuration = f"{escape(part or 'default')}-*" if has_options else escape(part) if part else "*"
+    cache = Path(
+        os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    ).expanduser()
+    configuration = (
+        f"{escape(part or 'default')}-*" if has_options else escape(part) if part else "*"
+    )
     made = [
         rows
         for folder in cache.glob("*")

@@ -1,9 +1,10 @@
 """RULER's six tasks that need no data (Hsieh et al., COLM 2024), as lm-eval has them.
 
-docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER. lm-eval's own functions
-make the rows: 500 a length, from Python's and numpy's global generators. Here a length has only the rows that are asked
-for, the first of lm-eval's 500, and begins with fresh generators: its rows depend on the task, the length, the seed and
-the tokenizer alone, which measures the prompts. They are kept in the cache folder.
+docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER.
+lm-eval's own functions make the rows: 500 a length, from Python's and numpy's global generators.
+Here a length has only the rows that are asked for, the first of lm-eval's 500, and begins with
+fresh generators: its rows depend on the task, the length, the seed and the tokenizer alone, which
+measures the prompts. They are kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from harness.model.load import LoadedModel
 
 TaskRow = dict[str, Any]
-"""lm-eval's: input, gen_prefix (how the answer begins), outputs (right answers), max_length, length, index."""
+"""lm-eval's: input, gen_prefix (how the answer begins), outputs (right answers), max_length,
+length, index."""
 
 NEEDLES = {
     "niah_single_1": ("repeat", "words", "numbers"),
@@ -48,9 +50,11 @@ MARKERS = {task: "\nWhat" if task in NEEDLES else "\nQuestion:" for task in RULE
 
 
 def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, Any], list[TaskRow]]:
-    """The settings of lm-eval's task, and as many rows for each of `metadata.max_seq_lengths`, in that order.
+    """The settings of lm-eval's task, and as many rows for each of `metadata.max_seq_lengths`, in
+    that order.
 
-    A metric is named by its length in tokens, as lm-eval's are; a row has that of its own length alone.
+    A metric is named by its length in tokens, as lm-eval's are; a row has that of its own length
+    alone.
 
     Raises:
         UserError: a length that is too short for the task or too long for the model.
@@ -61,26 +65,38 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     count, lengths = config.num_samples_of(task), config.task.lengths
     assert count is not None, "lm-eval makes as many as it is asked for"
     yaml = Path(tasks.__file__).parent / "ruler" / f"{task.removeprefix('ruler_')}.yaml"
-    settings = load_yaml(yaml, resolve_func=False)  # functions as words: importing them would need more packages
-    max_gen_toks = settings["generation_kwargs"]["max_gen_toks"] if config.task.too_long == "refuse" else None
+    settings = load_yaml(
+        yaml, resolve_func=False
+    )  # functions as words: importing them would need more packages
+    max_gen_toks = (
+        settings["generation_kwargs"]["max_gen_toks"] if config.task.too_long == "refuse" else None
+    )
     rows: list[TaskRow] = []
     for length in lengths:
         each = count // len(lengths)
         of_length = _rows_that_fit(task, length, each, config.seed, loaded, max_gen_toks)
         if config.kind == "turns" and task in NEEDLES:
-            of_length = [turn for number, row in enumerate(of_length) for turn in turns(row, f"{config.seed}/{number}")]
+            of_length = [
+                turn
+                for number, row in enumerate(of_length)
+                for turn in turns(row, f"{config.seed}/{number}")
+            ]
         rows += of_length[:each]
     return settings | {
         "task": task,
         "process_results": _score,
-        "metric_list": [{"metric": str(each), "aggregation": "mean", "higher_is_better": True} for each in lengths],
+        "metric_list": [
+            {"metric": str(each), "aggregation": "mean", "higher_is_better": True}
+            for each in lengths
+        ],
         "num_fewshot": 0,
     }, rows
 
 
 def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
-    """Columns for figures of a row of one of the six tasks: `length` in tokens; `depth`, the place in the prompt where
-    the needle's value begins, 0 to 1, None in a task that hides none. {} of any other task."""
+    """Columns for figures of a row of one of the six tasks: `length` in tokens; `depth`, the place
+    in the prompt where the needle's value begins, 0 to 1, None in a task that hides none. {} of any
+    other task."""
     if task not in RULER_TASKS:
         return {}
     depth = row["input"].index(row["outputs"][0]) / len(row["input"]) if task in NEEDLES else None
@@ -90,10 +106,11 @@ def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
 def _rows_that_fit(
     task: str, length: int, count: int, seed: int, loaded: LoadedModel, max_gen_toks: int | None
 ) -> list[TaskRow]:
-    """The rows of one length; UserError where one exceeds the model's limit. max_gen_toks: None lets it be truncated.
+    """The rows of one length; UserError where one exceeds the model's limit. max_gen_toks: None
+    lets it be truncated.
 
-    lm-eval counts the tokens to generate into a length. Yet its needles do without the beginning of the answer, and
-    ruler_fwe without what is generated, so that rows can be longer.
+    lm-eval counts the tokens to generate into a length. Yet its needles do without the beginning of
+    the answer, and ruler_fwe without what is generated, so that rows can be longer.
     """
 
     def check_limit(tokens: int) -> None:
@@ -105,16 +122,19 @@ def _rows_that_fit(
 
     check_limit(length)
     rows = rows_of(task, length, count, seed, loaded.tokenizer)
-    longest = max(num_tokens(f"{row['input']} {row['gen_prefix']}", loaded.tokenizer) for row in rows)
+    longest = max(
+        num_tokens(f"{row['input']} {row['gen_prefix']}", loaded.tokenizer) for row in rows
+    )
     check_limit(longest + (max_gen_toks or 0))
     return rows
 
 
 def turns(row: TaskRow, key: str) -> list[TaskRow]:
-    """A needle's row, and further ones that ask for other needles of its context: `TURNS`, or as many as there are.
+    """A needle's row, and further ones that ask for other needles of its context: `TURNS`, or as
+    many as there are.
 
-    key: what the choice of needles is drawn from. lm-eval asks one question a context; here its words stay, and the
-    needle in them changes.
+    key: what the choice of needles is drawn from. lm-eval asks one question a context; here its
+    words stay, and the needle in them changes.
     """
     own = next(key for key, value in NEEDLE.findall(row["input"]) if value == row["outputs"][0])
     context, marker, question = row["input"].rpartition("\nWhat")
@@ -127,17 +147,21 @@ def turns(row: TaskRow, key: str) -> list[TaskRow]:
 
 
 def _score(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
-    """The share of the right answers that the text holds, as lm-eval and RULER have it, under the row's length."""
+    """The share of the right answers that the text holds, as lm-eval and RULER have it, under the
+    row's length."""
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
-    return {str(row["max_length"]): string_match_all(postprocess_pred(list(answers)), [row["outputs"]])}
+    return {
+        str(row["max_length"]): string_match_all(postprocess_pred(list(answers)), [row["outputs"]])
+    }
 
 
 # Rows
 
 
 def digest() -> str:
-    """Identity of the rows besides settings and model: the versions of lm-eval and of its list of words."""
+    """Identity of the rows besides settings and model: the versions of lm-eval and of its list of
+    words."""
     return text_sha256(*(f"{package} {version(package)}" for package in ("lm_eval", "wonderwords")))
 
 
@@ -148,7 +172,11 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
         UserError: the length is too short for the task with this tokenizer.
     """
     # What decides how a text is split into tokens.
-    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    whole = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else json.dumps(tokenizer.get_vocab())
+    )
     of_tokenizer = text_sha256(whole, str(tokenizer("").input_ids))
     key = text_sha256("rows", digest(), task, str(length), str(seed), of_tokenizer)
     note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
@@ -177,7 +205,9 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
             rows = _make(task, length, count, tokenizer)
         except (ValueError, RuntimeError) as error:  # how lm-eval says that no needle fits
             raise UserError(f"{too_short}: no prompt fits") from error
-    holds_answers = [row["outputs"] and all(answer in row["input"] for answer in row["outputs"]) for row in rows]
+    holds_answers = [
+        row["outputs"] and all(answer in row["input"] for answer in row["outputs"]) for row in rows
+    ]
     if len(rows) < count or not all(holds_answers):
         raise UserError(f"{too_short}: not every prompt has room for what it asks")
     return rows
@@ -191,7 +221,9 @@ def _make(task: str, length: int, count: int, tokenizer: Any) -> list[TaskRow]:
     if task == "ruler_fwe":
         return module.sys_kwext(tokenizer, length, count)
     if task == "ruler_vt":
-        return module.sys_vartrack_w_noise_random(tokenizer, count, length, icl_example=_vt_example(module, tokenizer))
+        return module.sys_vartrack_w_noise_random(
+            tokenizer, count, length, icl_example=_vt_example(module, tokenizer)
+        )
     haystack, keys, values = NEEDLES[task]
     return module.generate_samples(
         module.get_haystack(haystack),
@@ -206,16 +238,21 @@ def _make(task: str, length: int, count: int, tokenizer: Any) -> list[TaskRow]:
 
 
 def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
-    """Tokens, generated ones included, below which lm-eval's functions would not return: they shorten a prompt until it
-    fits, and the shortest never does. Where a needle does not fit they raise an error instead.
+    """Tokens, generated ones included, below which lm-eval's functions would not return: they
+    shorten a prompt until it fits, and the shortest never does. Where a needle does not fit they
+    raise an error instead.
 
-    The generators must be fresh: what is measured here is the first prompt that lm-eval will measure.
+    The generators must be fresh: what is measured here is the first prompt that lm-eval will
+    measure.
     """
     module = _module(task)
     if task == "ruler_cwe":
         example, text, answers = module.generate_input_output(10, length)
         listed = " ".join(f"{number}. {word}" for number, word in enumerate(answers, 1))
-        return num_tokens(f"{example}\n{text} {listed}", tokenizer) + module.CONFIG["tokens_to_generate"]
+        return (
+            num_tokens(f"{example}\n{text} {listed}", tokenizer)
+            + module.CONFIG["tokens_to_generate"]
+        )
     if task == "ruler_fwe":
         return max(FWE_LEAST_TOKENS, num_tokens(module.TEMPLATE.format(context=""), tokenizer))
     if task == "ruler_vt":
@@ -226,22 +263,29 @@ def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
 
 
 def _vt_example(module: Any, tokenizer: Any) -> TaskRow:
-    """The worked example of ruler_vt; UserError where lm-eval would not return. The generators must be fresh."""
+    """The worked example of ruler_vt; UserError where lm-eval would not return. The generators must
+    be fresh."""
     with _restored():
         shortest = _vt_tokens(module, tokenizer, noises=5, is_icl=True)
     if shortest > VT_EXAMPLE_TOKENS:
         allowed = f"lm-eval allows {VT_EXAMPLE_TOKENS} at any length"
-        raise UserError(f"tasks=ruler_vt: its worked example takes {shortest} tokens with this tokenizer; {allowed}")
+        raise UserError(
+            f"tasks=ruler_vt: its worked example takes {shortest} tokens with this tokenizer; {allowed}"
+        )
     return module.sys_vartrack_w_noise_random(tokenizer, 1, VT_EXAMPLE_TOKENS, incremental=5)[0]
 
 
 def _vt_tokens(module: Any, tokenizer: Any, *, noises: int, is_icl: bool = False) -> int:
     text, answers = module.generate_input_output(noises, num_chains=1, num_hops=4, is_icl=is_icl)
-    return num_tokens(f"{text} {answers}", tokenizer) + module.CONFIG["variable_tracking"]["tokens_to_generate"]
+    return (
+        num_tokens(f"{text} {answers}", tokenizer)
+        + module.CONFIG["variable_tracking"]["tokens_to_generate"]
+    )
 
 
 def _module(task: str) -> Any:
-    """lm-eval's module that makes the rows. nltk, whose download an import would start, splits essays only."""
+    """lm-eval's module that makes the rows. nltk, whose download an import would start, splits
+    essays only."""
     nltk: Any = importlib.import_module("nltk")
     download, nltk.download = nltk.download, lambda *_: False
     try:
@@ -253,8 +297,8 @@ def _module(task: str) -> Any:
 
 @contextlib.contextmanager
 def _lm_evals_start(seed: int) -> Iterator[None]:
-    """Python's, numpy's and lm-eval's own generator as they are when lm-eval begins to make a task's rows; its prints
-    and progress bars go nowhere."""
+    """Python's, numpy's and lm-eval's own generator as they are when lm-eval begins to make a
+    task's rows; its prints and progress bars go nowhere."""
     import numpy as np
 
     nowhere = io.StringIO()

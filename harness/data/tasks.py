@@ -1,12 +1,14 @@
 """Tasks of lm-eval by name: found, given their rows, and each row tried before a model answers.
 
-`plan` resolves names, groups and tags to leaf tasks with their YAML; no row is read yet, and a task that cannot run is
-refused before a model loads. `load_suite` builds them: lm-eval's YAML says prompts, filters and metrics, and lm-eval's
-own classes carry them out; here is decided where the rows come from. A task that makes its own rows (`custom_dataset`,
-or a Python class) is left to do so.
+`plan` resolves names, groups and tags to leaf tasks with their YAML; no row is read yet, and a task
+that cannot run is refused before a model loads. `load_suite` builds them: lm-eval's YAML says
+prompts, filters and metrics, and lm-eval's own classes carry them out; here is decided where the
+rows come from. A task that makes its own rows (`custom_dataset`, or a Python class) is left to do
+so.
 
-lm-eval counts a row whose answer is none of its choices as wrong, and shows the last choice as the answer of -1, with a
-warning at best. Here such a row is refused, and so is one on which lm-eval, or the task's own Python, fails.
+lm-eval counts a row whose answer is none of its choices as wrong, and shows the last choice as the
+answer of -1, with a warning at best. Here such a row is refused, and so is one on which lm-eval, or
+the task's own Python, fails.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ if TYPE_CHECKING:
 
 FEWSHOT_SEED = 1234
 NUMPY_SEED = 1234
-"""lm-eval's defaults, to which `seed` is added: with seed=0 examples and generated rows are those of lm-eval."""
+"""lm-eval's defaults, to which `seed` is added: with seed=0 examples and generated rows are those
+of lm-eval."""
 EXAMPLE_ROLES = ("training_split", "validation_split", "fewshot_split")
 """Splits that a task does without where they are not among its local files."""
 HOOKS = ("fewshot_context", "construct_requests", "process_results")
@@ -70,8 +73,9 @@ NO_LABEL = -1
 class Leaf(NamedTuple):
     """A task before its rows are read.
 
-    config: its YAML, functions resolved, with the user's metadata and number of examples; empty for a task that needs
-    no data. labels: allowed values of the field `label`; () where lm-eval itself refuses others.
+    config: its YAML, functions resolved, with the user's metadata and number of examples; empty for
+    a task that needs no data. labels: allowed values of the field `label`; () where lm-eval itself
+    refuses others.
     """
 
     task_name: str
@@ -85,8 +89,8 @@ class Leaf(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """tasks: the leaf tasks behind `tasks=` by name, each once, as `Leaf` where no row is read yet. groups: all groups
-    among them, lm-eval's own objects, outer ones first."""
+    """tasks: the leaf tasks behind `tasks=` by name, each once, as `Leaf` where no row is read yet.
+    groups: all groups among them, lm-eval's own objects, outer ones first."""
 
     tasks: dict[str, Any]
     groups: dict[str, Group]
@@ -96,7 +100,8 @@ class Suite(NamedTuple):
 
 
 def check_names(names: Iterable[str], include_path: str | None) -> None:
-    """Raise UserError for a name that neither the project, lm-eval nor the folder `include_path` knows."""
+    """Raise UserError for a name that neither the project, lm-eval nor the folder `include_path`
+    knows."""
     others = [name for name in names if name not in TASKS]
     known = packaged() | of_folder(include_path) if others else {}
     for name in others:
@@ -119,15 +124,19 @@ def location() -> Path:
 def packaged() -> dict[str, Entry]:
     """lm-eval's tasks, groups and tags.
 
-    `TaskManager` takes ten seconds to parse its 14,000 files: its index is kept in the cache folder, for this version
-    of lm-eval at this place. A missing or damaged file there is made anew.
+    `TaskManager` takes ten seconds to parse its 14,000 files: its index is kept in the cache
+    folder, for this version of lm-eval at this place. A missing or damaged file there is made anew.
     """
     note = cache_dir() / "tasks" / f"{text_sha256(version(), str(location()))[:32]}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError
+    ):
         return _entries(note.read_text())
     print(f"{note}: listing lm-eval's tasks once, which takes a while", file=sys.stderr)
     found = _index(location()).items()
-    text = json.dumps({n: (e.kind.name, e.yaml_path and str(e.yaml_path), sorted(e.tags)) for n, e in found})
+    text = json.dumps(
+        {n: (e.kind.name, e.yaml_path and str(e.yaml_path), sorted(e.tags)) for n, e in found}
+    )
     with contextlib.suppress(OSError), replacing(note) as scratch:
         scratch.write_text(text)
     return _entries(text)
@@ -143,7 +152,8 @@ def _entries(note: str) -> dict[str, Entry]:
 
 
 def of_folder(folder: str | None) -> dict[str, Entry]:
-    """The tasks, groups and tags in the YAML of a user's own folder; UserError where a file there is no YAML."""
+    """The tasks, groups and tags in the YAML of a user's own folder; UserError where a file there
+    is no YAML."""
     if folder is None:
         return {}
     root = Path(folder).resolve()
@@ -166,7 +176,8 @@ def own_tasks() -> Mapping[str, Mapping[str, Any]]:
 
 
 def plan(config: RunConfig) -> Suite:
-    """Find the leaf tasks and groups that `config.tasks` stand for. A leaf that two names share is the first's.
+    """Find the leaf tasks and groups that `config.tasks` stand for. A leaf that two names share is
+    the first's.
 
     Raises:
         UserError: an unknown name, YAML that cannot be resolved, or a task that cannot run here.
@@ -194,8 +205,8 @@ def _leaves(found: Any) -> Iterator[Leaf]:
 
 
 class _Planner(TaskFactory):
-    """lm-eval's factory, which resolves groups and tags, stopped before rows are read: it makes a `Leaf` where it would
-    build a task, whose constructor would fetch them."""
+    """lm-eval's factory, which resolves groups and tags, stopped before rows are read: it makes a
+    `Leaf` where it would build a task, whose constructor would fetch them."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(meta=dict(config.task.metadata))
@@ -204,32 +215,48 @@ class _Planner(TaskFactory):
         self._asked = ""
 
     def find(self, name: str) -> Leaf | Group | list[Leaf]:
-        """A task, a group, or the tasks of a tag. A user's own folder comes before all, the project's names before
-        lm-eval's."""
+        """A task, a group, or the tasks of a tag. A user's own folder comes before all, the
+        project's names before lm-eval's."""
         self._asked = name
         if name in OFFLINE_TASKS and name not in self._folder:
             return Leaf(name, {})
         if name in own_tasks() and name not in self._folder:
             own, given = own_tasks()[name], self._config.num_fewshot
-            overrides = {"task": name, "num_fewshot": own["num_fewshot"] if given is None else given}
+            overrides = {
+                "task": name,
+                "num_fewshot": own["num_fewshot"] if given is None else given,
+            }
             leaf = self._build_task(Entry(name, Kind.TASK, location() / own["yaml"]), overrides)
             return leaf._replace(labels=own.get("labels", ()))
         check_names([name], self._config.task.include_path)
         known = packaged() | self._folder
-        with refused(f"tasks={name}: its YAML cannot be read"):  # a group's, of which lm-eval makes anything
+        with refused(
+            f"tasks={name}: its YAML cannot be read"
+        ):  # a group's, of which lm-eval makes anything
             return self.build(known[name], registry=known)
 
     def _build_task(self, entry: Entry, overrides: dict[str, Any] | None) -> Leaf:
         if entry.name in RULER_TASKS and entry.name not in self._folder:
             return Leaf(entry.name, {})
-        where = f"tasks={self._asked}: " + ("" if entry.name == self._asked else f"its task {entry.name}: ")
-        with refused(f"{where}its YAML cannot be read"):  # whatever a YAML file or the Python beside it raises
-            task = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else dict(entry.cfg or {})
+        where = f"tasks={self._asked}: " + (
+            "" if entry.name == self._asked else f"its task {entry.name}: "
+        )
+        with refused(
+            f"{where}its YAML cannot be read"
+        ):  # whatever a YAML file or the Python beside it raises
+            task = (
+                load_yaml(entry.yaml_path, resolve_func=False)
+                if entry.yaml_path
+                else dict(entry.cfg or {})
+            )
             task |= overrides or {}
             if why_not := self._why_not(entry.name, task):  # before any of its Python is loaded
                 raise UserError(f"{where}{why_not}")
             try:
-                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # prints of an import
+                with (
+                    redirect_stdout(io.StringIO()),
+                    redirect_stderr(io.StringIO()),
+                ):  # prints of an import
                     config = self._load_full_config(entry, overrides)
             except ImportError as error:
                 raise UserError(f"{where}{missing(error)}") from error
@@ -259,11 +286,14 @@ class _Planner(TaskFactory):
         overrides: dict[str, Any] | None,
         registry: MutableMapping[str, Entry],
     ) -> Group:
-        """As lm-eval's, but a task that is described within the group is registered, and so becomes a leaf too."""
+        """As lm-eval's, but a task that is described within the group is registered, and so becomes
+        a leaf too."""
         members: Any = raw_cfg.get("task")
         for place, member in enumerate(members if isinstance(members, list) else []):
             if isinstance(member, str) and member not in registry:
-                raise UserError(f"tasks={group_name}: its member {member} is unknown; {nearest(member, registry)}")
+                raise UserError(
+                    f"tasks={group_name}: its member {member} is unknown; {nearest(member, registry)}"
+                )
             if isinstance(member, dict) and "task" in member and member["task"] not in registry:
                 name = f"{group_name}::{member['task']}"
                 registry[name] = Entry(name, Kind.TASK, None, cfg=member | {"task": name})
@@ -272,27 +302,39 @@ class _Planner(TaskFactory):
 
 
 def digest_of(resolved: Mapping[str, Any]) -> str:
-    """Identity of a task's prompts and metrics, or a group's: lm-eval's version and the resolved YAML, at any place."""
-    metadata = {name: value for name, value in (resolved.get("metadata") or {}).items() if name != "config_source"}
-    return text_sha256(version(), json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name))
+    """Identity of a task's prompts and metrics, or a group's: lm-eval's version and the resolved
+    YAML, at any place."""
+    metadata = {
+        name: value
+        for name, value in (resolved.get("metadata") or {}).items()
+        if name != "config_source"
+    }
+    return text_sha256(
+        version(), json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name)
+    )
 
 
 def _name(value: Any) -> str:
-    """A function or class of a task's YAML, the same in every process and wherever its file lies."""
+    """A function or class of a task's YAML, the same in every process and wherever its file
+    lies."""
     if not hasattr(value, "__qualname__"):
         return type(value).__name__
-    return f"{Path(value.__module__).name}.{value.__qualname__}"  # lm-eval calls a module by its path
+    return (
+        f"{Path(value.__module__).name}.{value.__qualname__}"  # lm-eval calls a module by its path
+    )
 
 
 # Tasks with their rows
 
 
 def load_suite(config: RunConfig, loaded: LoadedModel) -> Suite:
-    """Build all tasks that `config.tasks` stand for, rows read and prompts tried; RULER's are made for the model.
+    """Build all tasks that `config.tasks` stand for, rows read and prompts tried; RULER's are made
+    for the model.
 
     Raises:
-        UserError: an unknown name; a task that cannot run here; a file that is missing, empty or malformed (file and
-            line number), or a row of which no prompt can be made; too few examples; a hub that cannot be reached.
+        UserError: an unknown name; a task that cannot run here; a file that is missing, empty or
+            malformed (file and line number), or a row of which no prompt can be made; too few
+            examples; a hub that cannot be reached.
     """
     planned = plan(config)
     tasks = {name: _build(leaf, config, loaded) for name, leaf in planned.tasks.items()}
@@ -317,18 +359,23 @@ def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
         raise UserError(f"tasks={name}: {missing(error)}") from error
     except Exception as error:  # of lm-eval, or of the task's own Python
         place = source.place(scored_split(leaf.config))
-        raise UserError(f"{place}: tasks={name}: lm-eval cannot build it from these rows ({reason(error)})") from error
+        raise UserError(
+            f"{place}: tasks={name}: lm-eval cannot build it from these rows ({reason(error)})"
+        ) from error
     task.set_fewshot_seed(FEWSHOT_SEED + config.seed)
     _check_rows(task, leaf, source, config.num_samples_of(name))
     return task
 
 
 def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: TaskRows) -> Task:
-    """A task with its rows; one that fetches them by itself may ask the hub only where `data` is the hub."""
+    """A task with its rows; one that fetches them by itself may ask the hub only where `data` is
+    the hub."""
     name, own = leaf.task_name, leaf.config
     if not own:
         if config.num_fewshot:
-            raise UserError(f"num_fewshot={config.num_fewshot}: task {name} takes no examples; allowed: 0")
+            raise UserError(
+                f"num_fewshot={config.num_fewshot}: task {name} takes no examples; allowed: 0"
+            )
         if name in RULER_TASKS:
             own, made = ruler.load(name, config, loaded)
         else:
@@ -336,12 +383,18 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: TaskRows) ->
         return _construct(own | _given({"test": datasets.Dataset.from_list(made)}), config)
     if leaf.makes_rows:
         tokenizer = None if loaded.tokenizer is None else loaded.tokenizer.name_or_path
-        own = own | {"metadata": {"tokenizer": tokenizer} | own["metadata"]}  # for rows of a length in tokens
+        own = own | {
+            "metadata": {"tokenizer": tokenizer} | own["metadata"]
+        }  # for rows of a length in tokens
         if config.data.name == "hub":
             return from_hub(name, lambda: _construct(own, config))
         with no_network():
             return _construct(own, config)
-    absent = [role for role in EXAMPLE_ROLES if own.get(role) not in rows] if config.data.name == "local" else []
+    absent = (
+        [role for role in EXAMPLE_ROLES if own.get(role) not in rows]
+        if config.data.name == "local"
+        else []
+    )
     return _construct(own | dict.fromkeys(absent) | _given(rows), config)
 
 
@@ -362,18 +415,21 @@ def _construct(own: dict[str, Any], config: RunConfig) -> Task:
 
 
 def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> None:
-    """Try prompt, choices and answer of the first `limit` rows that the task asks (None: all); those that it shows as
-    examples when drawn.
+    """Try prompt, choices and answer of the first `limit` rows that the task asks (None: all);
+    those that it shows as examples when drawn.
 
     Raises:
-        UserError: the first row of which no question can be made, or whose answer is none of its choices; names its
-            file and line. Later, where the task draws an example, makes requests or judges an answer, alike.
+        UserError: the first row of which no question can be made, or whose answer is none of its
+            choices; names its file and line. Later, where the task draws an example, makes requests
+            or judges an answer, alike.
     """
     settings = task.config.to_dict() if isinstance(task, ConfigurableTask) else {}
     asked, made = scored_split(settings), bool(settings.get("process_docs"))
 
     def refusal(problem: str, split: str | None, number: int) -> UserError:
-        return UserError(f"{source.row(split, number, made=made)}: tasks={task.task_name}: {problem}")
+        return UserError(
+            f"{source.row(split, number, made=made)}: tasks={task.task_name}: {problem}"
+        )
 
     def problem_of(doc: Any, templates: Any = None) -> str | None:
         try:
@@ -394,7 +450,9 @@ def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> No
                 raise
             except Exception as error:  # of lm-eval, or of the task's own Python
                 number = _number_of(kwargs.get("doc", args[0] if args else None), task.eval_docs)
-                raise refusal(f"lm-eval's {hook.__name__} fails ({reason(error)})", asked, number) from error
+                raise refusal(
+                    f"lm-eval's {hook.__name__} fails ({reason(error)})", asked, number
+                ) from error
 
         return named
 
@@ -422,7 +480,9 @@ def _number_of(doc: Any, docs: Iterable[Any]) -> int:
 def _unlabelled(task: Task, doc: Any, labels: Sequence[Any]) -> str | None:
     features = getattr(task.eval_docs, "features", None) or {}
     if isinstance(features.get("label"), datasets.ClassLabel) and doc["label"] == NO_LABEL:
-        return f"has no label ({NO_LABEL}), as the rows of many test splits; choose a split that has"
+        return (
+            f"has no label ({NO_LABEL}), as the rows of many test splits; choose a split that has"
+        )
     if labels and doc["label"] not in labels:
         return f"field 'label' is {doc['label']!r}; allowed: {', '.join(map(repr, labels))}"
     return None
@@ -439,9 +499,17 @@ def _unanswerable(task: Task, doc: Any, templates: Any) -> str | None:
         return "lacks what its prompt or answer is made of"
     if task.OUTPUT_TYPE != "multiple_choice":
         kinds = (str,) if task.OUTPUT_TYPE.startswith("loglikelihood") else (str, int, float, list)
-        return None if isinstance(text, str) and isinstance(target, kinds) else f"asks {text!r}, answered by {target!r}"
+        return (
+            None
+            if isinstance(text, str) and isinstance(target, kinds)
+            else f"asks {text!r}, answered by {target!r}"
+        )
     choices = task.doc_to_choice(doc, templates and templates.doc_to_choice)
-    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(each, str) and each for each in choices)
+    ):
         return f"its choices are {choices!r}; must be texts, none of them empty"
     gold = text if task.multiple_input else target
     if task.config.process_results is None and not _is_among(gold, choices):
@@ -453,15 +521,19 @@ def _is_among(gold: Any, choices: list[str]) -> bool:
     """Whether an answer, or each of several, is a choice or the index of one."""
     if isinstance(gold, list):
         return bool(gold) and all(_is_among(each, choices) for each in gold)
-    return gold in choices if isinstance(gold, str) else isinstance(gold, int) and 0 <= gold < len(choices)
+    return (
+        gold in choices
+        if isinstance(gold, str)
+        else isinstance(gold, int) and 0 <= gold < len(choices)
+    )
 
 
 # Warnings
 
 
 class Complaints(logging.Handler):
-    """Shows lm-eval's warnings, each once. stream: where; None: stderr, which is hidden for the sake of progress bars
-    while lm-eval runs."""
+    """Shows lm-eval's warnings, each once. stream: where; None: stderr, which is hidden for the
+    sake of progress bars while lm-eval runs."""
 
     ON_PURPOSE = (
         "is defined, but",  # a metric's default aggregation, or direction

@@ -1,15 +1,18 @@
 """Texts and their token ids: evaluation corpora, calibration text, windows.
 
-A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in one call without special tokens. Windows
-and calibration are slices of that one sequence, so a file always gives the same tokens in every experiment. Each slice
-stands behind the tokens with which the tokenizer starts a text (`start_ids`), if it has any: models such as Gemma were
-never trained without. They count as tokens of the slice.
+A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in one call without
+special tokens. Windows and calibration are slices of that one sequence, so a file always gives the
+same tokens in every experiment. Each slice stands behind the tokens with which the tokenizer starts
+a text (`start_ids`), if it has any: models such as Gemma were never trained without. They count as
+tokens of the slice.
 
-    offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12 ship different
-               versions of it, which is why a record carries the sha256 of the text
-    wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the convention behind published
-               perplexities; the same tokens from the original file and from the hub
-    random     a number of words, of which a model with random weights makes random ids (`harness.model.random_ids`)
+    offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12
+               ship different versions of it, which is why a record carries the sha256 of the text
+    wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the
+               convention behind published perplexities; the same tokens from the original file and
+               from the hub
+    random     a number of words, of which a model with random weights makes random ids
+               (`harness.model.random_ids`)
     FILE       `corpus.path=FILE`, as it is
 """
 
@@ -31,7 +34,8 @@ RANDOM_WORDS = 2**20
 
 
 def offline_text() -> str:
-    """The text of all topics of `pydoc_data.topics`, in order of their names, joined by blank lines."""
+    """The text of all topics of `pydoc_data.topics`, in order of their names, joined by blank
+    lines."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -48,7 +52,8 @@ def named_text(name: str) -> str:
 
 
 def read_text(path: str | Path, setting: str) -> str:
-    """The whole file as UTF-8, line ends untouched. setting: the name in an error, such as `corpus.path`.
+    """The whole file as UTF-8, line ends untouched. setting: the name in an error, such as
+    `corpus.path`.
 
     Raises:
         UserError: the file is missing, unreadable, empty or not UTF-8.
@@ -56,7 +61,9 @@ def read_text(path: str | Path, setting: str) -> str:
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{setting}={path}: not UTF-8 text, byte {error.start} cannot be decoded") from None
+        raise UserError(
+            f"{setting}={path}: not UTF-8 text, byte {error.start} cannot be decoded"
+        ) from None
     except OSError as error:
         raise UserError(f"{setting}={path}: cannot be read ({error.strerror})") from None
     if not text:
@@ -76,7 +83,8 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
         return named_text(corpus.name)
     if data.name == "local":
         raw = read_text(Path(str(data.root)) / WIKITEXT_FILE, f"corpus={corpus.name}, file")
-        # As the hub's loading script: a row is a line with its line end, and a line of white space is an empty row.
+        # As the hub's loading script: a row is a line with its line end, and a line of white space
+        # is an empty row.
         return "\n\n".join(line if line.strip() else "" for line in io.StringIO(raw))
     if data.name == "hub":
         import datasets
@@ -89,21 +97,23 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
 
 
 def calibration_text(calibration: CalibrationConfig) -> str:
-    """The file `calibration.path`, else the named text; raises UserError where it cannot be read."""
+    """The file `calibration.path`, else the named text; raises UserError where it cannot be
+    read."""
     if calibration.path is None:
         return named_text(calibration.name)
     return read_text(calibration.path, "calibration.path")
 
 
 def token_ids(text: str, tokenizer: Any) -> list[int]:
-    """Ids of a piece of text, tokenized in one call without special tokens; UserError without a tokenizer (None)."""
+    """Ids of a piece of text, tokenized in one call without special tokens; UserError without a
+    tokenizer (None)."""
     require_tokenizer(tokenizer)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def prompt_ids(text: str, tokenizer: Any) -> list[int]:
-    """Ids of a whole prompt, with the special tokens that the tokenizer adds. A start token that the text itself begins
-    with is not added again. UserError without a tokenizer (None)."""
+    """Ids of a whole prompt, with the special tokens that the tokenizer adds. A start token that
+    the text itself begins with is not added again. UserError without a tokenizer (None)."""
     require_tokenizer(tokenizer)
     start_token: str = getattr(tokenizer, "bos_token", None) or ""
     is_started = start_token != "" and text.startswith(start_token)
@@ -111,9 +121,11 @@ def prompt_ids(text: str, tokenizer: Any) -> list[int]:
 
 
 def start_ids(tokenizer: Any) -> list[int]:
-    """Ids that the tokenizer puts before every text: one for Llama or Gemma, none for Qwen2.5 or SmolLM2.
+    """Ids that the tokenizer puts before every text: one for Llama or Gemma, none for Qwen2.5 or
+    SmolLM2.
 
-    Raises UserError without a tokenizer (None), and for one whose special tokens do not stand around the text.
+    Raises UserError without a tokenizer (None), and for one whose special tokens do not stand
+    around the text.
     """
     whole, plain = prompt_ids(PROBE, tokenizer), token_ids(PROBE, tokenizer)
     for first in range(len(whole) - len(plain) + 1):
@@ -139,17 +151,20 @@ def corpus_ids(corpus: CorpusConfig, data: DataConfig, tokenizer: Any) -> list[i
 
 
 def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]:
-    """`calibration.num_tokens` ids: the tokenizer's start, and the first of the calibration text. UserError where it
-    is shorter."""
+    """`calibration.num_tokens` ids: the tokenizer's start, and the first of the calibration text.
+    UserError where it is shorter."""
     ids = [*start_ids(tokenizer), *token_ids(calibration_text(calibration), tokenizer)]
     if len(ids) < calibration.num_tokens:
-        raise UserError(f"calibration.num_tokens={calibration.num_tokens}: the calibration text has {len(ids)} tokens")
+        raise UserError(
+            f"calibration.num_tokens={calibration.num_tokens}: the calibration text has {len(ids)} tokens"
+        )
     return ids[: calibration.num_tokens]
 
 
 def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
-    """Token at which the first evaluation window starts: `corpus.offset_tokens`; without it, right after the
-    calibration tokens where both are the same text, so that no method is scored on the text that calibrated it."""
+    """Token at which the first evaluation window starts: `corpus.offset_tokens`; without it, right
+    after the calibration tokens where both are the same text, so that no method is scored on the
+    text that calibrated it."""
     if corpus.offset_tokens is not None:
         return corpus.offset_tokens
     has_files = corpus.path is not None or calibration.path is not None
@@ -166,15 +181,17 @@ def window_ids(
     start: Sequence[int] = (),
     setting: str = "seq_len",
 ) -> list[list[int]]:
-    """`num_windows` windows of `seq_len` ids: each the `start`, then ids of the text, which follow one another from
-    token `offset`.
+    """`num_windows` windows of `seq_len` ids: each the `start`, then ids of the text, which follow
+    one another from token `offset`.
 
-    setting: the setting of their length, for the error. Raises UserError where the text is too short, or a window has
-    no room for text.
+    setting: the setting of their length, for the error. Raises UserError where the text is too
+    short, or a window has no room for text.
     """
     of_text = seq_len - len(start)
     if of_text < 1:
-        raise UserError(f"{setting}={seq_len}: must be above {len(start)}, the tokens with which every text starts")
+        raise UserError(
+            f"{setting}={seq_len}: must be above {len(start)}, the tokens with which every text starts"
+        )
     stop = offset + of_text * num_windows
     if len(ids) < stop:
         raise UserError(

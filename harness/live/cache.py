@@ -1,18 +1,22 @@
-"""One layer's cache in live decoding: which token lies in which slot, and which rows are on their way to the device.
+"""One layer's cache in live decoding: which token lies in which slot, and which rows are on their
+way to the device.
 
-`LayerCache` serves a layer that sees every token; `harness.live.resident` has the caches that leave some rows on the
-device. Slots are filled in the order of the columns. Where a method evicts, its state knows the token of each slot:
-after the prompt the kept tokens move to the first slots, and a freed slot takes a later row. The number of slots in use
-is the method's arithmetic (`Method.tokens_kept`), so no step asks the device.
+`LayerCache` serves a layer that sees every token; `harness.live.resident` has the caches that leave
+some rows on the device. Slots are filled in the order of the columns. Where a method evicts, its
+state knows the token of each slot: after the prompt the kept tokens move to the first slots, and a
+freed slot takes a later row. The number of slots in use is the method's arithmetic
+(`Method.tokens_kept`), so no step asks the device.
 
-Under host placement a request starts a transfer into one of the device's two buffers (`Stage`), for the layer that
-computes and the next one. Under other placements whole layers are read in place. Behind a head's rows a buffer has
-room for the step's own row, so that attention finds all rows in one piece. With `device_rows` each layer keeps a buffer
-of its own, in which rows stay (`harness.live.hot_rows`), and only rows that are not in it cross the link. Then rows
-may also be requested before it is certain that they are read (`prefetch`).
+Under host placement a request starts a transfer into one of the device's two buffers (`Stage`), for
+the layer that computes and the next one. Under other placements whole layers are read in place.
+Behind a head's rows a buffer has room for the step's own row, so that attention finds all rows in
+one piece. With `device_rows` each layer keeps a buffer of its own, in which rows stay
+(`harness.live.hot_rows`), and only rows that are not in it cross the link. Then rows may also be
+requested before it is certain that they are read (`prefetch`).
 
-Exempt layers read more than the others. Requested one layer ahead, their rows could not be hidden, and the link would
-idle later. They are requested in parts during the whole step before, one part in each other layer, into own buffers.
+Exempt layers read more than the others. Requested one layer ahead, their rows could not be hidden,
+and the link would idle later. They are requested in parts during the whole step before, one part in
+each other layer, into own buffers.
 """
 
 from __future__ import annotations
@@ -51,9 +55,10 @@ COUNTS_AT_ONCE = 1024
 class Batch:
     """Tokens and progress of a batch, shared by the layers of one device.
 
-    real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of each column's
-    token, `EMPTY` for none. positions: int [batch], cached tokens before this step. row_positions, one_row, slots: made
-    once for the `QueryRows` of all layers, since each new tensor is a launch.
+    real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of
+    each column's token, `EMPTY` for none. positions: int [batch], cached tokens before this step.
+    row_positions, one_row, slots: made once for the `QueryRows` of all layers, since each new
+    tensor is a launch.
     """
 
     def __init__(self, real: Tensor, max_new_tokens: int) -> None:
@@ -67,8 +72,12 @@ class Batch:
         self.positions = prompt
         self.row_positions = prompt[:, None].int()
         self.one_row = torch.ones_like(real[:, :1])
-        self.slots = torch.arange(real.shape[1] + max_new_tokens, device=real.device).expand(len(real), 1, -1)
-        self.tokens = torch.full((len(real), real.shape[1] + max_new_tokens), EMPTY, device=real.device).int()
+        self.slots = torch.arange(real.shape[1] + max_new_tokens, device=real.device).expand(
+            len(real), 1, -1
+        )
+        self.tokens = torch.full(
+            (len(real), real.shape[1] + max_new_tokens), EMPTY, device=real.device
+        ).int()
         self.tokens[:, : real.shape[1]] = PromptRows(real, real.shape[1]).positions.int()
 
     @property
@@ -78,7 +87,10 @@ class Batch:
 
     def rows(self, steps: int) -> list[TokenCounts]:
         """The distinct rows of the sequences after `steps` steps, for the arithmetic of sizes."""
-        return [TokenCounts(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in sorted({*self.prompts})]
+        return [
+            TokenCounts(prompt + steps, prompt, prompt + self.max_new_tokens)
+            for prompt in sorted({*self.prompts})
+        ]
 
     def advance(self) -> None:
         """End the step: its tokens are cached now."""
@@ -127,15 +139,18 @@ class Traffic:
 class Stage:
     """What the attention layers on one device share.
 
-    link: None but under host placement. rooms: of each sequence, the rows of a KV head that stay on the device in each
-    layer; None: no row stays. state: the method's. slab: the page-locked memory of the stores. buffers: all that
-    fetched rows may lie in; free: the shared ones without rows, the one that was read last at the end. loaded, written:
-    rows that the decode steps took from the link and wrote back, counted in the step that waits for them, so that they
-    are exact for any run of steps. late: those of `loaded` that were requested by a layer's own query, in the layer
+    link: None but under host placement. rooms: of each sequence, the rows of a KV head that stay on
+    the device in each layer; None: no row stays. state: the method's. slab: the page-locked memory
+    of the stores. buffers: all that fetched rows may lie in; free: the shared ones without rows,
+    the one that was read last at the end. loaded, written: rows that the decode steps took from the
+    link and wrote back, counted in the step that waits for them, so that they are exact for any run
+    of steps. late: those of `loaded` that were requested by a layer's own query, in the layer
     itself.
     """
 
-    def __init__(self, device: torch.device, batch: Batch, link: Link | None, rooms: Sequence[int] | None) -> None:
+    def __init__(
+        self, device: torch.device, batch: Batch, link: Link | None, rooms: Sequence[int] | None
+    ) -> None:
         self.device, self.batch, self.link, self.rooms = device, batch, link, rooms
         self.state: State | None = None
         self.slab: PinnedSlab | None = None
@@ -146,8 +161,8 @@ class Stage:
     def plan(self, stores: Sequence[KVStore], selected: int, num_ahead: int = 0) -> int:
         """Plan the buffers for layers with these stores, and return their bytes, 0 without a link.
 
-        Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; where rows stay, each of
-        the others keeps one for them.
+        Each of the first `num_ahead` layers has its own buffer; two serve all others in turns;
+        where rows stay, each of the others keeps one for them.
         """
         if self.link is None:
             return 0
@@ -156,17 +171,24 @@ class Stage:
         self._in_turns = largest, min(selected, largest.capacity) if num_ahead else largest.capacity
         num_bytes = sum(store.buffer_bytes(store.capacity) for store in ahead)
         num_bytes += 2 * largest.buffer_bytes(self._in_turns[1])
-        return num_bytes + (sum(store.buffer_bytes(max(self.rooms)) for store in others) if self.rooms else 0)
+        return num_bytes + (
+            sum(store.buffer_bytes(max(self.rooms)) for store in others) if self.rooms else 0
+        )
 
     def open(self, stores: Sequence[KVStore]) -> None:
-        """Make the two buffers, once the stores are allocated, and compile the kernels of a step."""
+        """Make the two buffers, once the stores are allocated, and compile the kernels of a
+        step."""
         if self.device.type == "cuda":
             from harness.live.kernels import rows as kernels
 
-            for store in {store.slot_bytes: store for store in stores if store.is_reachable}.values():
+            for store in {
+                store.slot_bytes: store for store in stores if store.is_reachable
+            }.values():
                 kernels.warm(store.slots, self.device, store.tuning)
             nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=self.device)
-            HotRows([1], 1, self.device).request(nothing, nothing.int(), 1) if self.rooms else indices(nothing, 1)
+            HotRows([1], 1, self.device).request(
+                nothing, nothing.int(), 1
+            ) if self.rooms else indices(nothing, 1)
         if self.link is not None:
             self.free = [self.new_buffer(*self._in_turns) for _ in range(2)]
 
@@ -180,11 +202,12 @@ class Stage:
 class Fetch:
     """Rows that a layer asked for; `LayerCache.take` waits for them.
 
-    count: rows without the own one. rows: where they go, packed, uint8 [batch, num_kv_heads, n + 1, slot_bytes] with
-    room for the own row, valid until the layer's attention is done. present: bool [batch, num_kv_heads, n], False for
-    rows that are not to be read (other tokens, stale data or zeros); None: all are. bias: added to these rows' scores,
-    [batch, num_kv_heads, group or 1, 1, n]; None for nothing. in_place: `rows` are the store's own slots. shared: the
-    buffer to give back. moving: the transfers under way, and how many rows each moves.
+    count: rows without the own one. rows: where they go, packed, uint8 [batch, num_kv_heads, n + 1,
+    slot_bytes] with room for the own row, valid until the layer's attention is done. present: bool
+    [batch, num_kv_heads, n], False for rows that are not to be read (other tokens, stale data or
+    zeros); None: all are. bias: added to these rows' scores, [batch, num_kv_heads, group or 1, 1,
+    n]; None for nothing. in_place: `rows` are the store's own slots. shared: the buffer to give
+    back. moving: the transfers under way, and how many rows each moves.
     """
 
     count: int
@@ -201,12 +224,16 @@ class Fetch:
         return self.rows[:, :, : self.count]
 
 
-def slots_needed(policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: Batch) -> int:
+def slots_needed(
+    policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: Batch
+) -> int:
     """Largest number of slots that any sequence uses in a layer."""
     rows = batch.rows(batch.max_new_tokens)
     if policy.kind == "method" and isinstance(state, EvictingState):
         return max(method.tokens_kept(row, policy.number) for row in rows)
-    return max(codec.stored(row.cached) for row in rows) if codec.residual else batch.tokens.shape[1]
+    return (
+        max(codec.stored(row.cached) for row in rows) if codec.residual else batch.tokens.shape[1]
+    )
 
 
 def no_scores() -> Tensor:
@@ -218,12 +245,13 @@ def no_scores() -> Tensor:
 class LayerCache:
     """The cache of one layer that sees every token.
 
-    state: None in a layer that reads everything. fetch: what is on its way. own_buffer: of an exempt layer, whose rows
-    come during the whole step before. hot, hot_buffer: the rows that stay on the device, and where. candidates: where
-    rows stay, the token of each slot as the last selection found it. last_query: [batch, heads, 1, head_dim], if the
-    next step selects by it. following: the next layer that fetches rows. earlier: state of the layer before, maybe on
-    another device. part: (number, parts, exempt layers): which part of their rows this layer requests for the next
-    step.
+    state: None in a layer that reads everything. fetch: what is on its way. own_buffer: of an
+    exempt layer, whose rows come during the whole step before. hot, hot_buffer: the rows that stay
+    on the device, and where. candidates: where rows stay, the token of each slot as the last
+    selection found it. last_query: [batch, heads, 1, head_dim], if the next step selects by it.
+    following: the next layer that fetches rows. earlier: state of the layer before, maybe on
+    another device. part: (number, parts, exempt layers): which part of their rows this layer
+    requests for the next step.
     """
 
     policy: Policy
@@ -263,8 +291,8 @@ class LayerCache:
 
     @cached_property
     def is_fused(self) -> bool:
-        """True if attention is one fused call over the fetched rows with the own row behind them: rows are stored in
-        the compute dtype, and no method looks at their scores."""
+        """True if attention is one fused call over the fetched rows with the own row behind them:
+        rows are stored in the compute dtype, and no method looks at their scores."""
         codec = self.store.codec
         stored = {FLOAT_DTYPES.get(half.name) for half in (codec.keys, codec.values)}
         return stored == {self.store.format.dtype} and self._hides_scores
@@ -285,19 +313,25 @@ class LayerCache:
         return 0 if self.hot is None else self.hot.nbytes
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
-        """Slots that may hold a token before a later step; the step's own token comes behind them."""
+        """Slots that may hold a token before a later step; the step's own token comes behind
+        them."""
         if not self.evicts:
             return self.batch.columns + steps_ahead
         rows = self.batch.rows(self.batch.steps + steps_ahead)
         return max(self.method.tokens_kept(row, self.policy.number) for row in rows)
 
     def slots(self) -> Tensor:
-        """The token of each slot in use, the own one last: int32 [batch, 1 or num_kv_heads, slots in use + 1]."""
+        """The token of each slot in use, the own one last: int32 [batch, 1 or num_kv_heads, slots
+        in use + 1]."""
         state, number = self.state, self.policy.number
-        tokens = state.tokens[number] if isinstance(state, EvictingState) else self.batch.tokens[:, None]
+        tokens = (
+            state.tokens[number] if isinstance(state, EvictingState) else self.batch.tokens[:, None]
+        )
         return tokens[..., : self.slots_in_use() + 1]
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
+    def keep_prompt(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+    ) -> None:
         """Write the prompt, or the part that the method keeps, to the store."""
         if self.names_rows and (rooms := self.stage.rooms) is not None:
             self.hot = HotRows(rooms, self.store.num_kv_heads, self.stage.device)
@@ -310,7 +344,9 @@ class LayerCache:
         if isinstance(self.state, EvictingState):
             columns = self.state.compact(self.policy.number, self.store.capacity)
             index = columns.clamp(min=0).unsqueeze(-1)
-            key, value = (part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in (key, value))
+            key, value = (
+                part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in (key, value)
+            )
         self.write(self.store.format.pack(key, value), 0)
 
     def remember(self, query: Tensor) -> None:
@@ -348,11 +384,13 @@ class LayerCache:
     # Fetch
 
     def prefetch(self, selection: Selection) -> None:
-        """Request what the layer will probably select. What is missing once it has selected is requested then."""
+        """Request what the layer will probably select. What is missing once it has selected is
+        requested then."""
         self._request_missing(self._selected(selection))
 
     def request_selected(self, selection: Selection) -> Tensor:
-        """Request a selection's slots. Returns the slot of each row, int [batch, num_kv_heads, n], -1 for none."""
+        """Request a selection's slots. Returns the slot of each row, int [batch, num_kv_heads, n],
+        -1 for none."""
         mask = self._selected(selection)
         if self.hot is not None:
             present = self._request_missing(mask)
@@ -366,8 +404,12 @@ class LayerCache:
         if self.fetch.moving and self.policy.when == "own_query":
             self.stage.late.add(self.fetch.moving[-1][1], self.store.slot_bytes)
         if selection.bias is not None:
-            index = slots.clamp(min=0)[:, :, None, None].expand(-1, -1, selection.bias.shape[2], -1, -1)
-            self.fetch.bias = selection.bias.expand(-1, slots.shape[1], -1, -1, -1).gather(-1, index)
+            index = slots.clamp(min=0)[:, :, None, None].expand(
+                -1, -1, selection.bias.shape[2], -1, -1
+            )
+            self.fetch.bias = selection.bias.expand(-1, slots.shape[1], -1, -1, -1).gather(
+                -1, index
+            )
         return slots
 
     def _selected(self, selection: Selection) -> Tensor:
@@ -380,9 +422,11 @@ class LayerCache:
         return max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
 
     def _request_missing(self, mask: Tensor) -> Tensor:
-        """Request the slots of `mask` that are not on the device. Returns the rows of the buffer that hold the mask's,
-        bool [batch, num_kv_heads, room]."""
-        assert self.hot is not None and self.hot_buffer is not None, "only where rows stay on the device"
+        """Request the slots of `mask` that are not on the device. Returns the rows of the buffer
+        that hold the mask's, bool [batch, num_kv_heads, room]."""
+        assert self.hot is not None and self.hot_buffer is not None, (
+            "only where rows stay on the device"
+        )
         assert self.candidates is not None, "a selection came before"
         if self.fetch is None:  # else a prefetch is under way
             room = self.hot.slots.shape[-1]
@@ -392,7 +436,8 @@ class LayerCache:
         return present
 
     def request_kept(self, steps_ahead: int = 0) -> None:
-        """Request every slot that holds a token. Where sequences or heads keep different numbers, slot by slot."""
+        """Request every slot that holds a token. Where sequences or heads keep different numbers,
+        slot by slot."""
         count, number = self.slots_in_use(steps_ahead), self.policy.number
         if self.own_buffer is not None:
             self.request_columns(count, slice(0, count))
@@ -402,7 +447,9 @@ class LayerCache:
             asked = (self.method.tokens_kept, self.method.tokens_read)
             if len({ask(row, number) for ask in asked for row in rows}) > 1:
                 held = self.state.tokens[number][..., :count] != EMPTY
-                slots = torch.where(held, torch.arange(count, device=held.device), -1)  # each into the row of its slot
+                slots = torch.where(
+                    held, torch.arange(count, device=held.device), -1
+                )  # each into the row of its slot
                 self._request(Chosen(slots, num_true(held))).present = held
                 return
         self._request(count)
@@ -428,8 +475,8 @@ class LayerCache:
     def _request(self, slots: int | Chosen) -> Fetch:
         """Start a request that comes in one piece; without a link its rows are there at once.
 
-        The shared buffer that it takes is the one that was read longest ago. Requests need not come in the order of the
-        layers: a rehearsal for the next layer comes before a layer's own.
+        The shared buffer that it takes is the one that was read longest ago. Requests need not come
+        in the order of the layers: a rehearsal for the next layer comes before a layer's own.
         """
         store, free = self.store, self.stage.free
         if self.stage.link is None and isinstance(slots, int):
@@ -449,7 +496,9 @@ class LayerCache:
         if link is None:
             store.load(slots, self.fetch.cached)
         else:
-            self.fetch.moving.append((link.prefetch(store, slots, self.fetch.cached), store.num_rows(slots)))
+            self.fetch.moving.append(
+                (link.prefetch(store, slots, self.fetch.cached), store.num_rows(slots))
+            )
 
     def take(self) -> Fetch:
         """The requested rows; what runs next waits for them."""
@@ -469,7 +518,8 @@ class LayerCache:
         return [self.store.format.unpack(fetch.cached)]
 
     def visible(self, fetch: Fetch) -> Tensor | None:
-        """Cached rows, in the order of `parts`, that the step may see: bool [batch, 1 or kv, 1, n]; None for all."""
+        """Cached rows, in the order of `parts`, that the step may see: bool [batch, 1 or kv, 1, n];
+        None for all."""
         if fetch.present is not None:
             return fetch.present[:, :, None]
         if not self.batch.is_padded and not self.evicts:
@@ -492,7 +542,8 @@ class LayerCache:
     def write(self, rows: Tensor, at: int | Tensor) -> None:
         """Write packed rows to the store, and forget the kept copies of the slots written to.
 
-        at: the column of the first row, or the slot of each row, int64 [batch, num_kv_heads, n], -1 for none.
+        at: the column of the first row, or the slot of each row, int64 [batch, num_kv_heads, n], -1
+        for none.
         """
         if self.hot is not None and not isinstance(at, int):
             self.hot.forget(at)

@@ -5,7 +5,8 @@
         ticket.wait()                                  # layer l + 1 may read the rows now
         link.write_back(store, store.format.pack(k, v), at=column)
 
-`CudaLink` is the real link. `EmulatedLink` stands in for it on a CPU. Packed rows and weights cross.
+`CudaLink` is the real link. `EmulatedLink` stands in for it on a CPU. Packed rows and weights
+cross.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Move = Callable[[], int | Tensor]
 
 
 class Transfer(NamedTuple):
-    """When the link was occupied, in seconds from an arbitrary origin common to the link, and by how many bytes."""
+    """When the link was occupied, in seconds from an arbitrary origin common to the link, and by
+    how many bytes."""
 
     direction: Direction
     start_s: float
@@ -46,13 +48,16 @@ class Transfer(NamedTuple):
 class Ticket:
     """A transfer: under way, or, on a link without overlap, to be run when it is waited for."""
 
-    def __init__(self, link: Link, direction: Direction, move: Move, used: Sequence[Tensor]) -> None:
+    def __init__(
+        self, link: Link, direction: Direction, move: Move, used: Sequence[Tensor]
+    ) -> None:
         self._link, self._is_done = link, False
         self._start = partial(link.start, direction, move, used)
         self._started = self._start() if link.overlap else None
 
     def wait(self) -> None:
-        """Let what runs next on the current stream use the moved data. Raises the error of a failed transfer."""
+        """Let what runs next on the current stream use the moved data. Raises the error of a failed
+        transfer."""
         if not self._is_done:
             if self._started is None:
                 self._started = self._start()
@@ -61,10 +66,12 @@ class Ticket:
 
 
 class Link(AbstractContextManager["Link"], ABC):
-    """Moves rows between stores under host placement and the device, and weights to it, in the order of the calls.
+    """Moves rows between stores under host placement and the device, and weights to it, in the
+    order of the calls.
 
-    overlap: transfers run beside the computation. False: a transfer runs when it is waited for, a write-back at once;
-    with pageable stores this is the baseline as InfiniGen's artifact ran it. tuning: for the stores on its host side.
+    overlap: transfers run beside the computation. False: a transfer runs when it is waited for, a
+    write-back at once; with pageable stores this is the baseline as InfiniGen's artifact ran it.
+    tuning: for the stores on its host side.
     """
 
     def __init__(self, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -74,10 +81,12 @@ class Link(AbstractContextManager["Link"], ABC):
     def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
         """Start loading the requested slots into `rows`, a part of a buffer on the device.
 
-        Work already queued on the current stream may still read the buffer. A row of negative index keeps its content.
-        Raises the error of an earlier transfer that failed.
+        Work already queued on the current stream may still read the buffer. A row of negative index
+        keeps its content. Raises the error of an earlier transfer that failed.
         """
-        return Ticket(self, "h2d", partial(store.load, request, rows), [rows, *_tensors_of(request)])
+        return Ticket(
+            self, "h2d", partial(store.load, request, rows), [rows, *_tensors_of(request)]
+        )
 
     def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen) -> Ticket:
         """Start writing packed `rows`, not to be changed any more, into slots `at` of the store.
@@ -90,19 +99,21 @@ class Link(AbstractContextManager["Link"], ABC):
         return ticket
 
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
-        """Start copying `source`, contiguous and in host memory, to `target` on the device. Raises as `prefetch`."""
+        """Start copying `source`, contiguous and in host memory, to `target` on the device. Raises
+        as `prefetch`."""
         return Ticket(self, "h2d", lambda: target.copy_(source, non_blocking=True).nbytes, [target])
 
     def take_transfers(self) -> list[Transfer]:
-        """The transfers finished since the last call, after draining the link. The first call returns none and starts
-        the recording: where nobody measures, nothing is kept."""
+        """The transfers finished since the last call, after draining the link. The first call
+        returns none and starts the recording: where nobody measures, nothing is kept."""
         self.drain()
         recorded, self._recorded = self._recorded or [], []
         return [self._timed(each) for each in recorded]
 
     @abstractmethod
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
-        """Queue a transfer; returns what `finish` takes. used: tensors of the device that must outlive it."""
+        """Queue a transfer; returns what `finish` takes. used: tensors of the device that must
+        outlive it."""
 
     @abstractmethod
     def finish(self, started: Any) -> None:
@@ -124,7 +135,11 @@ class Link(AbstractContextManager["Link"], ABC):
 
 
 def _tensors_of(request: SlotRequest) -> list[Tensor]:
-    return [part for part in request if isinstance(part, Tensor)] if isinstance(request, Chosen) else []
+    return (
+        [part for part in request if isinstance(part, Tensor)]
+        if isinstance(request, Chosen)
+        else []
+    )
 
 
 Links = Link | Mapping[torch.device, Link]
@@ -137,15 +152,22 @@ def link_of(links: Links, device: torch.device) -> Link:
 
 
 def open_link(
-    device: torch.device, *, bytes_per_s: float | None = None, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING
+    device: torch.device,
+    *,
+    bytes_per_s: float | None = None,
+    overlap: bool = True,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Link:
     """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the CPU.
 
-    tuning: of the real one. Raises UserError for a rate that is not positive, or one given under CUDA.
+    tuning: of the real one. Raises UserError for a rate that is not positive, or one given under
+    CUDA.
     """
     if device.type == "cuda":
         if bytes_per_s is not None:
-            raise UserError(f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda")
+            raise UserError(
+                f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda"
+            )
         return CudaLink(device, overlap=overlap, tuning=tuning)
     if bytes_per_s is None:
         raise ValueError("an emulated link needs its bytes_per_s")
@@ -153,7 +175,8 @@ def open_link(
 
 
 class _Job:
-    """One transfer of the emulated link; times are perf_counter seconds, set by the worker before `done`."""
+    """One transfer of the emulated link; times are perf_counter seconds, set by the worker before
+    `done`."""
 
     def __init__(self, direction: Direction, move: Move) -> None:
         self.direction, self.move = direction, move
@@ -165,10 +188,11 @@ class _Job:
 class EmulatedLink(Link):
     """A worker thread that copies within RAM and holds the link for bytes / bytes_per_s.
 
-    A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later, the copy's own time
-    included. Who waits for it sleeps until then; the worker goes on to the next copy, whose start is computed, so late
-    wake-ups do not add up. It copies on one thread, as a copy engine that takes no compute cores would. If it dies,
-    every transfer under way and every later call raises its error.
+    A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later,
+    the copy's own time included. Who waits for it sleeps until then; the worker goes on to the next
+    copy, whose start is computed, so late wake-ups do not add up. It copies on one thread, as a
+    copy engine that takes no compute cores would. If it dies, every transfer under way and every
+    later call raises its error.
     """
 
     def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
@@ -233,14 +257,19 @@ class EmulatedLink(Link):
 class CudaLink(Link):
     """Transfers between stores under host placement and `device`, on a stream of their own.
 
-    Each starts after the work that was queued on the current stream when it was submitted. Streams wait for each other
-    by events; the host waits for neither. Without overlap transfers run on the current stream itself.
+    Each starts after the work that was queued on the current stream when it was submitted. Streams
+    wait for each other by events; the host waits for neither. Without overlap transfers run on the
+    current stream itself.
     """
 
-    def __init__(self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
+    def __init__(
+        self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING
+    ) -> None:
         super().__init__(overlap=overlap, tuning=tuning)
         self.device = device
-        self.stream = torch.cuda.Stream(device, priority=-1)  # its few programs go before the computation's next blocks
+        self.stream = torch.cuda.Stream(
+            device, priority=-1
+        )  # its few programs go before the computation's next blocks
         self._origin = _event(self.stream, timed=True)
 
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> torch.cuda.Event:
@@ -254,7 +283,9 @@ class CudaLink(Link):
         for tensor in used:
             tensor.record_stream(stream)
         if self._recorded is not None and start is not None:
-            self._recorded.append((direction, start, end, num_bytes))  # times and size are still on the device
+            self._recorded.append(
+                (direction, start, end, num_bytes)
+            )  # times and size are still on the device
         return end
 
     def finish(self, started: torch.cuda.Event) -> None:

@@ -1,9 +1,11 @@
-"""Host and device memory of live decoding: whether a session fits, page-locked memory, managed memory.
+"""Host and device memory of live decoding: whether a session fits, page-locked memory, managed
+memory.
 
-A session asks for its memory before it allocates: the slots of all layers, the fetch buffers, the windows of local
-layers, and the peak of one layer of the prompt's dense pass, which is above that of a decode step. A method's state
-shows what it keeps of a prompt only in its first layer; from there on that is asked for too. Not counted: weights and
-calibration, which are loaded already, and the scratch memory of a method while it reads a prompt.
+A session asks for its memory before it allocates: the slots of all layers, the fetch buffers, the
+windows of local layers, and the peak of one layer of the prompt's dense pass, which is above that
+of a decode step. A method's state shows what it keeps of a prompt only in its first layer; from
+there on that is asked for too. Not counted: weights and calibration, which are loaded already, and
+the scratch memory of a method while it reads a prompt.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from methods.base import State
 
 GIB = 2**30
 ALIGNMENT = 256
-"""Every piece of page-locked memory begins at a multiple of this many bytes, as a device's allocations do."""
+"""Every piece of page-locked memory begins at a multiple of this many bytes, as a device's
+allocations do."""
 MOST_MANAGED = 1.5
-"""Largest managed cache, as a multiple of the free device memory. Beyond it nearly every page of a step faults."""
+"""Largest managed cache, as a multiple of the free device memory. Beyond it nearly every page of a
+step faults."""
 MEMORY_HINTS = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
 
 
@@ -36,9 +40,10 @@ MEMORY_HINTS = "lower batch_size, prompt_len or gen_len, or choose a codec of fe
 class Tuning:
     """How rows cross the link of one device fastest (measured in `harness.speed.link_rate`).
 
-    num_programs: of the kernel that moves single rows. bytes_in_flight: under way in all programs together, enough to
-    cover the link's latency. min_copy_bytes: a contiguous piece of this size is faster by a copy engine. The defaults
-    cover the latency of PCIe 5 (1.5 us at 55 GB/s are 80 KiB) three times.
+    num_programs: of the kernel that moves single rows. bytes_in_flight: under way in all programs
+    together, enough to cover the link's latency. min_copy_bytes: a contiguous piece of this size is
+    faster by a copy engine. The defaults cover the latency of PCIe 5 (1.5 us at 55 GB/s are 80 KiB)
+    three times.
     """
 
     num_programs: int = 64
@@ -86,7 +91,9 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
 def layer_bytes(state: State, number: int) -> int:
     """Bytes that a state declares to keep of one layer."""
     declared = (getattr(state, name) for name in (*state.sequence_tensors, *state.slot_tensors))
-    return sum(tensor_bytes(kept[number]) for kept in declared if isinstance(kept, dict) and number in kept)
+    return sum(
+        tensor_bytes(kept[number]) for kept in declared if isinstance(kept, dict) and number in kept
+    )
 
 
 def tensor_bytes(value: Any) -> int:
@@ -102,15 +109,19 @@ RUNTIME = "cuda.bindings.runtime"
 
 
 def cuda_runtime() -> Any:
-    """CUDA's runtime, which PyTorch's CUDA build brings along. Raises UserError where it is missing."""
+    """CUDA's runtime, which PyTorch's CUDA build brings along. Raises UserError where it is
+    missing."""
     try:
         return import_module(RUNTIME)
     except ImportError as error:
-        raise UserError("platform=cuda: needs the package cuda-bindings, which torch's CUDA build brings") from error
+        raise UserError(
+            "platform=cuda: needs the package cuda-bindings, which torch's CUDA build brings"
+        ) from error
 
 
 def call_cuda(name: str, *arguments: Any) -> Any:
-    """Call a function of CUDA's runtime and return its result. Raises RuntimeError in CUDA's words where it fails."""
+    """Call a function of CUDA's runtime and return its result. Raises RuntimeError in CUDA's words
+    where it fails."""
     runtime = cuda_runtime()
     error, *results = getattr(runtime, name)(*arguments)
     if error != runtime.cudaError_t.cudaSuccess:
@@ -130,23 +141,30 @@ def aligned(num_bytes: int) -> int:
 class PinnedSlab:
     """`num_bytes` of page-locked host memory, handed out in pieces.
 
-    PyTorch rounds page-locked allocations up to powers of two and keeps them locked when they are freed: 31 GiB of
-    slots would lock 40 for good. A slab is mapped, touched by all threads at once, locked by `cudaHostRegister`, and
-    given back when it is closed. Raises UserError where it cannot be locked.
+    PyTorch rounds page-locked allocations up to powers of two and keeps them locked when they are
+    freed: 31 GiB of slots would lock 40 for good. A slab is mapped, touched by all threads at once,
+    locked by `cudaHostRegister`, and given back when it is closed. Raises UserError where it cannot
+    be locked.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.nbytes = num_bytes
         self._used = 0
         try:
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are never huge
+            pages = mmap.mmap(
+                -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )  # shared ones are never huge
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with suppress(OSError):  # a kernel without huge pages
                     pages.madvise(mmap.MADV_HUGEPAGE)
             self._memory = torch.frombuffer(pages, dtype=torch.uint8)
-            self._memory[:: mmap.PAGESIZE].zero_()  # on all threads; locking alone would do it on one
+            self._memory[
+                :: mmap.PAGESIZE
+            ].zero_()  # on all threads; locking alone would do it on one
             address = self._memory.data_ptr()
-            call_cuda("cudaHostRegister", address, num_bytes, 0)  # mapped and portable, as any unified address
+            call_cuda(
+                "cudaHostRegister", address, num_bytes, 0
+            )  # mapped and portable, as any unified address
         except (OSError, RuntimeError) as error:
             raise UserError(
                 f"platform.pinned=true: {num_bytes / GIB:.1f} GiB of host memory cannot be page-locked ({error}); "
@@ -163,7 +181,8 @@ class PinnedSlab:
         return self._memory[begin : begin + size].view(*shape)
 
     def close(self) -> None:
-        """Wait for the device and unlock the memory; it is freed with the last piece. Idempotent."""
+        """Wait for the device and unlock the memory; it is freed with the last piece.
+        Idempotent."""
         self._unlock()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.nbytes = 0
@@ -174,23 +193,29 @@ def _unlock(address: int) -> None:
     call_cuda("cudaHostUnregister", address)
 
 
-# Managed memory: the driver moves its pages between host and device on access (the paper's UVM). A kernel that touches
-# a page in host memory faults and waits for it; where the device is full another page leaves. Nothing is advised or
-# prefetched, so this is what the driver does by itself.
+# Managed memory: the driver moves its pages between host and device on access (the paper's UVM). A
+# kernel that touches a page in host memory faults and waits for it; where the device is full
+# another page leaves. Nothing is advised or prefetched, so this is what the driver does by itself.
 
 
 def require_managed(num_bytes: int, device: torch.device) -> None:
     """Raise UserError where managed memory is not available on `device`, or too slow to be of use.
 
-    Needs a CUDA device with concurrent managed access, `num_bytes` of host memory, and num_bytes / `MOST_MANAGED` of
-    device memory.
+    Needs a CUDA device with concurrent managed access, `num_bytes` of host memory, and num_bytes /
+    `MOST_MANAGED` of device memory.
     """
     if device.type != "cuda":
-        raise UserError(f"placement=managed: needs platform=cuda; allowed on {device.type}: device, host")
+        raise UserError(
+            f"placement=managed: needs platform=cuda; allowed on {device.type}: device, host"
+        )
     attribute = cuda_runtime().cudaDeviceAttr.cudaDevAttrConcurrentManagedAccess
     if not call_cuda("cudaDeviceGetAttribute", attribute, device.index or 0):
-        raise UserError("placement=managed: this GPU has no concurrent managed access; allowed on it: device, host")
-    cache, host, free = (size / GIB for size in (num_bytes, available_memory(), available_bytes(device)))
+        raise UserError(
+            "placement=managed: this GPU has no concurrent managed access; allowed on it: device, host"
+        )
+    cache, host, free = (
+        size / GIB for size in (num_bytes, available_memory(), available_bytes(device))
+    )
     if cache > host:
         raise UserError(
             f"placement=managed: the KV cache needs {cache:.1f} GiB of host memory, where its pages go, and "
@@ -204,20 +229,26 @@ def require_managed(num_bytes: int, device: torch.device) -> None:
 
 
 def managed_empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Uninitialised managed memory, uint8 [*shape] on `device`; freed with the last tensor that views it."""
+    """Uninitialised managed memory, uint8 [*shape] on `device`; freed with the last tensor that
+    views it."""
     return _as_tensor(_ManagedBlock(math.prod(shape), device), device).view(shape)
 
 
 class _ManagedBlock:
-    """Managed memory, shown to torch by the interface that CUDA libraries share; freed with this object."""
+    """Managed memory, shown to torch by the interface that CUDA libraries share; freed with this
+    object."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         call_cuda("cudaSetDevice", device.index or 0)
-        self.pointer = int(call_cuda("cudaMallocManaged", num_bytes, cuda_runtime().cudaMemAttachGlobal))
+        self.pointer = int(
+            call_cuda("cudaMallocManaged", num_bytes, cuda_runtime().cudaMemAttachGlobal)
+        )
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (self.pointer, False), "strides": None, "version": 2,
         }  # fmt: skip
-        weakref.finalize(self, _free, self.pointer, device).atexit = False  # a process that ends gives all back
+        weakref.finalize(
+            self, _free, self.pointer, device
+        ).atexit = False  # a process that ends gives all back
 
 
 def _as_tensor(block: _ManagedBlock, device: torch.device) -> Tensor:
@@ -229,14 +260,17 @@ def _as_tensor(block: _ManagedBlock, device: torch.device) -> Tensor:
 
 def _free(pointer: int, device: torch.device) -> None:
     call_cuda("cudaSetDevice", device.index or 0)
-    call_cuda("cudaDeviceSynchronize")  # torch does not know this memory, so a kernel may still be reading it
+    call_cuda(
+        "cudaDeviceSynchronize"
+    )  # torch does not know this memory, so a kernel may still be reading it
     call_cuda("cudaFree", pointer)
 
 
 @contextmanager
 def smaller_card(device: torch.device, gib: float | None) -> Iterator[None]:
-    """Leave `gib` GiB of device memory to this process inside the block, tensors that exist included, so that a large
-    card pages as a smaller one does. None leaves all. Raises UserError for an impossible size."""
+    """Leave `gib` GiB of device memory to this process inside the block, tensors that exist
+    included, so that a large card pages as a smaller one does. None leaves all. Raises UserError
+    for an impossible size."""
     if gib is None:
         yield
         return

@@ -1,7 +1,9 @@
-"""Caches that leave some rows on the device: the tokens that a method keeps, the last tokens, or a layer's window.
+"""Caches that leave some rows on the device: the tokens that a method keeps, the last tokens, or a
+layer's window.
 
-`ValuesCache` fetches values only, where the method keeps the keys. `ResidualCache` leaves the last tokens exact, as
-KIVI's codec wants it. `LocalCache` is a local layer's window (sliding or chunked), under every method and placement.
+`ValuesCache` fetches values only, where the method keeps the keys. `ResidualCache` leaves the last
+tokens exact, as KIVI's codec wants it. `LocalCache` is a local layer's window (sliding or chunked),
+under every method and placement.
 """
 
 from __future__ import annotations
@@ -23,18 +25,24 @@ from methods.codec import RowCodec, SplitCodec
 
 @dataclass(eq=False)
 class ValuesCache(LayerCache):
-    """The cache of a method that keeps the keys: the store has values only, and some tokens stay on the device.
+    """The cache of a method that keeps the keys: the store has values only, and some tokens stay on
+    the device.
 
-    The state says which prompt tokens stay; all generated tokens stay too. Their rows are exact, and a step reads them
-    beside the fetched rows, whose keys the state rebuilds while their values cross the link.
+    The state says which prompt tokens stay; all generated tokens stay too. Their rows are exact,
+    and a step reads them beside the fetched rows, whose keys the state rebuilds while their values
+    cross the link.
     """
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
+    def keep_prompt(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+    ) -> None:
         super().keep_prompt(query, key, value, inputs)
         assert self.state is not None
         mask = self.state.resident(self.policy.number)
         rows = self.batch.rows(0)
-        slots = indices(mask, max(self.method.tokens_resident(row, self.policy.number) for row in rows))
+        slots = indices(
+            mask, max(self.method.tokens_resident(row, self.policy.number) for row in rows)
+        )
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
         room = (0, 0, 0, self.batch.max_new_tokens)
         self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
@@ -70,10 +78,11 @@ class ValuesCache(LayerCache):
 class ResidualCache(LayerCache):
     """The cache under a codec that leaves the last tokens exact on the device, as KIVI's does.
 
-    A slot is a token's position, so groups of tokens are counted from each sequence's first token. The last tokens lie
-    in a ring, as they are read (`keys`, `values`) and as packed rows (`rows`). A key or value is packed when the codec
-    says so and read coded from then on. A row goes to the store when key and value are packed, with all rows of its
-    key's group, so that fetched rows decode by themselves.
+    A slot is a token's position, so groups of tokens are counted from each sequence's first token.
+    The last tokens lie in a ring, as they are read (`keys`, `values`) and as packed rows (`rows`).
+    A key or value is packed when the codec says so and read coded from then on. A row goes to the
+    store when key and value are packed, with all rows of its key's group, so that fetched rows
+    decode by themselves.
     """
 
     def __post_init__(self) -> None:
@@ -116,7 +125,9 @@ class ResidualCache(LayerCache):
         slots = torch.arange(self.slots_in_use(), device=cached.device)
         return torch.cat([slots < stored, self._ring_tokens(cached) >= stored], -1)[:, None, None]
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
+    def keep_prompt(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+    ) -> None:
         key, value = self._from_first_token(key), self._from_first_token(value)
         prompts, cached = self.batch.prompts, self.batch.positions[:, None]
         tokens = self._ring_tokens(cached)
@@ -132,14 +143,21 @@ class ResidualCache(LayerCache):
         # Tokens of the ring that are packed already.
         packed, index = packed[:, :, begin:], tokens - begin
         self.rows[:, :, : self.ring_rows] = _rows_at(packed, index)
-        is_coded = (tokens < self.codec.coded_keys(cached), tokens < self.codec.coded_values(cached))
+        is_coded = (
+            tokens < self.codec.coded_keys(cached),
+            tokens < self.codec.coded_values(cached),
+        )
         decoded = self.store.format.unpack(packed)
         for ring, half, which in zip((self.keys, self.values), decoded, is_coded, strict=True):
             ring = ring[:, :, : self.ring_rows]
             ring.copy_(torch.where(which[:, None, :, None], _rows_at(half, index), ring))
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
-        own, rows, codec = self.batch.positions[:, None], self.batch.rows(self.batch.steps + 1), self.codec
+        own, rows, codec = (
+            self.batch.positions[:, None],
+            self.batch.rows(self.batch.steps + 1),
+            self.codec,
+        )
         for ring, fresh in ((self.keys, key), (self.values, value)):
             ring.scatter_(2, _index_along(own % self.ring_rows, ring), fresh)
         oldest, end = own - codec.residual, self.store.format.key_bytes
@@ -154,9 +172,17 @@ class ResidualCache(LayerCache):
         if any(codec.stored(row.cached) > codec.stored(row.cached - 1) for row in rows):
             self._store(own + 1)
 
-    def _code(self, codec: RowCodec, ring: Tensor, packed: Tensor, tokens: Tensor, due: Tensor | None = None) -> None:
-        """Pack the keys or values of `tokens`, int [batch, n], in the sequences that are `due`, bool [batch, 1], None
-        for all. ring: keys or values as they are read; packed: their bytes of `rows`, maybe with padding behind."""
+    def _code(
+        self,
+        codec: RowCodec,
+        ring: Tensor,
+        packed: Tensor,
+        tokens: Tensor,
+        due: Tensor | None = None,
+    ) -> None:
+        """Pack the keys or values of `tokens`, int [batch, n], in the sequences that are `due`,
+        bool [batch, 1], None for all. ring: keys or values as they are read; packed: their bytes of
+        `rows`, maybe with padding behind."""
         at = tokens % self.ring_rows
         fresh = codec.encode(_rows_at(ring, at))
         target = at if due is None else torch.where(due, at, self.ring_rows)
@@ -165,7 +191,8 @@ class ResidualCache(LayerCache):
         ring.scatter_(2, _index_along(target, decoded), decoded)
 
     def _store(self, cached: Tensor) -> None:
-        """Write a finished group to the store; cached: int [batch, 1], the step's own token included."""
+        """Write a finished group to the store; cached: int [batch, 1], the step's own token
+        included."""
         stored = self.codec.stored(cached)
         tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
         leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
@@ -173,12 +200,14 @@ class ResidualCache(LayerCache):
         self.write(_rows_at(self.rows, tokens % self.ring_rows), at)
 
     def _ring_tokens(self, cached: Tensor) -> Tensor:
-        """The token in each row of the ring, below 0 for none: int [batch, ring_rows]; cached: int [batch, 1]."""
+        """The token in each row of the ring, below 0 for none: int [batch, ring_rows]; cached: int
+        [batch, 1]."""
         rows = torch.arange(self.ring_rows, device=cached.device)
         return cached - 1 - (cached - 1 - rows) % self.ring_rows
 
     def _from_first_token(self, states: Tensor) -> Tensor:
-        """A prompt's rows [batch, num_kv_heads, prompt, size] from its first token on, anything behind the last."""
+        """A prompt's rows [batch, num_kv_heads, prompt, size] from its first token on, anything
+        behind the last."""
         if not self.batch.is_padded:
             return states
         columns = states.shape[2]
@@ -187,7 +216,8 @@ class ResidualCache(LayerCache):
 
 
 def _index_along(index: Tensor, rows: Tensor) -> Tensor:
-    """`index` [batch, n] for a gather or scatter along the third axis of `rows` [batch, num_kv_heads, any, width]."""
+    """`index` [batch, n] for a gather or scatter along the third axis of `rows` [batch,
+    num_kv_heads, any, width]."""
     return index[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[-1])
 
 
@@ -197,7 +227,8 @@ def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
 
 
 class LocalCache:
-    """A local layer's window: a ring on the device. Column c of the batch lies in row c % ring_rows."""
+    """A local layer's window: a ring on the device. Column c of the batch lies in row c %
+    ring_rows."""
 
     def __init__(self, policy: Policy, batch: Batch) -> None:
         assert policy.window is not None
@@ -214,7 +245,9 @@ class LocalCache:
         """Bytes of the ring."""
         return self.keys.nbytes + self.values.nbytes
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
+    def keep_prompt(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+    ) -> None:
         """Keep the prompt's last columns."""
         prompt = key.shape[2]
         last = torch.arange(max(0, prompt - self.ring_rows), prompt, device=key.device)
@@ -222,14 +255,18 @@ class LocalCache:
             part.new_zeros(*part.shape[:2], self.ring_rows, part.shape[3]) for part in (key, value)
         )
         self.tokens = self.batch.tokens.new_full((len(key), self.ring_rows), EMPTY)
-        self._write(last % self.ring_rows, key[:, :, last], value[:, :, last], self.batch.tokens[:, last])
+        self._write(
+            last % self.ring_rows, key[:, :, last], value[:, :, last], self.batch.tokens[:, last]
+        )
 
     def attend(self, query: Tensor, own: KeyValue) -> Tensor:
-        """Attention of the step's row, query [batch, heads, 1, head_dim], over the window and its own token: [batch, 1,
-        heads, value_dim]. Keeps the own row."""
+        """Attention of the step's row, query [batch, heads, 1, head_dim], over the window and its
+        own token: [batch, 1, heads, value_dim]. Keeps the own row."""
         position = self.batch.row_positions
         seen = (self.tokens < position) & (self.tokens >= self.window.first_visible(position))
-        keys, values = (torch.cat(pair, 2) for pair in zip((self.keys, self.values), own, strict=True))
+        keys, values = (
+            torch.cat(pair, 2) for pair in zip((self.keys, self.values), own, strict=True)
+        )
         visible = pad(seen, (0, 1), value=True)[:, None, None]
         output = dense_attention(query, keys, values, self.policy.softmax, visible)
         at = self.batch.columns % self.ring_rows

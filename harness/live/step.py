@@ -1,8 +1,11 @@
-"""The decode step, on one page: one token of every sequence passes all layers. Each layer does four things:
+"""The decode step, on one page: one token of every sequence passes all layers. Each layer does four
+things:
 
-    select      the method names the rows to read, by the layer's own query here or earlier (`methods.base.When`)
-    fetch       these rows cross the link while an earlier layer computes; the layer waits for missing ones. Rows may
-                stay on the device, or come early because a query made in the layer before would select them
+    select      the method names the rows to read, by the layer's own query here or earlier
+                (`methods.base.When`)
+    fetch       these rows cross the link while an earlier layer computes; the layer waits for
+                missing ones. Rows may stay on the device, or come early because a query made in the
+                layer before would select them
     attend      to the fetched rows and the step's own row, which is on the device
     write back  the own row to its slot in the store, while later layers compute
 
@@ -34,11 +37,13 @@ from methods.codec import Codec
 class DecodeStep(Handler):
     """One step. is_last: no further step follows, so nothing is requested for it.
 
-    reads, index_reads: of each layer under the method [batch]: tokens read, and tokens read of an index or of rows that
-    stay on the device.
+    reads, index_reads: of each layer under the method [batch]: tokens read, and tokens read of an
+    index or of rows that stay on the device.
     """
 
-    def __init__(self, caches: Sequence[LayerCache | LocalCache], timeline: Timeline, *, is_last: bool) -> None:
+    def __init__(
+        self, caches: Sequence[LayerCache | LocalCache], timeline: Timeline, *, is_last: bool
+    ) -> None:
         self.caches = caches
         self.timeline = timeline
         self.is_last = is_last
@@ -48,7 +53,8 @@ class DecodeStep(Handler):
         self.rest: dict[LayerCache, Rest] = {}
 
     def begin(self) -> None:
-        """Request the first layers' rows, unless the step before has: in the first step it has not."""
+        """Request the first layers' rows, unless the step before has: in the first step it has
+        not."""
         for cache in self.caches:
             if not isinstance(cache, LayerCache) or cache.fetch is not None:
                 continue
@@ -132,20 +138,24 @@ class DecodeStep(Handler):
             self.index_reads.append(selection.side[:, 0])
 
     def _select_among_fetched(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
-        """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
+        """Let a method that looks at the fetched rows choose among them; `scores` has the own row
+        last."""
         selection = cache.select(query, lambda: scores)
         self._note(cache, selection)
         if cache.following is not None and _selects_for_next(cache):
             self._request_early(cache.following, query)
         if selection.bias is not None:
             scores[..., :-1] += selection.bias[..., :-1]
-        if selection.mask is not None and not cache.evicts:  # what it keeps is visible, and it reads all of it
+        if (
+            selection.mask is not None and not cache.evicts
+        ):  # what it keeps is visible, and it reads all of it
             scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 
     # Fetch
 
     def _request_next(self, cache: LayerCache, query: Tensor) -> None:
-        """Request the next layer's rows if they are known, and the first layers' rows of the next step."""
+        """Request the next layer's rows if they are known, and the first layers' rows of the next
+        step."""
         following, first = cache.following, self.first
         if following is not None and following.own_buffer is None and not _selects_for_next(cache):
             self._request_early(following, query)
@@ -153,7 +163,9 @@ class DecodeStep(Handler):
             return
         if cache.part is not None:
             cache.request_part(first.slots_in_use(steps_ahead=1))
-        is_last_layer = following is None and cache is not first  # an only layer has its own rows still to take
+        is_last_layer = (
+            following is None and cache is not first
+        )  # an only layer has its own rows still to take
         if is_last_layer and not first.names_rows and first.own_buffer is None:
             with launching_on(first.stage.device):
                 first.request_kept(steps_ahead=1)
@@ -173,7 +185,9 @@ class DecodeStep(Handler):
 
     # Attend, and write back
 
-    def _attend_fused(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
+    def _attend_fused(
+        self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue
+    ) -> Tensor:
         """One fused call over rows in one piece, the own row last."""
         packed = cache.store.format.pack(*own)
         cache.write_own(packed)
@@ -187,20 +201,26 @@ class DecodeStep(Handler):
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         return row_attention(query, keys, values, cache.policy.softmax.scale, mask)
 
-    def _attend_to_codes(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
+    def _attend_to_codes(
+        self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue
+    ) -> Tensor:
         """Kernels decode the rows as they go."""
         from harness.live.kernels import codes as kernels
 
         codec, visible = cache.store.codec, cache.visible(fetch)
         assert isinstance(codec, Codec)
         of_group = None if visible is None else visible.unsqueeze(2)
-        output = kernels.attend(query, fetch.cached, own, of_group, fetch.bias, cache.policy.softmax.scale, codec)
+        output = kernels.attend(
+            query, fetch.cached, own, of_group, fetch.bias, cache.policy.softmax.scale, codec
+        )
         cache.keep_own(*own)
         return output
 
-    def _attend_by_scores(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
-        """By scores: for methods that look at them, rows in several places, formats that the kernels do not know, and
-        softmaxes that the fused call does not know."""
+    def _attend_by_scores(
+        self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue
+    ) -> Tensor:
+        """By scores: for methods that look at them, rows in several places, formats that the
+        kernels do not know, and softmaxes that the fused call does not know."""
 
         def edit(scores: Tensor) -> None:
             if fetch.bias is not None:
@@ -225,12 +245,12 @@ def attend_by_scores(
     softmax: Softmax,
     edit: Callable[[Tensor], None],
 ) -> Tensor:
-    """Attention of one row with its scores fp32 [batch, num_kv_heads, group, 1, n + 1], the own one last, shown to
-    `edit`, which may change those of the cached rows in place.
+    """Attention of one row with its scores fp32 [batch, num_kv_heads, group, 1, n + 1], the own one
+    last, shown to `edit`, which may change those of the cached rows in place.
 
-    query: [batch, heads, 1, head_dim]; parts: the n cached rows, together; own: [batch, num_kv_heads, 1, size];
-    visible: of the cached rows, bool [batch, 1 or num_kv_heads, 1, n], None for all. Returns [batch, num_kv_heads,
-    group, 1, value_dim].
+    query: [batch, heads, 1, head_dim]; parts: the n cached rows, together; own: [batch,
+    num_kv_heads, 1, size]; visible: of the cached rows, bool [batch, 1 or num_kv_heads, 1, n], None
+    for all. Returns [batch, num_kv_heads, group, 1, value_dim].
     """
     of_keys = (*(part.keys for part in parts), own.keys)
     *cached, of_own_key = (softmax.scores(query, keys) for keys in of_keys)
@@ -250,24 +270,28 @@ def attend_by_scores(
 def _selects_for_next(cache: LayerCache) -> bool:
     """True if the next layer's rows follow from this layer's selection among its fetched rows."""
     following = cache.following
-    waits = following is not None and following.names_rows and following.policy.when == "earlier_layer"
+    waits = (
+        following is not None and following.names_rows and following.policy.when == "earlier_layer"
+    )
     return waits and cache.state is not None and not cache.names_rows
 
 
-# Where the time of a step goes: attention, FFN, prediction, waiting for the link (paper, Fig 18). Each mark ends one
-# segment and begins the next, so the segments of a step sum to the step. On CUDA the marks are events on the current
-# stream, read after the steps.
+# Where the time of a step goes: attention, FFN, prediction, waiting for the link (paper, Fig 18).
+# Each mark ends one segment and begins the next, so the segments of a step sum to the step. On CUDA
+# the marks are events on the current stream, read after the steps.
 
 SEGMENTS = ("attention", "ffn", "prediction", "transfer", "other")
-"""transfer: the compute waited for rows or weights from the link. ffn: from a layer's attention to the next one's,
-norms and residuals included. other: embedding, output head, and the step's bookkeeping."""
+"""transfer: the compute waited for rows or weights from the link. ffn: from a layer's attention to
+the next one's, norms and residuals included. other: embedding, output head, and the step's
+bookkeeping."""
 
 
 class Timeline:
     """Marks of decode steps, one after another.
 
-    CUDA tells the time between events of one device only. So where the current device changes, a mark without a segment
-    ends the last one there: behind the copy to the new device, whose first mark waits for that copy.
+    CUDA tells the time between events of one device only. So where the current device changes, a
+    mark without a segment ends the last one there: behind the copy to the new device, whose first
+    mark waits for that copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -291,25 +315,35 @@ class Timeline:
 
     @contextmanager
     def within(self, segment: str) -> Iterator[None]:
-        """Time inside the `with` block belongs to `segment`, afterwards to what it belonged to before."""
+        """Time inside the `with` block belongs to `segment`, afterwards to what it belonged to
+        before."""
         before = self._steps[-1][-1][0] if self._steps else segment
         self.switch(segment)
         yield
         self.switch(before)
 
     def take(self) -> list[dict[str, float]]:
-        """Seconds by segment of each step since the last call, the last step ending now. On CUDA it synchronises."""
+        """Seconds by segment of each step since the last call, the last step ending now. On CUDA it
+        synchronises."""
         steps, self._steps = self._steps, []
         ends = [step[0][1] for step in steps[1:]] + [self._now()]
-        for event in (*(mark[1] for mark in chain(*steps[-1:])), ends[-1]) if self.device.type == "cuda" else ():
+        for event in (
+            (*(mark[1] for mark in chain(*steps[-1:])), ends[-1])
+            if self.device.type == "cuda"
+            else ()
+        ):
             event.synchronize()
-        return [self._by_segment([*step, ("", end)]) for step, end in zip(steps, ends, strict=False)]
+        return [
+            self._by_segment([*step, ("", end)]) for step, end in zip(steps, ends, strict=False)
+        ]
 
     def _by_segment(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
         seconds = dict.fromkeys(SEGMENTS, 0.0)
         for (segment, begin), (_, end) in pairwise(marks):
             if segment:
-                seconds[segment] += begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
+                seconds[segment] += (
+                    begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
+                )
         return seconds
 
     def _now(self) -> Any:

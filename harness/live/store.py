@@ -1,12 +1,13 @@
 """Where cached keys and values live: preallocated slots on the device or in host memory.
 
-A slot holds one token's key and value of one KV head side by side, packed by a codec, so that fetching a token is one
-contiguous read of `slot_bytes`. Slots are filled in order at a column common to all heads; where a method evicts, at
-slot indices of each head's own. Rows cross between host and device packed; they are encoded and decoded on the device.
-On a CPU-only machine both memories are RAM.
+A slot holds one token's key and value of one KV head side by side, packed by a codec, so that
+fetching a token is one contiguous read of `slot_bytes`. Slots are filled in order at a column
+common to all heads; where a method evicts, at slot indices of each head's own. Rows cross between
+host and device packed; they are encoded and decoded on the device. On a CPU-only machine both
+memories are RAM.
 
-    store = KVStore(RowFormat(Codec("int4"), head_dim=64, dtype=torch.float16), batch=8, num_kv_heads=3, capacity=2048,
-                    placement="host", device=device).allocate()
+    store = KVStore(RowFormat(Codec("int4"), head_dim=64, dtype=torch.float16), batch=8,
+                    num_kv_heads=3, capacity=2048, placement="host", device=device).allocate()
     store.write(store.format.pack(k, v), at=0)
     store.load(chosen(index), rows := store.rows_in(store.new_buffer(n), n)[:, :, :n])
     k, v = store.format.unpack(rows)
@@ -33,7 +34,8 @@ from methods.codec import AnyCodec, Codec
 
 
 class KeyValue(NamedTuple):
-    """Keys and values, each [batch, num_kv_heads, n, head_dim or value_dim] in the compute dtype."""
+    """Keys and values, each [batch, num_kv_heads, n, head_dim or value_dim] in the compute
+    dtype."""
 
     keys: Tensor
     values: Tensor
@@ -42,8 +44,9 @@ class KeyValue(NamedTuple):
 class Chosen(NamedTuple):
     """A request for each head's own slots.
 
-    slots: int64 [batch, num_kv_heads, n]; negative ones move nothing. num_rows: number of the others, under CUDA 0-d on
-    the device. targets: the buffer row of each slot, int64 like `slots`, distinct in a head; None: in order.
+    slots: int64 [batch, num_kv_heads, n]; negative ones move nothing. num_rows: number of the
+    others, under CUDA 0-d on the device. targets: the buffer row of each slot, int64 like `slots`,
+    distinct in a head; None: in order.
     """
 
     slots: Tensor
@@ -55,7 +58,9 @@ class Chosen(NamedTuple):
         if self.targets is None:
             return self.slots
         found = self.slots.new_full((*self.slots.shape[:-1], num_rows + 1), -1)
-        return found.scatter_(-1, self.targets.masked_fill(self.slots < 0, num_rows), self.slots)[..., :num_rows]
+        return found.scatter_(-1, self.targets.masked_fill(self.slots < 0, num_rows), self.slots)[
+            ..., :num_rows
+        ]
 
 
 SlotRequest = int | slice | Chosen
@@ -77,8 +82,8 @@ def num_true(mask: Tensor) -> int | Tensor:
 class RowFormat:
     """Layout of a slot: a token's key and value of one KV head.
 
-    dtype: of the computation. value_dim: elements of a value; None: as many as of a key. values_in_keys: a value is the
-    first `value_dim` elements of its key and is not stored.
+    dtype: of the computation. value_dim: elements of a value; None: as many as of a key.
+    values_in_keys: a value is the first `value_dim` elements of its key and is not stored.
     """
 
     codec: AnyCodec
@@ -106,15 +111,16 @@ class RowFormat:
         return 0 if self.values_in_keys else self.codec.values.row_bytes(self._value_size)
 
     def has_kernels(self, device: torch.device) -> TypeGuard[Codec]:
-        """True if kernels take rows of this format: keys and values coded alike, in groups along head_dim, without a
-        rotation."""
+        """True if kernels take rows of this format: keys and values coded alike, in groups along
+        head_dim, without a rotation."""
         codec = self.codec
         is_plain = type(codec) is Codec and not codec.is_float and codec.rotation is None
         has_one_size = not self.values_in_keys and self._value_size == self.head_dim
         return is_plain and has_one_size and device.type in compiled.COMPILED
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
+        """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n,
+        slot_bytes]."""
         if self.has_kernels(keys.device):
             from harness.live.kernels import codes as kernels
 
@@ -128,7 +134,8 @@ class RowFormat:
         return pad(rows, (0, room)) if room else rows
 
     def unpack(self, rows: Tensor) -> KeyValue:
-        """Keys and values from rows on the device; views of `rows` where the codec stores the compute dtype."""
+        """Keys and values from rows on the device; views of `rows` where the codec stores the
+        compute dtype."""
         keys = self.codec.keys.decode(rows[..., : self.key_bytes], self.head_dim, self.dtype)
         if self.values_in_keys:
             return KeyValue(keys, keys[..., : self._value_size])
@@ -137,10 +144,11 @@ class RowFormat:
 
 
 class KVStore:
-    """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts the bytes that cross the link.
+    """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts the bytes that cross
+    the link.
 
-    `nbytes` is known before `allocate` makes the slots. Under managed placement the driver pages what a kernel touches;
-    all else is as on the device. tuning: of the link to the device.
+    `nbytes` is known before `allocate` makes the slots. Under managed placement the driver pages
+    what a kernel touches; all else is as on the device. tuning: of the link to the device.
     """
 
     def __init__(
@@ -154,7 +162,11 @@ class KVStore:
         device: torch.device,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        self.format, self.codec, self.slot_bytes = row_format, row_format.codec, row_format.slot_bytes
+        self.format, self.codec, self.slot_bytes = (
+            row_format,
+            row_format.codec,
+            row_format.slot_bytes,
+        )
         self.batch, self.num_kv_heads, self.capacity = batch, num_kv_heads, capacity
         self.heads = batch * num_kv_heads
         self.nbytes = self.heads * capacity * self.slot_bytes
@@ -168,8 +180,9 @@ class KVStore:
     def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
         """Make the slots and return the store.
 
-        slab: page-locked memory for host placement, which asynchronous transfers and kernels need under CUDA. Without
-        one the slots lie in pageable memory, from which every transfer waits. Raises UserError where they do not fit.
+        slab: page-locked memory for host placement, which asynchronous transfers and kernels need
+        under CUDA. Without one the slots lie in pageable memory, from which every transfer waits.
+        Raises UserError where they do not fit.
         """
         shape = self.batch, self.num_kv_heads, self.capacity, self.slot_bytes
         if slab is not None:
@@ -209,18 +222,19 @@ class KVStore:
         return torch.zeros(self.buffer_bytes(num_rows), dtype=torch.uint8, device=self.device)
 
     def rows_in(self, buffer: Tensor, num_rows: int) -> Tensor:
-        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: a request's, and behind
-        each head's rows room for the step's own row."""
+        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: a
+        request's, and behind each head's rows room for the step's own row."""
         shape = (self.batch, self.num_kv_heads, num_rows + 1, self.slot_bytes)
         return buffer[: math.prod(shape)].view(shape)
 
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
-        """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], contiguous in a head; return and
-        count the bytes moved.
+        """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], contiguous in
+        a head; return and count the bytes moved.
 
-        A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and pinned
-        memory, the count of chosen slots being a 0-d device tensor; from pageable memory the call waits. Raises
-        ValueError for more slots than there are, IndexError (CPU only) for an index beyond the capacity.
+        A negative index leaves its row alone. Under CUDA asynchronous on the current stream from
+        device and pinned memory, the count of chosen slots being a 0-d device tensor; from pageable
+        memory the call waits. Raises ValueError for more slots than there are, IndexError (CPU
+        only) for an index beyond the capacity.
         """
         if isinstance(request, Chosen):
             moved = request.num_rows
@@ -242,7 +256,8 @@ class KVStore:
     def write(self, rows: Tensor, at: int | Chosen) -> int | Tensor:
         """Put packed `rows` into slots; return and count the bytes moved.
 
-        at: the column of the first row, for all heads; or the slot of each row. Asynchronous and raising as `load`.
+        at: the column of the first row, for all heads; or the slot of each row. Asynchronous and
+        raising as `load`.
         """
         if isinstance(at, int):
             moved: int | Tensor = rows.shape[:3].numel()
@@ -257,10 +272,13 @@ class KVStore:
         return moved * self.slot_bytes
 
     def _write_columns(self, rows: Tensor, at: int) -> None:
-        """Write rows of every head from column `at` on. Short lines, such as a step's own row, are written by a kernel
-        if it can reach the slots, else by the host from one copy of all."""
+        """Write rows of every head from column `at` on. Short lines, such as a step's own row, are
+        written by a kernel if it can reach the slots, else by the host from one copy of all."""
         column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
-        if rows.device == column.device or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes:
+        if (
+            rows.device == column.device
+            or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes
+        ):
             copy_heads(rows, column)
         elif self.is_reachable:
             index = torch.arange(at, at + rows.shape[2], device=self.device)
@@ -274,14 +292,16 @@ class KVStore:
         return end
 
 
-# Long pieces: the first slots of every head, or some columns of each, are a rectangle of bytes, a head a line. A copy
-# engine takes it whole.
+# Long pieces: the first slots of every head, or some columns of each, are a rectangle of bytes, a
+# head a line. A copy engine takes it whole.
 
 
 def copy_heads(source: Tensor, target: Tensor) -> None:
-    """`target.copy_(source)`, uint8 [batch, num_kv_heads, n, slot_bytes], both contiguous in a head.
+    """`target.copy_(source)`, uint8 [batch, num_kv_heads, n, slot_bytes], both contiguous in a
+    head.
 
-    Asynchronous on the current stream between the device and page-locked memory. Raises RuntimeError in CUDA's words.
+    Asynchronous on the current stream between the device and page-locked memory. Raises
+    RuntimeError in CUDA's words.
     """
     source, target = (each.flatten(2).flatten(0, 1) for each in (source, target))  # a head a line
     if not source.numel() or source.device == target.device:
@@ -293,25 +313,32 @@ def copy_heads(source: Tensor, target: Tensor) -> None:
 def _memcpy_2d(source: Tensor, target: Tensor) -> None:
     kinds = cuda_runtime().cudaMemcpyKind
     kind = kinds.cudaMemcpyHostToDevice if target.is_cuda else kinds.cudaMemcpyDeviceToHost
-    stream = torch.cuda.current_stream(target.device if target.is_cuda else source.device).cuda_stream
+    stream = torch.cuda.current_stream(
+        target.device if target.is_cuda else source.device
+    ).cuda_stream
     height, width = source.shape
     lines = target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0), width, height
     call_cuda("cudaMemcpy2DAsync", *lines, kind, stream)
 
 
-# Rows one by one. Under CUDA a Triton kernel reads and writes pinned host memory in place, without a sync; on the CPU
-# `index_select` is one memcpy a row.
+# Rows one by one. Under CUDA a Triton kernel reads and writes pinned host memory in place, without
+# a sync; on the CPU `index_select` is one memcpy a row.
 
 
 def gather_rows(
-    slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None = None, tuning: Tuning = DEFAULT_TUNING
+    slots: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    targets: Tensor | None = None,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> None:
-    """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]`; nothing where the index is negative.
+    """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]`; nothing where the index is
+    negative.
 
-    slots: uint8 [batch, num_kv_heads, capacity, slot_bytes], contiguous; rows: [batch, num_kv_heads, n, slot_bytes],
-    contiguous in a head; index: int64 [batch, num_kv_heads, n]; targets: of the same shape, distinct in a head, None is
-    i itself. Rows that nothing is written to keep their content. Raises IndexError for an index beyond the capacity, on
-    the CPU only.
+    slots: uint8 [batch, num_kv_heads, capacity, slot_bytes], contiguous; rows: [batch,
+    num_kv_heads, n, slot_bytes], contiguous in a head; index: int64 [batch, num_kv_heads, n];
+    targets: of the same shape, distinct in a head, None is i itself. Rows that nothing is written
+    to keep their content. Raises IndexError for an index beyond the capacity, on the CPU only.
     """
     if rows.is_cuda:
         from harness.live.kernels import rows as kernels
@@ -329,7 +356,9 @@ def gather_rows(
             target_words[head].index_copy_(0, target, words[head].index_select(0, own[moving]))
 
 
-def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING) -> None:
+def scatter_rows(
+    slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING
+) -> None:
     """`slots[b, h, index[b, h, i]] = rows[b, h, i]`, nothing where the index is negative.
 
     A slot may occur once in a head's index. Shapes and errors as in `gather_rows`.
@@ -343,7 +372,9 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DE
     batch, num_kv_heads, capacity, _ = slots.shape
     first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
     moving = (index >= 0).view(-1).nonzero().view(-1)
-    words, of_rows = (each.view(torch.int32).view(-1, each.shape[-1] // 4) for each in (slots, rows))  # a row each
+    words, of_rows = (
+        each.view(torch.int32).view(-1, each.shape[-1] // 4) for each in (slots, rows)
+    )  # a row each
     words.index_copy_(0, (first + index).view(-1)[moving], of_rows[moving])
 
 
@@ -357,8 +388,8 @@ def _check(slots: Tensor, index: Tensor) -> None:
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:
-    """The first `cap` slots where `mask`, bool [batch, heads, slots], is True, in order: int64 [batch, heads, cap], -1
-    behind the last."""
+    """The first `cap` slots where `mask`, bool [batch, heads, slots], is True, in order: int64
+    [batch, heads, cap], -1 behind the last."""
     if mask.is_cuda:
         from harness.live.kernels import rows as kernels
 

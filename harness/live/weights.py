@@ -1,8 +1,10 @@
-"""Weights partly in host memory: a share of every decoder layer's crosses the link in each pass, a layer ahead.
+"""Weights partly in host memory: a share of every decoder layer's crosses the link in each pass, a
+layer ahead.
 
-Whole matrices are streamed. Biases, norms and the matrix that makes queries stay on the device, since a rehearsal reads
-the latter while the layer before computes. A layer's matrices lie side by side in host memory and cross in one piece
-into one of two buffers of their device, which take turns: one for the layer that computes, one for the next.
+Whole matrices are streamed. Biases, norms and the matrix that makes queries stay on the device,
+since a rehearsal reads the latter while the layer before computes. A layer's matrices lie side by
+side in host memory and cross in one piece into one of two buffers of their device, which take
+turns: one for the layer that computes, one for the next.
 
     with streamed_weights(attached, link, 0.7) as weights:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
@@ -29,21 +31,28 @@ from harness.model.attach import Attached, launching_on
 
 @contextmanager
 def streamed_weights(
-    attached: Attached, link: Links | None, on_device: float, *, timeline: Timeline | None = None, pinned: bool = True
+    attached: Attached,
+    link: Links | None,
+    on_device: float,
+    *,
+    timeline: Timeline | None = None,
+    pinned: bool = True,
 ) -> Iterator[StreamedWeights | None]:
-    """Keep the share `on_device` of the decoder layers' weights on the device, the rest in host memory, inside the
-    `with` block; None where all stay. Afterwards the model is whole again.
+    """Keep the share `on_device` of the decoder layers' weights on the device, the rest in host
+    memory, inside the `with` block; None where all stay. Afterwards the model is whole again.
 
-    timeline: its steps wait for weights as `transfer`. pinned: as of `LiveSession`. Raises UserError for a share that
-    is too small for the model, or weights that do not fit into host memory; on leaving, the error of a transfer that
-    failed.
+    timeline: its steps wait for weights as `transfer`. pinned: as of `LiveSession`. Raises
+    UserError for a share that is too small for the model, or weights that do not fit into host
+    memory; on leaving, the error of a transfer that failed.
     """
     if on_device == 1:
         yield None
         return
     if link is None:
         raise ValueError(f"on_device={on_device}: needs a link")
-    weights = StreamedWeights(attached, link, on_device, timeline or Timeline(attached.device), pinned)
+    weights = StreamedWeights(
+        attached, link, on_device, timeline or Timeline(attached.device), pinned
+    )
     try:
         weights.open()
         yield weights
@@ -52,8 +61,8 @@ def streamed_weights(
 
 
 class _Layer(NamedTuple):
-    """The streamed part of a decoder layer. host: its bytes, flat uint8; buffers: both targets; views: each parameter's
-    in either buffer."""
+    """The streamed part of a decoder layer. host: its bytes, flat uint8; buffers: both targets;
+    views: each parameter's in either buffer."""
 
     parameters: Sequence[nn.Parameter]
     host: Tensor
@@ -68,11 +77,14 @@ _Ahead = tuple[int, int, Ticket]
 class StreamedWeights:
     """The streamed weights of a model.
 
-    on_device: share of the decoder layers' bytes that stays, above the asked share by less than one matrix. num_bytes:
-    crossed for the layers computed so far. host_bytes: of all streamed weights. device_bytes: of the buffers.
+    on_device: share of the decoder layers' bytes that stays, above the asked share by less than one
+    matrix. num_bytes: crossed for the layers computed so far. host_bytes: of all streamed weights.
+    device_bytes: of the buffers.
     """
 
-    def __init__(self, attached: Attached, link: Links, on_device: float, timeline: Timeline, pinned: bool) -> None:
+    def __init__(
+        self, attached: Attached, link: Links, on_device: float, timeline: Timeline, pinned: bool
+    ) -> None:
         self.attached, self.timeline = attached, timeline
         self.pinned = pinned and attached.device.type == "cuda"
         self.num_bytes = 0
@@ -82,7 +94,9 @@ class StreamedWeights:
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)
-        self.on_device = 1 - self.host_bytes / sum(_num_bytes(module.parameters()) for module in self._modules)
+        self.on_device = 1 - self.host_bytes / sum(
+            _num_bytes(module.parameters()) for module in self._modules
+        )
         self._largest = dict.fromkeys(self._devices, 0)
         for size, device in zip(self._sizes, self._devices, strict=True):
             self._largest[device] = max(self._largest[device], size)
@@ -92,16 +106,24 @@ class StreamedWeights:
         self._layers: list[_Layer] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    @torch.inference_mode(False)  # a parameter that was an inference tensor would take no gradient later
+    @torch.inference_mode(
+        False
+    )  # a parameter that was an inference tensor would take no gradient later
     def open(self) -> None:
-        """Move the weights to host memory, make the parameters views of a buffer, and request the first layer's."""
-        if self.attached.device.type == "cuda" and self.host_bytes > (available := available_memory()):
+        """Move the weights to host memory, make the parameters views of a buffer, and request the
+        first layer's."""
+        if self.attached.device.type == "cuda" and self.host_bytes > (
+            available := available_memory()
+        ):
             raise UserError(
                 f"platform.weights_on_device={self.on_device:.2f}: the rest needs {self.host_bytes / 2**30:.1f} GiB of "
                 f"host memory and {available / 2**30:.1f} GiB are available"
             )
         sizes = self._largest.items()
-        buffers = {each: [torch.empty(size, dtype=torch.uint8, device=each) for _ in range(2)] for each, size in sizes}
+        buffers = {
+            each: [torch.empty(size, dtype=torch.uint8, device=each) for _ in range(2)]
+            for each, size in sizes
+        }
         if self.pinned and self.host_bytes:
             self._slab = PinnedSlab(sum(map(aligned, self._sizes)))
         for chosen, device in zip(self._chosen, self._devices, strict=True):
@@ -114,7 +136,9 @@ class StreamedWeights:
             self._layers.append(_Layer(chosen, host, buffers[device], (first, second)))
         for index, module in enumerate(self._modules):
             self._hooks.append(module.register_forward_pre_hook(partial(self._layer_begins, index)))
-        self._ahead = {device: self._request(self._devices.index(device), turn=0) for device in self._links}
+        self._ahead = {
+            device: self._request(self._devices.index(device), turn=0) for device in self._links
+        }
 
     @torch.inference_mode(False)
     def close(self) -> None:
@@ -127,16 +151,20 @@ class StreamedWeights:
         finally:
             while self._layers:
                 layer = self._layers.pop()
-                for parameter, held in zip(layer.parameters, _split(layer.host, layer.parameters), strict=True):
+                for parameter, held in zip(
+                    layer.parameters, _split(layer.host, layer.parameters), strict=True
+                ):
                     parameter.data = held.to(layer.buffers[0].device, copy=True)
             if self._slab:
                 self._slab.close()
 
     def _choose(self, on_device: float) -> list[list[nn.Parameter]]:
-        """The streamed matrices of each layer, larger ones first. Later layers make up for what whole matrices leave
-        open."""
+        """The streamed matrices of each layer, larger ones first. Later layers make up for what
+        whole matrices leave open."""
         decoder = self.attached.decoder
-        early = {id(weight) for layer in decoder.layers for weight in decoder.query_parameters(layer)}
+        early = {
+            id(weight) for layer in decoder.layers for weight in decoder.query_parameters(layer)
+        }
         layers = [
             [each for each in sorted(module.parameters(), key=lambda each: -each.nbytes)
              if each.ndim > 1 and id(each) not in early]
@@ -161,8 +189,8 @@ class StreamedWeights:
         return chosen
 
     def _layer_begins(self, index: int, *_: object) -> None:
-        """Request the next layer's weights, then wait for this layer's. The other buffer was the previous layer's; the
-        link starts after its work, which is queued by now."""
+        """Request the next layer's weights, then wait for this layer's. The other buffer was the
+        previous layer's; the link starts after its work, which is queued by now."""
         device = self._devices[index]
         ahead, turn, ticket = self._ahead[device]
         if ahead != index:  # the pass before ended early
@@ -188,4 +216,7 @@ def _num_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> i
 def _split(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Views of a flat uint8 tensor, one after another, of the parameters' types and shapes."""
     pieces = flat[: _num_bytes(parameters)].split([parameter.nbytes for parameter in parameters])
-    return [piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
+    return [
+        piece.view(each.dtype).view(each.shape)
+        for piece, each in zip(pieces, parameters, strict=True)
+    ]

@@ -1,10 +1,12 @@
-"""Attach our attention to a loaded Hugging Face decoder, once it is known to give the model's own numbers.
+"""Attach our attention to a loaded Hugging Face decoder, once it is known to give the model's own
+numbers.
 
-While attached, a forward pass hands each attention layer's fresh query, key and value to a *handler*, which owns the
-history. The model itself stores no keys and values, and is given explicit positions. All hooks go at the end.
+While attached, a forward pass hands each attention layer's fresh query, key and value to a
+*handler*, which owns the history. The model itself stores no keys and values, and is given explicit
+positions. All hooks go at the end.
 
-The description of a model by `harness.model.decoder` is not trusted: at the first use `check_decoder` compares with the
-model's own forward.
+The description of a model by `harness.model.decoder` is not trusted: at the first use
+`check_decoder` compares with the model's own forward.
 
     with attach(model) as attached:
         hidden = attached.forward(ids, positions, handler)
@@ -46,7 +48,9 @@ from harness.model.decoder import (
 )
 from methods.base import Geometry, LayerInputs
 
-LOOK_AT = "look at its weights, and at the numbers in its configuration (rope_parameters, eps, scales)"
+LOOK_AT = (
+    "look at its weights, and at the numbers in its configuration (rope_parameters, eps, scales)"
+)
 PASSES = (4, 3, 1)
 """Rows of each pass."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
@@ -61,23 +65,24 @@ ELSEWHERE = (
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` CUDA's current one inside the block: Triton launches and events are recorded there, wherever the
-    tensors lie."""
+    """Make `device` CUDA's current one inside the block: Triton launches and events are recorded
+    there, wherever the tensors lie."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class Handler:
-    """Computes attention during a forward pass. Layer numbers count all attention layers of the model."""
+    """Computes attention during a forward pass. Layer numbers count all attention layers of the
+    model."""
 
     needs_inputs = False
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of a layer's fresh rows.
 
-        query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value: [batch,
-        num_kv_heads, rows, head_dim or value_dim]. Returns [batch, rows, heads, value_dim]. All on the layer's device,
-        which is CUDA's current one.
+        query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value:
+        [batch, num_kv_heads, rows, head_dim or value_dim]. Returns [batch, rows, heads, value_dim].
+        All on the layer's device, which is CUDA's current one.
         """
         raise NotImplementedError
 
@@ -86,10 +91,12 @@ class Handler:
         return False
 
     def rehearse(self, layer: int, query: Tensor) -> None:
-        """Take an early query of `layer`, made in the previous layer from that layer's attention input."""
+        """Take an early query of `layer`, made in the previous layer from that layer's attention
+        input."""
 
     def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
-        """Take what the layer's attention module is called with, before its `attention`, if this `needs_inputs`."""
+        """Take what the layer's attention module is called with, before its `attention`, if this
+        `needs_inputs`."""
 
     def layer_begins(self, layer: int) -> None:
         """Called when the layer's attention module has its input."""
@@ -101,16 +108,19 @@ class Handler:
 class Attached:
     """A model with our attention under it. Valid inside `attach`.
 
-    layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them. numbers: by layer, its
-    number among the layers that see every token, which is how methods count; None for a local layer. longest: tokens of
-    the longest sequence that all layers see whole, where all of them are local; None: any. prompts: kept passes.
-    device: of ids, positions, hidden states and logits. devices: of the layers, each once, in their order.
+    layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them.
+    numbers: by layer, its number among the layers that see every token, which is how methods count;
+    None for a local layer. longest: tokens of the longest sequence that all layers see whole, where
+    all of them are local; None: any. prompts: kept passes. device: of ids, positions, hidden states
+    and logits. devices: of the layers, each once, in their order.
     """
 
     def __init__(self, model: Any, decoder: Decoder, prompts: DensePrompts | None = None) -> None:
         self.model = model
         self.decoder = decoder
-        self.prompts = None if decoder.recurrent else prompts  # recurrent layers would go on from a prompt's states
+        self.prompts = (
+            None if decoder.recurrent else prompts
+        )  # recurrent layers would go on from a prompt's states
         self.layers: list[Layer] = decoder.layers
         self.device: torch.device = model.device
         self.devices = list(dict.fromkeys(layer.device for layer in self.layers))
@@ -118,7 +128,9 @@ class Attached:
         windows = [layer.window for layer in self.layers if layer.window is not None]
         all_local, number = len(windows) == len(self.layers), count()
         self.longest = min(window.size for window in windows) if all_local else None
-        self.numbers = [next(number) if all_local or layer.window is None else None for layer in self.layers]
+        self.numbers = [
+            next(number) if all_local or layer.window is None else None for layer in self.layers
+        ]
         self._numbered = list(zip(self.layers, self.numbers, strict=True))
         self.geometry = self._geometry()
         self.softmaxes = [
@@ -132,16 +144,23 @@ class Attached:
         self._real = torch.ones(0, 0)
         self._made: dict[PositionSource, Any] = {}
         self._rehearsing = False
-        self._forward = model.forward  # the model's own: `harness.api.cached_model` puts another in its place
+        self._forward = (
+            model.forward
+        )  # the model's own: `harness.api.cached_model` puts another in its place
         self._thread: int | None = None  # the one that runs a pass
 
     def _geometry(self) -> Geometry:
         """The sizes of the layers that see every token; UserError where they differ."""
         layers = [layer for layer, number in self._numbered if number is not None]
         first = layers[0]
-        sizes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements) for each in layers}
+        sizes = {
+            (each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements)
+            for each in layers
+        }
         if len(sizes) > 1:
-            raise refusal(self.decoder.family, "its layers that see every token have several shapes")
+            raise refusal(
+                self.decoder.family, "its layers that see every token have several shapes"
+            )
         softmaxes = tuple(each.softmax._replace(scale=first.softmax.scale) for each in layers)
         token = first.num_kv_heads * first.elements
         return Geometry(
@@ -164,7 +183,11 @@ class Attached:
 
     def method_devices(self, num_exempt_layers: int) -> list[torch.device]:
         """The devices of the layers under a method, each once."""
-        under = [layer for layer, number in self._numbered if number is not None and number >= num_exempt_layers]
+        under = [
+            layer
+            for layer, number in self._numbered
+            if number is not None and number >= num_exempt_layers
+        ]
         return list(dict.fromkeys(layer.device for layer in under))
 
     def new_cache(self) -> ModelCache:
@@ -180,12 +203,13 @@ class Attached:
         cache: ModelCache | None = None,
         real: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`, all on `device`.
+        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`, all
+        on `device`.
 
-        cache: the batch's, from `new_cache`; None: these are its first and only rows. real: bool [batch, rows], False
-        for padding, which recurrent layers must not see; None: there is none. Raises UserError for a token without an
-        embedding, and where activations are not finite. A pass over one row is not checked: a decode step waits for no
-        device.
+        cache: the batch's, from `new_cache`; None: these are its first and only rows. real: bool
+        [batch, rows], False for padding, which recurrent layers must not see; None: there is none.
+        Raises UserError for a token without an embedding, and where activations are not finite. A
+        pass over one row is not checked: a decode step waits for no device.
         """
         if ids.shape[1] > 1:
             require_embedded(ids, self.decoder.stack.get_input_embeddings())
@@ -196,7 +220,10 @@ class Attached:
         try:
             with self._running():
                 output = self.decoder.stack(
-                    input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=False
+                    input_ids=ids,
+                    position_ids=positions,
+                    past_key_values=self._cache,
+                    use_cache=False,
                 )
         finally:
             self._handler = None
@@ -208,12 +235,16 @@ class Attached:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's output head over final hidden states [..., hidden_size], its softcap and scale included: fp32
-        [..., vocab]."""
+        """The model's output head over final hidden states [..., hidden_size], its softcap and
+        scale included: fp32 [..., vocab]."""
         flat = hidden.reshape(1, -1, hidden.shape[-1])
-        made = self.decoder.output_type(last_hidden_state=flat)  # what the model's own code is given instead
+        made = self.decoder.output_type(
+            last_hidden_state=flat
+        )  # what the model's own code is given instead
         with replaced_forward(self.decoder.stack, lambda *_, **__: made), self._running():
-            logits = self._forward(input_ids=flat.new_zeros(flat.shape[:2], dtype=torch.long), use_cache=False).logits
+            logits = self._forward(
+                input_ids=flat.new_zeros(flat.shape[:2], dtype=torch.long), use_cache=False
+            ).logits
         return logits.view(*hidden.shape[:-1], -1).float()
 
     @contextmanager
@@ -226,21 +257,25 @@ class Attached:
             self._thread = None
 
     def _require_own_call(self, *_: Any) -> None:
-        """Called before the decoder runs. Raises UserError for a call that is not made by `forward` or `logits`: it
-        would read and disturb the caches of the run that has the model."""
+        """Called before the decoder runs. Raises UserError for a call that is not made by `forward`
+        or `logits`: it would read and disturb the caches of the run that has the model."""
         if self._thread != threading.get_ident():
             raise UserError(ELSEWHERE)
 
     def require_length(self, num_tokens: int) -> None:
-        """Raise UserError for a sequence that is too long to be decoded as one pass computes it: beyond the window of a
-        model with local layers only, or beyond the length from which rotary frequencies depend on the sequence's length
-        (dynamic, longrope)."""
+        """Raise UserError for a sequence that is too long to be decoded as one pass computes it:
+        beyond the window of a model with local layers only, or beyond the length from which rotary
+        frequencies depend on the sequence's length (dynamic, longrope)."""
         limits = {"sliding window": self.longest}
         config = self.decoder.stack.config
         parameters = getattr(config, "rope_parameters", None) or {}
-        for rope in [parameters] if "rope_type" in parameters else filter(None, parameters.values()):
+        for rope in (
+            [parameters] if "rope_type" in parameters else filter(None, parameters.values())
+        ):
             if rope.get("rope_type") in ("longrope", "dynamic"):
-                limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+                limit = (
+                    rope.get("original_max_position_embeddings") or config.max_position_embeddings
+                )
                 limits[f"length up to which {rope['rope_type']} rope keeps its positions"] = limit
         for name, limit in limits.items():
             if limit and num_tokens > limit:
@@ -250,7 +285,8 @@ class Attached:
                 )
 
     def require_even(self, real: Tensor) -> None:
-        """Raise UserError for a batch with padding, real bool [batch, prompt], where padding changes the results."""
+        """Raise UserError for a batch with padding, real bool [batch, prompt], where padding
+        changes the results."""
         if self.decoder.no_padding and not bool(real.all()):
             raise UserError(
                 f"model family {self.geometry.family!r} takes no batch of prompts of unequal lengths: "
@@ -266,11 +302,14 @@ class Attached:
             )
 
     def early_query(self, layer: int, hidden: Tensor) -> Tensor:
-        """The query of `layer` for the input `hidden` [batch, rows, hidden_size], as a handler gets it."""
+        """The query of `layer` for the input `hidden` [batch, rows, hidden_size], as a handler gets
+        it."""
         wanted = self.layers[layer]
         call = wanted.call.with_hidden(
             hidden,
-            position_embeddings=None if wanted.positions is None else self._made.get(wanted.positions),
+            position_embeddings=None
+            if wanted.positions is None
+            else self._made.get(wanted.positions),
             position_ids=self._positions,
             attention_mask=None,
             past_key_values=self._cache,
@@ -278,7 +317,8 @@ class Attached:
         return self._query_of(layer, call)
 
     def example(self, layer: int) -> tuple[LayerInputs, Tensor]:
-        """The inputs of a layer in the trace of the model, a few tokens, and the query that it makes of them."""
+        """The inputs of a layer in the trace of the model, a few tokens, and the query that it
+        makes of them."""
         call = self.layers[layer].call
         call = call.with_hidden(call.hidden, attention_mask=None, past_key_values=self.new_cache())
         return self._inputs_of(layer, call), self._query_of(layer, call)
@@ -290,20 +330,25 @@ class Attached:
         try:
             with ExitStack() as stack:
                 for name, size in wanted.unused.items():
-                    stack.enter_context(replaced_forward(wanted.module.get_submodule(name), partial(_zeros, size)))
+                    stack.enter_context(
+                        replaced_forward(wanted.module.get_submodule(name), partial(_zeros, size))
+                    )
                 query = self.decoder.run_to_attention(wanted, call).query
         finally:
             self._rehearsing = False
         return self._as_handled(layer, query)
 
     def _as_handled(self, layer: int, query: Tensor) -> Tensor:
-        """A module's query as handlers get it: scaled for the softmax that all layers share, and for latent keys."""
+        """A module's query as handlers get it: scaled for the softmax that all layers share, and
+        for latent keys."""
         known = self.layers[layer]
         if known.softmax.scale != self.softmaxes[layer].scale:
             query = query * (known.softmax.scale / self.softmaxes[layer].scale)
         return query @ known.latent.to_query if known.latent is not None else query
 
-    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> Any:
         """The attention function under the model."""
         if self._rehearsing:
             raise Reached(query, key, value)
@@ -333,7 +378,9 @@ class Attached:
         """The arguments of a layer's attention module, as methods get them."""
         known = self.layers[layer]
         given = call.kwargs.get("position_embeddings")
-        embeddings = (given[0], given[1]) if isinstance(given, tuple | list) and len(given) == 2 else None
+        embeddings = (
+            (given[0], given[1]) if isinstance(given, tuple | list) and len(given) == 2 else None
+        )
         rotary = None if known.positions is None else partial(_embedded, known.positions)
         return LayerInputs(known.module, call.hidden, embeddings, rotary)
 
@@ -342,28 +389,40 @@ class Attached:
             with launching_on(self.layers[layer].device):
                 self._handler.layer_ends(layer)
 
-    def _rehearse(self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _rehearse(
+        self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Called when the mixer before `layer` has its input."""
-        if self._handler is not None and self.numbers[layer] is not None and self._handler.rehearses(layer):
+        if (
+            self._handler is not None
+            and self.numbers[layer] is not None
+            and self._handler.rehearses(layer)
+        ):
             with launching_on(self.layers[layer].device):
                 self._handler.rehearse(layer, self.early_query(layer, Call(args, kwargs).hidden))
 
-    def _positions_made(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+    def _positions_made(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
+    ) -> None:
         """Keep the position embeddings of this pass, for rehearsals of other layers."""
         self._made[PositionSource(module, options_of(args, kwargs))] = made
 
-    def _rotate(self, states: Tensor, positions: Tensor, inverse: bool = False, layer: int = 0) -> Tensor:
+    def _rotate(
+        self, states: Tensor, positions: Tensor, inverse: bool = False, layer: int = 0
+    ) -> Tensor:
         """`Geometry.rotate`."""
         if layer not in self._rotaries:
             self._rotaries[layer] = rotary_of(self.decoder, self.layers[self.numbers.index(layer)])
         rotary = self._rotaries[layer]
         if rotary is None:
-            raise ValueError(f"model family {self.geometry.family!r} applies its positions in a way that is not known")
+            raise ValueError(
+                f"model family {self.geometry.family!r} applies its positions in a way that is not known"
+            )
         return rotary.apply(states, positions, inverse)
 
     def _recurrent(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a recurrent module. In a padded batch each sequence's own rows run alone, with its own state. Rows run
-        one by one where the module takes only one row after a state."""
+        """Run a recurrent module. In a padded batch each sequence's own rows run alone, with its
+        own state. Rows run one by one where the module takes only one row after a state."""
         cache, columns = self._cache, self._real
         one_by_one = not self.decoder.takes_rows and cache.num_columns > 0 and columns.shape[1] > 1
         if self._handler is None or not (self._is_padded or one_by_one):
@@ -381,7 +440,10 @@ class Attached:
         def run_all(cache_of_part: ModelCache, at: slice, rows: Tensor) -> Any:
             if not one_by_one:
                 return run(cache_of_part, at, rows)
-            return tree_map(lambda *parts: torch.cat(parts, 1), *(run(cache_of_part, at, row) for row in rows.split(1)))
+            return tree_map(
+                lambda *parts: torch.cat(parts, 1),
+                *(run(cache_of_part, at, row) for row in rows.split(1)),
+            )
 
         if not self._is_padded:
             return run_all(cache, slice(None), torch.arange(columns.shape[1]))
@@ -400,13 +462,17 @@ class Attached:
         return tree_map(padded, *outputs)
 
 
-def _embedded(source: PositionSource, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The position embeddings that a layer is given. The source's hooks do not run: they are for the model's pass."""
+def _embedded(
+    source: PositionSource, states: Tensor, position_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The position embeddings that a layer is given. The source's hooks do not run: they are for
+    the model's pass."""
     return source.module.forward(states, position_ids, *source.options)
 
 
 def require_embedded(ids: Tensor, embedding: Any) -> None:
-    """Raise UserError where a token has no embedding: on a GPU the lookup would end the process's use of it."""
+    """Raise UserError where a token has no embedding: on a GPU the lookup would end the process's
+    use of it."""
     highest = int(ids.max())
     if highest >= embedding.weight.shape[0]:
         raise UserError(
@@ -426,19 +492,26 @@ def require_in_range(hidden: Tensor) -> None:
 
 
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The output of a projection that is left out: zeros, allocated once for each shape of a decode step."""
+    """The output of a projection that is left out: zeros, allocated once for each shape of a decode
+    step."""
     shape = (*states.shape[:-1], size)
-    return _blank(shape, states.dtype, states.device) if states.shape[-2] == 1 else states.new_zeros(shape)
+    return (
+        _blank(shape, states.dtype, states.device)
+        if states.shape[-2] == 1
+        else states.new_zeros(shape)
+    )
 
 
 def _rows_of(each: Any, shape: torch.Size, at: slice, rows: Tensor) -> Any:
-    """Some sequences' rows, int [n], of an argument that has all of them, of shape [batch, rows] first; else itself."""
+    """Some sequences' rows, int [n], of an argument that has all of them, of shape [batch, rows]
+    first; else itself."""
     has_rows = isinstance(each, Tensor) and each.shape[:2] == shape
     return each[at, rows.to(each.device)] if has_rows else each
 
 
 def _in_parts(decoder: Decoder, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The output of a module that computes each row by itself, `decoder.rows_at_once` rows at a time.
+    """The output of a module that computes each row by itself, `decoder.rows_at_once` rows at a
+    time.
 
     Its input is [batch, rows, ...]. What else it is given row by row is split alike.
     """
@@ -456,7 +529,9 @@ def _in_parts(decoder: Decoder, forward: Callable[..., Any], *args: Any, **kwarg
     def joined(*parts: Tensor) -> Tensor:
         if parts[0].dim() > 2:
             return torch.cat(parts, 1)
-        return torch.cat([each.unflatten(0, (batch, -1)) for each in parts], 1).flatten(0, 1)  # rows of all sequences
+        return torch.cat([each.unflatten(0, (batch, -1)) for each in parts], 1).flatten(
+            0, 1
+        )  # rows of all sequences
 
     return tree_map(joined, *map(run, torch.arange(num_rows).split(most)))
 
@@ -467,18 +542,28 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 @contextmanager
-def attached_unchecked(model: Any, decoder: Decoder, prompts: DensePrompts | None = None) -> Iterator[Attached]:
+def attached_unchecked(
+    model: Any, decoder: Decoder, prompts: DensePrompts | None = None
+) -> Iterator[Attached]:
     """Run `model` through our attention inside the `with` block, as its `decoder` describes it."""
     attached = Attached(model, decoder, prompts)
-    sources = {id(layer.positions.module): layer.positions.module for layer in decoder.layers if layer.positions}
+    sources = {
+        id(layer.positions.module): layer.positions.module
+        for layer in decoder.layers
+        if layer.positions
+    }
     with ExitStack() as stack:
         stack.callback(decoder.stack.register_forward_pre_hook(attached._require_own_call).remove)
         for index, layer in enumerate(decoder.layers):
             begins = partial(attached._begins, index)
             stack.callback(layer.module.register_forward_pre_hook(begins, with_kwargs=True).remove)
-            stack.callback(layer.module.register_forward_hook(partial(attached._ends, index)).remove)
+            stack.callback(
+                layer.module.register_forward_hook(partial(attached._ends, index)).remove
+            )
             if layer.before is not None:
-                hook = layer.before.register_forward_pre_hook(partial(attached._rehearse, index), with_kwargs=True)
+                hook = layer.before.register_forward_pre_hook(
+                    partial(attached._rehearse, index), with_kwargs=True
+                )
                 stack.callback(hook.remove)
             if layer.prescales:
                 stack.callback(setattr, layer.module, "scaling", layer.module.scaling)
@@ -487,9 +572,13 @@ def attached_unchecked(model: Any, decoder: Decoder, prompts: DensePrompts | Non
             hook = module.register_forward_hook(attached._positions_made, with_kwargs=True)
             stack.callback(hook.remove)
         for module in decoder.recurrent:
-            stack.enter_context(replaced_forward(module, partial(attached._recurrent, module, module.forward)))
+            stack.enter_context(
+                replaced_forward(module, partial(attached._recurrent, module, module.forward))
+            )
         for module in decoder.row_wise:
-            stack.enter_context(replaced_forward(module, partial(_in_parts, decoder, module.forward)))
+            stack.enter_context(
+                replaced_forward(module, partial(_in_parts, decoder, module.forward))
+            )
         stack.enter_context(attention_function(decoder.stack, attached._attend))
         yield attached
 
@@ -497,15 +586,16 @@ def attached_unchecked(model: Any, decoder: Decoder, prompts: DensePrompts | Non
 # Dense passes over prompts
 
 Keep = Callable[..., None]
-"""Takes a layer, and its query, key and value [batch, heads, prompt, size]; behind them its `LayerInputs` where the
-pass was asked for them."""
+"""Takes a layer, and its query, key and value [batch, heads, prompt, size]; behind them its
+`LayerInputs` where the pass was asked for them."""
 
 
 class PromptPass(Handler):
-    """A dense causal pass over prompts. `keep` is given every layer's number, query, key and value as they come.
+    """A dense causal pass over prompts. `keep` is given every layer's number, query, key and value
+    as they come.
 
-    real: bool [batch, prompt], False for the padding on the left; None: there is none. needs_inputs: `keep` is given
-    the inputs of each layer's module, too.
+    real: bool [batch, prompt], False for the padding on the left; None: there is none.
+    needs_inputs: `keep` is given the inputs of each layer's module, too.
     """
 
     def __init__(
@@ -543,9 +633,10 @@ def positions_of(real: Tensor) -> Tensor:
 class PrefilledPrompt:
     """A prompt that has run, from which several methods can start.
 
-    ids, real: [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads, prompt, size];
-    hidden: final hidden states of the last column [batch, hidden_size]; model_cache: recurrent layers' states. worth:
-    what second readings found, by method and layer, for the runs that share the prompt; None where none do.
+    ids, real: [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads,
+    prompt, size]; hidden: final hidden states of the last column [batch, hidden_size]; model_cache:
+    recurrent layers' states. worth: what second readings found, by method and layer, for the runs
+    that share the prompt; None where none do.
     """
 
     ids: Tensor
@@ -565,29 +656,35 @@ def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt
 def held_prompt(
     attached: Attached, ids: Tensor, real: Tensor, model_cache: ModelCache
 ) -> tuple[PrefilledPrompt, Tensor]:
-    """A prompt that has run, and the final hidden states of all its columns [batch, prompt, hidden_size]."""
+    """A prompt that has run, and the final hidden states of all its columns [batch, prompt,
+    hidden_size]."""
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def alone(states: Tensor) -> Tensor:
-        """Copied where it is a part of a larger tensor, a fused projection, that would be kept with it."""
+        """Copied where it is a part of a larger tensor, a fused projection, that would be kept with
+        it."""
         return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
 
     def keep(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         layers.append((alone(query), alone(key), alone(value)))
 
-    hidden = attached.forward(ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real)
+    hidden = attached.forward(
+        ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real
+    )
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
 class DensePrompts:
-    """Dense passes over prompts that several runs of a process share: one for all methods of a sweep.
+    """Dense passes over prompts that several runs of a process share: one for all methods of a
+    sweep.
 
-    They lie in files that are mapped into memory and deleted at once, so that the system keeps in memory what it has
-    room for, and nothing is left when the process ends.
+    They lie in files that are mapped into memory and deleted at once, so that the system keeps in
+    memory what it has room for, and nothing is left when the process ends.
 
-    most_bytes: of queries, keys and values that are kept. When they are full, what neither this run nor the one before
-    has asked for leaves. A prompt for which there is still no room runs anew each time: sweeps ask for their prompts in
-    turns, so that any other would leave just before its next.
+    most_bytes: of queries, keys and values that are kept. When they are full, what neither this run
+    nor the one before has asked for leaves. A prompt for which there is still no room runs anew
+    each time: sweeps ask for their prompts in turns, so that any other would leave just before its
+    next.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -596,13 +693,18 @@ class DensePrompts:
         self._kept: dict[tuple[Any, ...], _KeptPrompt] = {}
 
     def get(self, attached: Attached, ids: Tensor, real: Tensor) -> tuple[PrefilledPrompt, Tensor]:
-        """The pass over left-padded prompts ids, real [batch, prompt], and final hidden states of all their columns."""
+        """The pass over left-padded prompts ids, real [batch, prompt], and final hidden states of
+        all their columns."""
         key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
         if key not in self._kept:
             found = held_prompt(attached, ids, real, attached.new_cache())
-            num_bytes = found[1].nbytes + sum(states.nbytes for layer in found[0].layers for states in layer)
+            num_bytes = found[1].nbytes + sum(
+                states.nbytes for layer in found[0].layers for states in layer
+            )
             if num_bytes > self.free:
-                for old in [old for old, kept in self._kept.items() if kept.last_run < self.run - 1]:
+                for old in [
+                    old for old, kept in self._kept.items() if kept.last_run < self.run - 1
+                ]:
                     self.free += self._kept.pop(old).num_bytes
             if num_bytes > self.free:
                 return found
@@ -633,11 +735,12 @@ def _mapped(prompt: PrefilledPrompt, hidden: Tensor) -> tuple[PrefilledPrompt, T
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:
-    """An upper bound of the bytes that a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
+    """An upper bound of the bytes that a layer of a dense pass over `num_tokens` tokens, all
+    prompts', holds at once.
 
-    Per token: four hidden states, the rotary tables, and the larger of FFN and attention activations. Attention makes
-    query, key, value and output, the query once more, and the packed row and a copy. An FFN that takes some rows at a
-    time holds the activations of these.
+    Per token: four hidden states, the rotary tables, and the larger of FFN and attention
+    activations. Attention makes query, key, value and output, the query once more, and the packed
+    row and a copy. An FFN that takes some rows at a time holds the activations of these.
     """
     layer, geometry = attached.layers[0], attached.geometry
     hidden = layer.call.hidden.shape[-1]
@@ -646,17 +749,22 @@ def prompt_bytes(attached: Attached, num_tokens: int) -> int:
     attention += geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
     ffn = [each for each in layer.block.parameters() if id(each) not in of_attention]
     matrices = [weight for weight in ffn if weight.dim() == 2]
-    # Of a tensor of experts a token meets a few. A product of two matrices in one stays as long as its halves are used.
+    # Of a tensor of experts a token meets a few. A product of two matrices in one stays as long as
+    # its halves are used.
     num_experts = getattr(attached.decoder.stack.config, "num_experts_per_tok", None) or 1
     activations = num_experts * sum(max(weight.shape[1:]) for weight in ffn if weight.dim() == 3)
     if matrices:
-        fused = max(weight.shape[0] for weight in matrices) - max(weight.shape[1] for weight in matrices)
+        fused = max(weight.shape[0] for weight in matrices) - max(
+            weight.shape[1] for weight in matrices
+        )
         activations += sum(weight.numel() for weight in matrices) // hidden + max(0, fused)
     in_parts = {id(each) for module in attached.decoder.row_wise for each in module.parameters()}
     rows = num_tokens
     if {id(weight) for weight in matrices} <= in_parts:
         rows = min(num_tokens, attached.decoder.rows_at_once)
-    elements = num_tokens * (4 * hidden + 4 * geometry.head_dim) + max(num_tokens * attention, rows * activations)
+    elements = num_tokens * (4 * hidden + 4 * geometry.head_dim) + max(
+        num_tokens * attention, rows * activations
+    )
     return elements * attached.dtype.itemsize
 
 
@@ -667,9 +775,9 @@ def prompt_bytes(attached: Attached, num_tokens: int) -> int:
 def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached]:
     """Run `model` through our attention inside the `with` block, in evaluation mode.
 
-    prompts: kept passes of this model, from which runs start. The first time, the model is read and checked. Raises
-    UserError for a model that is attached already, whose attention is not transformers' attention interface, or which
-    fails a check. At the end the model is as it was.
+    prompts: kept passes of this model, from which runs start. The first time, the model is read and
+    checked. Raises UserError for a model that is attached already, whose attention is not
+    transformers' attention interface, or which fails a check. At the end the model is as it was.
     """
     with _claimed(stack_of(model)), _evaluating(model):
         decoder = read_decoder(model)
@@ -681,13 +789,14 @@ def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached
 
 _claims = threading.Lock()
 _claimed_by: dict[int, int] = {}
-"""Which thread has attached a decoder, by the ids of the decoder and of its configuration, which names the attention
-function."""
+"""Which thread has attached a decoder, by the ids of the decoder and of its configuration, which
+names the attention function."""
 
 
 @contextmanager
 def _claimed(stack: Any) -> Iterator[None]:
-    """No other thread, and nothing inside the `with` block, attaches the same decoder. Raises UserError if one has."""
+    """No other thread, and nothing inside the `with` block, attaches the same decoder. Raises
+    UserError if one has."""
     parts = {id(stack), id(stack.config)}
     with _claims:
         threads = {_claimed_by[part] for part in parts if part in _claimed_by}
@@ -723,13 +832,15 @@ def _evaluating(model: Any) -> Iterator[None]:
 def check_decoder(model: Any, decoder: Decoder) -> None:
     """Raise UserError where our attention under the model gives other logits than the model's own.
 
-    Where only a rehearsal or a padded batch does, the decoder notes why, and only these are refused. Where only a
-    feed-forward network that takes some rows at a time does, it takes all.
+    Where only a rehearsal or a padded batch does, the decoder notes why, and only these are
+    refused. Where only a feed-forward network that takes some rows at a time does, it takes all.
     """
     ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
     tolerance = TOLERANCE.get(model.dtype, COARSE)
     expected = model(ids, use_cache=False).logits.float()
-    if model.dtype != torch.float16 and not (expected.isfinite().all() and expected.any()):  # else the pass says it
+    if model.dtype != torch.float16 and not (
+        expected.isfinite().all() and expected.any()
+    ):  # else the pass says it
         raise UserError(
             f"model family {decoder.family!r}: the model's own logits are all zero or not finite; {LOOK_AT}"
         )
@@ -742,7 +853,9 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
             decoder.expand_latents()
             off = _difference(model, decoder, ids, expected)
     if not off <= tolerance:
-        raise refusal(decoder.family, f"under our attention its logits are off by {off:.1e} of the largest")
+        raise refusal(
+            decoder.family, f"under our attention its logits are off by {off:.1e} of the largest"
+        )
     if not _is_row_wise(model, decoder, ids, expected, tolerance):
         decoder.row_wise = []
     decoder.no_rehearsal = _why_no_rehearsal(model, decoder, ids, tolerance)
@@ -750,7 +863,9 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
     decoder.is_checked = True
 
 
-def _is_row_wise(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor, tolerance: float) -> bool:
+def _is_row_wise(
+    model: Any, decoder: Decoder, ids: Tensor, expected: Tensor, tolerance: float
+) -> bool:
     """Whether the logits are the same where modules take two rows at a time."""
     most, decoder.rows_at_once = decoder.rows_at_once, 2
     try:
@@ -767,7 +882,9 @@ def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> 
     with attached_unchecked(model, decoder) as attached:
         handler, cache, logits = _History(attached), attached.new_cache(), []
         for part in ids.split(PASSES, 1):
-            positions = torch.arange(cache.num_columns, cache.num_columns + part.shape[1], device=ids.device)[None]
+            positions = torch.arange(
+                cache.num_columns, cache.num_columns + part.shape[1], device=ids.device
+            )[None]
             logits.append(attached.logits(attached.forward(part, positions, handler, cache)))
     return _relative(torch.cat(logits, 1), expected)
 
@@ -778,7 +895,9 @@ def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: floa
         if any(module in decoder.recurrent for module in layer.module.modules()):
             return "its queries depend on a state of the sequence"
         tensors = {name for name, each in layer.call.kwargs.items() if isinstance(each, Tensor)}
-        unknown = sorted(tensors - {"hidden_states", "position_ids", "position_embeddings", "attention_mask"})
+        unknown = sorted(
+            tensors - {"hidden_states", "position_ids", "position_embeddings", "attention_mask"}
+        )
         if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
             unknown.append("position_embeddings")
         if unknown:
@@ -789,14 +908,21 @@ def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: floa
         reraise_out_of_memory(error)
         return "the layer before has no input that it could be made of"
     if not off <= tolerance and any(layer.unused for layer in decoder.layers):
-        for layer in decoder.layers:  # a submodule may matter though no derivative passes through it
+        for (
+            layer
+        ) in decoder.layers:  # a submodule may matter though no derivative passes through it
             layer.query_modules, layer.unused = (*layer.query_modules, *layer.unused), {}
         off = early_difference(model, decoder, ids)
-    return None if off <= tolerance else f"a query made ahead of its layer is off by {off:.1e} of the largest"
+    return (
+        None
+        if off <= tolerance
+        else f"a query made ahead of its layer is off by {off:.1e} of the largest"
+    )
 
 
 def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
-    """The largest error of early queries, each made of its layer's own input, relative to the largest query.
+    """The largest error of early queries, each made of its layer's own input, relative to the
+    largest query.
 
     Each layer is also rehearsed in the one before, to see that this works.
     """
@@ -807,7 +933,9 @@ def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
             early[index] = attached.early_query(index, Call(args, kwargs).hidden)
 
         for index, layer in enumerate(decoder.layers):
-            hook = layer.module.register_forward_pre_hook(partial(make_early, index), with_kwargs=True)
+            hook = layer.module.register_forward_pre_hook(
+                partial(make_early, index), with_kwargs=True
+            )
             hooks.callback(hook.remove)
         handler = _History(attached, is_rehearsing=True)
         attached.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], handler)
@@ -826,7 +954,11 @@ def _why_no_padding(model: Any, decoder: Decoder, ids: Tensor, tolerance: float)
         alone = attached.logits(attached.forward(ids[:, :shorter], own, PromptPass(attached)))
         together = attached.logits(hidden)
     off = _relative(together[1:, 3:], alone)
-    return None if off <= tolerance else f"a sequence beside a longer one is off by {off:.1e} of the largest logit"
+    return (
+        None
+        if off <= tolerance
+        else f"a sequence beside a longer one is off by {off:.1e} of the largest logit"
+    )
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:

@@ -1,7 +1,9 @@
-"""Attention of many rows, as replay, prompts and calibration compute it, and rotary positions of keys.
+"""Attention of many rows, as replay, prompts and calibration compute it, and rotary positions of
+keys.
 
-Heads are grouped-query heads throughout. No code here knows a model family by its name: rotary positions are put on and
-taken off in the layout of the model's own code, which `rotary_of` finds by trying.
+Heads are grouped-query heads throughout. No code here knows a model family by its name: rotary
+positions are put on and taken off in the layout of the model's own code, which `rotary_of` finds by
+trying.
 """
 
 from __future__ import annotations
@@ -13,14 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.model.decoder import Decoder, Layer, ModelCache, attention_function, reraise_out_of_memory, stop
+from harness.model.decoder import (
+    Decoder,
+    Layer,
+    ModelCache,
+    attention_function,
+    reraise_out_of_memory,
+    stop,
+)
 from methods.attention import Softmax, by_matrix
 from methods.base import Rest, Window
 
 ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""
 READ_AHEAD_BYTES = 5 * 2**18
-"""Rows that `_read_ahead_attention` reads at once: about a second-level cache of a server's core."""
+"""Rows that `_read_ahead_attention` reads at once: about a second-level cache of a server's
+core."""
 LINE_BYTES = 64
 """Bytes of a cache line: reading one number reads all of its line."""
 
@@ -30,9 +40,9 @@ def dense_attention(
 ) -> Tensor:
     """Attention to all visible tokens, by torch's fused kernel where it computes this softmax.
 
-    query: [batch, heads, rows, head_dim]; key, value: [batch, num_kv_heads, slots, head_dim or value_dim];
-    visible: bool [batch, 1, rows, slots]; None is causal over equal rows and slots. Returns [batch, rows, heads,
-    value_dim].
+    query: [batch, heads, rows, head_dim]; key, value: [batch, num_kv_heads, slots, head_dim or
+    value_dim]; visible: bool [batch, 1, rows, slots]; None is causal over equal rows and slots.
+    Returns [batch, rows, heads, value_dim].
     """
     if not softmax.is_plain:
         return _attention_by_scores(query, key, value, softmax, visible)
@@ -50,7 +60,9 @@ def dense_attention(
     return output[..., :value_dim].transpose(1, 2)
 
 
-def _attention_by_scores(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, visible: Tensor | None) -> Tensor:
+def _attention_by_scores(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, visible: Tensor | None
+) -> Tensor:
     """With a softcap or sinks, which the fused kernel does not know; some rows at a time."""
     outputs = []
     for begin in range(0, query.shape[2], ROWS):
@@ -61,31 +73,44 @@ def _attention_by_scores(query: Tensor, key: Tensor, value: Tensor, softmax: Sof
             hidden = tokens > tokens[rows, None]
         else:
             hidden = ~visible[:, None, :, rows]
-        outputs.append(weighted_values(scores.masked_fill_(hidden, float("-inf")), value, softmax)[0])
+        outputs.append(
+            weighted_values(scores.masked_fill_(hidden, float("-inf")), value, softmax)[0]
+        )
     return heads_last(torch.cat(outputs, 3))
 
 
-def row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """torch's fused attention of one row: the heads of a group are its rows, so that no key is copied.
+def row_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
+    """torch's fused attention of one row: the heads of a group are its rows, so that no key is
+    copied.
 
-    query: [batch, heads, 1, head_dim]; mask: bool, True where visible, or added to the scores, [batch, 1 or
-    num_kv_heads, 1 or group, slots]; None hides nothing. Returns [batch, num_kv_heads, group, 1, value_dim].
+    query: [batch, heads, 1, head_dim]; mask: bool, True where visible, or added to the scores,
+    [batch, 1 or num_kv_heads, 1 or group, slots]; None hides nothing. Returns [batch, num_kv_heads,
+    group, 1, value_dim].
     """
     stacked = query.reshape(*key.shape[:2], -1, query.shape[3])
     if query.device.type == "cpu" and torch.get_num_threads() == 1:
         return _read_ahead_attention(stacked, key, value, scale, mask).unsqueeze(3)
-    return F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale).unsqueeze(3)
+    return F.scaled_dot_product_attention(
+        stacked, key, value, attn_mask=mask, scale=scale
+    ).unsqueeze(3)
 
 
-def _read_ahead_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """The same numbers, a few heads at a time, whose rows are read into the CPU's cache just before.
+def _read_ahead_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
+    """The same numbers, a few heads at a time, whose rows are read into the CPU's cache just
+    before.
 
-    A core prefetches what is read in order. The fused attention reads the keys first, and later the values between
-    them, and waits for memory each time (see "One thread" in benchmarks/NOTES.md). Shapes as in `row_attention`, heads
-    of a group as its rows.
+    A core prefetches what is read in order. The fused attention reads the keys first, and later the
+    values between them, and waits for memory each time (see "One thread" in benchmarks/NOTES.md).
+    Shapes as in `row_attention`, heads of a group as its rows.
     """
     queries, keys, values = (each.flatten(0, 1).unsqueeze(0) for each in (query, key, value))
-    span = (keys.shape[2] - 1) * keys.stride(2) + keys.shape[3]  # numbers from a head's first key to its last
+    span = (keys.shape[2] - 1) * keys.stride(2) + keys.shape[
+        3
+    ]  # numbers from a head's first key to its last
     line = LINE_BYTES // keys.element_size()
     heads = max(1, READ_AHEAD_BYTES // (span * keys.element_size()))
     if mask is not None:
@@ -96,7 +121,11 @@ def _read_ahead_attention(query: Tensor, key: Tensor, value: Tensor, scale: floa
         rows = keys[:, part]
         rows.as_strided((rows.shape[1], span // line), (rows.stride(1), line)).sum()
         visible = None if mask is None else mask[:, part]
-        outputs.append(F.scaled_dot_product_attention(queries[:, part], rows, values[:, part], visible, scale=scale))
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries[:, part], rows, values[:, part], visible, scale=scale
+            )
+        )
     return torch.cat(outputs, 1).view(*query.shape[:3], -1)
 
 
@@ -108,21 +137,26 @@ def prompt_attention(
     padding: Sequence[int] = (),
     window: Window | None = None,
 ) -> Tensor:
-    """Causal attention of prompts that are padded on the left. padding: rows before each prompt, which give zeros.
+    """Causal attention of prompts that are padded on the left. padding: rows before each prompt,
+    which give zeros.
 
-    Shapes as in `dense_attention`. Prompts of unequal length run one by one: causal attention does half the work of
-    attention under a mask, which would also hold batch x prompt x prompt elements.
+    Shapes as in `dense_attention`. Prompts of unequal length run one by one: causal attention does
+    half the work of attention under a mask, which would also hold batch x prompt x prompt elements.
     """
     if not any(padding):
         return _causal_attention(query, key, value, softmax, window)
     output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     for at, first in enumerate(padding):
         own = slice(at, at + 1), slice(None), slice(first, None)
-        output[at : at + 1, first:] = _causal_attention(query[own], key[own], value[own], softmax, window)
+        output[at : at + 1, first:] = _causal_attention(
+            query[own], key[own], value[own], softmax, window
+        )
     return output
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, window: Window | None) -> Tensor:
+def _causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, window: Window | None
+) -> Tensor:
     """Causal attention of rows without padding."""
     num_rows = query.shape[2]
     if window is None or num_rows <= window.size:
@@ -135,14 +169,18 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softma
         tokens = torch.arange(seen.start, seen.stop, device=query.device)
         visible = (tokens >= first_visible[:, None]) & (tokens <= rows[:, None])
         of_rows = query[:, :, begin : begin + ROWS], key[:, :, seen], value[:, :, seen]
-        outputs.append(dense_attention(*of_rows, softmax, visible.expand(len(key), 1, *visible.shape)))
+        outputs.append(
+            dense_attention(*of_rows, softmax, visible.expand(len(key), 1, *visible.shape))
+        )
     return torch.cat(outputs, 1)
 
 
 def weighted_values(scores: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """`scores` [batch, num_kv_heads, group, rows, slots] as weights of `value` [batch, num_kv_heads, slots, value_dim].
+    """`scores` [batch, num_kv_heads, group, rows, slots] as weights of `value` [batch,
+    num_kv_heads, slots, value_dim].
 
-    Overwrites `scores`. Returns the output [batch, num_kv_heads, group, rows, value_dim] and the weights.
+    Overwrites `scores`. Returns the output [batch, num_kv_heads, group, rows, value_dim] and the
+    weights.
     """
     batch, num_kv_heads, group, rows, slots = scores.shape
     weights = softmax.weights(scores)
@@ -151,11 +189,16 @@ def weighted_values(scores: Tensor, value: Tensor, softmax: Softmax) -> tuple[Te
 
 
 def with_rest(output: Tensor, rest: Rest | None) -> Tensor:
-    """`output` [batch, num_kv_heads, group, rows, value_dim] mixed with the stand-in for the tokens not read."""
+    """`output` [batch, num_kv_heads, group, rows, value_dim] mixed with the stand-in for the tokens
+    not read."""
     if rest is None:
         return output
     assert rest.share is not None, "a log-mass becomes a share where the scores are known"
-    return torch.lerp(output, rest.value.to(output.dtype).expand_as(output), rest.share.unsqueeze(-1).to(output.dtype))
+    return torch.lerp(
+        output,
+        rest.value.to(output.dtype).expand_as(output),
+        rest.share.unsqueeze(-1).to(output.dtype),
+    )
 
 
 def heads_last(output: Tensor) -> Tensor:
@@ -173,8 +216,9 @@ COARSE = 0.03
 class Rotary(NamedTuple):
     """Which elements of a head are turned, and how.
 
-    start, size: the turned elements; size 0: none are. interleaved: the elements 2i and 2i + 1 are a plane, else i and
-    i + size / 2. planes: which of the angles that the model's own module makes are one of each plane.
+    start, size: the turned elements; size 0: none are. interleaved: the elements 2i and 2i + 1 are
+    a plane, else i and i + size / 2. planes: which of the angles that the model's own module makes
+    are one of each plane.
     """
 
     layer: Layer
@@ -184,25 +228,35 @@ class Rotary(NamedTuple):
     planes: slice = slice(None)
 
     def apply(self, states: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        """States [batch, heads, n, head_dim] at `positions` int [batch, n]; `inverse` takes positions off."""
+        """States [batch, heads, n, head_dim] at `positions` int [batch, n]; `inverse` takes
+        positions off."""
         if not self.size:
             return states
-        cos, sin = (each[..., self.planes].to(states)[:, None] for each in angles(self.layer, states, positions))
+        cos, sin = (
+            each[..., self.planes].to(states)[:, None]
+            for each in angles(self.layer, states, positions)
+        )
         turned = states[..., self.start : self.start + self.size]
-        first, second = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
+        first, second = (
+            (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
+        )
         sin = -sin if inverse else sin
         pair = first * cos - second * sin, second * cos + first * sin
         turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
-        return torch.cat([states[..., : self.start], turned, states[..., self.start + self.size :]], -1)
+        return torch.cat(
+            [states[..., : self.start], turned, states[..., self.start + self.size :]], -1
+        )
 
 
 def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of angles, [batch, n, planes or twice as many], as the model's own module makes them; a scale
-    of both, which long-context variants have, is left out."""
+    """Cosines and sines of angles, [batch, n, planes or twice as many], as the model's own module
+    makes them; a scale of both, which long-context variants have, is left out."""
     assert layer.positions is not None
     begin = torch.zeros_like(positions[:, :1])
     made = layer.positions.module.forward(  # past the hooks of a pass under way
-        states.to(layer.device).float(), torch.cat([begin, positions], 1).to(layer.device), *layer.positions.options
+        states.to(layer.device).float(),
+        torch.cat([begin, positions], 1).to(layer.device),
+        *layer.positions.options,
     )
     cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made[:2]
     cos, sin = (each.expand(len(positions), -1, -1).float() for each in (cos, sin))
@@ -216,15 +270,22 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
     if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
         return None
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, layer.call.hidden.shape[-1], generator=generator).to(layer.call.hidden)
+    hidden = torch.randn(1, 4, layer.call.hidden.shape[-1], generator=generator).to(
+        layer.call.hidden
+    )
 
     def keys(positions: Tensor) -> Tensor:
-        """The keys [1, num_kv_heads, 4, head_dim] that the layer stores of `hidden` at `positions` [1, 4]."""
+        """The keys [1, num_kv_heads, 4, head_dim] that the layer stores of `hidden` at `positions`
+        [1, 4]."""
         positions, cache, made = positions.to(hidden.device), ModelCache(decoder.stack.config), None
         if layer.positions is not None:
             made = layer.positions.module.forward(hidden, positions, *layer.positions.options)
         call = layer.call.with_hidden(
-            hidden, position_embeddings=made, position_ids=positions, attention_mask=None, past_key_values=cache
+            hidden,
+            position_embeddings=made,
+            position_ids=positions,
+            attention_mask=None,
+            past_key_values=cache,
         )
         key = decoder.run_to_attention(layer, call).key
         return key if layer.latent is None or cache.latest is None else torch.cat(cache.latest, -1)

@@ -1,7 +1,9 @@
-"""Offline calibration: a method's measurement of a model on a text (`Method.calibrate`), made once and kept on disk.
+"""Offline calibration: a method's measurement of a model on a text (`Method.calibrate`), made once
+and kept on disk.
 
-One dense forward over the calibration text hands each layer's queries and keys to the method. It runs on one thread:
-the order of sums, and so the last digits of a decomposition, depends on the number of threads.
+One dense forward over the calibration text hands each layer's queries and keys to the method. It
+runs on one thread: the order of sums, and so the last digits of a decomposition, depends on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from harness.model.attach import Attached, PromptPass
 from methods.base import Calibration, Method
 
 FORMAT = 4
-"""Part of the cache key: raise it when the computation around `Method.calibrate`, or the file, changes."""
+"""Part of the cache key: raise it when the computation around `Method.calibrate`, or the file,
+changes."""
 
 
 def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[str, Tensor]:
@@ -36,30 +39,49 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
 
     def measure(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         if attached.numbers[layer] is not None:
-            earlier = [{name: each.to(key.device) for name, each in before.items()} for before in layers]
+            earlier = [
+                {name: each.to(key.device) for name, each in before.items()} for before in layers
+            ]
             layers.append(method.calibrate(query[0], key[0], attached.geometry, earlier))
 
-    positions, num_threads = torch.arange(len(ids), device=attached.device)[None], torch.get_num_threads()
+    positions, num_threads = (
+        torch.arange(len(ids), device=attached.device)[None],
+        torch.get_num_threads(),
+    )
     torch.set_num_threads(1)
     try:
         attached.forward(tokens, positions, PromptPass(attached, keep=measure))
     finally:
         torch.set_num_threads(num_threads)
-    measured = {name: torch.stack([layer[name].to(attached.device) for layer in layers]) for name in layers[0]}
+    measured = {
+        name: torch.stack([layer[name].to(attached.device) for layer in layers])
+        for name in layers[0]
+    }
     for name, tensor in measured.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise UserError(f"calibration: {name} of {method.title} is not finite; are the model's weights whole?")
+            raise UserError(
+                f"calibration: {name} of {method.title} is not finite; are the model's weights whole?"
+            )
     return measured
 
 
 def cached_calibration(
     attached: Attached, method: Method, ids: Sequence[int], fingerprint: str, cache_dir: Path
 ) -> Calibration:
-    """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype, ids, method and settings."""
+    """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype, ids, method
+    and settings."""
     settings = [getattr(method, name) for name in method.calibration_settings]
     own = (type(method).calibrate, sys.modules[type(method).__module__])
     code = [inspect.getsource(each) for each in own]
-    identity = (FORMAT, fingerprint, str(attached.dtype), list(ids), type(method).__name__, settings, code)
+    identity = (
+        FORMAT,
+        fingerprint,
+        str(attached.dtype),
+        list(ids),
+        type(method).__name__,
+        settings,
+        code,
+    )
     path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
     try:
         found = load_file(path)

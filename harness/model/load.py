@@ -1,10 +1,12 @@
-"""Models, loaded the same way wherever they come from: evaluation mode, no gradients, in `model.dtype`.
+"""Models, loaded the same way wherever they come from: evaluation mode, no gradients, in
+`model.dtype`.
 
     load_model(ModelConfig(name="tiny", weights="random", shape={...})).model(input_ids).logits
     from_memory(model, tokenizer)  # a model that transformers has loaded
 
-What is wrong with a model is said before it runs, in one line: weights that are missing, not finite, quantized or too
-large for the memory, a tokenizer of another model, a device that is not there. Imports no torch.
+What is wrong with a model is said before it runs, in one line: weights that are missing, not
+finite, quantized or too large for the memory, a tokenizer of another model, a device that is not
+there. Imports no torch.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        model: in evaluation mode, without gradients, with torch's fused attention ("sdpa") where it has one.
-        tokenizer: None where the source has none.
+        model: in evaluation mode, without gradients, with torch's fused attention ("sdpa") where it
+        has one. tokenizer: None where the source has none.
         name: its name in tables and records.
         max_length: the longest sequence it takes, in tokens.
-        fingerprint: identity of the weights, 64 hex digits: sha256 of the source's files, of hub id and revision, of
-            shape and seed, or of the weights in memory. Device and dtype of a loaded source do not enter.
+        fingerprint: identity of the weights, 64 hex digits: sha256 of the source's files, of hub id
+            and revision, of shape and seed, or of the weights in memory. Device and dtype of a
+            loaded source do not enter.
         prompts: passes over prompts that runs share; None: each runs its own.
         random_ids: of random weights, what makes token ids of texts.
     """
@@ -65,7 +68,8 @@ class LoadedModel:
 
     @property
     def reader(self) -> Any:
-        """What makes token ids of the texts that a run reads: the tokenizer, or of random weights `random_ids`."""
+        """What makes token ids of the texts that a run reads: the tokenizer, or of random weights
+        `random_ids`."""
         return self.random_ids or self.tokenizer
 
 
@@ -73,8 +77,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model that `config` describes.
 
     Raises:
-        UserError: the source is missing, damaged, unreachable or without safetensors, it is no decoder of
-            transformers, or the device does not exist.
+        UserError: the source is missing, damaged, unreachable or without safetensors, it is no
+            decoder of transformers, or the device does not exist.
     """
     from transformers.utils import logging
 
@@ -88,13 +92,19 @@ def load_model(config: ModelConfig) -> LoadedModel:
     finally:
         logging.enable_progress_bar()
     tokenizer = _tokenizer(directory, config, _num_embeddings(model))
-    return LoadedModel(model.eval().requires_grad_(False), tokenizer, config.name, _max_length(model), fingerprint)
+    return LoadedModel(
+        model.eval().requires_grad_(False), tokenizer, config.name, _max_length(model), fingerprint
+    )
 
 
-def _of_random_weights(config: ModelConfig, devices: Sequence[torch.device], dtype: torch.dtype) -> LoadedModel:
+def _of_random_weights(
+    config: ModelConfig, devices: Sequence[torch.device], dtype: torch.dtype
+) -> LoadedModel:
     """A model that has the shape of `config`, and reads random token ids."""
     described = model_config(config)
-    values = {k: v for k, v in described.to_dict().items() if k not in ("transformers_version", "dtype")}
+    values = {
+        k: v for k, v in described.to_dict().items() if k not in ("transformers_version", "dtype")
+    }
     text = json.dumps(values, sort_keys=True, default=str)
     fingerprint = text_sha256("random", text, str(config.seed))
     tokenizer = tokenizer_of_random(config, described)
@@ -102,17 +112,22 @@ def _of_random_weights(config: ModelConfig, devices: Sequence[torch.device], dty
     has_start = isinstance(start, int) and 0 <= start < described.vocab_size
     random_ids = RandomIds(described.vocab_size, start if has_start else None)
     model = _random(config, described, devices, dtype).eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, config.name, _max_length(model), fingerprint, random_ids=random_ids)
+    return LoadedModel(
+        model, tokenizer, config.name, _max_length(model), fingerprint, random_ids=random_ids
+    )
 
 
 def from_memory(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str | None = None,
 ) -> LoadedModel:
-    """A transformers model that the caller has loaded, as `load_model` returns one. It is put into evaluation mode.
+    """A transformers model that the caller has loaded, as `load_model` returns one. It is put into
+    evaluation mode.
 
-    name: for tables and records; by default the last part of `model.name_or_path`, else its family. The fingerprint is
-    the sha256 of configuration and weights. Raises UserError for a tokenizer with more tokens than the model has
-    embeddings.
+    name: for tables and records; by default the last part of `model.name_or_path`, else its family.
+    The fingerprint is the sha256 of configuration and weights. Raises UserError for a tokenizer
+    with more tokens than the model has embeddings.
     """
     import torch
 
@@ -141,13 +156,15 @@ def model_config(config: ModelConfig) -> PreTrainedConfig:
     It comes from `path`, else from `shape`, else from the hub.
 
     Raises:
-        UserError: there is no such source, or it describes no causal language model of transformers.
+        UserError: there is no such source, or it describes no causal language model of
+        transformers.
     """
     return as_config(config.name, _mapping(config))
 
 
 def shape_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model's text decoder, as a mapping; UserError where there is no such source."""
+    """The config.json of a model's text decoder, as a mapping; UserError where there is no such
+    source."""
     return _of_decoder(config.name, _mapping(config))
 
 
@@ -159,8 +176,13 @@ def _mapping(config: ModelConfig) -> dict[str, Any]:
 
 
 def _of_decoder(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping as it is; of a multimodal model the text decoder's, with the sizes that it leaves to the defaults."""
-    return as_config(name, mapping).to_dict() if isinstance(mapping.get(NESTED), Mapping) else dict(mapping)
+    """The mapping as it is; of a multimodal model the text decoder's, with the sizes that it leaves
+    to the defaults."""
+    return (
+        as_config(name, mapping).to_dict()
+        if isinstance(mapping.get(NESTED), Mapping)
+        else dict(mapping)
+    )
 
 
 # Devices
@@ -172,7 +194,9 @@ def _placement(config: ModelConfig) -> tuple[list[torch.device], torch.dtype]:
 
     dtype, has_cuda = getattr(torch, config.dtype), torch.cuda.is_available()
     if config.device in ("cuda", "map") and not has_cuda:
-        raise UserError(f"model.device={config.device}: torch finds no CUDA device here; allowed: auto, cpu")
+        raise UserError(
+            f"model.device={config.device}: torch finds no CUDA device here; allowed: auto, cpu"
+        )
     if config.device == "cpu" or not has_cuda:
         return [torch.device("cpu")], dtype
     is_spread = config.device == "map"
@@ -182,8 +206,8 @@ def _placement(config: ModelConfig) -> tuple[list[torch.device], torch.dtype]:
 
 
 def require_kernels(device: str = "cuda") -> None:
-    """Raise UserError where Triton cannot launch kernels on the GPU. It builds its launcher with a C compiler, which a
-    machine that only runs programs may lack, and would say so minutes later."""
+    """Raise UserError where Triton cannot launch kernels on the GPU. It builds its launcher with a
+    C compiler, which a machine that only runs programs may lack, and would say so minutes later."""
     try:
         from triton.runtime import driver
 
@@ -198,8 +222,8 @@ def require_kernels(device: str = "cuda") -> None:
 
 
 def _require_on_devices(name: str, left: Sequence[str]) -> None:
-    """Raise UserError where accelerate left modules or weights in host memory or on disk: every pass would fetch them,
-    unseen by the measurement."""
+    """Raise UserError where accelerate left modules or weights in host memory or on disk: every
+    pass would fetch them, unseen by the measurement."""
     if left:
         raise UserError(
             f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, in host memory or on "
@@ -211,7 +235,10 @@ def _require_on_devices(name: str, left: Sequence[str]) -> None:
 
 
 def _random(
-    config: ModelConfig, described: PreTrainedConfig, devices: Sequence[torch.device], dtype: torch.dtype
+    config: ModelConfig,
+    described: PreTrainedConfig,
+    devices: Sequence[torch.device],
+    dtype: torch.dtype,
 ) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
@@ -223,15 +250,22 @@ def _random(
         require_room(what, described, dtype, [device])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
-        model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation=_attention(described))
-    if is_spread:  # from host memory to all CUDA devices, as `device_map="auto"` places a loaded one
+        model = AutoModelForCausalLM.from_config(
+            described, dtype=dtype, attn_implementation=_attention(described)
+        )
+    if (
+        is_spread
+    ):  # from host memory to all CUDA devices, as `device_map="auto"` places a loaded one
         from accelerate import dispatch_model, infer_auto_device_map
         from accelerate.utils import get_balanced_memory
 
         whole = sorted(model._no_split_modules or ())
         room = get_balanced_memory(model, no_split_module_classes=whole)
         device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
-        _require_on_devices(config.name, [module for module, place in device_map.items() if place in ("cpu", "disk")])
+        _require_on_devices(
+            config.name,
+            [module for module, place in device_map.items() if place in ("cpu", "disk")],
+        )
         dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
     return model
 
@@ -244,8 +278,8 @@ def _attention(described: PreTrainedConfig) -> str:
 
 
 def _found(config: ModelConfig) -> tuple[Path, str]:
-    """The folder with a model's config, safetensors and perhaps a tokenizer, and the weights' fingerprint: the sha256
-    of the GGUF, of the folder's files, or of hub id and revision."""
+    """The folder with a model's config, safetensors and perhaps a tokenizer, and the weights'
+    fingerprint: the sha256 of the GGUF, of the folder's files, or of hub id and revision."""
     found = source.located(config)
     if found.suffix == ".gguf":
         return source.converted(found), file_sha256(found)
@@ -263,7 +297,9 @@ def _pretrained(
     mapping = source.read_config(directory)
     _require_as_described(config, mapping)
     described = as_config(config.name, mapping)
-    if quantized := mapping.get("quantization_config") or mapping.get(NESTED, {}).get("quantization_config"):
+    if quantized := mapping.get("quantization_config") or mapping.get(NESTED, {}).get(
+        "quantization_config"
+    ):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise UserError(
             f"model {config.name}: its weights are quantized ({method}), which is not supported; choose its checkpoint "
@@ -271,7 +307,9 @@ def _pretrained(
         )
     source.weight_files(directory)
     require_room(f"model {config.name}", described, dtype, devices)
-    multimodal = described.model_type != mapping["model_type"]  # of which the text decoder alone is loaded
+    multimodal = (
+        described.model_type != mapping["model_type"]
+    )  # of which the text decoder alone is loaded
     with refused(f"model {config.name}: {directory} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -286,30 +324,42 @@ def _pretrained(
         )
     names, weights = zip(*model.named_parameters(), strict=True)
     if config.device == "map":
-        _require_on_devices(config.name, [key for key, each in zip(names, weights, strict=True) if not each.is_cuda])
+        _require_on_devices(
+            config.name, [key for key, each in zip(names, weights, strict=True) if not each.is_cuda]
+        )
     lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if lacking:
         raise UserError(
             f"model {config.name}: {directory} lacks {len(lacking)} weights of the shape in its config.json, "
             f"such as {lacking[0]}"
         )
-    bounds = torch.stack([torch.stack(torch.aminmax(each)).float().to(weights[0].device) for each in weights])
+    bounds = torch.stack(
+        [torch.stack(torch.aminmax(each)).float().to(weights[0].device) for each in weights]
+    )
     odd = (~bounds.isfinite().all(1)).nonzero().flatten().tolist()
     if odd:
-        said = f"{len(odd)} of its weights are not finite in {config.dtype}, such as {names[odd[0]]}"
+        said = (
+            f"{len(odd)} of its weights are not finite in {config.dtype}, such as {names[odd[0]]}"
+        )
         raise UserError(f"model {config.name}: {said}")
     return model
 
 
 def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Raise UserError where the config.json beside the weights, `found`, says another family or size than
-    `config.shape`, by which grids and estimates go."""
+    """Raise UserError where the config.json beside the weights, `found`, says another family or
+    size than `config.shape`, by which grids and estimates go."""
     if not config.shape:
         return
     expected, found = _of_decoder(config.name, config.shape), _of_decoder(config.name, found)
-    other = [key for key in ("model_type", *SIZES) if key in expected and key in found and found[key] != expected[key]]
+    other = [
+        key
+        for key in ("model_type", *SIZES)
+        if key in expected and key in found and found[key] != expected[key]
+    ]
     if other:
-        holds, says = (", ".join(f"{key}={each[key]}" for key in other) for each in (found, expected))
+        holds, says = (
+            ", ".join(f"{key}={each[key]}" for key in other) for each in (found, expected)
+        )
         raise UserError(
             f"model={config.name}: {config.path or config.hub_id or source.PACKAGE} holds a model of {holds}, and "
             f"conf/model says {says}; model.shape=null takes it as it is"
@@ -322,8 +372,9 @@ def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None
 def tokenizer_of_random(
     config: ModelConfig, described: PreTrainedConfig | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that random weights find on this machine, without a download. None where there is none, or where it
-    has more tokens than the model has embeddings. described: the model's shape, where the caller has it."""
+    """The tokenizer that random weights find on this machine, without a download. None where there
+    is none, or where it has more tokens than the model has embeddings. described: the model's
+    shape, where the caller has it."""
     directory: Path | None = None
     if config.path:
         path = Path(config.path)
@@ -337,19 +388,30 @@ def tokenizer_of_random(
     return _tokenizer(directory, config, (described or model_config(config)).vocab_size)
 
 
-def _tokenizer(directory: Path, config: ModelConfig, num_embeddings: int) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights; None where there is none, or random weights have too few embeddings for it."""
+def _tokenizer(
+    directory: Path, config: ModelConfig, num_embeddings: int
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights; None where there is none, or random weights have too few
+    embeddings for it."""
     from transformers import AutoTokenizer
 
     if not source.has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
     files = {path.name for path in directory.iterdir()}
     slow = "tokenizer.model" in files and "tokenizer.json" not in files
-    needs = ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json" if slow else ""
+    needs = (
+        ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json"
+        if slow
+        else ""
+    )
     with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{needs}"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=config.trust_remote_code
+        )
     try:
-        _require_embeddings(f"model {config.name}: the tokenizer in {directory}", tokenizer, num_embeddings)
+        _require_embeddings(
+            f"model {config.name}: the tokenizer in {directory}", tokenizer, num_embeddings
+        )
     except UserError:
         if config.weights == "random":
             return None
@@ -364,10 +426,12 @@ def _num_embeddings(model: PreTrainedModel) -> int:
 def _require_embeddings(what: str, tokenizer: Any, num_embeddings: int) -> None:
     """Raise UserError where texts are made of more tokens than the model has embeddings.
 
-    Added tokens may lie beyond, as one that transformers adds to a GGUF's tokenizer: a text with such a token is
-    refused when it is run.
+    Added tokens may lie beyond, as one that transformers adds to a GGUF's tokenizer: a text with
+    such a token is refused when it is run.
     """
-    tokens = max(tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0))
+    tokens = max(
+        tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0)
+    )
     if tokens > num_embeddings:
         raise UserError(
             f"{what} has {tokens} tokens, more than the model's embedding (vocab_size={num_embeddings}); give it its "

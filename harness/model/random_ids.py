@@ -11,8 +11,9 @@ from harness.files import text_sha256
 class RandomIds:
     """Stands in for a tokenizer: a text has one random id for each of its words.
 
-    The ids are uniform over the vocabulary and follow from the text alone, so they are the same in every run and on
-    every machine. A text in which special tokens are asked for begins with `start`, if that is not None.
+    The ids are uniform over the vocabulary and follow from the text alone, so they are the same in
+    every run and on every machine. A text in which special tokens are asked for begins with
+    `start`, if that is not None.
     """
 
     eos_token_id = None
@@ -22,8 +23,11 @@ class RandomIds:
         self.vocab_size = vocab_size
         self.start = start
 
-    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
-        """Ids of the whole text, as a tokenizer of transformers returns them; verbose plays no part."""
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, verbose: bool = True
+    ) -> dict[str, list[int]]:
+        """Ids of the whole text, as a tokenizer of transformers returns them; verbose plays no
+        part."""
         generator = random.Random(text_sha256(text))
         ids = generator.choices(range(self.vocab_size), k=len(text.split()))
         has_start = add_special_tokens and self.start is not None

@@ -1,8 +1,10 @@
-"""Prompts that the model reads twice, for a method that learns from the second reading what to keep (`Method.rereads`).
+"""Prompts that the model reads twice, for a method that learns from the second reading what to keep
+(`Method.rereads`).
 
-After the dense pass the model runs over the rows that the method lists (`Method.repetitions`). They follow the prompt:
-each sees all of it and the rows before it in its own pass, and none is kept. Sequences run one by one, so that each is
-what it is alone. Every layer's prompt is held until then, since a method may share a budget between layers.
+After the dense pass the model runs over the rows that the method lists (`Method.repetitions`). They
+follow the prompt: each sees all of it and the rows before it in its own pass, and none is kept.
+Sequences run one by one, so that each is what it is alone. Every layer's prompt is held until then,
+since a method may share a budget between layers.
 """
 
 from __future__ import annotations
@@ -54,11 +56,13 @@ def run_prompts(
     keep: Keep,
     model_cache: ModelCache,
 ) -> Tensor:
-    """Run left-padded prompts densely, or take a pass that was kept, and run them again where the method asks for it.
+    """Run left-padded prompts densely, or take a pass that was kept, and run them again where the
+    method asks for it.
 
-    ids, real: [batch, prompt]. keep: takes every layer's number, query, key and value, as they come or after the second
-    reading, and the layer's inputs where the method needs them. A pass that was kept has no inputs, so the prompt then
-    runs anew. Returns final hidden states of the dense pass [batch, prompt, hidden_size].
+    ids, real: [batch, prompt]. keep: takes every layer's number, query, key and value, as they come
+    or after the second reading, and the layer's inputs where the method needs them. A pass that was
+    kept has no inputs, so the prompt then runs anew. Returns final hidden states of the dense pass
+    [batch, prompt, hidden_size].
     """
     if method.needs_inputs:
         with_inputs = PromptPass(attached, real, keep, needs_inputs=True)
@@ -69,7 +73,9 @@ def run_prompts(
     elif method.rereads:
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:
-        return attached.forward(ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real)
+        return attached.forward(
+            ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real
+        )
     if method.rereads:
         read_again(attached, method, states, prompt, passes)
     for layer, of_layer in enumerate(prompt.layers):
@@ -78,8 +84,8 @@ def run_prompts(
 
 
 class Pass(NamedTuple):
-    """A repetition by one sequence of a batch. at: the sequence; first: its first column; ids, positions: int [1,
-    rows]."""
+    """A repetition by one sequence of a batch. at: the sequence; first: its first column; ids,
+    positions: int [1, rows]."""
 
     at: int
     first: int
@@ -91,15 +97,16 @@ class Pass(NamedTuple):
 def planned(attached: Attached, method: Method, ids: Tensor, real: Tensor) -> list[Pass]:
     """The passes that a method asks for after prompts ids, real [batch, prompt].
 
-    They are made before the dense pass, while a GPU has nothing to do. Raises UserError where they take more positions
-    than the model has.
+    They are made before the dense pass, while a GPU has nothing to do. Raises UserError where they
+    take more positions than the model has.
     """
     passes = []
     for at, length in enumerate(real.sum(-1).tolist()):
         first = ids.shape[1] - length
         for repetition in method.repetitions(length):
             parts = [
-                ids[at, first:][part] if isinstance(part, slice) else ids.new_tensor(part) for part in repetition.parts
+                ids[at, first:][part] if isinstance(part, slice) else ids.new_tensor(part)
+                for part in repetition.parts
             ]
             rows = torch.cat(parts)[None]
             _require_positions(attached, method, length, rows.shape[1])
@@ -110,12 +117,16 @@ def planned(attached: Attached, method: Method, ids: Tensor, real: Tensor) -> li
 
 @torch.inference_mode()
 def read_again(
-    attached: Attached, method: Method, states: Iterable[State], prompt: PrefilledPrompt, passes: Sequence[Pass]
+    attached: Attached,
+    method: Method,
+    states: Iterable[State],
+    prompt: PrefilledPrompt,
+    passes: Sequence[Pass],
 ) -> None:
     """Run the `planned` passes after a prompt, and give the states its worth of each token.
 
-    Methods that differ in size or exempt layers alone find the same, once for a prompt that runs share. Raises
-    UserError where the method needs an output projection that cannot be read.
+    Methods that differ in size or exempt layers alone find the same, once for a prompt that runs
+    share. Raises UserError where the method needs an output projection that cannot be read.
     """
     if prompt.worth is None:
         worth = _worth(attached, method, prompt, passes)
@@ -126,7 +137,9 @@ def read_again(
         of_layers = prompt.worth[repr(of_all)].items()
         worth = {number: each for number, each in of_layers if number >= method.num_exempt_layers}
     for state in states:
-        state.take_worth(worth, PromptRows(prompt.real.to(state.lengths.prompt.device), prompt.real.shape[1]))
+        state.take_worth(
+            worth, PromptRows(prompt.real.to(state.lengths.prompt.device), prompt.real.shape[1])
+        )
 
 
 def _of_all_sizes(method: Method) -> Method:
@@ -136,7 +149,9 @@ def _of_all_sizes(method: Method) -> Method:
     return replace(method, num_exempt_layers=0)
 
 
-def _worth(attached: Attached, method: Method, prompt: PrefilledPrompt, passes: Sequence[Pass]) -> dict[int, Tensor]:
+def _worth(
+    attached: Attached, method: Method, prompt: PrefilledPrompt, passes: Sequence[Pass]
+) -> dict[int, Tensor]:
     """The worth of each token by layer under the method, fp32 [batch, num_kv_heads, prompt]."""
     batch, num_columns = prompt.real.shape
     worth = {
@@ -145,7 +160,9 @@ def _worth(attached: Attached, method: Method, prompt: PrefilledPrompt, passes: 
         if number is not None and number >= method.num_exempt_layers
     }
     for at, first, ids, positions, repetition in passes:
-        alone = [tuple(part[at : at + 1, :, first:] for part in of_layer) for of_layer in prompt.layers]
+        alone = [
+            tuple(part[at : at + 1, :, first:] for part in of_layer) for of_layer in prompt.layers
+        ]
         handler = _RereadPass(attached, method, alone, repetition)
         cache = prompt.model_cache.fork(torch.arange(at, at + 1, device=ids.device))
         with handler.hooks():
@@ -157,8 +174,12 @@ def _worth(attached: Attached, method: Method, prompt: PrefilledPrompt, passes: 
 
 
 def held_bytes(attached: Attached, num_tokens: int) -> int:
-    """Bytes of the queries, keys and values of all layers of so many tokens, and of a pass over them."""
-    row = sum(each.num_heads * each.head_dim + each.num_kv_heads * each.elements for each in attached.layers)
+    """Bytes of the queries, keys and values of all layers of so many tokens, and of a pass over
+    them."""
+    row = sum(
+        each.num_heads * each.head_dim + each.num_kv_heads * each.elements
+        for each in attached.layers
+    )
     return num_tokens * row * attached.dtype.itemsize + prompt_bytes(attached, num_tokens)
 
 
@@ -175,11 +196,16 @@ def _require_positions(attached: Attached, method: Method, prompt: int, rows: in
 class _RereadPass(Handler):
     """A pass over rows behind the prompt of one sequence.
 
-    prompt: (query, key, value) of every layer, [1, heads, prompt, size]. worth: what the method makes of each layer.
+    prompt: (query, key, value) of every layer, [1, heads, prompt, size]. worth: what the method
+    makes of each layer.
     """
 
     def __init__(
-        self, attached: Attached, method: Method, prompt: Sequence[Sequence[Tensor]], repetition: Repetition
+        self,
+        attached: Attached,
+        method: Method,
+        prompt: Sequence[Sequence[Tensor]],
+        repetition: Repetition,
     ) -> None:
         self.attached, self.method = attached, method
         self.prompt, self.repetition = prompt, repetition
@@ -187,10 +213,13 @@ class _RereadPass(Handler):
         self.input_norms: Tensor | None = None
 
     def hooks(self) -> ExitStack:
-        """Inside the `with` block the lengths of the attention inputs are noted, if the method needs them."""
+        """Inside the `with` block the lengths of the attention inputs are noted, if the method
+        needs them."""
         stack = ExitStack()
         for layer in self.attached.layers if self.method.needs_norms else ():
-            stack.callback(layer.module.register_forward_pre_hook(self._note_input, with_kwargs=True).remove)
+            stack.callback(
+                layer.module.register_forward_pre_hook(self._note_input, with_kwargs=True).remove
+            )
         return stack
 
     def _note_input(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -218,11 +247,12 @@ class _RereadPass(Handler):
 
 
 def output_factor(decoder: Decoder, layer: Layer) -> Tensor:
-    """Matrices R, fp32 [heads, value_dim, value_dim], with |R v| = |W_O v| for what a head's part of the layer's output
-    projection makes of a value v.
+    """Matrices R, fp32 [heads, value_dim, value_dim], with |R v| = |W_O v| for what a head's part
+    of the layer's output projection makes of a value v.
 
-    The projection is found by the module's own code: it is given unit vectors for the output of its attention. Raises
-    UserError where the module does not multiply that by a matrix alone, as one with an output gate.
+    The projection is found by the module's own code: it is given unit vectors for the output of its
+    attention. Raises UserError where the module does not multiply that by a matrix alone, as one
+    with an output gate.
     """
     if layer.output_factor is None:
         matrix = _output_matrix(decoder, layer)
@@ -247,7 +277,9 @@ def _output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
     def output(part: Tensor) -> Tensor:
         """What the module makes of `part` [n, rows, heads, value_dim]: [n, rows, hidden_size]."""
         call = layer.call.with_hidden(
-            inputs.repeat(len(part), 1, 1), attention_mask=None, past_key_values=ModelCache(decoder.stack.config)
+            inputs.repeat(len(part), 1, 1),
+            attention_mask=None,
+            past_key_values=ModelCache(decoder.stack.config),
         )
         with attention_function(decoder.stack, lambda *_, **__: (part.contiguous(), None)):
             made = first_tensor(layer.module.forward(*call.args, **call.kwargs))
@@ -258,7 +290,9 @@ def _output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
         nothing, of_any, *units = torch.cat([output(part) for part in attended.split(256)])
     except RuntimeError as error:
         reraise_out_of_memory(error)
-        raise refusal(decoder.family, "its output projection cannot be run alone, which KVzip+ needs") from error
+        raise refusal(
+            decoder.family, "its output projection cannot be run alone, which KVzip+ needs"
+        ) from error
     by_row = torch.stack(units) - nothing  # [size, rows, hidden_size]
     matrix = by_row[:, 0]
     expected, got = any_row.float() @ matrix, of_any - nothing

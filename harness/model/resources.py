@@ -1,4 +1,5 @@
-"""What the runs of one process share: the loaded model, and results of it that more than one run needs.
+"""What the runs of one process share: the loaded model, and results of it that more than one run
+needs.
 
 Made once a process and handed to each run. A run's numbers do not depend on what is there.
 """
@@ -38,10 +39,10 @@ class Memo(Generic[T]):
 class Resources:
     """The last model, with what depends on it.
 
-    loaded: a model in memory, which then is the model of every run. references: dense passes of windows, and texts
-    decoded under the full cache, with which every method of a sweep is compared. prompts: the dense pass of the last
-    timed shape. shares_prompts: several runs follow, so that the passes over prompts are kept, in up to half of the
-    free room for temporary files.
+    loaded: a model in memory, which then is the model of every run. references: dense passes of
+    windows, and texts decoded under the full cache, with which every method of a sweep is compared.
+    prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, so that
+    the passes over prompts are kept, in up to half of the free room for temporary files.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
@@ -52,13 +53,18 @@ class Resources:
         self.shares_prompts = False
 
     def model(self, config: ModelConfig) -> LoadedModel:
-        """The model of `config`, loaded once for all runs that follow one another with equal settings."""
+        """The model of `config`, loaded once for all runs that follow one another with equal
+        settings."""
         if self.loaded is not None:
             return self.loaded
         if self._last is None or self._last[0] != config:
             from harness.model.load import load_model
 
-            self._last, self.references, self.prompts = None, Memo(), Memo(limit=1)  # frees memory for the next one
+            self._last, self.references, self.prompts = (
+                None,
+                Memo(),
+                Memo(limit=1),
+            )  # frees memory for the next one
             self._last = (config, load_model(config))
         loaded = self._last[1]
         if self.shares_prompts and config.device == "cpu":

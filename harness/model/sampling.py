@@ -1,6 +1,8 @@
-"""The loop of every generated text, live and in replay: which token comes next, and when a text has ended.
+"""The loop of every generated text, live and in replay: which token comes next, and when a text has
+ended.
 
-A text draws its tokens from its own random numbers, made from its own key. So it is the same alone and in any batch.
+A text draws its tokens from its own random numbers, made from its own key. So it is the same alone
+and in any batch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from harness.settings.config import GREEDY, Sampling
 class Draft:
     """A text under way: its tokens, and whether it has ended.
 
-    max_new_tokens: its longest length. key: what the random numbers are made from, such as `seed/question/repeat`.
+    max_new_tokens: its longest length. key: what the random numbers are made from, such as
+    `seed/question/repeat`.
     """
 
     def __init__(self, max_new_tokens: int, sampling: Sampling = GREEDY, key: str = "") -> None:
@@ -51,12 +54,15 @@ AnyDraft = TypeVar("AnyDraft", bound=Draft)
 
 
 def write(
-    drafts: Sequence[AnyDraft], logits: Tensor, feed: Callable[[Sequence[AnyDraft]], tuple[Sequence[AnyDraft], Tensor]]
+    drafts: Sequence[AnyDraft],
+    logits: Tensor,
+    feed: Callable[[Sequence[AnyDraft]], tuple[Sequence[AnyDraft], Tensor]],
 ) -> Iterator[None]:
     """Decode until every text has ended; yields after each token.
 
-    drafts: one a row of logits [batch, vocab], which predict the first token. feed: runs the last token of each draft
-    and returns the drafts that go on, with their next logits. It may leave out those that have ended.
+    drafts: one a row of logits [batch, vocab], which predict the first token. feed: runs the last
+    token of each draft and returns the drafts that go on, with their next logits. It may leave out
+    those that have ended.
     """
     while True:
         for draft, token in zip(drafts, _next_tokens(drafts, logits), strict=True):
@@ -71,17 +77,21 @@ def write(
 def _next_tokens(drafts: Sequence[Draft], logits: Tensor) -> list[int]:
     """The next token of each text; of one that has ended, any."""
     tokens = logits.argmax(-1)
-    drawing = [at for at, draft in enumerate(drafts) if draft.sampling.temperature and not draft.ended]
+    drawing = [
+        at for at, draft in enumerate(drafts) if draft.sampling.temperature and not draft.ended
+    ]
     if drawing:
         tokens[drawing] = torch.stack([drafts[at].draw(logits[at]) for at in drawing])
     return tokens.tolist()
 
 
 def sample(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
-    """The token at `number`, in [0, 1), of the distribution of `sampling`, int64 []; logits: [vocab].
+    """The token at `number`, in [0, 1), of the distribution of `sampling`, int64 []; logits:
+    [vocab].
 
-    The tokens lie in the order of the vocabulary on the line from 0 to 1, each as wide as its probability. A small
-    change of the logits moves no token far on it, as it would if they were sorted.
+    The tokens lie in the order of the vocabulary on the line from 0 to 1, each as wide as its
+    probability. A small change of the logits moves no token far on it, as it would if they were
+    sorted.
     """
     if not sampling.temperature:
         return logits.argmax(-1)
@@ -92,6 +102,8 @@ def sample(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
     if sampling.top_p < 1:
         ordered, index = probabilities.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        probabilities = torch.zeros_like(ordered).scatter(0, index, ordered.masked_fill(before >= sampling.top_p, 0))
+        probabilities = torch.zeros_like(ordered).scatter(
+            0, index, ordered.masked_fill(before >= sampling.top_p, 0)
+        )
     reached = probabilities.cumsum(-1)
     return (reached / reached[-1] <= number).sum(-1)

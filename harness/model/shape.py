@@ -1,4 +1,5 @@
-"""A decoder's sizes by its configuration: for the cost model, as a transformers config, and against the free memory.
+"""A decoder's sizes by its configuration: for the cost model, as a transformers config, and against
+the free memory.
 
 Importing it loads no model library.
 """
@@ -29,12 +30,22 @@ SIZES = (
 """Names of a decoder's sizes in config.json."""
 NESTED = "text_config"
 """Where the config.json of a multimodal model has its text decoder's."""
-FFN_MATRICES = {"opt": 2, "gpt_neox": 2, "llama": 3, "mistral": 3, "phi3": 3, "qwen2": 3, "qwen3": 3}
-"""Matrices of an FFN in the families that the cost model knows: 3 where it is gated. Their layers are all alike."""
+FFN_MATRICES = {
+    "opt": 2,
+    "gpt_neox": 2,
+    "llama": 3,
+    "mistral": 3,
+    "phi3": 3,
+    "qwen2": 3,
+    "qwen3": 3,
+}
+"""Matrices of an FFN in the families that the cost model knows: 3 where it is gated. Their layers
+are all alike."""
 
 
 def size(described: PreTrainedConfig, name: str) -> int | None:
-    """One of a decoder's sizes; None where its configuration has no such size, or one for each layer."""
+    """One of a decoder's sizes; None where its configuration has no such size, or one for each
+    layer."""
     try:
         found = getattr(described, name, None)
     except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
@@ -44,7 +55,8 @@ def size(described: PreTrainedConfig, name: str) -> int | None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder whose layers are all alike, for the cost model; its weights carry no biases or norms."""
+    """Sizes of a decoder whose layers are all alike, for the cost model; its weights carry no
+    biases or norms."""
 
     name: str
     num_layers: int
@@ -59,11 +71,14 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any]) -> ModelShape:
-        """The sizes in a transformers config as a plain mapping; UserError for a family that is not in FFN_MATRICES."""
+        """The sizes in a transformers config as a plain mapping; UserError for a family that is not
+        in FFN_MATRICES."""
         shape = {key: value for key, value in config.items() if value is not None}
         family = shape["model_type"]
         if family not in FFN_MATRICES:
-            raise UserError(f"model={name}: the cost model knows {', '.join(FFN_MATRICES)}, and not {family}")
+            raise UserError(
+                f"model={name}: the cost model knows {', '.join(FFN_MATRICES)}, and not {family}"
+            )
         heads = shape["num_attention_heads"]
         return cls(
             name=name,
@@ -116,7 +131,8 @@ class ModelShape:
 
 
 def load_shape(name: str) -> ModelShape:
-    """The shape in `conf/model/<name>.yaml`; UserError for an unknown model, and as `ModelShape.from_config`."""
+    """The shape in `conf/model/<name>.yaml`; UserError for an unknown model, and as
+    `ModelShape.from_config`."""
     if name not in options("model"):
         raise UserError(f"model={name}: {nearest(name, options('model'))}")
     return ModelShape.from_config(name, read_yaml(CONF_DIR / "model" / f"{name}.yaml")["shape"])
@@ -146,7 +162,9 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
 
     def unsupported(why: str) -> UserError:
         allowed = f"decoders of transformers {__version__} (AutoModelForCausalLM)"
-        return UserError(f"model {name}: model_type={model_type} is not supported: {why}allowed: {allowed}")
+        return UserError(
+            f"model {name}: model_type={model_type} is not supported: {why}allowed: {allowed}"
+        )
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise unsupported(question(model_type, decoders) if model_type else "")
@@ -154,7 +172,9 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
     for part in (settings, nested if isinstance(nested, Mapping) else {}):
         for key in SIZES:
             if isinstance(part.get(key), int) and part[key] < 1:
-                raise UserError(f"model {name}: its shape is not valid: {key}={part[key]} must be above 0")
+                raise UserError(
+                    f"model {name}: its shape is not valid: {key}={part[key]} must be above 0"
+                )
     with refused(f"model {name}: its shape is not valid"):
         whole = CONFIG_MAPPING[model_type](**settings)
         text = whole.get_text_config(decoder=True)
@@ -168,9 +188,12 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
         several = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
         raise UserError(f"model {name}: its shape is not valid: {several}")
     looks_ahead = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
-    # BERT and its kin are causal if `is_decoder` is set. GPT-NeoX has the setting, no masked language modelling, and is
-    # causal either way.
-    if described.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or described.model_type == "bert-generation":
+    # BERT and its kin are causal if `is_decoder` is set. GPT-NeoX has the setting, no masked
+    # language modelling, and is causal either way.
+    if (
+        described.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        or described.model_type == "bert-generation"
+    ):
         looks_ahead["is_decoder"] = (False,)
     for setting, bidirectional in looks_ahead.items():
         value = getattr(described, setting, None)
@@ -186,7 +209,8 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def count_weights(what: str, described: PreTrainedConfig) -> int:
-    """Weights of a model that a configuration describes, without any memory; UserError where it describes none."""
+    """Weights of a model that a configuration describes, without any memory; UserError where it
+    describes none."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -194,9 +218,15 @@ def count_weights(what: str, described: PreTrainedConfig) -> int:
         return AutoModelForCausalLM.from_config(described).num_parameters()
 
 
-def require_room(what: str, described: PreTrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
-    """Raise UserError where a model's weights do not fit into the free memory of all `devices` together."""
-    needed, available = count_weights(what, described) * dtype.itemsize, sum(map(available_bytes, devices))
+def require_room(
+    what: str, described: PreTrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device]
+) -> None:
+    """Raise UserError where a model's weights do not fit into the free memory of all `devices`
+    together."""
+    needed, available = (
+        count_weights(what, described) * dtype.itemsize,
+        sum(map(available_bytes, devices)),
+    )
     if needed <= available:
         return
     word = str(dtype).removeprefix("torch.")

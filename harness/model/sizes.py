@@ -1,24 +1,28 @@
-"""How large a method is, once for replay, live decoding and the cost model; and how a method is set to a size.
+"""How large a method is, once for replay, live decoding and the cost model; and how a method is set
+to a size.
 
-Shares of the full cache of the layers that see every token, exempt layers included: what a method governs. Means over
-decode rows. A floating-point element counts 16 bits, an element under a codec its bits, an integer of a method's own
-its width:
-size           share of the full cache that a row reads, its own token not. Under offloading this crosses the link
-device_frac    read in device memory: size, and on top an index that is read to select (partial keys, page bounds) or
-               rows that stay on the device
+Shares of the full cache of the layers that see every token, exempt layers included: what a method
+governs. Means over decode rows. A floating-point element counts 16 bits, an element under a codec
+its bits, an integer of a method's own its width:
+size           share of the full cache that a row reads, its own token not. Under offloading this
+               crosses the link
+device_frac    read in device memory: size, and on top an index that is read to select (partial
+               keys, page bounds) or rows that stay on the device
 resident_frac  kept on the device by the method's state and the codec, of the full cache at T
 
-A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens, on the device, whatever the
-method. It counts in none of these. It has a share of its own:
+A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens, on the
+device, whatever the method. It counts in none of these. It has a share of its own:
 window_frac    bytes that local layers hold / bytes of the whole cache, all layers included
 
-Recurrent layers hold no tokens; their states are reported in bytes. Where all layers are local, sequences stay within
-the windows, so that every layer sees every token.
+Recurrent layers hold no tokens; their states are reported in bytes. Where all layers are local,
+sequences stay within the windows, so that every layer sees every token.
 
-`size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over all
-causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
+`size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key)
+pairs read over all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits /
+16.
 
-Methods are compared at equal size, not at equal settings: `sized_as_stored` finds the setting that gives a size.
+Methods are compared at equal size, not at equal settings: `sized_as_stored` finds the setting that
+gives a size.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ FLOAT_BYTES = 2
 
 
 def window_share(cached: Tensor, geometry: Geometry) -> Tensor:
-    """Bytes that local layers hold / bytes that all layers hold, per row: fp64, shaped like `cached`.
+    """Bytes that local layers hold / bytes that all layers hold, per row: fp64, shaped like
+    `cached`.
 
     cached: tokens t of each row, at least 1.
     """
@@ -59,7 +64,8 @@ def window_share(cached: Tensor, geometry: Geometry) -> Tensor:
 
 
 def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
-    """Bits of a stored element / 16, mean over a token's key and value, the groups' scales included."""
+    """Bits of a stored element / 16, mean over a token's key and value, the groups' scales
+    included."""
     if codec is None:
         return 1.0
     of_key = codec.keys.bits_per_element(geometry.head_dim) * geometry.head_dim
@@ -69,17 +75,20 @@ def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
     return (of_key + codec.values.bits_per_element(value_dim) * value_dim) / geometry.elements / 16
 
 
-def share_of_cache(cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int) -> Tensor:
+def share_of_cache(
+    cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int
+) -> Tensor:
     """Elements read / elements of the full cache, per row, in the layers that see every token.
 
-    cached: tokens t of each row; read: tokens read, summed over the non-exempt layers (mean over KV heads), of the same
-    shape; width: bits of a stored element / 16.
+    cached: tokens t of each row; read: tokens read, summed over the non-exempt layers (mean over KV
+    heads), of the same shape; width: bits of a stored element / 16.
     """
     return (num_exempt * cached.double() + width * read) / (num_layers * cached.double())
 
 
 def share_beside(cached: Tensor, read: Tensor, num_layers: int) -> Tensor:
-    """Elements read of something else than the cache / elements of the full cache, per row. read: in tokens."""
+    """Elements read of something else than the cache / elements of the full cache, per row. read:
+    in tokens."""
     return read.double() / (num_layers * cached.double())
 
 
@@ -91,12 +100,14 @@ def resident_share(
     geometry: Geometry,
     rooms: Sequence[int] | None = None,
 ) -> Tensor:
-    """Share of the full cache at T that a method and its codec keep on the device of each sequence, fp64 [batch].
+    """Share of the full cache at T that a method and its codec keep on the device of each sequence,
+    fp64 [batch].
 
-    states: the method's, one on each device; none: it reads all, and its codec may leave the last tokens exact.
-    final: int [batch], T. rooms: of each sequence the fetched rows that a KV head keeps in each layer that names its
-    rows; None: none stay. A state's tensors of a sequence count as they are, in a batch as long as the longest sequence
-    needs them; those of slots count as many slots as tokens are kept, of however many there is room for.
+    states: the method's, one on each device; none: it reads all, and its codec may leave the last
+    tokens exact. final: int [batch], T. rooms: of each sequence the fetched rows that a KV head
+    keeps in each layer that names its rows; None: none stay. A state's tensors of a sequence count
+    as they are, in a batch as long as the longest sequence needs them; those of slots count as many
+    slots as tokens are kept, of however many there is room for.
     """
     final = final.cpu()
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
@@ -109,7 +120,8 @@ def resident_share(
         for name in state.sequence_tensors:
             value = getattr(state, name)
             of_state += sum(
-                _bytes(tensor[0]) for tensor in (value.values() if isinstance(value, Mapping) else (value,))
+                _bytes(tensor[0])
+                for tensor in (value.values() if isinstance(value, Mapping) else (value,))
             )
         for name in state.slot_tensors:
             for layer, tensor in getattr(state, name).items():
@@ -118,12 +130,19 @@ def resident_share(
         kept += of_state
     if states:
         method, layers = states[0].method, range(num_exempt, geometry.num_layers)
-        resident = [sum(method.tokens_resident(row, layer) for layer in layers) for row in _last_rows(states[0])]
+        resident = [
+            sum(method.tokens_resident(row, layer) for layer in layers)
+            for row in _last_rows(states[0])
+        ]
         kept += token * torch.tensor(resident, dtype=torch.float64)
     if rooms is not None:
         method = states[0].method
-        naming = sum(method.when_of(layer) in NAMES_ROWS for layer in range(num_exempt, geometry.num_layers))
-        kept += token * code_width(codec, geometry) * naming * torch.tensor(rooms, dtype=torch.float64)
+        naming = sum(
+            method.when_of(layer) in NAMES_ROWS for layer in range(num_exempt, geometry.num_layers)
+        )
+        kept += (
+            token * code_width(codec, geometry) * naming * torch.tensor(rooms, dtype=torch.float64)
+        )
     return kept / (token * geometry.num_layers * final.double())
 
 
@@ -131,7 +150,8 @@ def _last_rows(state: State) -> list[TokenCounts]:
     """Of each sequence the row at T."""
     prompts, finals = (part.tolist() for part in state.lengths)
     return [
-        TokenCounts(cached=final, prompt=prompt, final=final) for prompt, final in zip(prompts, finals, strict=True)
+        TokenCounts(cached=final, prompt=prompt, final=final)
+        for prompt, final in zip(prompts, finals, strict=True)
     ]
 
 
@@ -151,14 +171,16 @@ OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
 class ReadStats:
     """Sums over decode rows; add two to merge them.
 
-    rows: decode rows, counted once per sequence. fired_rows: rows on which the method's selection (or quantized read)
-    ran in every non-exempt layer. frac_sum, index_sum, resident_sum, window_sum: sums of the shares of the cache that
-    were read, read of an index and kept on the device, and of the share that local layers hold. pairs_read, pairs:
-    (query, key) pairs, own token and prompt rows included, mean over the non-exempt layers. code_bits: of one stored
-    element, without the groups' scales. recall_sum: sum of attention_recall. link_sum, hit_sum: where rows stay on the
-    device, sums of the share of the cache that crosses the link and of the selected rows that are there when a layer
-    selects; None elsewhere. rows_loaded: rows of a KV head that crossed the link there, of the layers under the method.
-    recurrent_bytes: of a sequence's states in recurrent layers. latent_bytes: of a token in all layers that store
+    rows: decode rows, counted once per sequence. fired_rows: rows on which the method's selection
+    (or quantized read) ran in every non-exempt layer. frac_sum, index_sum, resident_sum,
+    window_sum: sums of the shares of the cache that were read, read of an index and kept on the
+    device, and of the share that local layers hold. pairs_read, pairs: (query, key) pairs, own
+    token and prompt rows included, mean over the non-exempt layers. code_bits: of one stored
+    element, without the groups' scales. recall_sum: sum of attention_recall. link_sum, hit_sum:
+    where rows stay on the device, sums of the share of the cache that crosses the link and of the
+    selected rows that are there when a layer selects; None elsewhere. rows_loaded: rows of a KV
+    head that crossed the link there, of the layers under the method. recurrent_bytes: of a
+    sequence's states in recurrent layers. latent_bytes: of a token in all layers that store
     latents. Both are 0 where the model has none.
     """
 
@@ -182,7 +204,9 @@ class ReadStats:
         of_one_model = {"code_bits": min, "recurrent_bytes": max, "latent_bytes": max}
         merged: dict[str, Any] = {}
         for name in (field.name for field in fields(self)):
-            both = [each for each in (getattr(self, name), getattr(other, name)) if each is not None]
+            both = [
+                each for each in (getattr(self, name), getattr(other, name)) if each is not None
+            ]
             merged[name] = of_one_model.get(name, sum)(both) if both else None
         return ReadStats(**merged)
 
@@ -190,14 +214,19 @@ class ReadStats:
     def sizes(self) -> dict[str, float]:
         """`SHARES`, and of the others those that this run has."""
         sizes = {name: getattr(self, name) for name in (*SHARES, *OF_HOT_ROWS, *OF_SOME_MODELS)}
-        return {name: size for name, size in sizes.items() if size or (size == 0 and name not in OF_SOME_MODELS)}
+        return {
+            name: size
+            for name, size in sizes.items()
+            if size or (size == 0 and name not in OF_SOME_MODELS)
+        }
 
     def _mean(self, total: float) -> float:
         return total / self.rows if self.rows else 0.0
 
     @property
     def size(self) -> float:
-        """Share of the full cache that is read, mean over decode rows; 1 without rows: then only the full cache ran."""
+        """Share of the full cache that is read, mean over decode rows; 1 without rows: then only
+        the full cache ran."""
         return self._mean(self.frac_sum) if self.rows else 1.0
 
     @property
@@ -212,13 +241,14 @@ class ReadStats:
 
     @property
     def link_frac(self) -> float | None:
-        """Share of the full cache that crosses the link, with what is fetched in vain; None where no row stays on the
-        device: there it is what is read behind the link."""
+        """Share of the full cache that crosses the link, with what is fetched in vain; None where
+        no row stays on the device: there it is what is read behind the link."""
         return None if self.link_sum is None else self._mean(self.link_sum)
 
     @property
     def hit_frac(self) -> float | None:
-        """Share of the selected rows that were on the device when their layer selected them; None as `link_frac`."""
+        """Share of the selected rows that were on the device when their layer selected them; None
+        as `link_frac`."""
         return None if self.hit_sum is None else self._mean(self.hit_sum)
 
     @property
@@ -234,14 +264,17 @@ class ReadStats:
 
     @property
     def attention_recall(self) -> float | None:
-        """Share of the attention on what was read and the own token; None where it was not measured."""
+        """Share of the attention on what was read and the own token; None where it was not
+        measured."""
         return None if self.recall_sum is None else self.recall_sum / self.rows
 
     def check_fired(self) -> None:
-        """Raise UserError unless the method ran on every decode row (else the score is the full cache's), and where a
-        method's `num_read` or `side` is no number."""
+        """Raise UserError unless the method ran on every decode row (else the score is the full
+        cache's), and where a method's `num_read` or `side` is no number."""
         if not math.isfinite(self.frac_sum + self.index_sum):
-            raise UserError("the method's select gave a num_read or side that is NaN or infinite; allowed: tokens >= 0")
+            raise UserError(
+                "the method's select gave a num_read or side that is NaN or infinite; allowed: tokens >= 0"
+            )
         if self.rows == 0 or self.fired_rows < self.rows:
             raise UserError(
                 f"the method ran on {self.fired_rows:g} of {self.rows:g} decode rows: nothing was measured; "
@@ -252,9 +285,9 @@ class ReadStats:
 class StepReads:
     """What live decoding reads on the device, summed over steps and sequences without a sync.
 
-    codec: of the layers under the method, whose rows take `slot_bytes`. element_bytes: of the compute dtype. num_bytes:
-    fp64, 0-d: rows as they are stored, index and windows in the compute dtype, and the own token of every layer.
-    Padding is not counted.
+    codec: of the layers under the method, whose rows take `slot_bytes`. element_bytes: of the
+    compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and windows in the compute
+    dtype, and the own token of every layer. Padding is not counted.
     """
 
     def __init__(
@@ -272,11 +305,13 @@ class StepReads:
         self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
         self.slot_bytes = slot_bytes
         self.rows = 0
-        self.frac_sum, self.index_sum, self.num_bytes = torch.zeros(3, dtype=torch.float64, device=device)
+        self.frac_sum, self.index_sum, self.num_bytes = torch.zeros(
+            3, dtype=torch.float64, device=device
+        )
 
     def count(self, cached: Tensor, reads: Sequence[Tensor], index_reads: Sequence[Tensor]) -> None:
-        """Add a step. cached: tokens before it, int [batch]; reads, index_reads: of each layer under the method, tokens
-        read and read of an index, mean over KV heads, [batch]."""
+        """Add a step. cached: tokens before it, int [batch]; reads, index_reads: of each layer
+        under the method, tokens read and read of an index, mean over KV heads, [batch]."""
         geometry, num_layers = self.geometry, self.geometry.num_layers
         read, index_read = (_sum(cached, each) for each in (reads, index_reads))
         self.rows += len(cached)
@@ -302,18 +337,25 @@ class StepReads:
 
 
 def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:
-    """Over the layers, one launch for all of a device: fp64, shaped like `cached`, zeros of none."""
+    """Over the layers, one launch for all of a device: fp64, shaped like `cached`, zeros of
+    none."""
     if not layers:
         return torch.zeros_like(cached, dtype=torch.float64)
     by_device: dict[torch.device, list[Tensor]] = {}
     for layer in layers:
         by_device.setdefault(layer.device, []).append(layer)
-    sums = [torch.stack(each).sum(0, dtype=torch.float64).to(cached.device) for each in by_device.values()]
+    sums = [
+        torch.stack(each).sum(0, dtype=torch.float64).to(cached.device)
+        for each in by_device.values()
+    ]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
-def expected_size(method: Method, rows: Mapping[TokenCounts, int], num_layers: int, width: float = 1.0) -> float:
-    """The size that `method` will report over `rows`, from its closed form; rows without cached tokens count nothing.
+def expected_size(
+    method: Method, rows: Mapping[TokenCounts, int], num_layers: int, width: float = 1.0
+) -> float:
+    """The size that `method` will report over `rows`, from its closed form; rows without cached
+    tokens count nothing.
 
     rows: how many requests each row occurs in. width: bits of a stored element / 16.
     Raises ValueError where the method's reads depend on the data.
@@ -342,11 +384,13 @@ def sized_as_stored(
     *,
     nearest: bool,
 ) -> Method:
-    """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest to `target`.
+    """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest
+    to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
-    nearest: take it however far it is, with a warning beyond a tenth of the target. Raises UserError where, otherwise,
-    nothing lands within `TOLERANCE`, and where the method has no size to set, or allows none at these lengths.
+    nearest: take it however far it is, with a warning beyond a tenth of the target. Raises
+    UserError where, otherwise, nothing lands within `TOLERANCE`, and where the method has no size
+    to set, or allows none at these lengths.
     """
     counted, num_layers = Counter(rows), geometry.num_layers
     width = code_width(without_keys(codec) if method.holds_keys else codec, geometry)
@@ -361,7 +405,9 @@ def sized_as_stored(
             middle = (low + high) / 2
             low, high = (middle, high) if size_of(middle) < target else (low, middle)
     except ValueError as error:
-        raise UserError(f"size={target:g}: method {method.title} cannot be sized so: {error}") from error
+        raise UserError(
+            f"size={target:g}: method {method.title} cannot be sized so: {error}"
+        ) from error
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
     taken = size_of(best)
     if abs(taken - target) > TOLERANCE and not nearest:
@@ -372,7 +418,9 @@ def sized_as_stored(
             f"or size=nearest:{target}"
         )
     if is_unmet(target, taken):
-        warn_once(f"{method.title}: asked for size {target:g}, the nearest size here is {taken:.3f}")
+        warn_once(
+            f"{method.title}: asked for size {target:g}, the nearest size here is {taken:.3f}"
+        )
     return method.with_size(best)
 
 

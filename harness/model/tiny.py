@@ -12,7 +12,8 @@ MAX_LENGTH = 512
 
 
 def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
-    """A random model of 4 layers, hidden size 64, 4 query heads; weights wide enough to avoid ties."""
+    """A random model of 4 layers, hidden size 64, 4 query heads; weights wide enough to avoid
+    ties."""
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -39,8 +40,8 @@ def tiny_ids(text: str) -> list[int]:
 
 
 def with_no_constants(model: PreTrainedModel, bias_std: float) -> PreTrainedModel:
-    """The model, ready to run, with random numbers for what is initialised to a constant and could be forgotten: biases
-    and sinks, which are often 0, and norms, which are 1."""
+    """The model, ready to run, with random numbers for what is initialised to a constant and could
+    be forgotten: biases and sinks, which are often 0, and norms, which are 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sink", "sinks")):

@@ -1,4 +1,5 @@
-"""Why the method works: statistics of a model's attention, hidden states and sizes (Figs 2, 4, 5, 7, 20, Table 1).
+"""Why the method works: statistics of a model's attention, hidden states and sizes (Figs 2, 4, 5,
+7, 20, Table 1).
 
 Each comes from one dense pass, in chunks of query tokens. Memory is linear in the length.
 
@@ -36,8 +37,14 @@ if TYPE_CHECKING:
 MASS = 0.9
 SMALL = 0.01
 """Share of the keys that counts as few."""
-SIMILARITY_LAYERS, KEY_TOKENS_LAYERS, COLUMN_LAYERS, SPARSITY_LAYERS = (0, 8, 16, 24), (0, 18), (0, 18), (0, 12, 24, 30)
-"""Of the paper's 32 layers. For the similarity it shows several, layer 0 among them, and does not say which others."""
+SIMILARITY_LAYERS, KEY_TOKENS_LAYERS, COLUMN_LAYERS, SPARSITY_LAYERS = (
+    (0, 8, 16, 24),
+    (0, 18),
+    (0, 18),
+    (0, 12, 24, 30),
+)
+"""Of the paper's 32 layers. For the similarity it shows several, layer 0 among them, and does not
+say which others."""
 WATCHED_LAYER, WATCHED_HEAD, PAPER_NUM_HEADS = (18,), 30, 32
 QUERIES = (500, 998, 999, 1000, 1001, 1002, 1500, 2000)
 """Queries whose numbers the paper gives, as far as the text goes."""
@@ -55,10 +62,11 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Point:
-    """A number of series `series` at `x`, a value of the quantity `x_name`: one row of an analysis table.
+    """A number of series `series` at `x`, a value of the quantity `x_name`: one row of an analysis
+    table.
 
-    layer: None for the whole model. stderr: standard error over the num_samples heads or layers of which `value` is
-    the mean; None for a single one.
+    layer: None for the whole model. stderr: standard error over the num_samples heads or layers of
+    which `value` is the mean; None for a single one.
     """
 
     series: str
@@ -96,10 +104,12 @@ def binned(values: Tensor, first: int, num_bins: int) -> Iterator[tuple[float, T
 
 
 class Block(NamedTuple):
-    """Query tokens `start` to `stop` of a layer, over the keys before `stop`. Valid during the call only.
+    """Query tokens `start` to `stop` of a layer, over the keys before `stop`. Valid during the call
+    only.
 
-    query: [1, heads, tokens, head_dim], before the softmax scale; key, value: [1, num_kv_heads, stop, head_dim];
-    scores: scaled, fp32 [1, num_kv_heads, group, tokens, stop], -inf for later keys; read-only.
+    query: [1, heads, tokens, head_dim], before the softmax scale; key, value: [1, num_kv_heads,
+    stop, head_dim]; scores: scaled, fp32 [1, num_kv_heads, group, tokens, stop], -inf for later
+    keys; read-only.
     """
 
     layer: int
@@ -122,7 +132,8 @@ Observer = Callable[[Block], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """An attached model with a text, ids [1, num_tokens] on the model's device. Valid while `attached` is."""
+    """An attached model with a text, ids [1, num_tokens] on the model's device. Valid while
+    `attached` is."""
 
     config: RunConfig
     loaded: LoadedModel
@@ -136,11 +147,13 @@ class Subject:
 
     def layers(self, paper_layers: tuple[int, ...]) -> tuple[int, ...]:
         """The layers to look at, `paper_layers` unless set; see `AnalysisConfig.layers_of`."""
-        return self.config.analysis.layers_of(self.attached.geometry.num_layers, paper_layers, self.loaded.name)
+        return self.config.analysis.layers_of(
+            self.attached.geometry.num_layers, paper_layers, self.loaded.name
+        )
 
     def run(self, keep: Callable[[int, Tensor, Tensor, Tensor], None] | None = None) -> None:
-        """One dense pass. keep: takes the number, query, key and value of each layer that sees every token, the layers
-        that methods number."""
+        """One dense pass. keep: takes the number, query, key and value of each layer that sees
+        every token, the layers that methods number."""
 
         def numbered(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
             number = self.attached.numbers[layer]
@@ -152,7 +165,9 @@ class Subject:
 
     def observe(self, observers: Mapping[int, Sequence[Observer]]) -> None:
         """One dense pass that shows the layers in `observers` to them, block by block."""
-        softmaxes = {self.attached.numbers[layer]: each for layer, each in enumerate(self.attached.softmaxes)}
+        softmaxes = {
+            self.attached.numbers[layer]: each for layer, each in enumerate(self.attached.softmaxes)
+        }
 
         def show(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
             heads, tokens = query.shape[1:3]
@@ -162,9 +177,13 @@ class Subject:
                 rows, seen = query[:, :, start:stop], key[:, :, :stop]
                 scores = softmaxes[layer].scores(rows, seen)
                 column = torch.arange(stop, device=scores.device)
-                later = column[start:] > column[start:, None]  # keys before `start` are visible to the whole block
+                later = (
+                    column[start:] > column[start:, None]
+                )  # keys before `start` are visible to the whole block
                 scores[..., start:].masked_fill_(later, float("-inf"))
-                block = Block(layer, start, stop, rows, seen, value[:, :, :stop], scores, softmaxes[layer])
+                block = Block(
+                    layer, start, stop, rows, seen, value[:, :, :stop], scores, softmaxes[layer]
+                )
                 for see in observers[layer]:
                     see(block)
 
@@ -175,12 +194,14 @@ class Subject:
 
 
 def similarity(subject: Subject) -> list[Point]:
-    """Figure 4: cosine similarity of attention weights to the full cache's, token by token, under a method that evicts
-    and under the oracle (the paper's "Optimal"), which picks as many tokens anew from the whole history at every step.
+    """Figure 4: cosine similarity of attention weights to the full cache's, token by token, under a
+    method that evicts and under the oracle (the paper's "Optimal"), which picks as many tokens anew
+    from the whole history at every step.
 
-    Queries and keys are the full cache's own, so only the choice of tokens is compared. Leaving tokens out of a softmax
-    scales the remaining weights alike; with a the full cache's weights and S the tokens read, own token included, the
-    cosine is therefore sqrt(sum over S of a^2 / sum of a^2).
+    Queries and keys are the full cache's own, so only the choice of tokens is compared. Leaving
+    tokens out of a softmax scales the remaining weights alike; with a the full cache's weights and
+    S the tokens read, own token included, the cosine is therefore sqrt(sum over S of a^2 / sum of
+    a^2).
 
     Raises UserError where `analysis.kept_frac` of the text is too small for the method.
     """
@@ -191,7 +212,9 @@ def similarity(subject: Subject) -> list[Point]:
     methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry
     layers = subject.layers(SIMILARITY_LAYERS)
     try:
-        observers = {layer: [Similarity(each, geometry, subject.ids) for each in methods] for layer in layers}
+        observers = {
+            layer: [Similarity(each, geometry, subject.ids) for each in methods] for layer in layers
+        }
     except ValueError as error:  # of the method, as a session would raise it
         raise UserError(f"analysis.kept_frac={kept}: {error}") from error
     subject.observe(observers)
@@ -204,7 +227,8 @@ def similarity(subject: Subject) -> list[Point]:
 
 
 class Similarity:
-    """Observer: `cosines`, fp32 [heads, tokens], of a layer under `method`, which starts with the first token."""
+    """Observer: `cosines`, fp32 [heads, tokens], of a layer under `method`, which starts with the
+    first token."""
 
     def __init__(self, method: Method, geometry: Geometry, ids: Tensor) -> None:
         self.num_tokens = ids.shape[1]
@@ -244,8 +268,8 @@ class Similarity:
 def key_tokens(subject: Subject) -> list[Point]:
     """Figure 5: how many key tokens hold 0.9 of a query's attention weight, own token included.
 
-    A histogram over all queries and heads, and the mean over heads at single queries: the number differs by layer,
-    head and query, even from one query to the next.
+    A histogram over all queries and heads, and the mean over heads at single queries: the number
+    differs by layer, head and query, even from one query to the next.
     """
     counts, observers = counters(subject, KEY_TOKENS_LAYERS)
     subject.observe(observers)
@@ -256,15 +280,22 @@ def key_tokens(subject: Subject) -> list[Point]:
         num_bins = max(2, int(of_layer.max()) // width + 1)
         bins = torch.stack([torch.bincount(head // width, minlength=num_bins) for head in of_layer])
         for index, share in enumerate((bins.double() / subject.num_tokens).unbind(-1)):
-            points.append(mean_point(share, series, "share_of_queries", "key_tokens", index * width, layer))
+            points.append(
+                mean_point(share, series, "share_of_queries", "key_tokens", index * width, layer)
+            )
         for query in (query for query in QUERIES if query < subject.num_tokens):
             metric = f"key_tokens_for_{MASS:g}"
-            points.append(mean_point(of_layer[:, query], series, metric, "query_token", query, layer))
+            points.append(
+                mean_point(of_layer[:, query], series, metric, "query_token", query, layer)
+            )
     return points
 
 
-def counters(subject: Subject, layers: tuple[int, ...]) -> tuple[dict[int, Tensor], dict[int, list[Observer]]]:
-    """By layer: `tokens_for_mass` of every query, int32 [heads, tokens], and the observer that fills it in."""
+def counters(
+    subject: Subject, layers: tuple[int, ...]
+) -> tuple[dict[int, Tensor], dict[int, list[Observer]]]:
+    """By layer: `tokens_for_mass` of every query, int32 [heads, tokens], and the observer that
+    fills it in."""
     shape = subject.attached.geometry.num_heads, subject.num_tokens
     counts = {layer: torch.zeros(shape, dtype=torch.int32) for layer in subject.layers(layers)}
 
@@ -285,12 +316,14 @@ def tokens_for_mass(probs: Tensor, mass: float = MASS) -> Tensor:
 
 
 def sparsity(subject: Subject) -> list[Point]:
-    """Figure 20: longer sequences attend to a smaller share of their keys, and the important keys change.
+    """Figure 20: longer sequences attend to a smaller share of their keys, and the important keys
+    change.
 
-    (a) By layer and length, the share of queries that need less than 1 % of the keys for 0.9 of their attention weight
-    (as in Fig 5). A sequence's first tokens are those of a longer one, so one pass gives all lengths.
-    (b) Attention weight of sampled keys over the last quarter of the queries, in the layer and head at the place of the
-    paper's; of the keys whose weight varies most.
+    (a) By layer and length, the share of queries that need less than 1 % of the keys for 0.9 of
+    their attention weight (as in Fig 5). A sequence's first tokens are those of a longer one, so
+    one pass gives all lengths.
+    (b) Attention weight of sampled keys over the last quarter of the queries, in the layer and head
+    at the place of the paper's; of the keys whose weight varies most.
     """
     num_tokens = subject.num_tokens
     counts, observers = counters(subject, SPARSITY_LAYERS)
@@ -321,7 +354,9 @@ def sparsity(subject: Subject) -> list[Point]:
     varying = weights.std(-1, correction=0).argsort(descending=True)[:NUM_SHOWN].sort().values
     for x, means in binned(weights[varying], first, WATCHED_BINS):
         for key, mean in zip(keys[varying].tolist(), means.tolist(), strict=True):
-            points.append(Point(f"key {key}", "attention_weight", mean, "query_token", x, watched_layer))
+            points.append(
+                Point(f"key {key}", "attention_weight", mean, "query_token", x, watched_layer)
+            )
     return points
 
 
@@ -329,10 +364,12 @@ def sparsity(subject: Subject) -> list[Point]:
 
 
 def columns(subject: Subject) -> list[Point]:
-    """Figure 7: magnitude of the columns of Q and K, in the model's own basis and in that of the calibrated rotation.
+    """Figure 7: magnitude of the columns of Q and K, in the model's own basis and in that of the
+    calibrated rotation.
 
-    A column's magnitude is the mean over tokens of its absolute values; Q's is the mean over the group's heads. The
-    columns of a KV head are ordered by |q| + |k|, as InfiniGen chooses partial columns, which are the leftmost.
+    A column's magnitude is the mean over tokens of its absolute values; Q's is the mean over the
+    group's heads. The columns of a KV head are ordered by |q| + |k|, as InfiniGen chooses partial
+    columns, which are the leftmost.
     """
     loaded = subject.loaded
     ids = calibration_ids(subject.config.calibration, loaded.reader)
@@ -344,9 +381,13 @@ def columns(subject: Subject) -> list[Point]:
     def keep_magnitudes(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         if layer not in layers:
             return
-        rotation = calibration["rotation"][layer].to(query.device)  # [num_kv_heads, head_dim, head_dim]
+        rotation = calibration["rotation"][layer].to(
+            query.device
+        )  # [num_kv_heads, head_dim, head_dim]
         own_basis = torch.eye(query.shape[-1], device=query.device).expand_as(rotation)
-        stacked = query[0].reshape(key.shape[1], -1, query.shape[-1])  # [num_kv_heads, group * tokens, head_dim]
+        stacked = query[0].reshape(
+            key.shape[1], -1, query.shape[-1]
+        )  # [num_kv_heads, group * tokens, head_dim]
         for series, basis in (("before skewing", own_basis), ("after skewing", rotation)):
             of_query, of_key = ((part.float() @ basis).abs().mean(1) for part in (stacked, key[0]))
             order = (of_query + of_key).argsort(-1, descending=True)
@@ -359,18 +400,22 @@ def columns(subject: Subject) -> list[Point]:
 
 
 def layer_inputs(subject: Subject) -> list[Point]:
-    """Table 1: cosine similarity of a layer's block input to the previous layer's block input, attention output and FFN
-    output. The first is why the attention input of one layer can stand in for the next one's.
+    """Table 1: cosine similarity of a layer's block input to the previous layer's block input,
+    attention output and FFN output. The first is why the attention input of one layer can stand in
+    for the next one's.
 
-    Mean over tokens; by layer, and over layers with their standard error; layers from the second on, unless
-    `analysis.layers` names some. The FFN output is the gain of the residual stream beyond the attention output, so no
-    family's module names are needed.
+    Mean over tokens; by layer, and over layers with their standard error; layers from the second
+    on, unless `analysis.layers` names some. The FFN output is the gain of the residual stream
+    beyond the attention output, so no family's module names are needed.
 
-    Raises UserError for layer 0, which has none before it, and for a model that norms after the residual sum.
+    Raises UserError for layer 0, which has none before it, and for a model that norms after the
+    residual sum.
     """
     decoder, name = subject.attached.decoder, subject.loaded.name
     if not getattr(subject.loaded.model.config, "do_layer_norm_before", True):
-        raise UserError(f"model {name}: norms after the residual sum; Table 1 needs a model that norms before it")
+        raise UserError(
+            f"model {name}: norms after the residual sum; Table 1 needs a model that norms before it"
+        )
     num_layers = len(decoder.layers)
     if len(decoder.blocks) != num_layers:
         raise UserError(f"model {name}: Table 1 needs a model of which every layer attends, once")
@@ -390,17 +435,22 @@ def layer_inputs(subject: Subject) -> list[Point]:
             hook.remove()
     similarities = torch.stack(stream.similarities)[[layer - 1 for layer in chosen]]  # [layers, 3]
     metric = "cosine_similarity"
-    points = [mean_point(found, name, metric) for name, found in zip(INPUTS, similarities.T, strict=True)]
+    points = [
+        mean_point(found, name, metric) for name, found in zip(INPUTS, similarities.T, strict=True)
+    ]
     for number, row in zip(chosen, similarities.tolist(), strict=True):
-        points += [Point(name, metric, value, "layer", number, number) for name, value in zip(INPUTS, row, strict=True)]
+        points += [
+            Point(name, metric, value, "layer", number, number)
+            for name, value in zip(INPUTS, row, strict=True)
+        ]
     return points
 
 
 class _ResidualStream:
     """Hooks that compare each block input with the input and the outputs of the block before it.
 
-    similarities: for each layer from the second on, fp32 [3] in the order of `INPUTS`. outputs: of the submodules of
-    the block under way.
+    similarities: for each layer from the second on, fp32 [3] in the order of `INPUTS`. outputs: of
+    the submodules of the block under way.
     """
 
     def __init__(self) -> None:
@@ -416,9 +466,14 @@ class _ResidualStream:
         if before is not None and attn_out is not None:
             ffn_out = hidden - before - attn_out
             close = 1e-2 * float(ffn_out.abs().max())
-            shaped = (each.float().reshape(ffn_out.shape) for each in self.outputs if each.numel() == ffn_out.numel())
+            shaped = (
+                each.float().reshape(ffn_out.shape)
+                for each in self.outputs
+                if each.numel() == ffn_out.numel()
+            )
             if not any(torch.allclose(each, ffn_out, atol=close) for each in shaped):
-                # The model adds something else to the residual stream, or scales or norms the FFN output first.
+                # The model adds something else to the residual stream, or scales or norms the FFN
+                # output first.
                 raise UserError(
                     "Table 1 needs a model whose residual stream takes in the outputs of its attention and its FFN as "
                     "they are"
@@ -454,12 +509,14 @@ STATISTICS: Mapping[str, Callable[[Subject], list[Point]]] = {
 def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """The statistic of `config`, as points.
 
-    Raises UserError for a text or a model shorter than `analysis.num_tokens`, a layer that the model does not have, or
-    a model that the statistic is not defined for.
+    Raises UserError for a text or a model shorter than `analysis.num_tokens`, a layer that the
+    model does not have, or a model that the statistic is not defined for.
     """
     num_tokens = config.analysis.num_tokens
     if num_tokens > loaded.max_length:
-        raise UserError(f"analysis.num_tokens={num_tokens}: {loaded.name} takes at most {loaded.max_length} tokens")
+        raise UserError(
+            f"analysis.num_tokens={num_tokens}: {loaded.name} takes at most {loaded.max_length} tokens"
+        )
     offset = first_window_offset(config.corpus, config.calibration)
     text = corpus_ids(config.corpus, config.data, loaded.reader)[offset:]
     ids = [*start_ids(loaded.reader), *text]
@@ -477,10 +534,11 @@ def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
 
 
 def run_memory(config: RunConfig) -> Outcome:
-    """Figure 2: bytes of the KV cache beside those of the weights, in fp16: (a) against the sequence length at batch
-    16, (b) against the batch size at 2,048 tokens, as in the paper.
+    """Figure 2: bytes of the KV cache beside those of the weights, in fp16: (a) against the
+    sequence length at batch 16, (b) against the batch size at 2,048 tokens, as in the paper.
 
-    No weights are read: the model is built without memory to count them. UserError where its shape is not known.
+    No weights are read: the model is built without memory to count them. UserError where its shape
+    is not known.
     """
     name, described = f"model {config.model.name}", model_config(config.model)
     weights = WEIGHT_BYTES * count_weights(name, described)
@@ -489,7 +547,9 @@ def run_memory(config: RunConfig) -> Outcome:
     points = []
     with refused(f"{name}: its configuration does not tell the size of its KV cache"):
         for x_name, x, batch_size, seq_len in cells:
-            points.append(Point("KV cache", "bytes", kv_bytes(described, batch_size, seq_len), x_name, x))
+            points.append(
+                Point("KV cache", "bytes", kv_bytes(described, batch_size, seq_len), x_name, x)
+            )
             points.append(Point("weights", "bytes", weights, x_name, x))
     return Outcome({"source": "modelled", "points": [asdict(point) for point in points]})
 
@@ -497,13 +557,16 @@ def run_memory(config: RunConfig) -> Outcome:
 def kv_bytes(described: PreTrainedConfig, batch_size: int, seq_len: int) -> int:
     """Bytes of the full KV cache of `batch_size` sequences of `seq_len` tokens.
 
-    A sliding layer caches its window only; multi-head latent attention caches one latent and one rotary key for all
-    heads. A recurrent layer (linear attention, state space) caches no tokens, and its state is not counted.
+    A sliding layer caches its window only; multi-head latent attention caches one latent and one
+    rotary key for all heads. A recurrent layer (linear attention, state space) caches no tokens,
+    and its state is not counted.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     elements = 0
-    for layer, cached in zip(described.per_layer_config, DynamicCache(config=described).layers, strict=True):
+    for layer, cached in zip(
+        described.per_layer_config, DynamicCache(config=described).layers, strict=True
+    ):
         if not isinstance(cached, DynamicLayer):
             continue
         heads = layer.num_attention_heads

@@ -1,4 +1,5 @@
-"""What every run of a method needs before its first forward: the sized method, its codec, its calibration."""
+"""What every run of a method needs before its first forward: the sized method, its codec, its
+calibration."""
 
 from __future__ import annotations
 
@@ -21,18 +22,27 @@ from harness.model.sizes import TOLERANCE, sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.config import RunConfig
 from methods.base import Calibration, Method, TokenCounts
-from methods.codec import TURBO_BITS, AnyCodec, ChannelCodec, Codec, RowCodec, SplitCodec, TurboCodec
+from methods.codec import (
+    TURBO_BITS,
+    AnyCodec,
+    ChannelCodec,
+    Codec,
+    RowCodec,
+    SplitCodec,
+    TurboCodec,
+)
 
 MEASUREMENTS = 14
 """Passes over the calibration text that look for a size, at most."""
 MAX_ROW_BYTES = 64
-"""Bytes of a packed row for each element, beyond which a codec's `row_bytes` is a mistake; fp64 has 8."""
+"""Bytes of a packed row for each element, beyond which a codec's `row_bytes` is a mistake; fp64 has
+8."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """method: `size` resolved, and settled by its calibration. codec: None stores rows exactly. calibration: None where
-    none is needed. device_rows, prefetch: as in `LiveSession`."""
+    """method: `size` resolved, and settled by its calibration. codec: None stores rows exactly.
+    calibration: None where none is needed. device_rows, prefetch: as in `LiveSession`."""
 
     method: Method
     codec: AnyCodec | None
@@ -45,7 +55,12 @@ class Setup:
             object.__setattr__(self, "method", self.method.settled(self.calibration))
 
     def replay(
-        self, attached: Attached, final_lengths: Tensor, num_columns: int, *, measure_recall: bool = False
+        self,
+        attached: Attached,
+        final_lengths: Tensor,
+        num_columns: int,
+        *,
+        measure_recall: bool = False,
     ) -> ReplaySession:
         """A fresh replay session; see there."""
         return ReplaySession(
@@ -62,7 +77,10 @@ class Setup:
 
 
 def prepare(
-    config: RunConfig, loaded: LoadedModel, attached: Attached, decode_rows: Callable[[], Sequence[TokenCounts]]
+    config: RunConfig,
+    loaded: LoadedModel,
+    attached: Attached,
+    decode_rows: Callable[[], Sequence[TokenCounts]],
 ) -> Setup:
     """Resolve a run's method on a loaded model.
 
@@ -71,26 +89,42 @@ def prepare(
     if config.size is None:
         return _setup(config, config.method, loaded, attached)
     if config.size_is_measured:
-        return _setup(config, sized_on_text(config, loaded, attached, decode_rows()), loaded, attached)
+        return _setup(
+            config, sized_on_text(config, loaded, attached, decode_rows()), loaded, attached
+        )
     nearest = config.sizing == "nearest"
     method = sized_as_stored(
-        config.method, codec_of(config), attached.geometry, decode_rows(), config.size, nearest=nearest
+        config.method,
+        codec_of(config),
+        attached.geometry,
+        decode_rows(),
+        config.size,
+        nearest=nearest,
     )
     return _setup(config, method, loaded, attached)
 
 
 def _setup(config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached) -> Setup:
     calibration = calibrated(config, method, loaded, attached)
-    return Setup(tokenized(method, loaded), codec_of(config), calibration, config.device_rows, config.prefetch)
+    return Setup(
+        tokenized(method, loaded),
+        codec_of(config),
+        calibration,
+        config.device_rows,
+        config.prefetch,
+    )
 
 
-def sized_on_text(config: RunConfig, loaded: LoadedModel, attached: Attached, rows: Sequence[TokenCounts]) -> Method:
-    """The method of `config`, whose reads depend on the data, with the setting whose size is nearest to `config.size`
-    on the calibration text.
+def sized_on_text(
+    config: RunConfig, loaded: LoadedModel, attached: Attached, rows: Sequence[TokenCounts]
+) -> Method:
+    """The method of `config`, whose reads depend on the data, with the setting whose size is
+    nearest to `config.size` on the calibration text.
 
-    Bisection over the number that `with_size` takes: each step replays the text and takes the size that was read. Its
-    prompt has the same share of it as the prompts of `rows` have of their sequences. Raises UserError where nothing
-    lands within `TOLERANCE` and `nearest` was not asked for, and where the method allows no size.
+    Bisection over the number that `with_size` takes: each step replays the text and takes the size
+    that was read. Its prompt has the same share of it as the prompts of `rows` have of their
+    sequences. Raises UserError where nothing lands within `TOLERANCE` and `nearest` was not asked
+    for, and where the method allows no size.
     """
     target = config.size
     assert target is not None, "asked for by the caller"
@@ -120,7 +154,9 @@ def sized_on_text(config: RunConfig, loaded: LoadedModel, attached: Attached, ro
     if abs(measured[best] - target) > TOLERANCE and config.sizing != "nearest":
         least, most = min(measured.values()), max(measured.values())
         found = f"the nearest size measured on the calibration text is {measured[best]:.3f}"
-        raise UserError(f"{what}: {found}, of {least:.3f} to {most:.3f}; size=nearest:{target:g} takes it")
+        raise UserError(
+            f"{what}: {found}, of {least:.3f} to {most:.3f}; size=nearest:{target:g} takes it"
+        )
     return config.method.with_size(best)
 
 
@@ -136,7 +172,8 @@ def _size_on(ids: Sequence[int], prompt: int, setup: Setup, attached: Attached) 
 
 
 def tokenized(method: Method, loaded: LoadedModel) -> Method:
-    """The method with its texts as token ids of the model; UserError where it has texts and the model no tokenizer."""
+    """The method with its texts as token ids of the model; UserError where it has texts and the
+    model no tokenizer."""
 
     def encode(text: str) -> list[int]:
         if loaded.reader is None:
@@ -149,7 +186,9 @@ def tokenized(method: Method, loaded: LoadedModel) -> Method:
     return method.tokenized(encode)
 
 
-def calibrated(config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached) -> Calibration | None:
+def calibrated(
+    config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached
+) -> Calibration | None:
     """The calibration of a method on a loaded model; None where it needs none."""
     if not method.needs_calibration:
         return None
@@ -158,7 +197,9 @@ def calibrated(config: RunConfig, method: Method, loaded: LoadedModel, attached:
         limit = f"{loaded.name} takes at most {loaded.max_length} tokens"
         raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
     ids = calibration_ids(config.calibration, loaded.reader)
-    return cached_calibration(attached, method, ids, loaded.fingerprint, cache_dir() / "calibration")
+    return cached_calibration(
+        attached, method, ids, loaded.fingerprint, cache_dir() / "calibration"
+    )
 
 
 def codec_of(config: RunConfig) -> AnyCodec | None:
@@ -174,15 +215,21 @@ def codec_of(config: RunConfig) -> AnyCodec | None:
     own = None if config.own_codec is None else CheckedCodec(config.own_codec)
     keys = own or shipped(config.codec, ChannelCodec if config.key_groups == "channel" else Codec)
     values = shipped(config.value_codec) if config.value_codec else own or shipped(config.codec)
-    return keys if keys == values and not config.residual else SplitCodec(keys, values, config.residual)
+    return (
+        keys
+        if keys == values and not config.residual
+        else SplitCodec(keys, values, config.residual)
+    )
 
 
 @dataclass(frozen=True)
 class CheckedCodec(RowCodec):
-    """A codec of the user's own, the types, dtypes and shapes of whose results are checked at every call.
+    """A codec of the user's own, the types, dtypes and shapes of whose results are checked at every
+    call.
 
-    A tensor of a wrong shape could be broadcast, and the run would go on with wrong numbers. No number of a tensor is
-    read, so no GPU waits. Raises UserError, which names the line of the user's file.
+    A tensor of a wrong shape could be broadcast, and the run would go on with wrong numbers. No
+    number of a tensor is read, so no GPU waits. Raises UserError, which names the line of the
+    user's file.
     """
 
     codec: RowCodec
@@ -230,7 +277,11 @@ class CheckedCodec(RowCodec):
         return rows
 
     def _positive(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
             self._refuse(name, repr(value), "a number above 0")
         return value
 
@@ -242,4 +293,6 @@ class CheckedCodec(RowCodec):
 
     def _refuse(self, name: str, found: str, allowed: str) -> NoReturn:
         cls = type(self.codec)
-        raise UserError(f"codec {cls.__name__}: {line_of(cls, name)}: {name} gives {found}; allowed: {allowed}")
+        raise UserError(
+            f"codec {cls.__name__}: {line_of(cls, name)}: {name} gives {found}; allowed: {allowed}"
+        )

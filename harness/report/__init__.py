@@ -1,4 +1,5 @@
-"""All tables and figures of a results folder as one HTML file, `results/report.html`, that needs nothing else.
+"""All tables and figures of a results folder as one HTML file, `results/report.html`, that needs
+nothing else.
 
 python -m harness.report --results-dir results
 python -m harness.report --results-dir results.zip

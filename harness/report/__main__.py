@@ -1,4 +1,5 @@
-"""`python -m harness.report --results-dir results`, or of an archive, `--results-dir results.zip`."""
+"""`python -m harness.report --results-dir results`, or of an archive, `--results-dir
+results.zip`."""
 
 import argparse
 import sys
@@ -10,11 +11,18 @@ from harness.report.page import write_report
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and print its path; returns the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m harness.report", description="Write the report of results.")
-    parser.add_argument(
-        "--results-dir", default="results", metavar="DIR", help="results to report, or an archive (default results)"
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.report", description="Write the report of results."
     )
-    parser.add_argument("--output", metavar="FILE", help="default: report.html in DIR, or beside the archive")
+    parser.add_argument(
+        "--results-dir",
+        default="results",
+        metavar="DIR",
+        help="results to report, or an archive (default results)",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="default: report.html in DIR, or beside the archive"
+    )
     args = parser.parse_args(argv)
     return exit_code(lambda: print(write_report(args.results_dir, args.output)))
 

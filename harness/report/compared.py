@@ -1,4 +1,5 @@
-"""Numbers beside numbers: the paper's beside ours, one model's beside another's, and the main results of all."""
+"""Numbers beside numbers: the paper's beside ours, one model's beside another's, and the main
+results of all."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
@@ -17,7 +18,8 @@ POINT = ("model", "series", "x_name", "x", "metric")
 MAIN_SIZE = 0.16
 """Of the leaderboard, the size that the overview shows, or the nearest."""
 BEST = 5
-"""So many methods of that size the overview shows, the closest to the full cache first; then these:"""
+"""So many methods of that size the overview shows, the closest to the full cache first; then
+these:"""
 ALWAYS = ("infinigen", "h2o", "streaming")
 SYSTEMS = ("offload", "offload+int4", "offload+h2o", "infinigen", "ideal")
 """Systems of which the overview shows times."""
@@ -27,25 +29,43 @@ Key = tuple[str, str]
 
 
 def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
-    """The paper's numbers for a figure, with ours beside them where `rows` holds that model and setup; None where
-    nothing is known. Numbers of speed are made of timed runs by the same arithmetic as the cost model's calibration."""
+    """The paper's numbers for a figure, with ours beside them where `rows` holds that model and
+    setup; None where nothing is known. Numbers of speed are made of timed runs by the same
+    arithmetic as the cost model's calibration."""
     lines = []
     for line in columns.published_rows():
         if line["figure"] == figure:
             setup = f"{line['x_name']} {line['x']}".strip() or "all"
             value = f"{line['value']} {line['unit']}".strip()
             ours = our_value(line, rows)
-            beside = [MISSING, MISSING] if ours is None else [f"{ours:.4g}", f"{ours / float(line['value']):.2f}"]
+            beside = (
+                [MISSING, MISSING]
+                if ours is None
+                else [f"{ours:.4g}", f"{ours / float(line['value']):.2f}"]
+            )
             words = [each.replace("_", " ") for each in (line["series"], setup, line["metric"])]
             lines.append([line["model"], *words, value, line["kind"], *beside, line["note"]])
-    header = ["model", "series", "setup", "metric", "published", "kind", "ours", "ours / published", "note"]
-    known = [any(line[column] not in (MISSING, "") for line in lines) for column in range(len(header))]
+    header = [
+        "model",
+        "series",
+        "setup",
+        "metric",
+        "published",
+        "kind",
+        "ours",
+        "ours / published",
+        "note",
+    ]
+    known = [
+        any(line[column] not in (MISSING, "") for line in lines) for column in range(len(header))
+    ]
     kept = [list(compress(line, known)) for line in (header, *lines)]
     return Sheet("published", kept[0], kept[1:]) if lines else None
 
 
 def our_value(line: Mapping[str, str], rows: Sequence[TableRow]) -> float | None:
-    """The published quantity from our rows; None where a row that it needs is absent, emulated, or there twice."""
+    """The published quantity from our rows; None where a row that it needs is absent, emulated, or
+    there twice."""
 
     def timed(cell: PaperCell) -> TableRow:
         wanted = {"model": cell.model, "label": cell.label, "batch_size": cell.batch_size}
@@ -69,7 +89,8 @@ def our_value(line: Mapping[str, str], rows: Sequence[TableRow]) -> float | None
 
 
 def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
-    """The runs and quantities that more than one model has, a line per method and size; None without any.
+    """The runs and quantities that more than one model has, a line per method and size; None
+    without any.
 
     models: by name, the rows of accuracy tables or of leaderboards.
     """
@@ -78,13 +99,23 @@ def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
         for name, key, cell in _cells(rows):
             scores[model].setdefault(name, {})[key] = cell
     quantities = _shared([list(own) for own in scores.values()])
-    keys = _shared([[key for name in quantities for key in own.get(name, ())] for own in scores.values()])
+    keys = _shared(
+        [[key for name in quantities for key in own.get(name, ())] for own in scores.values()]
+    )
     if not keys:
         return None
     header = [columns.LABEL.heading, columns.SETTINGS.heading]
     header += [f"{name}, {model}" for name in quantities for model in scores]
     lines = [
-        [*key, *(own.get(name, {}).get(key, MISSING) for name in quantities for own in scores.values())] for key in keys
+        [
+            *key,
+            *(
+                own.get(name, {}).get(key, MISSING)
+                for name in quantities
+                for own in scores.values()
+            ),
+        ]
+        for key in keys
     ]
     return Sheet(" and ".join(scores), header, lines)
 
@@ -99,7 +130,11 @@ def _cells(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
     """(quantity, key, cell) of every score."""
     for row in rows:
         if ASKED_SIZE.name in row and is_best(row):
-            size = MISSING if row[ASKED_SIZE.name] is None else f"{ASKED_SIZE.show(row[ASKED_SIZE.name])} %"
+            size = (
+                MISSING
+                if row[ASKED_SIZE.name] is None
+                else f"{ASKED_SIZE.show(row[ASKED_SIZE.name])} %"
+            )
             for shown in (KL, TOP1, *BOARD_TASKS):
                 if row.get(shown.name) is not None:
                     stderr = row.get(f"{shown.name}_stderr")
@@ -112,15 +147,17 @@ def _cells(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
 
 
 def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
-    """The overview's table of a leaderboard: the full cache, the upper bound, the methods closest to the full cache at
-    `MAIN_SIZE`, and those of the paper. None without a row of some size."""
+    """The overview's table of a leaderboard: the full cache, the upper bound, the methods closest
+    to the full cache at `MAIN_SIZE`, and those of the paper. None without a row of some size."""
     scored = [row for row in rows if row.get(KL.name) is not None and row[SIZE.name] is not None]
     known = [row for row in scored if is_best(row)]
     sizes = {row[ASKED_SIZE.name] for row in known} - {None}
     if not sizes:
         return None
     size = min(sizes, key=lambda each: abs(each - MAIN_SIZE))
-    sized = sorted((row for row in known if row[ASKED_SIZE.name] == size), key=lambda row: row[KL.name])
+    sized = sorted(
+        (row for row in known if row[ASKED_SIZE.name] == size), key=lambda row: row[KL.name]
+    )
     full = [row for row in known if row["method"] == "full"][:1]
     bound = [row for row in sized if row["method"] == REFERENCES["upper"]]
     methods = [row for row in sized if row not in bound and abs(row[SIZE.name] - size) < 0.01]
@@ -135,7 +172,8 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
 
 
 def main_times(tables: Iterable[Sequence[TableRow]]) -> Sheet | None:
-    """The overview's table of times: seconds of a run and the speedup over offload, of each table."""
+    """The overview's table of times: seconds of a run and the speedup over offload, of each
+    table."""
     lines = []
     for rows in tables:
         seconds = {row["label"]: row for row in rows if row.get("total_s") is not None}

@@ -1,7 +1,9 @@
-"""What the explorer of the leaderboard shows: a point per method and size, the quantities to choose, and the looks.
+"""What the explorer of the leaderboard shows: a point per method and size, the quantities to
+choose, and the looks.
 
-`report.js` makes one Vega-Lite specification of them. Words of tables are data in it, never part of an expression or of
-a field name. Colours and shapes are those of the figures (`plots/registry.yaml`).
+`report.js` makes one Vega-Lite specification of them. Words of tables are data in it, never part of
+an expression or of a field name. Colours and shapes are those of the figures
+(`plots/registry.yaml`).
 """
 
 import re
@@ -38,9 +40,9 @@ def library() -> str:
 def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]) -> Json | None:
     """What `report.js` needs of the rows of leaderboards; None without points.
 
-    points: by field. choices: of `x`, `y`, `size` and `model`, from a value to its words. axes: title and scale of each
-    quantity. tooltip: titles of the words that a hover answers, by field. fronts: the name of the front of a cost.
-    families: their looks, those of the figures first.
+    points: by field. choices: of `x`, `y`, `size` and `model`, from a value to its words. axes:
+    title and scale of each quantity. tooltip: titles of the words that a hover answers, by field.
+    fronts: the name of the front of a cost. families: their looks, those of the figures first.
     """
     points = [_point(row) for row in rows if row.get(KL.name) is not None and is_best(row)]
     if not points:
@@ -66,8 +68,13 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
             "size": {"": "all"} | {size: size for size in sizes},
             "model": {point["model"]: point["model"] for point in points},
         },
-        "axes": {column.name: [column.heading, "log" if column in LOGARITHMIC else "linear"] for column in shown},
-        "tooltip": words | {f"text_{column.name}": column.heading for column in shown} | {"settings": "settings"},
+        "axes": {
+            column.name: [column.heading, "log" if column in LOGARITHMIC else "linear"]
+            for column in shown
+        },
+        "tooltip": words
+        | {f"text_{column.name}": column.heading for column in shown}
+        | {"settings": "settings"},
         "fronts": {cost: name for name, cost in COSTS.items()},
         "families": known | {family: OTHER for family in found if family not in known},
     }
@@ -96,7 +103,10 @@ def _point(row: TableRow) -> Json:
         if value is not None and stderr is not None:
             low, high = value - stderr, value + stderr
             low = max(low, value / 10) if column in LOGARITHMIC else low
-        point |= {f"{column.name}_low": _number(low, column), f"{column.name}_high": _number(high, column)}
+        point |= {
+            f"{column.name}_low": _number(low, column),
+            f"{column.name}_high": _number(high, column),
+        }
     for task in BOARD_TASKS:
         name = f"{task.name}_{SIZE.name}"
         point[name] = _number(row.get(name), SIZE)
@@ -104,5 +114,8 @@ def _point(row: TableRow) -> Json:
 
 
 def _number(value: float | None, column: Column) -> float | None:
-    """A number in the unit of its heading with five digits; None where no axis has a place for it."""
-    return None if value is None or not abs(value) < LARGEST else float(f"{column.factor * value:.5g}")
+    """A number in the unit of its heading with five digits; None where no axis has a place for
+    it."""
+    return (
+        None if value is None or not abs(value) < LARGEST else float(f"{column.factor * value:.5g}")
+    )

@@ -1,8 +1,10 @@
-"""The report as a page: made from `tables/`, `figures/` and, for the environment and the failures, `runs/`.
+"""The report as a page: made from `tables/`, `figures/` and, for the environment and the failures,
+`runs/`.
 
-A section per figure or table. Everything is embedded, nothing is fetched. Figures are SVG images. Scripts sort tables
-and draw the explorer of the leaderboard; without scripts all else works. The page's policy admits no script but its
-own. A sentence of finding stands where `results/findings.yaml` gives one, beside its numbers:
+A section per figure or table. Everything is embedded, nothing is fetched. Figures are SVG images.
+Scripts sort tables and draw the explorer of the leaderboard; without scripts all else works. The
+page's policy admits no script but its own. A sentence of finding stands where
+`results/findings.yaml` gives one, beside its numbers:
 
     fig11: At a tenth of the cache InfiniGen loses ...
 """
@@ -54,7 +56,8 @@ SAFE_IN_URI = " !$&'()*+,-./:;=?@_"
 
 
 class Entry(NamedTuple):
-    """A figure or table. name: that of `results/figures/<name>.svg`. tables: of `results/tables`, its own first."""
+    """A figure or table. name: that of `results/figures/<name>.svg`. tables: of `results/tables`,
+    its own first."""
 
     name: str
     title: str
@@ -64,8 +67,9 @@ class Entry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one results folder has of a figure or table. where: "" for the folder that is reported, the name of a folder
-    within it. image: a data URI. sheets: by table. elsewhere: the section that shows a table, by table."""
+    """What one results folder has of a figure or table. where: "" for the folder that is reported,
+    the name of a folder within it. image: a data URI. sheets: by table. elsewhere: the section that
+    shows a table, by table."""
 
     where: str
     finding: str | None
@@ -93,7 +97,9 @@ class Section(NamedTuple):
     def gaps(self) -> list[str]:
         """How many scores its tables lack, in words."""
         found = []
-        for sheet in (sheet for part in self.parts for sheets in part.sheets.values() for sheet in sheets):
+        for sheet in (
+            sheet for part in self.parts for sheets in part.sheets.values() for sheet in sheets
+        ):
             scores = [at for at, heading in enumerate(sheet.header) if heading in sheet.scores]
             count = sum(line[at] == MISSING for line in sheet.lines for at in scores)
             found += [f"{self.entry.name}, {sheet.title}: {count}"] * bool(count)
@@ -103,12 +109,12 @@ class Section(NamedTuple):
 def write_report(results: str | Path = "results", output: str | Path | None = None) -> Path:
     """Write the report; the same results give the same bytes. Returns its path.
 
-    results: a folder, or an archive of one (`harness.results.archive`), which is all that is read then.
-    output: the file; None: `report.html` in the folder, or beside the archive.
+    results: a folder, or an archive of one (`harness.results.archive`), which is all that is read
+    then. output: the file; None: `report.html` in the folder, or beside the archive.
 
     Raises:
-        UserError: no such results or an archive that was changed, neither table nor figure, a damaged one, findings
-            about what is not there, or a folder that cannot be written.
+        UserError: no such results or an archive that was changed, neither table nor figure, a
+            damaged one, findings about what is not there, or a folder that cannot be written.
     """
     source = Path(results)
     with opened(source) as folder:
@@ -123,20 +129,31 @@ def write_report(results: str | Path = "results", output: str | Path | None = No
 
 
 def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
-    """The figures and tables of the registry, in its order, those that the cost model predicts after the timed ones;
-    then what the folders have beside them: the user's own experiments."""
+    """The figures and tables of the registry, in its order, those that the cost model predicts
+    after the timed ones; then what the folders have beside them: the user's own experiments."""
     entries = []
     for page, named in REGISTRY["pages"].items():
         for name, fields in named.items():
             command = fields.get("command", f"python run.py grid={name}")
-            entries.append(Entry(name, fields["title"], command, tuple(fields.get("tables", [name])), page))
+            entries.append(
+                Entry(name, fields["title"], command, tuple(fields.get("tables", [name])), page)
+            )
             if fields.get("modelled"):
                 twin = name + MODELLED
-                entries.append(Entry(twin, f"{fields['title']}, modelled", "make modelled", (twin,), page))
+                entries.append(
+                    Entry(twin, f"{fields['title']}, modelled", "make modelled", (twin,), page)
+                )
     known = {name for entry in entries for name in (entry.name, *entry.tables)}
-    files = (path for folder in folders for kind in ("tables/*.csv", "figures/*.svg") for path in folder.glob(kind))
+    files = (
+        path
+        for folder in folders
+        for kind in ("tables/*.csv", "figures/*.svg")
+        for path in folder.glob(kind)
+    )
     for name in sorted({path.stem for path in files} - known):
-        entries.append(Entry(name, "Further runs", f"python run.py experiment={name}", (name,), "further runs"))
+        entries.append(
+            Entry(name, "Further runs", f"python run.py experiment={name}", (name,), "further runs")
+        )
     return entries
 
 
@@ -151,8 +168,12 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
     for where, folder in folders.items():
         tables = {path.stem: read_table(path) for path in sorted((folder / "tables").glob("*.csv"))}
         read[where] = folder, tables, findings(folder / "findings.yaml", names)
-    homes = {table: entry.name for entry in reversed(entries) for table in entry.tables}  # the first that reads it,
-    homes |= {entry.name: entry.name for entry in entries if entry.name in entry.tables}  # or the one of its name
+    homes = {
+        table: entry.name for entry in reversed(entries) for table in entry.tables
+    }  # the first that reads it,
+    homes |= {
+        entry.name: entry.name for entry in entries if entry.name in entry.tables
+    }  # or the one of its name
     for entry in entries:
         parts = []
         for where, (folder, tables, sentences) in read.items():
@@ -165,27 +186,39 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
                     where=where,
                     finding=sentences.get(entry.name),
                     image=embed(image) if image.exists() else None,
-                    sheets={table: sheets(folder / "tables" / f"{table}.csv", tables[table]) for table in own},
+                    sheets={
+                        table: sheets(folder / "tables" / f"{table}.csv", tables[table])
+                        for table in own
+                    },
                     elsewhere={table: homes[table] for table in known if table not in own},
                     published=published_sheet(entry.name.removesuffix(MODELLED), rows),
                     rows=rows,
                 )
                 parts.append(part)
         if parts:
-            models: dict[str, list[TableRow]] = {}  # two folders of one model go by the folders' names
+            models: dict[
+                str, list[TableRow]
+            ] = {}  # two folders of one model go by the folders' names
             for part in parts:
                 for row in part.rows:
-                    name = row["model"] if part.where in row["model"] else f"{row['model']} in {part.where}"
+                    name = (
+                        row["model"]
+                        if part.where in row["model"]
+                        else f"{row['model']} in {part.where}"
+                    )
                     models.setdefault(name, []).append(row)
             yield Section(entry, parts, side_by_side(models))
 
 
 def sheets(path: Path, rows: Sequence[TableRow]) -> list[Sheet]:
-    """The rows of a table as people read them. Raises UserError where a needed number is missing."""
+    """The rows of a table as people read them. Raises UserError where a needed number is
+    missing."""
     try:
         return list(sheets_of(rows))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: not a table of results ({reason(error)}); make it anew") from error
+        raise UserError(
+            f"{path}: not a table of results ({reason(error)}); make it anew"
+        ) from error
 
 
 def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
@@ -200,7 +233,9 @@ def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
         raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    if not isinstance(sentences, dict) or not all(isinstance(sentence, str) for sentence in sentences.values()):
+    if not isinstance(sentences, dict) or not all(
+        isinstance(sentence, str) for sentence in sentences.values()
+    ):
         raise UserError(f"{path}: must map names of figures to sentences")
     for name in sentences:
         if name not in names:
@@ -209,7 +244,8 @@ def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
 
 
 def embed(path: Path) -> str:
-    """An SVG as a data URI: an image runs no script and loads nothing. Raises UserError for a file that is none."""
+    """An SVG as a data URI: an image runs no script and loads nothing. Raises UserError for a file
+    that is none."""
     try:
         text = path.read_text(encoding="utf-8")
         if not ElementTree.fromstring(text).tag.endswith("svg"):
@@ -220,7 +256,8 @@ def embed(path: Path) -> str:
 
 
 def environment(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Where the finished runs ran, as (name, value); a value that not all runs share says how many had it."""
+    """Where the finished runs ran, as (name, value); a value that not all runs share says how many
+    had it."""
     finished = [record for record in records if record["status"] == "finished"]
     if not finished:
         return []
@@ -230,7 +267,10 @@ def environment(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     for name in dict.fromkeys(name for values in flat for name in values):
         counts = Counter(values.get(name, "unknown") for values in flat)
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        parts = [f"{value} ({count} of {len(flat)} runs)" if count < len(flat) else value for value, count in ranked]
+        parts = [
+            f"{value} ({count} of {len(flat)} runs)" if count < len(flat) else value
+            for value, count in ranked
+        ]
         lines.append((name, "; ".join(parts)))
     return lines
 
@@ -239,7 +279,9 @@ def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The fields of a record's environment for people; a record may hold any values there."""
     for name, value in environment.items():
         if name == "packages" and isinstance(value, Mapping):
-            yield from ((str(package), str(version)) for package, version in value.items() if version)
+            yield from (
+                (str(package), str(version)) for package, version in value.items() if version
+            )
         elif name == "memory_bytes" and isinstance(value, int) and value < sys.maxsize:
             yield "memory", f"{value / GIB:.0f} GiB"
         elif name == "commit" and value:
@@ -259,19 +301,34 @@ def _render(folder: Path) -> str:
     entries = entries_of([*folders.values()])
     sections = {section.entry.name: section for section in sections_of(folders, entries)}
     if not sections:
-        raise UserError(f"results_dir={folder}: neither table nor figure; `{COMMAND} grid=accuracy` makes some")
+        raise UserError(
+            f"results_dir={folder}: neither table nor figure; `{COMMAND} grid=accuracy` makes some"
+        )
     pages: dict[str, list[Section]] = {}
     for section in sections.values():
         pages.setdefault(section.entry.page, []).append(section)
     boards = sections[LEADERBOARD].parts if LEADERBOARD in sections else []
     explored = explorer([row for part in boards for row in part.rows], REGISTRY["families"])
-    packed = {"library": library(), "explorer": json.dumps(explored, allow_nan=False)} if explored else {}
+    packed = (
+        {"library": library(), "explorer": json.dumps(explored, allow_nan=False)}
+        if explored
+        else {}
+    )
     script = (HERE / "report.js").read_text(encoding="utf-8")
-    options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    options: Any = {
+        "autoescape": True,
+        "undefined": StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
     template = Environment(loader=FileSystemLoader(HERE), **options).get_template("report.html.j2")
     scores = [main_scores(part.rows) for part in boards]
     times = main_times([sections[name].parts[0].rows for name in TIMED if name in sections])
-    images = [part.image for part in sections[PICTURE].parts if part.image] if PICTURE in sections else []
+    images = (
+        [part.image for part in sections[PICTURE].parts if part.image]
+        if PICTURE in sections
+        else []
+    )
     return template.render(
         pages=pages,
         main_sheets=[sheet for sheet in (*scores, times) if sheet],
@@ -281,12 +338,17 @@ def _render(folder: Path) -> str:
         beside=[where for where in folders if where],
         sources=SOURCES,
         script=script,
-        packed={name: b64encode(gzip.compress(text.encode(), mtime=0)).decode() for name, text in packed.items()},
+        packed={
+            name: b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+            for name, text in packed.items()
+        },
         digests=[_digest(script), *([_digest(packed["library"])] if packed else [])],
         style=(HERE / "report.css").read_text(encoding="utf-8"),
         missing={
             "Figures and tables not made yet": [
-                f"{entry.name}: {entry.title} ({entry.command})" for entry in entries if entry.name not in sections
+                f"{entry.name}: {entry.title} ({entry.command})"
+                for entry in entries
+                if entry.name not in sections
             ],
             "Runs without numbers": [
                 f"{record['experiment']} {record['config']['label']} ({record['run_id']}): {record['status']}"
@@ -295,7 +357,9 @@ def _render(folder: Path) -> str:
                 for record in found
                 if record["status"] != "finished"
             ],
-            "Scores that a table lacks": [gap for section in sections.values() for gap in section.gaps],
+            "Scores that a table lacks": [
+                gap for section in sections.values() for gap in section.gaps
+            ],
         },
         environments={where: environment(found) for where, found in records.items()},
         is_number=lambda cell: cell == MISSING or re.match(r"[-+]?\d", cell) is not None,

@@ -1,14 +1,15 @@
-"""A results folder as one file to share: a zip archive with a manifest of the sha256 of its members.
+"""A results folder as one file to share: a zip archive with a manifest of the sha256 of its
+members.
 
-    runs/<experiment>/<run_id>/record.json   finished and failed runs, with the sha256 of their inputs
-    tables/*.csv, tables/*.md, figures/*.png, figures/*.svg, *.md, findings.yaml
+    runs/<experiment>/<run_id>/record.json   finished and failed runs, with the sha256 of their
+    inputs tables/*.csv, tables/*.md, figures/*.png, figures/*.svg, *.md, findings.yaml
     MANIFEST.json                            {"schema", "sha256": {name: hex digits}}
 
     with opened(Path("results.zip")) as folder:
         ...    # as in a results folder
 
-An archive may come from a stranger. `opened` trusts no name, link or size in it, and refuses a member that differs from
-the manifest.
+An archive may come from a stranger. `opened` trusts no name, link or size in it, and refuses a
+member that differs from the manifest.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ log = logging.getLogger(__name__)
 
 
 def export(results_dir: Path, setting: object) -> str:
-    """Write a results folder as `export=FILE.zip`, or into the folder `export=DIR` as an archive of the same name.
+    """Write a results folder as `export=FILE.zip`, or into the folder `export=DIR` as an archive of
+    the same name.
 
-    Returns what is in the archive, in a line. Raises UserError for a wrong setting, and as `pack` does.
+    Returns what is in the archive, in a line. Raises UserError for a wrong setting, and as `pack`
+    does.
     """
     if not results_dir.is_dir():
         raise UserError(f"results_dir={results_dir}: no such folder")
@@ -59,21 +62,26 @@ def export(results_dir: Path, setting: object) -> str:
     path, real = Path(path_text(setting, "export")), Path(os.path.realpath(results_dir))
     target = path if path.suffix == ".zip" and not path.is_dir() else path / f"{real.name}.zip"
     if Path(os.path.realpath(target)).is_relative_to(real):
-        raise UserError(f"export={setting}: lies inside results_dir={results_dir}; choose a place outside of it")
+        raise UserError(
+            f"export={setting}: lies inside results_dir={results_dir}; choose a place outside of it"
+        )
     return pack(results_dir, target)
 
 
 def pack(results_dir: Path, target: Path) -> str:
-    """Write a results folder into the archive `target`, atomically, holding one file in memory at a time.
+    """Write a results folder into the archive `target`, atomically, holding one file in memory at a
+    time.
 
-    The same results give the same bytes with the same zlib. Interrupted runs and damaged records are left out. Returns
-    what is in the archive, in a line.
+    The same results give the same bytes with the same zlib. Interrupted runs and damaged records
+    are left out. Returns what is in the archive, in a line.
 
     Raises:
         UserError: there is nothing to share, or `target` cannot be written.
     """
     records = sorted(results_dir.glob(RECORDS))
-    derived = sorted(path for pattern in DERIVED for path in results_dir.glob(pattern) if path.is_file())
+    derived = sorted(
+        path for pattern in DERIVED for path in results_dir.glob(pattern) if path.is_file()
+    )
     chosen = []
     for path in tqdm(records, unit="record", delay=1, leave=False):
         try:
@@ -81,7 +89,9 @@ def pack(results_dir: Path, target: Path) -> str:
         except UserError as error:
             log.warning("%s; left out of the archive", error)
     if not chosen and not derived:
-        raise UserError(f"results_dir={results_dir}: nothing to share, neither finished run nor table")
+        raise UserError(
+            f"results_dir={results_dir}: nothing to share, neither finished run nor table"
+        )
     digests: dict[str, str] = {}
     try:
         with replacing(target) as scratch, zipfile.ZipFile(scratch, "w") as archive:
@@ -90,9 +100,13 @@ def pack(results_dir: Path, target: Path) -> str:
                 _add(archive, name, data)
                 digests[name] = sha256(data)
             manifest = {"schema": SCHEMA, "sha256": digests}
-            _add(archive, MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
+            _add(
+                archive, MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
+            )
     except OSError as error:
-        raise UserError(f"export={target}: {error.filename or target}: {error.strerror or error}") from error
+        raise UserError(
+            f"export={target}: {error.filename or target}: {error.strerror or error}"
+        ) from error
     out = len(records) - len(chosen)
     left_out = f" ({out} interrupted or damaged left out)" if out else ""
     return (
@@ -115,11 +129,12 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 @contextmanager
 def opened(source: Path) -> Iterator[Path]:
-    """A results folder to read: `source` itself, or the archive `source` unpacked for the time of the block.
+    """A results folder to read: `source` itself, or the archive `source` unpacked for the time of
+    the block.
 
     Raises:
-        UserError: there is nothing, or not an archive as `pack` writes it; also any raised in the block, with the
-            archive's name instead of the temporary folder's.
+        UserError: there is nothing, or not an archive as `pack` writes it; also any raised in the
+            block, with the archive's name instead of the temporary folder's.
     """
     if source.is_dir():
         yield source
@@ -157,23 +172,30 @@ def _unpack(source: Path, folder: Path) -> None:
 
 
 def _check_members(source: Path, archive: zipfile.ZipFile) -> None:
-    """Raise UserError for a member that must not be unpacked, or occurs twice, and for too many bytes in all."""
+    """Raise UserError for a member that must not be unpacked, or occurs twice, and for too many
+    bytes in all."""
     names: set[str] = set()
     for info in archive.infolist():
         name = info.filename
-        stays_below = name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*name.split("/")}
+        stays_below = (
+            name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*name.split("/")}
+        )
         if not stays_below or name != info.orig_filename:
             raise UserError(f"{source}: unsafe name of a member, {info.orig_filename!r}")
         if info.compress_type not in COMPRESSIONS:
             raise UserError(f"{source}: {name} is compressed in another way than by deflate")
         if S_ISLNK(info.external_attr >> 16):
-            raise UserError(f"{source}: {name} is a link; an archive of results has plain files only")
+            raise UserError(
+                f"{source}: {name} is a link; an archive of results has plain files only"
+            )
         if name in names:
             raise UserError(f"{source}: {name} is in it twice")
         names.add(name)
     unpacked = sum(info.file_size for info in archive.infolist())
     if unpacked > MAX_BYTES:
-        raise UserError(f"{source}: {unpacked:,} bytes unpacked, more than the {MAX_BYTES:,} that are read")
+        raise UserError(
+            f"{source}: {unpacked:,} bytes unpacked, more than the {MAX_BYTES:,} that are read"
+        )
 
 
 def _manifest(source: Path, archive: zipfile.ZipFile) -> dict[str, str]:
@@ -189,7 +211,9 @@ def _manifest(source: Path, archive: zipfile.ZipFile) -> dict[str, str]:
     if schema != SCHEMA:
         raise UserError(f"{source}: of schema {schema!r}; this version reads {SCHEMA}")
     for name in sorted({*digests, MANIFEST} ^ names):
-        raise UserError(f"{source}: {name} is {'missing' if name in digests else 'not in the manifest'}")
+        raise UserError(
+            f"{source}: {name} is {'missing' if name in digests else 'not in the manifest'}"
+        )
     return digests
 
 

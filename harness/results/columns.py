@@ -1,4 +1,5 @@
-"""All columns of the tables: name, heading, unit and digits. Code that makes, shows or draws a table reads them here.
+"""All columns of the tables: name, heading, unit and digits. Code that makes, shows or draws a
+table reads them here.
 
 The numbers that the paper gives are a table as well. Imports neither torch nor pandas.
 """
@@ -28,8 +29,8 @@ MIB, GIB = 2**20, 2**30
 class Column(NamedTuple):
     """A column, or the quantity of a metric.
 
-    heading: with the unit. factor: from the table's unit to the heading's. digits: after the point; None for words.
-    phrase: a value within a sentence; "" to leave it out.
+    heading: with the unit. factor: from the table's unit to the heading's. digits: after the point;
+    None for words. phrase: a value within a sentence; "" to leave it out.
     """
 
     name: str
@@ -39,7 +40,8 @@ class Column(NamedTuple):
     phrase: str = "{}"
 
     def show(self, value: float | None, stderr: float | None = None) -> str:
-        """The number in the heading's unit, without the sign of -0, and its standard error if given."""
+        """The number in the heading's unit, without the sign of -0, and its standard error if
+        given."""
         if value is None:
             return MISSING
         spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
@@ -55,7 +57,8 @@ EXPERIMENT, MODEL, METHOD = Column("experiment"), Column("model"), Column("metho
 PLATFORM, SOURCE = Column("platform"), Column("source", phrase="source: {}")
 RUN_ID = Column("run_id", phrase="run {}")
 SHIPPED = Column("shipped")
-"""`yes` for a row that came with the project; empty for one of the user's own runs (`harness.results.write`)."""
+"""`yes` for a row that came with the project; empty for one of the user's own runs
+(`harness.results.write`)."""
 LABEL, SETTINGS = Column("label", "label"), Column("settings", "settings")
 METRIC, X_NAME = Column("metric", phrase=""), Column("x_name", phrase="")
 VALUE, STDERR = Column("value", "value", 1, 3), Column("stderr", "standard error", 1, 3)
@@ -70,14 +73,16 @@ COMPARED = (
 """Difference to the full cache on the same questions or windows."""
 NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
 NUM_CONTEXTS = Column("num_contexts", "contexts", 1, 0)
-"""Windows, prompts, or contexts of questions, whose errors are independent: one more than the degrees of freedom of the
-standard errors."""
+"""Windows, prompts, or contexts of questions, whose errors are independent: one more than the
+degrees of freedom of the standard errors."""
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
 SIZE = Column("size", "size (%)", 100, 1)
-"""Share of the full cache that a decode step reads, and moves over the link if the cache is offloaded."""
+"""Share of the full cache that a decode step reads, and moves over the link if the cache is
+offloaded."""
 UNMET_SIZE = Column("unmet_size", "size asked for (%)", 100, 1)
-"""Where a run has another size than was asked for by more than a tenth of that: the size that was asked for."""
+"""Where a run has another size than was asked for by more than a tenth of that: the size that was
+asked for."""
 DEVICE_FRAC = Column("device_frac", "read on device (%)", 100, 1)
 RESIDENT_FRAC = Column("resident_frac", "kept on device (%)", 100, 1)
 OF_SOME_RUNS = (
@@ -87,10 +92,11 @@ OF_SOME_RUNS = (
     Column("recurrent_bytes", "recurrent state (MiB)", 1 / MIB, 2),
     Column("latent_bytes", "latent per token (KiB)", 1 / 1024, 2),
 )
-"""Columns of tables with runs in which rows stay on the device, or whose models have local layers, recurrent layers or
-latents."""
+"""Columns of tables with runs in which rows stay on the device, or whose models have local layers,
+recurrent layers or latents."""
 REPEATS_STDERR = Column("repeats_stderr", "standard error over repeats", 1, 3)
-"""Of a mean over several answers to each question: its standard error over repeats of the same questions."""
+"""Of a mean over several answers to each question: its standard error over repeats of the same
+questions."""
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
 BATCH_SIZE = Column("batch_size", "batch", 1, 0, "batch {:.0f}")
 PROMPT_LEN = Column("prompt_len", "prompt", 1, 0, "prompt {:,.0f}")
@@ -144,7 +150,10 @@ EXEMPT_LAYERS = Column("exempt_layers", "exempt layers", 1, 0)
 EXEMPT_CHOICE = Column("exempt_choice")
 NLL = Column("nll_difference", "NLL minus full cache (nats)", 1, 4)
 NUM_WINDOWS = Column("num_windows", "windows", 1, 0)
-BOARD_TASKS = (Column("kv_recall", "kv_recall (%)", 100, 1), Column("passkey", "passkey (%)", 100, 1))
+BOARD_TASKS = (
+    Column("kv_recall", "kv_recall (%)", 100, 1),
+    Column("passkey", "passkey (%)", 100, 1),
+)
 STEP = Column("step_s", "decode step (ms)", 1e3, 1)
 STEP_SOURCE = Column("step_source")
 FRONT = Column("front", "not beaten in")
@@ -154,7 +163,9 @@ def _with_parts(shown: Column, parts: Mapping[str, str]) -> Iterator[Column]:
     yield shown
     for name, words in parts.items():
         of_part = NUM_CONTEXTS if name == NUM_CONTEXTS.name else shown
-        yield Column(f"{shown.name}_{name}", f"{shown.words}, {words}", of_part.factor, of_part.digits)
+        yield Column(
+            f"{shown.name}_{name}", f"{shown.words}, {words}", of_part.factor, of_part.digits
+        )
 
 
 OF_TASK = {
@@ -172,9 +183,9 @@ BOARD = (
     Column("late_bytes", "of which not hidden (MiB)", 1 / MIB, 2),
     LINK_BYTES_PER_S, STEP, STEP_SOURCE, FRONT, Column("outside", "outside the reference methods"), SOURCE, SHIPPED,
 )  # fmt: skip
-"""A method at a size. `exempt_choice`: whether the number of exempt layers is the best at this size, the paper's, or
-both. Seconds and bytes are of a decode step. `step_source`: whether `step_s` was timed at this size or
-modelled from the step at another size (`harness.results.leaderboard`)."""
+"""A method at a size. `exempt_choice`: whether the number of exempt layers is the best at this
+size, the paper's, or both. Seconds and bytes are of a decode step. `step_source`: whether `step_s`
+was timed at this size or modelled from the step at another size (`harness.results.leaderboard`)."""
 TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
 }  # fmt: skip
@@ -187,7 +198,10 @@ NEEDED = {
 }  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
 OPTIONAL = (
-    *(column.name for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS)),
+    *(
+        column.name
+        for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS)
+    ),
     *(f"{task.name}_{NUM_CONTEXTS.name}" for task in BOARD_TASKS),
 )
 """Columns that a table may lack; an older table lacks the numbers of contexts."""
@@ -227,13 +241,18 @@ METRICS = {
 """The quantities of `value` by `metric`, in the order of the pages."""
 
 
-WAYS = {"unknown": "question unknown", "known": "question known", "unknown_less_known": "unknown less known"}
+WAYS = {
+    "unknown": "question unknown",
+    "known": "question known",
+    "unknown_less_known": "unknown less known",
+}
 """What stands before a metric of `kind=turns`, as in `known,acc`, in words."""
 
 
 def quantity(metric: str) -> Column:
-    """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the heading, and so are
-    pass@k and one of `WAYS`; RULER's metrics are lengths in tokens; an unknown metric is its own heading."""
+    """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the
+    heading, and so are pass@k and one of `WAYS`; RULER's metrics are lengths in tokens; an unknown
+    metric is its own heading."""
     name, _, filtered = metric.partition(",")
     if name in WAYS:
         of_way = quantity(filtered)
@@ -295,15 +314,18 @@ def column(name: str) -> Column:
 
 def shape_of(header: Sequence[str]) -> str | None:
     """The key of `TABLES` with this header; None for another file."""
-    fitting = (shape for shape, columns in TABLES.items() if {*names(columns)} <= {*header, *OPTIONAL})
+    fitting = (
+        shape for shape, columns in TABLES.items() if {*names(columns)} <= {*header, *OPTIONAL}
+    )
     return next(fitting, None)
 
 
 def typed(row: Mapping[str, str]) -> TableRow:
-    """A line of a CSV as a table row; an empty number is None. Raises ValueError for another cell that is no number.
+    """A line of a CSV as a table row; an empty number is None. Raises ValueError for another cell
+    that is no number.
 
-    A number without a point stays an int, so the row is written as it was read; one of very many digits is a float, or
-    infinite, which `check` refuses.
+    A number without a point stays an int, so the row is written as it was read; one of very many
+    digits is a float, or infinite, which `check` refuses.
     """
 
     def number(text: str) -> float | None:
@@ -311,7 +333,9 @@ def typed(row: Mapping[str, str]) -> TableRow:
             return None
         return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else float(text)
 
-    return {name: text if column(name).digits is None else number(text) for name, text in row.items()}
+    return {
+        name: text if column(name).digits is None else number(text) for name, text in row.items()
+    }
 
 
 NO_TABLE = "not a table of results"
@@ -324,7 +348,9 @@ def read_table(path: Path) -> list[TableRow]:
     A byte order mark, which spreadsheets write, is no damage.
     """
     try:
-        lines = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""), strict=True)
+        lines = csv.DictReader(
+            io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""), strict=True
+        )
         rows = list(lines)
         shape = shape_of(lines.fieldnames or ())
         if shape is not None and not any(None in (*row, *row.values()) for row in rows):
@@ -340,11 +366,14 @@ def read_table(path: Path) -> list[TableRow]:
 
 
 def check(columns: Sequence[Column], rows: Iterable[TableRow]) -> None:
-    """Raise ValueError for words in a column of numbers, or the reverse, and for an infinite number."""
+    """Raise ValueError for words in a column of numbers, or the reverse, and for an infinite
+    number."""
     for row in rows:
         for column in columns:
             value, is_word = row.get(column.name), column.digits is None
-            if value is not None and (isinstance(value, str) != is_word or not (is_word or math.isfinite(value))):
+            if value is not None and (
+                isinstance(value, str) != is_word or not (is_word or math.isfinite(value))
+            ):
                 raise ValueError(f"{column.name}={value!r}"[:60])
 
 

@@ -1,9 +1,10 @@
 """Compare two results, folders or archives: which numbers moved, and by how many standard errors.
 
-A number of A is matched with the number of B of the same `KEYS`; of several such runs the newest counts. A run without
-such a counterpart, as one with more windows, is matched with the run that differs in its settings alone, and these are
-named. If both were measured on the same windows or questions, the standard error is that of the paired difference, else
-that of two independent numbers. Speed is compared by ratio.
+A number of A is matched with the number of B of the same `KEYS`; of several such runs the newest
+counts. A run without such a counterpart, as one with more windows, is matched with the run that
+differs in its settings alone, and these are named. If both were measured on the same windows or
+questions, the standard error is that of the paired difference, else that of two independent
+numbers. Speed is compared by ratio.
 
     python -m harness.results.compare before.zip after.zip --csv moved.csv
 """
@@ -48,12 +49,33 @@ NAMES = (
 )  # fmt: skip
 """Columns that say what a number was measured of."""
 KEYS = [*NAMES, "metric"]
-WORDS = ("label", "task", "series", "batch_size", "prompt_len", "gen_len", "layer", "x", "experiment", "settings")
+WORDS = (
+    "label",
+    "task",
+    "series",
+    "batch_size",
+    "prompt_len",
+    "gen_len",
+    "layer",
+    "x",
+    "experiment",
+    "settings",
+)
 """The columns of `NAMES` that people read; also the model if there are several."""
-VALUES = ("before", "after", "difference", "stderr", "standard_errors", "outside", "pairs", "num_contexts", "ratio")
-"""What is known of a number. standard_errors: of the difference, in units of its `stderr`. outside: whether they are
-more than half the width of the 95 % interval, which depends on `num_contexts`. pairs: windows or questions that both
-were measured on."""
+VALUES = (
+    "before",
+    "after",
+    "difference",
+    "stderr",
+    "standard_errors",
+    "outside",
+    "pairs",
+    "num_contexts",
+    "ratio",
+)
+"""What is known of a number. standard_errors: of the difference, in units of its `stderr`. outside:
+whether they are more than half the width of the 95 % interval, which depends on `num_contexts`.
+pairs: windows or questions that both were measured on."""
 SIZES = (SIZE, DEVICE_FRAC, RESIDENT_FRAC)
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
@@ -68,8 +90,9 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     """Match the numbers of two results folders or archives.
 
     Returns:
-        A row per number of either: `KEYS`, `VALUES`, `causes` (what else differs between the runs, in words), of_speed,
-        and _merge: "both", "left_only" (A) or "right_only" (B). The most significant change comes first.
+        A row per number of either: `KEYS`, `VALUES`, `causes` (what else differs between the runs,
+        in words), of_speed, and _merge: "both", "left_only" (A) or "right_only" (B). The most
+        significant change comes first.
 
     Raises:
         UserError: one cannot be read or has no finished run, or the two have no run in common.
@@ -77,9 +100,13 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     sides: list[dict[Any, Number]] = []
     for source in (before, after):
         with opened(source) as folder:
-            numbers: dict[Any, Number] = {tuple(number[name] for name in KEYS): number for number in _numbers(folder)}
+            numbers: dict[Any, Number] = {
+                tuple(number[name] for name in KEYS): number for number in _numbers(folder)
+            }
         if not numbers:
-            raise UserError(f"{source}: no finished run in it, and tables alone do not say what was run")
+            raise UserError(
+                f"{source}: no finished run in it, and tables alone do not say what was run"
+            )
         sides.append(numbers)
     first, second = sides
     matched = [(first[key], second[key]) for key in first if key in second]
@@ -87,7 +114,9 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     only_second = [number for key, number in second.items() if key not in first]
     by_settings = _matched_by_settings(only_first, only_second)
     if not matched and not by_settings:
-        raise UserError(f"no run is in both: A has {_runs(first.values())}; B has {_runs(second.values())}")
+        raise UserError(
+            f"no run is in both: A has {_runs(first.values())}; B has {_runs(second.values())}"
+        )
     changes = [_change(one, two) for one, two in matched]
     changes += [_change(one, two, settings) for one, two, settings in by_settings]
     used = {id(number) for one, two, _ in by_settings for number in (one, two)}
@@ -97,12 +126,14 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     return frame.sort_values("distance", ascending=False, kind="stable", ignore_index=True)
 
 
-def _matched_by_settings(first: Sequence[Number], second: Sequence[Number]) -> list[tuple[Number, Number, str]]:
-    """Numbers of A and B that differ in their settings alone, and their settings in words, as in "size=0.1,
-    num_windows=2 -> 8".
+def _matched_by_settings(
+    first: Sequence[Number], second: Sequence[Number]
+) -> list[tuple[Number, Number, str]]:
+    """Numbers of A and B that differ in their settings alone, and their settings in words, as in
+    "size=0.1, num_windows=2 -> 8".
 
-    A setting counts as changed if no run of A has a value that a run of B has. Two numbers belong together if all other
-    settings are equal and no third number has these.
+    A setting counts as changed if no run of A has a value that a run of B has. Two numbers belong
+    together if all other settings are equal and no third number has these.
     """
     found = []
     of_second = grouped(second, _without_settings)
@@ -111,7 +142,9 @@ def _matched_by_settings(first: Sequence[Number], second: Sequence[Number]) -> l
         names = dict.fromkeys(name for number in (*left, *right) for name in _settings(number))
         changed = []
         for name in names:
-            of_left, of_right = ({_setting(number, name) for number in side} for side in (left, right))
+            of_left, of_right = (
+                {_setting(number, name) for number in side} for side in (left, right)
+            )
             if of_left.isdisjoint(of_right):
                 changed.append(name)
         shared = [name for name in names if name not in changed]
@@ -138,7 +171,8 @@ def _settings(number: Number) -> dict[str, str]:
 
 
 def _setting(number: Number, name: str) -> str:
-    """The value of a setting; of one that is the default, the one that the record's configuration has."""
+    """The value of a setting; of one that is the default, the one that the record's configuration
+    has."""
     return _settings(number).get(name, str(number["record"]["config"].get(name, "default")))
 
 
@@ -159,12 +193,20 @@ def _runs(numbers: Iterable[Number]) -> str:
 
 
 def _numbers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every number of a folder's finished runs, the oldest first: each column of a timed cell, else the value and, of a
-    whole task or text, the sizes."""
-    for record, rows in sorted(with_rows(read_all(folder), weights=False), key=lambda pair: pair[0]["started"]):
+    """Every number of a folder's finished runs, the oldest first: each column of a timed cell, else
+    the value and, of a whole task or text, the sizes."""
+    for record, rows in sorted(
+        with_rows(read_all(folder), weights=False), key=lambda pair: pair[0]["started"]
+    ):
         for row in rows:
             found = {row["metric"]: (row["value"], row.get("stderr"))} if "metric" in row else {}
-            columns = LATENCY if "metric" not in row else SIZES if "task" in row and not is_part(row) else ()
+            columns = (
+                LATENCY
+                if "metric" not in row
+                else SIZES
+                if "task" in row and not is_part(row)
+                else ()
+            )
             for each in columns:
                 if each.digits is not None and each.name not in NAMES:
                     found[each.name] = (row.get(each.name), None)
@@ -176,14 +218,16 @@ def _numbers(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _of_one(number: Number, side: str) -> dict[str, Any]:
     """A row of the frame for a number of A or B alone."""
-    row: dict[str, Any] = {name: number[name] for name in KEYS} | dict.fromkeys(VALUES) | {"_merge": side}
+    row: dict[str, Any] = (
+        {name: number[name] for name in KEYS} | dict.fromkeys(VALUES) | {"_merge": side}
+    )
     row["before" if side == "left_only" else "after"] = number["value"]
     return row | {"distance": -1.0, "causes": [], "of_speed": "metric" not in number["row"]}
 
 
 def _change(before: Number, after: Number, settings: str | None = None) -> dict[str, Any]:
-    """A row of the frame for a number of both. distance: to sort by, -1 if nothing moved. settings: in words, where
-    they differ."""
+    """A row of the frame for a number of both. distance: to sort by, -1 if nothing moved. settings:
+    in words, where they differ."""
     one, two = before["record"], after["record"]
     causes = _changed_inputs(one["inputs"], two["inputs"])
     same_data = "data" not in causes and (settings is None or same_questions(two, one))
@@ -216,12 +260,18 @@ def _change(before: Number, after: Number, settings: str | None = None) -> dict[
 def _changed_inputs(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
     """In words, the inputs of both with different digests: code, weights, calibration, data."""
     names = [name for name in one if two.get(name, one[name]) != one[name]]
-    return list(dict.fromkeys("code" if name.startswith(CODE) else INPUTS.get(name, "data") for name in names))
+    return list(
+        dict.fromkeys(
+            "code" if name.startswith(CODE) else INPUTS.get(name, "data") for name in names
+        )
+    )
 
 
-def _stderr(before: Number, after: Number, *, same_data: bool) -> tuple[float | None, float | None, int | None]:
-    """The standard error of the difference, the windows or contexts that it was measured on, and how many windows or
-    questions were paired."""
+def _stderr(
+    before: Number, after: Number, *, same_data: bool
+) -> tuple[float | None, float | None, int | None]:
+    """The standard error of the difference, the windows or contexts that it was measured on, and
+    how many windows or questions were paired."""
     own, other = (Measured(number["value"], _samples(number)) for number in (after, before))
     if same_data and (found := paired(own, other, after["metric"])):
         return found.stderr, found.num_contexts, found.num_pairs
@@ -229,11 +279,16 @@ def _stderr(before: Number, after: Number, *, same_data: bool) -> tuple[float | 
     if None in errors:
         return None, None, None
     contexts = [number["row"].get(NUM_CONTEXTS.name) for number in (before, after)]
-    return math.hypot(*errors), min((count for count in contexts if count is not None), default=None), None
+    return (
+        math.hypot(*errors),
+        min((count for count in contexts if count is not None), default=None),
+        None,
+    )
 
 
 def _samples(number: Number) -> Sequence[Mapping[str, Any]]:
-    """The questions, windows or prompts behind a number; [] for a chunk of a text, or if the run keeps none."""
+    """The questions, windows or prompts behind a number; [] for a chunk of a text, or if the run
+    keeps none."""
     row, samples = number["row"], number["record"]["samples"]
     names = (row["task"], "windows", "prompts") if "task" in row and not is_part(row) else ()
     return next((samples[name] for name in names if name in samples), [])
@@ -247,21 +302,39 @@ def text_of(frame: pd.DataFrame) -> str:
     lines = [f"{len(both)} numbers in both: {len(both) - len(moved)} equal, {len(moved)} moved"]
     by_settings = both[[OTHER_SETTINGS in causes for causes in both.causes]]
     if len(by_settings):
-        pairs = [pair for words in by_settings.settings for pair in pairs_of_settings(words) if " -> " in pair]
-        lines.append(_cut(printable(f"with other settings: {len(by_settings)} ({', '.join(dict.fromkeys(pairs))})")))
+        pairs = [
+            pair
+            for words in by_settings.settings
+            for pair in pairs_of_settings(words)
+            if " -> " in pair
+        ]
+        lines.append(
+            _cut(
+                printable(
+                    f"with other settings: {len(by_settings)} ({', '.join(dict.fromkeys(pairs))})"
+                )
+            )
+        )
     for name, side in (("A", "left_only"), ("B", "right_only")):
         alone = frame[frame["_merge"] == side]
         if len(alone):
             whole = [each for each in alone.to_dict("records") if "[" not in str(each["task"])]
             owners = list(dict.fromkeys(_owner(each, names) for each in whole))
             lines += [f"only in {name}: {len(alone)} numbers, of"]
-            lines += [*(_cut(f"  {owner}") for owner in owners[:MAX_NAMED]), *["  ..."] * (len(owners) > MAX_NAMED)]
+            lines += [
+                *(_cut(f"  {owner}") for owner in owners[:MAX_NAMED]),
+                *["  ..."] * (len(owners) > MAX_NAMED),
+            ]
     if len(moved):
         outside = int(moved.outside.sum())
-        lines.append(f"beyond the 95 % interval, marked {OUTSIDE_MARK}: {outside} (of many numbers 1 in 20 by chance)")
+        lines.append(
+            f"beyond the 95 % interval, marked {OUTSIDE_MARK}: {outside} (of many numbers 1 in 20 by chance)"
+        )
     causes = Counter(cause for each in moved.causes for cause in each)
     if causes:
-        lines.append(f"of what moved differ: {', '.join(f'{cause} ({count})' for cause, count in causes.items())}")
+        lines.append(
+            f"of what moved differ: {', '.join(f'{cause} ({count})' for cause, count in causes.items())}"
+        )
     everywhere = {cause for cause, count in causes.items() if count == len(moved)}
     known = moved.standard_errors.notna()
     for title, own in (
@@ -275,17 +348,23 @@ def text_of(frame: pd.DataFrame) -> str:
 
 
 def _owner(number: Mapping[Any, Any], names: Sequence[str]) -> str:
-    """The run and place of a number, as one line that a terminal shows as text, whoever wrote it."""
-    known = {name: number[name] for name in names if not pd.isna(number[name]) and number[name] != ""}
+    """The run and place of a number, as one line that a terminal shows as text, whoever wrote
+    it."""
+    known = {
+        name: number[name] for name in names if not pd.isna(number[name]) and number[name] != ""
+    }
     return printable(", ".join(column(name).phrase.format(value) for name, value in known.items()))
 
 
 def _table(
     title: str, changes: Sequence[Mapping[Any, Any]], names: Sequence[str], everywhere: set[str]
 ) -> Iterator[str]:
-    """The first of the changes, a line each. everywhere: causes of all changes, which are not repeated."""
+    """The first of the changes, a line each. everywhere: causes of all changes, which are not
+    repeated."""
     of_speed = changes[0]["of_speed"]
-    header = ["B / A", "A", "B"] if of_speed else ["standard errors", "A", "B", "B minus A", "pairs"]
+    header = (
+        ["B / A", "A", "B"] if of_speed else ["standard errors", "A", "B", "B minus A", "pairs"]
+    )
     lines = []
     for each in changes[:MAX_SHOWN]:
         shown = column(each["metric"])
@@ -298,7 +377,9 @@ def _table(
         else:
             spread = "" if pd.isna(each["stderr"]) else f" ± {shown.factor * each['stderr']:.2g}"
             difference = f"{shown.factor * each['difference']:+.3g}{spread}"
-            sigmas = _or_missing(each["standard_errors"], ".1f") + OUTSIDE_MARK * bool(each["outside"])
+            sigmas = _or_missing(each["standard_errors"], ".1f") + OUTSIDE_MARK * bool(
+                each["outside"]
+            )
             cells = [sigmas, *cells, difference, _or_missing(each["pairs"], ".0f")]
         lines.append([*cells, f"{heading}: {_owner(each, names)}"])
     yield from map(_cut, aligned(title, [*header, "of"], lines, words=["of"]).splitlines())
@@ -312,11 +393,16 @@ def _or_missing(number: float | None, form: str) -> str:
 
 def _cut(line: str) -> str:
     line = line.rstrip()
-    return line if len(line) <= MAX_WIDTH else f"{line[: MAX_WIDTH - 3]}{'---' if set(line) <= {'-', ' '} else '...'}"
+    return (
+        line
+        if len(line) <= MAX_WIDTH
+        else f"{line[: MAX_WIDTH - 3]}{'---' if set(line) <= {'-', ' '} else '...'}"
+    )
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
-    """Every number in both, equal ones included, a row each. Raises UserError if the file cannot be written."""
+    """Every number in both, equal ones included, a row each. Raises UserError if the file cannot be
+    written."""
     both = frame[frame["_merge"] == "both"]
     both = both[[*KEYS, *VALUES]].assign(differs=both.causes.map(" ".join))
     try:
@@ -328,7 +414,9 @@ def write_csv(path: Path, frame: pd.DataFrame) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what moved; returns the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m harness.results.compare", description="What moved from A to B.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.results.compare", description="What moved from A to B."
+    )
     parser.add_argument("before", metavar="A", help="a results folder or an archive")
     parser.add_argument("after", metavar="B", help="another")
     parser.add_argument("--csv", metavar="FILE", help="write every number that both have")

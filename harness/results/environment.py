@@ -26,7 +26,8 @@ PACKAGES = (
 
 
 def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Interpreter, machine, packages and commit, as a flat, JSON-able mapping; None for the unknown.
+    """Interpreter, machine, packages and commit, as a flat, JSON-able mapping; None for the
+    unknown.
 
     devices: the torch devices the model was on, such as "cuda:0"; none where none was loaded.
     """
@@ -35,12 +36,16 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
         import torch
 
         gpus = [torch.cuda.get_device_name(each) for each in devices if each.startswith("cuda")]
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")  # what runs write
+    changed = _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"
+    )  # what runs write
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": processor(),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "num_threads": torch.get_num_threads() if devices else None,
         "memory_bytes": total_memory(),
         "device": ", ".join(devices) or None,
@@ -67,11 +72,14 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the project's folder; None where it is no repository or has no commit yet."""
+    """Output of git in the project's folder; None where it is no repository or has no commit
+    yet."""
     if INSTALLED:  # a repository around site-packages would be another project's
         return None
     try:
-        done = subprocess.run(["git", *arguments], cwd=PACKAGES_DIR, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["git", *arguments], cwd=PACKAGES_DIR, capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -1,6 +1,8 @@
-"""Table rows as pages for people: rounded, with units and standard errors; in Markdown, a terminal, or the report.
+"""Table rows as pages for people: rounded, with units and standard errors; in Markdown, a terminal,
+or the report.
 
-Rows of a record and rows read from a CSV give the same pages. Seconds become ms and bytes GiB here, and only here.
+Rows of a record and rows read from a CSV give the same pages. Seconds become ms and bytes GiB here,
+and only here.
 """
 
 import math
@@ -57,7 +59,8 @@ WORD_LETTERS = 44
 MARKUP = re.compile(r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)")
 """Characters that Markdown would interpret."""
 SCORES = ("acc", "exact_match", "perplexity")
-"""Metrics of `METRICS` that every run on a task or text measures, as it does any metric that is not in `METRICS`."""
+"""Metrics of `METRICS` that every run on a task or text measures, as it does any metric that is not
+in `METRICS`."""
 BRIEF = (
     *SCORES,
     "generated_tokens",
@@ -81,9 +84,7 @@ DIFFERENCE_NOTE = (
     "*No difference ≥ x* means that its 95 % interval (Student's t) contains zero, and that a difference of x would "
     "have been detected four times in five. "
 )
-SIZE_NOTE = (
-    "Size is the share of the full cache that a decode step reads, and that crosses the link if the cache is offloaded."
-)
+SIZE_NOTE = "Size is the share of the full cache that a decode step reads, and that crosses the link if the cache is offloaded."
 NOTES = {
     "accuracy": f"{SIZE_NOTE} *Read on device* is the share that is read in device memory, including the method's "
     "index. *Kept on device* is the method's own memory there, as a share of the full cache at the end. Two numbers "
@@ -110,8 +111,8 @@ MODELLED_NOTE = (
 class Sheet(NamedTuple):
     """One table: a title, the headings, and the cells as text.
 
-    scores: headings of metrics that every run measures, so an empty cell is a gap. bold: cells, as (line, column).
-    notes: lines below the table. details: further text of each line, for a report.
+    scores: headings of metrics that every run measures, so an empty cell is a gap. bold: cells, as
+    (line, column). notes: lines below the table. details: further text of each line, for a report.
     """
 
     title: str
@@ -124,14 +125,17 @@ class Sheet(NamedTuple):
 
 
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """A table per model, source and shape of row; chunks of texts below, each quantity of an analysis apart."""
+    """A table per model, source and shape of row; chunks of texts below, each quantity of an
+    analysis apart."""
     for title, of_title in grouped(rows, _title).items():
         for shape, own in grouped(of_title, _shape).items():
             notes = []
             if len({bool(row.get("shipped")) for row in own}) > 1:
                 notes = [f"{OWN} One's own run; the other rows are shipped with the project."]
                 name = "series" if shape == "analysis" else "label"
-                own = [row if row.get("shipped") else row | {name: f"{row[name]} {OWN}"} for row in own]
+                own = [
+                    row if row.get("shipped") else row | {name: f"{row[name]} {OWN}"} for row in own
+                ]
             for sheet in SHAPES[shape](title, own):
                 yield sheet._replace(notes=[*sheet.notes, *notes])
 
@@ -151,7 +155,11 @@ def render_markdown(name: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of a table, with the paper's numbers at its end."""
     note = NOTES[_shape(rows[0]) if rows else "accuracy"]
     header = ["model", "series", "x_name", "x", "metric", "value", "kind"]
-    lines = [[row[each] or MISSING for each in header] for row in published_rows() if row["figure"] == name]
+    lines = [
+        [row[each] or MISSING for each in header]
+        for row in published_rows()
+        if row["figure"] == name
+    ]
     published = [Sheet("the paper's numbers", header, lines)] if lines else []
     return _markdown(name, note, [*sheets_of(rows), *published])
 
@@ -163,9 +171,14 @@ def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
     """The tables for a terminal, with the most important columns; "" without rows."""
-    hidden = {each.name for each in LATENCY if each.digits is not None} - {*BRIEF_SPEED, *BRIEF_SHAPE}
+    hidden = {each.name for each in LATENCY if each.digits is not None} - {
+        *BRIEF_SPEED,
+        *BRIEF_SHAPE,
+    }
     shown = [
-        {name: value for name, value in row.items() if name not in hidden} if _shape(row) == "latency" else row
+        {name: value for name, value in row.items() if name not in hidden}
+        if _shape(row) == "latency"
+        else row
         for row in rows
         if _shape(row) != "accuracy" or is_brief(row)
     ]
@@ -191,8 +204,12 @@ def _accuracy(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         yield _accuracy_sheet(title, whole)
     if chunks := [row for row in rows if is_part(row) and not is_depth(row)]:
         yield _accuracy_sheet(f"{title}, by range of tokens", chunks)
-    for task, own in grouped(filter(is_depth, rows), lambda row: row["task"].partition("[")[0]).items():
-        yield _accuracy_sheet(f"{title}, {task}: right answers (%) by length and depth of the needle", own)
+    for task, own in grouped(
+        filter(is_depth, rows), lambda row: row["task"].partition("[")[0]
+    ).items():
+        yield _accuracy_sheet(
+            f"{title}, {task}: right answers (%) by length and depth of the needle", own
+        )
 
 
 def _cell(row: TableRow) -> tuple[str, str]:
@@ -202,24 +219,41 @@ def _cell(row: TableRow) -> tuple[str, str]:
 def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     columns = grouped(rows, _cell)
     shared = {key: _shared_settings(own) for key, own in columns.items()}
-    headings = {key: _heading(columns[key][0]) for key in sorted(columns, key=lambda key: rank(key[1]))}
+    headings = {
+        key: _heading(columns[key][0]) for key in sorted(columns, key=lambda key: rank(key[1]))
+    }
     _add_conditions(headings, columns)
     lines: list[tuple[tuple[str, str, str], dict[tuple[str, str], TableRow]]] = []
-    for own in grouped(rows, lambda row: (row["run_id"], row["method"], row["label"], row["settings"])).values():
+    for own in grouped(
+        rows, lambda row: (row["run_id"], row["method"], row["label"], row["settings"])
+    ).values():
         cells = {_cell(row): row for row in own}
-        settings = [pair for pair in _pairs(own[0]) if any(pair not in shared[key] for key in cells)]
+        settings = [
+            pair for pair in _pairs(own[0]) if any(pair not in shared[key] for key in cells)
+        ]
         identity = (own[0]["method"], own[0]["label"], ", ".join(settings))
-        for other, joined in lines:  # a run joins the first line of its identity whose cells are free
+        for (
+            other,
+            joined,
+        ) in lines:  # a run joins the first line of its identity whose cells are free
             if other == identity and joined.keys().isdisjoint(cells):
                 joined.update(cells)
                 break
         else:
             lines.append((identity, cells))
 
-    def order(line: tuple[tuple[str, str, str], dict[tuple[str, str], TableRow]]) -> tuple[Any, ...]:
+    def order(
+        line: tuple[tuple[str, str, str], dict[tuple[str, str], TableRow]],
+    ) -> tuple[Any, ...]:
         (_, label, settings), cells = line
         size = min(row["size"] or 0 for row in cells.values())
-        return (size < 1, label, size, max(row["seq_len"] or 0 for row in cells.values()), settings)  # full cache first
+        return (
+            size < 1,
+            label,
+            size,
+            max(row["seq_len"] or 0 for row in cells.values()),
+            settings,
+        )  # full cache first
 
     beside = (UNMET_SIZE, *OF_SOME_RUNS, DEVICE_FRAC, RESIDENT_FRAC)
     sizes = [SIZE, *(each for each in beside if has_any(rows, each))]
@@ -271,11 +305,16 @@ def _range(column: Column, values: Sequence[float | None]) -> str:
     return "-".join(dict.fromkeys(map(column.show, (min(known), max(known))))) if known else MISSING
 
 
-def _add_conditions(headings: dict[tuple[str, str], str], columns: Mapping[tuple[str, str], list[TableRow]]) -> None:
-    """Add number of samples, shots and length that all cells of a column share to the headings, if columns differ."""
+def _add_conditions(
+    headings: dict[tuple[str, str], str], columns: Mapping[tuple[str, str], list[TableRow]]
+) -> None:
+    """Add number of samples, shots and length that all cells of a column share to the headings, if
+    columns differ."""
     for condition in (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN):
         values = {key: {row.get(condition.name) for row in rows} for key, rows in columns.items()}
-        shared = {key: found.pop() for key, found in values.items() if len(found) == 1 and found != {None}}
+        shared = {
+            key: found.pop() for key, found in values.items() if len(found) == 1 and found != {None}
+        }
         if len(set(shared.values())) > 1:
             for key, value in shared.items():
                 headings[key] += f", {condition.phrase.format(value)}"
@@ -285,7 +324,9 @@ def _value(row: TableRow) -> str:
     difference = row.get("difference")
     stderr = row["stderr"] if difference is None else row.get("difference_stderr")
     contexts = row.get(NUM_CONTEXTS.name)
-    return show_difference(quantity(row["metric"]), row["value"], stderr, difference, row.get("detectable"), contexts)
+    return show_difference(
+        quantity(row["metric"]), row["value"], stderr, difference, row.get("detectable"), contexts
+    )
 
 
 def show_difference(
@@ -296,13 +337,19 @@ def show_difference(
     detectable: float | None,
     num_contexts: float | None = None,
 ) -> str:
-    """`value` and its difference to the full cache: "37.5 (-50.0 ± 6.1)" or "62.5 (no difference ≥ 8.2)".
+    """`value` and its difference to the full cache: "37.5 (-50.0 ± 6.1)" or "62.5 (no difference ≥
+    8.2)".
 
-    stderr: of the difference, or of the value if there is no difference. num_contexts: as of `critical_value`.
+    stderr: of the difference, or of the value if there is no difference. num_contexts: as of
+    `critical_value`.
     """
     if difference is None:
         return column.show(value, stderr)
-    if stderr is not None and detectable is not None and abs(difference) <= critical_value(num_contexts) * stderr:
+    if (
+        stderr is not None
+        and detectable is not None
+        and abs(difference) <= critical_value(num_contexts) * stderr
+    ):
         return f"{column.show(value)} (no difference ≥ {column.show(detectable)})"
     return f"{column.show(value)} ({'+' * (difference > 0)}{column.show(difference, stderr)})"
 
@@ -313,39 +360,74 @@ def show_difference(
 def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """The full cache first, then by label and shape. A column needs a number, `size` does not."""
     shared = _shared_settings(rows)
-    rows = [row | {"settings": ", ".join(pair for pair in _pairs(row) if pair not in shared)} for row in rows]
+    rows = [
+        row | {"settings": ", ".join(pair for pair in _pairs(row) if pair not in shared)}
+        for row in rows
+    ]
 
     def order(row: TableRow) -> tuple[Any, ...]:
         size = row.get("size") or 0
-        return (size < 1, row["label"], row["batch_size"], row["prompt_len"], row["gen_len"], size, row["settings"])
+        return (
+            size < 1,
+            row["label"],
+            row["batch_size"],
+            row["prompt_len"],
+            row["gen_len"],
+            size,
+            row["settings"],
+        )
 
     words = [LABEL, SETTINGS] if any(row["settings"] for row in rows) else [LABEL]
-    numbers = [SIZE, UNMET_SIZE, DEVICE_FRAC, *(each for each in LATENCY if each.digits is not None)]
+    numbers = [
+        SIZE,
+        UNMET_SIZE,
+        DEVICE_FRAC,
+        *(each for each in LATENCY if each.digits is not None),
+    ]
     shown = [each for each in dict.fromkeys(numbers) if each == SIZE or has_any(rows, each)]
     lines = [
-        [row[each.name] or MISSING for each in words] + [each.show(row.get(each.name)) for each in shown]
+        [row[each.name] or MISSING for each in words]
+        + [each.show(row.get(each.name)) for each in shown]
         for row in sorted(rows, key=order)
     ]
-    yield Sheet(title, [each.heading for each in (*words, *shown)], lines, notes=_note_on_settings(shared))
+    yield Sheet(
+        title, [each.heading for each in (*words, *shown)], lines, notes=_note_on_settings(shared)
+    )
 
 
 # Analyses: a table per run and quantity, a line per series
 
 
 def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    for (_, metric, x_name), own in grouped(rows, lambda row: (row["run_id"], row["metric"], row["x_name"])).items():
+    for (_, metric, x_name), own in grouped(
+        rows, lambda row: (row["run_id"], row["metric"], row["x_name"])
+    ).items():
         shown = quantity(metric)
         values = sorted({row["x"] for row in own if row["x"] is not None})
         count = min(MAX_COLUMNS, len(values))
-        columns = [values[index * (len(values) - 1) // max(1, count - 1)] for index in range(count)] or [None]
-        layered = len({(row["series"], row["layer"]) for row in own}) > len({row["series"] for row in own})
+        columns = [
+            values[index * (len(values) - 1) // max(1, count - 1)] for index in range(count)
+        ] or [None]
+        layered = len({(row["series"], row["layer"]) for row in own}) > len(
+            {row["series"] for row in own}
+        )
         lines: dict[str, dict[Any, TableRow]] = {}
         for row in own:
             of_layer = layered and x_name != "layer" and row["layer"] is not None
-            name = f"{row['series']}, {LAYER.phrase.format(row['layer'])}" if of_layer else row["series"]
+            name = (
+                f"{row['series']}, {LAYER.phrase.format(row['layer'])}"
+                if of_layer
+                else row["series"]
+            )
             lines.setdefault(name, {})[row["x"]] = row
         cells = [
-            [name, *(shown.show(line[x]["value"], line[x]["stderr"]) if x in line else MISSING for x in columns)]
+            [
+                name,
+                *(
+                    shown.show(line[x]["value"], line[x]["stderr"]) if x in line else MISSING
+                    for x in columns
+                ),
+            ]
             for name, line in lines.items()
         ]
         header = [LABEL.heading, *(shown.heading if x is None else f"{x:,g}" for x in columns)]
@@ -360,11 +442,17 @@ def _board(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     def words(row: TableRow) -> str:
         if row["experiment"] == FRONTIER:
             return "not beaten in size or in step time"
-        return "sizes of their own" if row["asked_size"] is None else f"size {ASKED_SIZE.show(row['asked_size'])} %"
+        return (
+            "sizes of their own"
+            if row["asked_size"] is None
+            else f"size {ASKED_SIZE.show(row['asked_size'])} %"
+        )
 
     shown = [row for row in rows if row["exempt_choice"]]
     for group, own in grouped(shown, words).items():
-        closest_first = sorted(own, key=lambda row: math.inf if row.get(KL.name) is None else row[KL.name])
+        closest_first = sorted(
+            own, key=lambda row: math.inf if row.get(KL.name) is None else row[KL.name]
+        )
         yield _board_sheet(f"{title}, {group}", closest_first)
 
 
@@ -375,9 +463,15 @@ def _board_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         if any(row.get(each.name) not in (None, "") for row in rows)
     ]
     labels = [
-        row["label"] + OUTSIDE_MARK * bool(row.get("outside")) + OTHER_SIZE * (not has_its_size(row)) for row in rows
+        row["label"]
+        + OUTSIDE_MARK * bool(row.get("outside"))
+        + OTHER_SIZE * (not has_its_size(row))
+        for row in rows
     ]
-    lines = [[label, *(_board_cell(each, row) for each in shown)] for label, row in zip(labels, rows, strict=True)]
+    lines = [
+        [label, *(_board_cell(each, row) for each in shown)]
+        for label, row in zip(labels, rows, strict=True)
+    ]
     legend = {
         OUTSIDE_MARK: "Better than {upper} or worse than {lower}, the reference methods, in some column, so that the "
         "95 % interval of the difference is without zero; the CSV says which, in the column outside.".format(
@@ -386,7 +480,9 @@ def _board_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         OTHER_SIZE: "The method cannot have this size. It runs at the nearest one and is compared with no other.",
         MODELLED: "Modelled from the compute and the bytes of a step that was timed at another size.",
     }  # fmt: skip
-    marks = {cell[-1] for line in lines for cell in line} | {label[at] for label in labels for at in (-1, -2)}
+    marks = {cell[-1] for line in lines for cell in line} | {
+        label[at] for label in labels for at in (-1, -2)
+    }
     return Sheet(
         title, [LABEL.heading, *(each.heading for each in shown)], lines,
         bold={(line, 1 + at) for at, each in enumerate(shown) for line in _best(each, rows)},
@@ -401,7 +497,10 @@ def _board_cell(column: Column, row: TableRow) -> str:
         sizes = [size_of(row, each) for each in (KL, *BOARD_TASKS)]
         return _range(SIZE, [None if math.isnan(size) else size for size in sizes])
     if column in BOARD_TASKS:
-        parts = (row.get(f"{column.name}_{part}") for part in ("difference", "detectable", NUM_CONTEXTS.name))
+        parts = (
+            row.get(f"{column.name}_{part}")
+            for part in ("difference", "detectable", NUM_CONTEXTS.name)
+        )
         return show_difference(column, value, stderr, *parts)
     if column == EXEMPT_LAYERS:
         return MISSING if value is None else f"{column.show(value)}, {row['exempt_choice']}"
@@ -437,11 +536,16 @@ def _markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
     parts = [f"# {title}", note]
     for sheet in sheets:
         cells = [
-            [f"**{cell}**" if (row, column) in sheet.bold else cell for column, cell in enumerate(map(_escaped, line))]
+            [
+                f"**{cell}**" if (row, column) in sheet.bold else cell
+                for column, cell in enumerate(map(_escaped, line))
+            ]
             for row, line in enumerate(sheet.lines)
         ]
         header = list(map(_escaped, sheet.header))
-        table = tabulate(cells, header, "pipe", colalign=_sides(sheet.header, WORDS), disable_numparse=True)
+        table = tabulate(
+            cells, header, "pipe", colalign=_sides(sheet.header, WORDS), disable_numparse=True
+        )
         parts += [f"## {_escaped(sheet.title)}", table, *map(_escaped, sheet.notes)]
     return "\n\n".join(parts) + "\n"
 
@@ -456,32 +560,47 @@ def _sides(header: Sequence[str], words: Collection[str]) -> list[str]:
 
 
 def _terminal(sheet: Sheet) -> str:
-    """A table for a terminal, in parts that fit its width, or `MAX_WIDTH` letters if the output is no terminal.
+    """A table for a terminal, in parts that fit its width, or `MAX_WIDTH` letters if the output is
+    no terminal.
 
     Each part repeats the columns of words.
     """
     lines = [[shortened(printable(cell), WORD_LETTERS) for cell in line] for line in sheet.lines]
     header = list(map(printable, sheet.header))
     widths = [
-        GAP + max([HEADING_PADDING + max(map(len, _wrapped(heading))), *(len(line[at]) for line in lines)])
+        GAP
+        + max(
+            [HEADING_PADDING + max(map(len, _wrapped(heading))), *(len(line[at]) for line in lines)]
+        )
         for at, heading in enumerate(header)
     ]
     max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
     words = [at for at, heading in enumerate(header) if heading in WORDS]
     parts = [words]
     for at in (at for at in range(len(header)) if at not in words):
-        if len(parts[-1]) > len(words) and sum(widths[each] for each in (*parts[-1], at)) > max_width:
+        if (
+            len(parts[-1]) > len(words)
+            and sum(widths[each] for each in (*parts[-1], at)) > max_width
+        ):
             parts.append(words)
         parts[-1] = [*parts[-1], at]
     texts = []
     for number, part in enumerate(parts):
         cells = [[line[at] for at in part] for line in lines]
-        texts.append(aligned(sheet.title + ", continued" * bool(number), [header[at] for at in part], cells))
+        texts.append(
+            aligned(sheet.title + ", continued" * bool(number), [header[at] for at in part], cells)
+        )
     return "\n\n".join(texts)
 
 
-def aligned(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], words: Collection[str] = WORDS) -> str:
-    """A table in columns, its headings wrapped; words: headings of the columns that are aligned left."""
+def aligned(
+    title: str,
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    words: Collection[str] = WORDS,
+) -> str:
+    """A table in columns, its headings wrapped; words: headings of the columns that are aligned
+    left."""
     wrapped, sides = ["\n".join(_wrapped(heading)) for heading in header], _sides(header, words)
     return f"{printable(title)}\n{tabulate(lines, wrapped, 'simple', colalign=sides, disable_numparse=True)}"
 

@@ -1,8 +1,9 @@
 """Records: what one run did, in `results/runs/<experiment>/<run_id>/record.json`.
 
-A record is written whole or not at all. `_Record` below is its schema. `digest` is the sha256 of all other fields, so a
-number that was changed later is found. `run_id` is `<settings_id>-<code>`: a hash of the settings and input data, and
-one of the code. A finished run is found by it and not repeated.
+A record is written whole or not at all. `_Record` below is its schema. `digest` is the sha256 of
+all other fields, so a number that was changed later is found. `run_id` is `<settings_id>-<code>`: a
+hash of the settings and input data, and one of the code. A finished run is found by it and not
+repeated.
 """
 
 import itertools
@@ -29,13 +30,15 @@ DIGEST = "digest"
 LOCATIONS = {
     "model": ("path",), "data": ("root",), "corpus": ("path",), "calibration": ("path",), "task": ("include_path",),
 }  # fmt: skip
-"""Settings that say where a file lies. The sha256 of its content enters a run's identity instead."""
+"""Settings that say where a file lies. The sha256 of its content enters a run's identity
+instead."""
 IN_COLUMNS = {
     "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "sizing", "results_dir", "tracker",
     "corpus.name", "corpus.path", "platform.name", "data.name", "data.root", "task.include_path",
     "latency.batch_size", "latency.prompt_len", "latency.gen_len",
 }  # fmt: skip
-"""Settings that `changed_settings` leaves out: a table has a column for them, or they decide no number."""
+"""Settings that `changed_settings` leaves out: a table has a column for them, or they decide no
+number."""
 GROUPS = ("method", "task", "latency", "sampling")
 """Groups whose settings are named without the group on the command line or in a table."""
 SIZED_ON = "sized on"
@@ -68,8 +71,9 @@ class _Config(_Part):
 
 
 class _Record(_Part):
-    """settings: those that differ from their defaults. when: when the method selects. samples: raw values behind the
-    metrics. methods: the method's settings as it ran, by task. chunks: metrics by range of tokens."""
+    """settings: those that differ from their defaults. when: when the method selects. samples: raw
+    values behind the metrics. methods: the method's settings as it ran, by task. chunks: metrics by
+    range of tokens."""
 
     run_id: str
     settings_id: str
@@ -95,11 +99,14 @@ class _Record(_Part):
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as JSON holds it; an infinite number is written "inf"."""
-    return jsonable({name: value for name, value in asdict(config).items() if name != "label_given"})
+    return jsonable(
+        {name: value for name, value in asdict(config).items() if name != "label_given"}
+    )
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a `plain` configuration that decide numbers: those its kind of run depends on, without paths."""
+    """The settings of a `plain` configuration that decide numbers: those its kind of run depends
+    on, without paths."""
     foreign = foreign_settings(config["kind"])
     return without_paths({name: value for name, value in config.items() if name not in foreign})
 
@@ -108,7 +115,9 @@ def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without `LOCATIONS`."""
     found = dict(settings)
     for group in LOCATIONS.keys() & settings:
-        found[group] = {name: value for name, value in settings[group].items() if name not in LOCATIONS[group]}
+        found[group] = {
+            name: value for name, value in settings[group].items() if name not in LOCATIONS[group]
+        }
     return found
 
 
@@ -117,14 +126,20 @@ def flat(settings: Mapping[str, Any], separator: str = ".", prefix: str = "") ->
     found: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
-        found |= flat(value, separator, name + separator) if isinstance(value, Mapping) else {name: value}
+        found |= (
+            flat(value, separator, name + separator)
+            if isinstance(value, Mapping)
+            else {name: value}
+        )
     return found
 
 
 def changed_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that differ from their defaults: for a method, from its file in `conf/method`, or its class.
+    """The settings that differ from their defaults: for a method, from its file in `conf/method`,
+    or its class.
 
-    They tell apart the table rows of one method and label. Settings with a column of their own are left out.
+    They tell apart the table rows of one method and label. Settings with a column of their own are
+    left out.
     """
     foreign = foreign_settings(config.kind)
     defaults = _defaults(config)
@@ -132,7 +147,9 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     for name, value in flat(plain(config)).items():
         group, _, rest = name.partition(".")
         if {name, group}.isdisjoint(foreign | IN_COLUMNS) and value != defaults.get(name):
-            found[rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")] = value
+            found[rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")] = (
+                value
+            )
     if config.size_is_measured:
         found[SIZED_ON] = "calibration text"
     return found
@@ -142,10 +159,14 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
     """By flat name: of the dataclasses, and for a shipped method of its file in `conf/method`."""
 
     def of(group: Any) -> dict[str, Any]:
-        return {each.name: None if each.default is MISSING else each.default for each in fields(group)}
+        return {
+            each.name: None if each.default is MISSING else each.default for each in fields(group)
+        }
 
     found = of(config)
-    found |= {name: of(getattr(config, name)) for name in found if is_dataclass(getattr(config, name))}
+    found |= {
+        name: of(getattr(config, name)) for name in found if is_dataclass(getattr(config, name))
+    }
     path = CONF_DIR / "method" / f"{config.method_name}.yaml"
     own = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     found |= {name: value for name, value in own.items() if name in found}
@@ -154,12 +175,15 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
-    """Sixteen hex digits of the settings that decide numbers and of the input data, whatever the code.
+    """Sixteen hex digits of the settings that decide numbers and of the input data, whatever the
+    code.
 
     inputs: sha256 of every input by name.
     """
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
-    return text_sha256(json.dumps({"config": deciding(plain(config)), "inputs": read}, sort_keys=True))[:16]
+    return text_sha256(
+        json.dumps({"config": deciding(plain(config)), "inputs": read}, sort_keys=True)
+    )[:16]
 
 
 def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
@@ -183,7 +207,8 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        UserError: it is damaged, changed since it was written, or of another schema; the message names the file.
+        UserError: it is damaged, changed since it was written, or of another schema; the message
+        names the file.
     """
     if not path.is_file():
         raise FileNotFoundError(path)
@@ -236,15 +261,18 @@ def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def made_by_other_code(path: Path) -> str | None:
-    """The run_id of the newest finished record of the same settings and data as the run at `path`, made by other
-    code."""
-    others = sorted(set(path.parents[1].glob(f"{settings_of(path.parent.name)}-*/record.json")) - {path})
+    """The run_id of the newest finished record of the same settings and data as the run at `path`,
+    made by other code."""
+    others = sorted(
+        set(path.parents[1].glob(f"{settings_of(path.parent.name)}-*/record.json")) - {path}
+    )
     finished = [record for record in _readable(others) if record["status"] == "finished"]
     return max(finished, key=lambda record: record["started"])["run_id"] if finished else None
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """Finished records, in order, one for each run of settings and data: made by the present code, else the newest."""
+    """Finished records, in order, one for each run of settings and data: made by the present code,
+    else the newest."""
 
     def rank(record: Record) -> tuple[bool, str]:
         try:
@@ -271,7 +299,8 @@ def write_record(path: Path, record: Record) -> None:
     """Write a record atomically, with its digest.
 
     Raises:
-        UserError: the folder cannot be written, or a number is not finite; the message names the metric.
+        UserError: the folder cannot be written, or a number is not finite; the message names the
+        metric.
     """
     require_finite(record)
     content = json.loads(json.dumps(record))  # as it will be read
@@ -279,10 +308,13 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def require_finite(value: Any, name: str = "") -> None:
-    """Raise UserError, naming the metric, for a NaN or infinite number in nested mappings and lists."""
+    """Raise UserError, naming the metric, for a NaN or infinite number in nested mappings and
+    lists."""
     if isinstance(value, float) and not math.isfinite(value):
         metric = name.removeprefix("metrics/")
-        raise UserError(f"{metric}={value}: is not finite; the model or the method computes NaN or infinite numbers")
+        raise UserError(
+            f"{metric}={value}: is not finite; the model or the method computes NaN or infinite numbers"
+        )
     if isinstance(value, Mapping | list | tuple):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             require_finite(item, f"{name}/{key}".removeprefix("/"))

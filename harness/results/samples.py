@@ -1,7 +1,9 @@
-"""Differences between a method and the full cache, or between two runs, on the same windows or questions.
+"""Differences between a method and the full cache, or between two runs, on the same windows or
+questions.
 
-Hard questions are hard for both, so the paired difference is known far better than either value. Each difference has
-its standard error and the smallest difference that would have been detected; see `docs/design.md`, Statistics.
+Hard questions are hard for both, so the paired difference is known far better than either value.
+Each difference has its standard error and the smallest difference that would have been detected;
+see `docs/design.md`, Statistics.
 """
 
 import math
@@ -20,7 +22,8 @@ Sample = Mapping[str, Any]
 Pairs = Sequence[tuple[float, float]]
 
 RULE_OF_THREE = 3
-"""An event that happened in none of n trials has a rate of at most 3 / n, with 95 % confidence (exp(-3) = 0.05)."""
+"""An event that happened in none of n trials has a rate of at most 3 / n, with 95 % confidence
+(exp(-3) = 0.05)."""
 EXPONENTIAL = {
     "perplexity": "nll", "perplexity_full": "nll_full", "text_perplexity": "nll", "text_perplexity_full": "nll_full",
 }  # fmt: skip
@@ -30,17 +33,20 @@ FULL = "full"
 OF_METHODS = {"calibration", "method"}
 """Inputs that a method may read and the full cache does not."""
 MAY_DIFFER = {*COMMON, *OF_METHODS, "tasks"} - {"kind", "model"}
-"""Settings in which a run and its full cache may differ: the method's own, and further tasks of the same run."""
+"""Settings in which a run and its full cache may differ: the method's own, and further tasks of the
+same run."""
 
 
 class Difference(NamedTuple):
-    """A method's value minus the full cache's, or one run's minus another's, in the unit of the value.
+    """A method's value minus the full cache's, or one run's minus another's, in the unit of the
+    value.
 
-    stderr: None with a single window or context. num_contexts: windows, prompts, or contexts of questions, whose errors
-    are independent. detectable: smallest difference that would have been detected, if known. num_pairs: questions,
-    windows or prompts. gained, lost: questions that only the method, or only the full cache,
-    answers correctly; None unless every answer is right or wrong. mcnemar_p: McNemar's exact p-value of counts this
-    unequal, if either direction is equally likely.
+    stderr: None with a single window or context. num_contexts: windows, prompts, or contexts of
+    questions, whose errors are independent. detectable: smallest difference that would have been
+    detected, if known. num_pairs: questions, windows or prompts. gained, lost: questions that only
+    the method, or only the full cache,
+    answers correctly; None unless every answer is right or wrong. mcnemar_p: McNemar's exact
+    p-value of counts this unequal, if either direction is equally likely.
     """
 
     value: float
@@ -54,17 +60,19 @@ class Difference(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A metric's value in a record, with the questions, windows or prompts that it was measured on."""
+    """A metric's value in a record, with the questions, windows or prompts that it was measured
+    on."""
 
     value: float
     samples: Sequence[Sample]
 
 
 def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float | None:
-    """Standard error of the mean of `values` whose errors are independent only between clusters; None for one cluster.
+    """Standard error of the mean of `values` whose errors are independent only between clusters;
+    None for one cluster.
 
-    If every value is a cluster of its own, it is lm-eval's: sample standard deviation / sqrt(n). Questions on one
-    context are a cluster (Liang and Zeger 1986, with the G / (G - 1) correction).
+    If every value is a cluster of its own, it is lm-eval's: sample standard deviation / sqrt(n).
+    Questions on one context are a cluster (Liang and Zeger 1986, with the G / (G - 1) correction).
     """
     mean = sum(values) / len(values)
     residuals: dict[Any, float] = defaultdict(float)
@@ -77,33 +85,49 @@ def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float 
 
 
 def mcnemar_p(gained: int, lost: int) -> float:
-    """Exact two-sided McNemar p-value: the binomial test of the flipped questions against 1/2. 1 without any."""
+    """Exact two-sided McNemar p-value: the binomial test of the flipped questions against 1/2. 1
+    without any."""
     flipped = gained + lost
     tail = sum(math.comb(flipped, count) for count in range(min(gained, lost) + 1))
     return min(1.0, 2 * tail / 2**flipped)
 
 
 def nll_difference(windows: Sequence[Sample]) -> Difference:
-    """Difference of the mean negative log-likelihood, nats per token, over equally long windows of a text."""
-    return _of_means([(window["nll"], window["nll_full"]) for window in windows], range(len(windows)))
+    """Difference of the mean negative log-likelihood, nats per token, over equally long windows of
+    a text."""
+    return _of_means(
+        [(window["nll"], window["nll_full"]) for window in windows], range(len(windows))
+    )
 
 
 def perplexity(windows: Sequence[Sample]) -> Difference:
-    """Difference of the perplexity, exp of the mean negative log-likelihood, over equally long windows of a text."""
-    return _of_exponentials([(window["nll"], window["nll_full"]) for window in windows], range(len(windows)))
+    """Difference of the perplexity, exp of the mean negative log-likelihood, over equally long
+    windows of a text."""
+    return _of_exponentials(
+        [(window["nll"], window["nll_full"]) for window in windows], range(len(windows))
+    )
 
 
 def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
-    """Difference of a metric if both records have the same questions, by number, or as many windows or prompts.
+    """Difference of a metric if both records have the same questions, by number, or as many windows
+    or prompts.
 
-    A question without that metric in either record is of another length. None if the questions differ, or if a value
-    is not the mean of the samples' numbers, or exp of that mean.
+    A question without that metric in either record is of another length. None if the questions
+    differ, or if a value is not the mean of the samples' numbers, or exp of that mean.
     """
-    if [each.get("question") for each in own.samples] != [each.get("question") for each in other.samples]:
+    if [each.get("question") for each in own.samples] != [
+        each.get("question") for each in other.samples
+    ]:
         return None
     name = EXPONENTIAL.get(metric, metric)
-    asked = [pair for pair in zip(own.samples, other.samples, strict=True) if any(name in each for each in pair)]
-    if not asked or not all(isinstance(each.get(name), int | float) for pair in asked for each in pair):
+    asked = [
+        pair
+        for pair in zip(own.samples, other.samples, strict=True)
+        if any(name in each for each in pair)
+    ]
+    if not asked or not all(
+        isinstance(each.get(name), int | float) for pair in asked for each in pair
+    ):
         return None
     pairs = [(float(one[name]), float(two[name])) for one, two in asked]
     means = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
@@ -131,12 +155,14 @@ def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
 
 
 def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
-    """Difference of exp of the two means. Its standard error is the delta method's: a window changes the difference by
-    its change of the two means, times the slope of exp there."""
+    """Difference of exp of the two means. Its standard error is the delta method's: a window
+    changes the difference by its change of the two means, times the slope of exp there."""
     slope, slope_other = (math.exp(sum(values) / len(pairs)) for values in zip(*pairs, strict=True))
     stderr = clustered_stderr([slope * one - slope_other * other for one, other in pairs], contexts)
     num_contexts = len({*contexts})
-    return Difference(slope - slope_other, stderr, _detectable(stderr, num_contexts), len(pairs), num_contexts)
+    return Difference(
+        slope - slope_other, stderr, _detectable(stderr, num_contexts), len(pairs), num_contexts
+    )
 
 
 def _detectable(stderr: float | None, num_contexts: int) -> float | None:
@@ -145,39 +171,54 @@ def _detectable(stderr: float | None, num_contexts: int) -> float | None:
 
 
 def num_contexts(samples: Sequence[Sample], metric: str) -> int | None:
-    """Windows, prompts, or contexts of questions whose numbers give `metric`; None if the samples do not hold it."""
+    """Windows, prompts, or contexts of questions whose numbers give `metric`; None if the samples
+    do not hold it."""
     name = EXPONENTIAL.get(metric, metric)
-    contexts = {sample.get("context", index) for index, sample in enumerate(samples) if sample.get(name) is not None}
+    contexts = {
+        sample.get("context", index)
+        for index, sample in enumerate(samples)
+        if sample.get(name) is not None
+    }
     return len(contexts) or None
 
 
 def is_full(record: Record) -> bool:
     """Whether a run is of the full cache."""
     config = record["config"]
-    return config["method_name"] == FULL and config["codec"] is None and config.get("value_codec") is None
+    return (
+        config["method_name"] == FULL
+        and config["codec"] is None
+        and config.get("value_codec") is None
+    )
 
 
 def full_runs(*results_dirs: str | Path) -> list[Record]:
     """The full cache's finished runs in results folders, of all experiments."""
-    return [record for folder in results_dirs for record in current(filter(is_full, read_all(folder)))]
+    return [
+        record for folder in results_dirs for record in current(filter(is_full, read_all(folder)))
+    ]
 
 
 class Baselines:
-    """The full cache's runs. A run is compared with the newest one on the same questions, whatever code made it; one
-    of its own experiment comes first.
+    """The full cache's runs. A run is compared with the newest one on the same questions, whatever
+    code made it; one of its own experiment comes first.
 
-    records: finished records. elsewhere: returns further ones; called once, and only if `records` has no match.
+    records: finished records. elsewhere: returns further ones; called once, and only if `records`
+    has no match.
     """
 
-    def __init__(self, records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> None:
+    def __init__(
+        self, records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
+    ) -> None:
         self._here = _newest_first(records)
         self._elsewhere = cache(lambda: _newest_first(elsewhere()))
 
     def difference(self, record: Record, task: str, metric: str) -> Difference | None:
         """Difference of `metric` on a task or text to the full cache.
 
-        None for the full cache itself, if it did not run on the same questions, or if the metric is not a mean of
-        numbers that the samples hold. A run on a text holds the full cache's scores of its windows.
+        None for the full cache itself, if it did not run on the same questions, or if the metric is
+        not a mean of numbers that the samples hold. A run on a text holds the full cache's scores
+        of its windows.
         """
         if metric == "perplexity":
             return of_windows(record, record["samples"].get("windows", ()))
@@ -185,15 +226,19 @@ class Baselines:
         if is_full(record) or not any(metric in sample for sample in own.samples):
             return None
         for candidates in (lambda: self._here, self._elsewhere):
-            for full in sorted(candidates(), key=lambda full: full["experiment"] != record["experiment"]):
-                if same_questions(record, full) and (found := paired(own, _measured(full, task, metric), metric)):
+            for full in sorted(
+                candidates(), key=lambda full: full["experiment"] != record["experiment"]
+            ):
+                if same_questions(record, full) and (
+                    found := paired(own, _measured(full, task, metric), metric)
+                ):
                     return found
         return None
 
 
 def of_windows(record: Record, windows: Sequence[Sample]) -> Difference | None:
-    """Difference of the perplexity over windows that the run scored under the full cache too; None for the full cache
-    itself."""
+    """Difference of the perplexity over windows that the run scored under the full cache too; None
+    for the full cache itself."""
     scored = all({"nll", "nll_full"} <= window.keys() for window in windows)
     return perplexity(windows) if windows and scored and not is_full(record) else None
 
@@ -203,13 +248,22 @@ def _newest_first(records: Iterable[Record]) -> list[Record]:
 
 
 def _measured(record: Record, task: str, metric: str) -> Measured:
-    return Measured(record["metrics"].get(task, {}).get(metric, math.nan), record["samples"].get(task, ()))
+    return Measured(
+        record["metrics"].get(task, {}).get(metric, math.nan), record["samples"].get(task, ())
+    )
 
 
 def same_questions(record: Record, full: Record) -> bool:
-    """Whether two runs were asked the same questions of the same model. Each may have read further tasks."""
+    """Whether two runs were asked the same questions of the same model. Each may have read further
+    tasks."""
     names = {"kind", "model", *find(record["kind"]).depends_on} - MAY_DIFFER
-    own, other = (without_paths({name: each["config"].get(name) for name in names}) for each in (record, full))
+    own, other = (
+        without_paths({name: each["config"].get(name) for name in names}) for each in (record, full)
+    )
     read, also = record["inputs"], full["inputs"]
-    data = (name for name in read.keys() & also.keys() if not name.startswith(CODE) and name not in OF_METHODS)
+    data = (
+        name
+        for name in read.keys() & also.keys()
+        if not name.startswith(CODE) and name not in OF_METHODS
+    )
     return own == other and all(read[name] == also[name] for name in data)

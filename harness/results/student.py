@@ -1,7 +1,8 @@
 """Student's t: by how many standard errors a mean of a few windows, contexts or prompts may miss.
 
-A standard error that was estimated from n independent values is itself uncertain. The interval of 95 % is 12.7 standard
-errors wide to each side with two values, 4.3 with three, 3.2 with four, and 1.96 with many.
+A standard error that was estimated from n independent values is itself uncertain. The interval of
+95 % is 12.7 standard errors wide to each side with two values, 4.3 with three, 3.2 with four, and
+1.96 with many.
 """
 
 import math
@@ -16,17 +17,21 @@ _BISECTIONS = 60
 
 
 def critical_value(num_contexts: float | None, confidence: float = CONFIDENCE_95) -> float:
-    """Standard errors to each side of a two-sided interval: Student's t with `num_contexts` - 1 degrees of freedom.
+    """Standard errors to each side of a two-sided interval: Student's t with `num_contexts` - 1
+    degrees of freedom.
 
-    num_contexts: independent values, which are windows, prompts, or contexts whose questions are one cluster. Infinite
-    with fewer than two. None where a table does not say: the normal distribution's value, 1.96.
+    num_contexts: independent values, which are windows, prompts, or contexts whose questions are
+    one cluster. Infinite with fewer than two. None where a table does not say: the normal
+    distribution's value, 1.96.
     """
     return _of_contexts(num_contexts, (1 + confidence) / 2)
 
 
-def detectable(num_contexts: float | None, confidence: float = CONFIDENCE_95, power: float = 0.8) -> float:
-    """Standard errors of the smallest difference that a test at `confidence` detects with `power`: the sum of both
-    quantiles, 2.8 with many contexts."""
+def detectable(
+    num_contexts: float | None, confidence: float = CONFIDENCE_95, power: float = 0.8
+) -> float:
+    """Standard errors of the smallest difference that a test at `confidence` detects with `power`:
+    the sum of both quantiles, 2.8 with many contexts."""
     return critical_value(num_contexts, confidence) + _of_contexts(num_contexts, power)
 
 
@@ -40,11 +45,14 @@ def _of_contexts(num_contexts: float | None, probability: float) -> float:
 def t_quantile(degrees: int | None, probability: float) -> float:
     """The value that Student's t stays below with `probability`, which is at least 1/2.
 
-    degrees: degrees of freedom, at least 1; None for the normal distribution. It is found by bisection of the angle
-    atan(t / sqrt(degrees)), to 1e-12 or better for the probabilities used here.
+    degrees: degrees of freedom, at least 1; None for the normal distribution. It is found by
+    bisection of the angle atan(t / sqrt(degrees)), to 1e-12 or better for the probabilities used
+    here.
     """
     if not 0.5 <= probability < 1 or (degrees is not None and degrees < 1):
-        raise ValueError(f"t_quantile({degrees}, {probability}): degrees from 1 on, probability from 0.5 to 1")
+        raise ValueError(
+            f"t_quantile({degrees}, {probability}): degrees from 1 on, probability from 0.5 to 1"
+        )
     low, high = 0.0, math.pi / 2
     for _ in range(_BISECTIONS):
         angle = (low + high) / 2
@@ -56,11 +64,13 @@ def t_quantile(degrees: int | None, probability: float) -> float:
 
 
 def _probability_below(angle: float, degrees: int | None) -> float:
-    """P(T <= t) with t = tan(angle) * sqrt(degrees): Abramowitz and Stegun 26.7.3 and 26.7.4, finite sums."""
+    """P(T <= t) with t = tan(angle) * sqrt(degrees): Abramowitz and Stegun 26.7.3 and 26.7.4,
+    finite sums."""
     if degrees is None:
         return (1 + math.erf(math.tan(angle) / math.sqrt(2))) / 2
     cosine = math.cos(angle)
-    # The powers of the cosine are odd and begin with cos(angle) where the degrees are odd, else even and with 1.
+    # The powers of the cosine are odd and begin with cos(angle) where the degrees are odd, else
+    # even and with 1.
     power = 1 if degrees % 2 else 0
     term = cosine if power else 1.0
     total = 0.0

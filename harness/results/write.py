@@ -1,13 +1,17 @@
-"""The records of an experiment as one tidy table, `results/tables/<experiment>.csv`, and a `.md` page of it for people.
+"""The records of an experiment as one tidy table, `results/tables/<experiment>.csv`, and a `.md`
+page of it for people.
 
-The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed cell, or per point of an analysis.
-Seconds, bytes, fractions in [0, 1]; an empty cell where nothing was measured. The same records give the same bytes.
+The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed cell, or per
+point of an analysis. Seconds, bytes, fractions in [0, 1]; an empty cell where nothing was measured.
+The same records give the same bytes.
 
-The project ships tables without their records; those rows have `shipped=yes`. A shipped row stays until a run of one's
-own has the same identity (`IDENTITY`) and replaces it. All other rows are made from the records that are there.
+The project ships tables without their records; those rows have `shipped=yes`. A shipped row stays
+until a run of one's own has the same identity (`IDENTITY`) and replaces it. All other rows are made
+from the records that are there.
 
     python -c "from harness.results.write import update; update('results', 'fig11')"
-    python -m harness.results.write results      # for maintainers: mark all rows as shipped, before they are committed
+    python -m harness.results.write results      # for maintainers: mark all rows as shipped, before
+    they are committed
 """
 
 import argparse
@@ -80,7 +84,8 @@ IDENTITY = {
     "analysis": ("model", "source", "metric", "series", "x_name"),
     "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
 }  # fmt: skip
-"""Columns that identify what was measured, by shape of table. A chunk or a depth has the identity of its task."""
+"""Columns that identify what was measured, by shape of table. A chunk or a depth has the identity
+of its task."""
 TIMED_CELLS = "latency"
 """The experiment whose records are the cells of all figures of speed."""
 MACHINE = ("model", "platform", "source")
@@ -88,11 +93,12 @@ SHAPE = (*MACHINE, "batch_size", "prompt_len", "gen_len")
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
-    """Write `tables/<experiment>.csv` and `.md` anew from the finished records and the shipped rows.
+    """Write `tables/<experiment>.csv` and `.md` anew from the finished records and the shipped
+    rows.
 
-    `latency` also gives the tables of the figures of speed; the leaderboard's two experiments give the leaderboard. A
-    damaged record is left out with a warning that names it, a damaged table set aside with a warning. One process at a
-    time writes the tables of a folder.
+    `latency` also gives the tables of the figures of speed; the leaderboard's two experiments give
+    the leaderboard. A damaged record is left out with a warning that names it, a damaged table set
+    aside with a warning. One process at a time writes the tables of a folder.
 
     Returns the path of the CSV. Raises UserError if the folder cannot be written.
     """
@@ -114,31 +120,41 @@ def update(results_dir: str | Path, experiment: str) -> Path:
 
 
 def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> str:
-    """The records as a small table for a terminal: a line per method and settings, a column per metric.
+    """The records as a small table for a terminal: a line per method and settings, a column per
+    metric.
 
-    elsewhere: returns further records, in which the full cache's are looked for too. Returns "" if no record is
-    finished.
+    elsewhere: returns further records, in which the full cache's are looked for too. Returns "" if
+    no record is finished.
     """
     pairs = with_rows(records, elsewhere)
-    rows = {shape: [row for record, own in pairs if record["table"] == shape for row in own] for shape in TABLES}
+    rows = {
+        shape: [row for record, own in pairs if record["table"] == shape for row in own]
+        for shape in TABLES
+    }
     return render_terminal([row for shape, own in rows.items() for row in _ordered(shape, own)])
 
 
 def render_csv(columns: Sequence[Column], rows: Iterable[TableRow]) -> str:
-    """The rows under `columns` as CSV; other keys are left out, and columns of some models or runs without a value."""
+    """The rows under `columns` as CSV; other keys are left out, and columns of some models or runs
+    without a value."""
     rows = list(rows)
     shown = [column for column in columns if column.name not in OPTIONAL or has_any(rows, column)]
     text = io.StringIO()
-    writer = csv.DictWriter(text, names(shown), restval="", extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(
+        text, names(shown), restval="", extrasaction="ignore", lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
 def ship(results_dir: Path) -> None:
-    """Mark all rows of the tables as shipped, but for those that the cost model predicts. Raises UserError."""
+    """Mark all rows of the tables as shipped, but for those that the cost model predicts. Raises
+    UserError."""
     board = results_dir / "tables" / f"{leaderboard.NAME}.csv"
-    for path in sorted(set((results_dir / "tables").glob("*.csv")) - {board, board.with_stem(leaderboard.FRONTIER)}):
+    for path in sorted(
+        set((results_dir / "tables").glob("*.csv")) - {board, board.with_stem(leaderboard.FRONTIER)}
+    ):
         rows = read_table(path)
         if rows and rows[0]["source"] != "modelled" and (shape := shape_of(tuple(rows[0]))):
             _write(path, shape, _ordered(shape, [row | {"shipped": "yes"} for row in rows]))
@@ -155,8 +171,8 @@ def _merged(path: Path, shape: str, own: TableRows) -> TableRows:
 
 
 def _rows_at(path: Path, shape: str) -> TableRows:
-    """The rows of the table at `path`, or of the shipped one where there is none. A table that is damaged or of another
-    shape is set aside, and a warning says so and what is lost."""
+    """The rows of the table at `path`, or of the shipped one where there is none. A table that is
+    damaged or of another shape is set aside, and a warning says so and what is lost."""
     source = table_to_read(path.parents[1], path.name)
     if source is None:
         return []
@@ -174,7 +190,9 @@ def _rows_at(path: Path, shape: str) -> TableRows:
     try:
         path.replace(kept)
     except OSError as error:
-        raise UserError(f"{damage}; it cannot be renamed to {kept.name} ({error.strerror or error})") from error
+        raise UserError(
+            f"{damage}; it cannot be renamed to {kept.name} ({error.strerror or error})"
+        ) from error
     source = table_to_read(path.parents[1], path.name)
     if source is not None:
         lost = "; shipped rows come from the installation"
@@ -195,7 +213,8 @@ def _lost_rows(path: Path) -> str:
 
 
 def _aside(path: Path) -> Path:
-    """The first free `NAME.csv.damaged-N` beside a damaged table. It ends so that nothing takes it for a table."""
+    """The first free `NAME.csv.damaged-N` beside a damaged table. It ends so that nothing takes it
+    for a table."""
     candidates = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
 
@@ -219,7 +238,10 @@ def _write_boards(results_dir: Path, own: TableRows) -> None:
     """The leaderboard and the frontier; their pages lie at the top of the results."""
     path = results_dir / "tables" / f"{leaderboard.NAME}.csv"
     rows = leaderboard.complete(_merged(path, "board", own))
-    for name, chosen in ((leaderboard.NAME, rows), (leaderboard.FRONTIER, leaderboard.frontier(rows))):
+    for name, chosen in (
+        (leaderboard.NAME, rows),
+        (leaderboard.FRONTIER, leaderboard.frontier(rows)),
+    ):
         write_atomic(path.with_stem(name), render_csv(BOARD, chosen))
         write_atomic(results_dir / f"{name}.md", render_markdown(name, chosen))
 
@@ -233,20 +255,34 @@ def _sort_key(row: TableRow) -> tuple[Any, ...]:
     """Chunks by their position, a missing number first, the run's id last."""
     task, _, chunk = str(row.get("task", "")).partition("[")
     position = [int(number) for number in re.findall(r"\d+", chunk)]
-    numbers = (row.get(name) or 0 for name in ("batch_size", "prompt_len", "gen_len", "seq_len", "size"))
-    return (row["model"], row["label"], task, *numbers, position, rank(str(row.get("metric", ""))), row["run_id"])
+    numbers = (
+        row.get(name) or 0 for name in ("batch_size", "prompt_len", "gen_len", "seq_len", "size")
+    )
+    return (
+        row["model"],
+        row["label"],
+        task,
+        *numbers,
+        position,
+        rank(str(row.get("metric", ""))),
+        row["run_id"],
+    )
 
 
-# The rows of records: one per timed cell, one per point of an analysis, else one per task and metric
+# The rows of records: one per timed cell, one per point of an analysis, else one per task and
+# metric
 
 
 def with_rows(
-    records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple, *, weights: bool = True
+    records: Iterable[Record],
+    elsewhere: Callable[[], Iterable[Record]] = tuple,
+    *,
+    weights: bool = True,
 ) -> Pairs:
     """The current finished records with their rows, compared with the full cache.
 
-    The full cache's run is looked for among the records, then among those that `elsewhere` returns. weights: different
-    weights of one model count as a setting.
+    The full cache's run is looked for among the records, then among those that `elsewhere` returns.
+    weights: different weights of one model count as a setting.
     """
     chosen = current(records)
     full = Baselines(chosen, elsewhere)
@@ -269,8 +305,9 @@ def with_rows(
 def rows_of(record: Record, full: Baselines) -> list[TableRow]:
     """The rows of one finished record. A metric that was not measured (None) has no row.
 
-    The row of a chunk has its range of tokens in the task, such as `offline[256:512]`; the row of a needle's depth, a
-    fifth of the prompt, has length and depth, such as `niah_single_1[2048, 20-40 %]`.
+    The row of a chunk has its range of tokens in the task, such as `offline[256:512]`; the row of a
+    needle's depth, a fifth of the prompt, has length and depth, such as `niah_single_1[2048, 20-40
+    %]`.
     """
     config = record["config"]
     common = {
@@ -290,13 +327,16 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
 
 
 def _add_weights(pairs: Pairs) -> None:
-    """Add the weights to the settings if runs of one model name have different ones, as a model may be replaced."""
+    """Add the weights to the settings if runs of one model name have different ones, as a model may
+    be replaced."""
     for of_model in grouped(pairs, lambda pair: pair[0]["config"]["model"]["name"]).values():
         if len({record["inputs"].get("model") for record, _ in of_model} - {None}) > 1:
             for record, rows in of_model:
                 if digest := record["inputs"].get("model"):
                     for row in rows:
-                        row["settings"] = ", ".join(filter(None, [row["settings"], f"weights={digest[:8]}"]))
+                        row["settings"] = ", ".join(
+                            filter(None, [row["settings"], f"weights={digest[:8]}"])
+                        )
 
 
 def _accuracy_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
@@ -304,7 +344,12 @@ def _accuracy_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
         context = _context(record, name, entries)
         for values in _values(entries):
             of_value = {"num_contexts": num_contexts(_samples(record, name), values["metric"])}
-            yield context | values | of_value | _compared(full.difference(record, name, values["metric"]))
+            yield (
+                context
+                | values
+                | of_value
+                | _compared(full.difference(record, name, values["metric"]))
+            )
         for row in depth_rows(context["task"], record["samples"].get(name, ())):
             yield context | row
     if record["chunks"]:
@@ -320,9 +365,15 @@ def _accuracy_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
 
 def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
     for metric, value in entries.items():
-        is_metric = metric not in (*CONDITIONS, "num_truncated", "num_contexts") and not metric.endswith("_stderr")
+        is_metric = metric not in (
+            *CONDITIONS,
+            "num_truncated",
+            "num_contexts",
+        ) and not metric.endswith("_stderr")
         if is_metric and isinstance(value, int | float):
-            errors = {name: entries.get(f"{metric}_{name}") for name in ("stderr", "repeats_stderr")}
+            errors = {
+                name: entries.get(f"{metric}_{name}") for name in ("stderr", "repeats_stderr")
+            }
             yield {"metric": metric, "value": value} | errors
 
 
@@ -361,7 +412,8 @@ def _samples(record: Record, name: str) -> Sequence[Sample]:
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
-    """Task, or file name of a text, and the conditions of its values. Square brackets in the name become round."""
+    """Task, or file name of a text, and the conditions of its values. Square brackets in the name
+    become round."""
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     shared = {"seq_len": seq_len, "source": "measured"}
@@ -376,15 +428,19 @@ def _unmet_size(config: Mapping[str, Any], entries: Mapping[str, Any]) -> float 
     return asked if is_unmet(asked, entries.get("size")) else None
 
 
-# The rows of each figure of speed. One cell serves several figures. Each model and machine has a sweep of its own.
+# The rows of each figure of speed. One cell serves several figures. Each model and machine has a
+# sweep of its own.
 
 
 def _widest_sweep(rows: TableRows, axis: str, least: int = 1) -> TableRows:
-    """The rows of the setups, all of a shape but `axis`, with the most values of it on their machine, and `least`."""
+    """The rows of the setups, all of a shape but `axis`, with the most values of it on their
+    machine, and `least`."""
     setup = itemgetter(*(name for name in SHAPE if name != axis))
     machine = itemgetter(*(name for name in MACHINE if name != axis))
     values = {key: len({row[axis] for row in own}) for key, own in grouped(rows, setup).items()}
-    most = {key: max(values[setup(row)] for row in own) for key, own in grouped(rows, machine).items()}
+    most = {
+        key: max(values[setup(row)] for row in own) for key, own in grouped(rows, machine).items()
+    }
     return [row for row in rows if values[setup(row)] == max(least, most[machine(row)])]
 
 
@@ -402,11 +458,13 @@ CHOSEN: Mapping[str, Callable[[TableRows], TableRows]] = {
     "fig16b": lambda rows: _widest_sweep(rows, "model", least=2),
     "fig18": lambda rows: _largest(_widest_sweep(rows, "prompt_len"), "prompt_len"),
 }
-"""By figure, the rows of `latency` that it draws. As in the paper, 14 has the largest batch of 15, 18 the longest
-prompt of 16a."""
+"""By figure, the rows of `latency` that it draws. As in the paper, 14 has the largest batch of 15,
+18 the longest prompt of 16a."""
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m harness.results.write", description="Mark all rows as shipped.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.results.write", description="Mark all rows as shipped."
+    )
     parser.add_argument("results_dir", type=Path)
     raise SystemExit(exit_code(partial(ship, parser.parse_args().results_dir)))

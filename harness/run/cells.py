@@ -1,12 +1,13 @@
 """The cells of a grid are run one after another; those that are timed, in a process of their own.
 
-A cell that fails does not stop the others; one that is finished is not run again; one whose experiment has used up its
-minutes is put off to the next start. Processes that run the same grid share its cells: a cell that one of them runs is
-left to it, and waited for in the end.
+A cell that fails does not stop the others; one that is finished is not run again; one whose
+experiment has used up its minutes is put off to the next start. Processes that run the same grid
+share its cells: a cell that one of them runs is left to it, and waited for in the end.
 
-Timed cells run in a child process, so that memory and threads start clean. The cells of one shape share a child, with
-its model and the prefill of the shape. A cell whose process dies has failed, and those after it run in another. The
-child ignores Ctrl-C and SIGTERM: this process ends it, and where this process is killed, the child ends by itself.
+Timed cells run in a child process, so that memory and threads start clean. The cells of one shape
+share a child, with its model and the prefill of the shape. A cell whose process dies has failed,
+and those after it run in another. The child ignores Ctrl-C and SIGTERM: this process ends it, and
+where this process is killed, the child ends by itself.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ STOP_S = 5.0
 
 def counted(experiments: Iterable[str]) -> str:
     """How many cells there are of each experiment, in words. experiments: of each cell."""
-    return "cells of " + ", ".join(f"{name} ({number})" for name, number in Counter(experiments).items())
+    return "cells of " + ", ".join(
+        f"{name} ({number})" for name, number in Counter(experiments).items()
+    )
 
 
 def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[T]]:
-    """The cells that share a process of their own, in the order of the first of each; any other cell is alone."""
+    """The cells that share a process of their own, in the order of the first of each; any other
+    cell is alone."""
     found: dict[Any, list[T]] = {}
     for index, cell in enumerate(cells):
         config = config_of(cell)
@@ -55,9 +59,12 @@ def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list
 
 
 def run_cells(
-    configs: Sequence[RunConfig], minutes: Mapping[str, float | None] | None = None, resources: Resources | None = None
+    configs: Sequence[RunConfig],
+    minutes: Mapping[str, float | None] | None = None,
+    resources: Resources | None = None,
 ) -> Iterator[Path]:
-    """Run the cells one after another; yields the path of each finished record, those finished before first.
+    """Run the cells one after another; yields the path of each finished record, those finished
+    before first.
 
     Args:
         configs: the cells.
@@ -65,8 +72,8 @@ def run_cells(
         resources: what the cells of this process share.
 
     Raises:
-        UserError: at the end, where cells failed: how many, and the first error. The others have run. At the start,
-            where nothing can run here.
+        UserError: at the end, where cells failed: how many, and the first error. The others have
+            run. At the start, where nothing can run here.
         BugError: likewise at the end, where a bug was among them.
         UnfinishedError: at the end, where none failed and some were put off; each is named.
     """
@@ -75,7 +82,9 @@ def run_cells(
     resources.shares_prompts |= len(configs) > 1
     runs: list[Run] = []
     todo: list[Run] = []
-    for each in map(Run.of, tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None)):
+    for each in map(
+        Run.of, tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None)
+    ):
         runs.append(each)
         if each.is_finished():
             relabel(each)
@@ -84,11 +93,15 @@ def run_cells(
             todo.append(each)
     tracking.require(each.config.tracker for each in todo)
     for each in todo:
-        reason = f"{each.title}: another process is at it" if is_held(each.path) else each.why_again()
+        reason = (
+            f"{each.title}: another process is at it" if is_held(each.path) else each.why_again()
+        )
         if reason:
             tqdm.write(reason)
     if len(todo) < len(configs):
-        tqdm.write(f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped")
+        tqdm.write(
+            f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped"
+        )
 
     planned = status.note(runs) if todo else None
     spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
@@ -101,7 +114,11 @@ def run_cells(
                 begun = []
                 for each in group:
                     limit = (minutes or {}).get(each.config.experiment)
-                    if limit is None or spent[each.config.experiment] < 60 * limit or each.is_finished():
+                    if (
+                        limit is None
+                        or spent[each.config.experiment] < 60 * limit
+                        or each.is_finished()
+                    ):
                         begun.append(each)
                     else:
                         put_off.append(each)
@@ -140,12 +157,16 @@ def run_cells(
         said, first = (bugs or failures)[0]
         more = f"; {later}" if put_off else ""
         kind, which = (BugError, "first bug") if bugs else (UserError, "first")
-        raise kind(f"{len(failures)} of {len(configs)} cells failed; the {which}, {said}{more}") from first
+        raise kind(
+            f"{len(failures)} of {len(configs)} cells failed; the {which}, {said}{more}"
+        ) from first
     if put_off:
         raise UnfinishedError(later)
 
 
-def _outcomes(group: Sequence[Run], resources: Resources, since: float) -> Iterator[Path | Exception]:
+def _outcomes(
+    group: Sequence[Run], resources: Resources, since: float
+) -> Iterator[Path | Exception]:
     """The record of each cell of a group, or why there is none."""
     if group and measurement_of(group[0].config.kind).process(group[0].config) is not None:
         yield from run_apart(group, since)
@@ -163,9 +184,11 @@ def _outcomes(group: Sequence[Run], resources: Resources, since: float) -> Itera
 
 
 def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
-    """Do `runs` in a child process; yields the record of each, or why there is none, in their order.
+    """Do `runs` in a child process; yields the record of each, or why there is none, in their
+    order.
 
-    since: as `run` takes it. Raises what ends the loop, KeyboardInterrupt among them; the child has ended then.
+    since: as `run` takes it. Raises what ends the loop, KeyboardInterrupt among them; the child has
+    ended then.
     """
     todo = list(runs)
     context = multiprocessing.get_context("spawn")
@@ -203,12 +226,15 @@ def why_it_died(run: Run, code: int | None) -> UserError:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         memory = ", as systems do where memory runs out" if -code == signal.SIGKILL else ""
-        return UserError(f"its process was killed (exit code {code}, {name}{memory}); lower {lower}")
+        return UserError(
+            f"its process was killed (exit code {code}, {name}{memory}); lower {lower}"
+        )
     return UserError(f"its process ended (exit code {code}); where memory ran out, lower {lower}")
 
 
 def _child(pipe: Connection) -> None:
-    """Do each run that comes through the pipe, and send back its record or its error, until this is killed."""
+    """Do each run that comes through the pipe, and send back its record or its error, until this is
+    killed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resources = Resources()
     while True:

@@ -1,8 +1,8 @@
 """The command line: Hydra reads it, and a refusal is one line.
 
-Exit codes: 0; 2 for what a user can put right; 1 for a bug of ours; 75 for a grid that put cells off, since their
-minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM, which ends a run in the same way;
-141 where the reader of the output has left (`| head`).
+Exit codes: 0; 2 for what a user can put right; 1 for a bug of ours; 75 for a grid that put cells
+off, since their minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM,
+which ends a run in the same way; 141 where the reader of the output has left (`| head`).
 HYDRA_FULL_ERROR=1 shows tracebacks.
 """
 
@@ -27,10 +27,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Quote, QuotedString, Sweep
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
 from harness import errors
-from harness.errors import BUG, UNFINISHED, USERS, BugError, UnfinishedError, UserError, is_users, nearest, one_line
+from harness.errors import (
+    BUG,
+    UNFINISHED,
+    USERS,
+    BugError,
+    UnfinishedError,
+    UserError,
+    is_users,
+    nearest,
+    one_line,
+)
 from harness.files import until_settled
 from harness.model.resources import Resources
 from harness.results import archive
@@ -59,21 +73,32 @@ SHOWN = 200
 LONGEST_NAME = 250
 """Letters of a file's name, without a suffix."""
 CONFIG_FLAGS = ("--config", "-cp", "-cn", "-cd", "--experimental-rerun")
-"""Flags of Hydra that read settings from another folder than `conf/`, which a run would follow in part."""
-HYDRA_SETTINGS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.verbose")
-"""The settings of Hydra that a command may give; the others name folders, which are those of `results_dir`."""
+"""Flags of Hydra that read settings from another folder than `conf/`, which a run would follow in
+part."""
+HYDRA_SETTINGS = (
+    "hydra/launcher",
+    "hydra.launcher",
+    "hydra/sweeper",
+    "hydra.sweeper",
+    "hydra.verbose",
+)
+"""The settings of Hydra that a command may give; the others name folders, which are those of
+`results_dir`."""
 
 
 @dataclass
 class Jobs:
-    """Called by Hydra once, or for each job of a sweep (`-m`). A job that fails does not stop the others.
+    """Called by Hydra once, or for each job of a sweep (`-m`). A job that fails does not stop the
+    others.
 
-    A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
+    A launcher with processes of its own calls a copy there: each writes the tables and brings its
+    error back.
 
-    tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results folder. paths: records of
-    the finished runs. gaps: what a grid left out, in lines. exit_code: a bug's, else the last failure's, else 0.
-    draws: a grid ran, so draw its figures, which `tracker` gets as well. batch: what is to run on a cluster. process:
-    that in which the command began. disk_is_full: a job said so.
+    tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results
+    folder. paths: records of the finished runs. gaps: what a grid left out, in lines. exit_code: a
+    bug's, else the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker`
+    gets as well. batch: what is to run on a cluster. process: that in which the command began.
+    disk_is_full: a job said so.
     """
 
     tracebacks: bool
@@ -105,7 +130,9 @@ class Jobs:
                 self.report()
 
     def _execute(self, config: DictConfig, is_copy: bool) -> None:
-        given: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # `${...}` as typed
+        given: Any = OmegaConf.to_container(
+            HydraConfig.get().overrides.task, resolve=False
+        )  # `${...}` as typed
         grid = HydraConfig.get().runtime.choices.get("grid")
         if config.export is not None:
             for override in given:
@@ -120,9 +147,13 @@ class Jobs:
             if is_copy:
                 raise UserError(f"{cluster}: starts processes itself; leave hydra/launcher out")
             if config.grid is not None and config.grid.share is not None:
-                raise UserError(f"grid.share={config.grid.share}: {cluster} deals the cells itself, cluster.jobs=N")
+                raise UserError(
+                    f"grid.share={config.grid.share}: {cluster} deals the cells itself, cluster.jobs=N"
+                )
             if self.batch is not None and self.batch.cluster != batch.cluster:
-                raise UserError("cluster: its settings are those of all jobs of a sweep, so none of them can vary")
+                raise UserError(
+                    "cluster: its settings are those of all jobs of a sweep, so none of them can vary"
+                )
             self.batch, config.cluster = self.batch or batch, None
             given = [each for each in given if setting_of(each).partition(".")[0] != "cluster"]
         asked = asks_status(config.status)
@@ -132,7 +163,9 @@ class Jobs:
             else:
                 self._run_one(config, given)
             return
-        print(f"grid={grid}: composing its cells", file=sys.stderr, flush=True)  # which takes seconds
+        print(
+            f"grid={grid}: composing its cells", file=sys.stderr, flush=True
+        )  # which takes seconds
         plan = read_plan(config.grid, given)
         if asked:
             print(status.render(status.of_runs(map(runner.Run.of, plan.cells))))
@@ -180,12 +213,16 @@ class Jobs:
         bug = "" if isinstance(error, BugError) else f"{type(error).__name__}, a bug; "
         hint = "" if users_fault else f" ({bug}{TRACEBACKS}=1 shows where)"
         try:
-            print(f"{'unfinished' if unfinished else 'error'}: {in_words(error)}{hint}", file=sys.stderr)
+            print(
+                f"{'unfinished' if unfinished else 'error'}: {in_words(error)}{hint}",
+                file=sys.stderr,
+            )
         except (OSError, ValueError):  # stderr is closed, or on a full disk
             _mute()
 
     def report(self) -> None:
-        """Write the tables of what has run, print its table, and name the figures and what was left out."""
+        """Write the tables of what has run, print its table, and name the figures and what was left
+        out."""
         if self.paths:
             print(runner.report(self.paths))
         draw = self.draw
@@ -202,10 +239,13 @@ class Jobs:
 def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | None = None) -> int:
     """Run a command line as a shell would; returns the exit code and raises nothing.
 
-    resources: shared by its runs, for a caller that starts several. draw: makes the figures of a results folder once a
-    grid has run, and returns their paths.
+    resources: shared by its runs, for a caller that starts several. draw: makes the figures of a
+    results folder once a grid has run, and returns their paths.
     """
-    for name in ("stdout", "stderr"):  # closed, or of ASCII: any text can be printed, `\\xfc` for `ü`
+    for name in (
+        "stdout",
+        "stderr",
+    ):  # closed, or of ASCII: any text can be printed, `\\xfc` for `ü`
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for as long as the process
@@ -238,12 +278,17 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
 
 
 def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
-    """Hand a command line to Hydra, which calls `jobs`. Whatever Hydra raises by itself is a UserError: it knows
-    nothing but what the user typed."""
+    """Hand a command line to Hydra, which calls `jobs`. Whatever Hydra raises by itself is a
+    UserError: it knows nothing but what the user typed."""
     typed = errors.shortened(shlex.join(argv), SHOWN)
-    command = hydra.main(version_base="1.3", config_path=str(schema.CONF_DIR), config_name="config")(jobs)
+    command = hydra.main(
+        version_base="1.3", config_path=str(schema.CONF_DIR), config_name="config"
+    )(jobs)
     before, full = sys.argv, os.environ.get(TRACEBACKS)
-    sys.argv, os.environ[TRACEBACKS] = [PROGRAM, *argv], "1"  # else Hydra prints errors in place of raising them
+    sys.argv, os.environ[TRACEBACKS] = (
+        [PROGRAM, *argv],
+        "1",
+    )  # else Hydra prints errors in place of raising them
     try:
         command()
     except Exception as error:
@@ -295,7 +340,8 @@ def _says_disk_is_full(error: BaseException) -> bool:
 
 
 def _is_unread(error: BaseException) -> bool:
-    """True if an error says that stdout or stderr takes no more text: its reader has left, or a method closed it."""
+    """True if an error says that stdout or stderr takes no more text: its reader has left, or a
+    method closed it."""
     streams = (sys.stdout, sys.stderr)
     if type(error) is ValueError:
         return any(stream is None or stream.closed for stream in streams)
@@ -316,7 +362,8 @@ def _is_open(stream: Any) -> bool:
 
 
 def _mute() -> None:
-    """From here on what is printed goes nowhere, the rest of a buffer at the end of the process included."""
+    """From here on what is printed goes nowhere, the rest of a buffer at the end of the process
+    included."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no file behind it
@@ -332,9 +379,10 @@ def _mute() -> None:
 def read_words(argv: Sequence[str]) -> list[str]:
     """A command line for Hydra, the settings of `FREE_TEXT` quoted.
 
-    Hydra reads `NAME=VALUE` by a grammar of its own, in which quotes, brackets, `~` and letters beyond ASCII need
-    quotes inside those of the shell; takes a list where one file of `conf/` is to be chosen; and a comma for a sweep.
-    Raises UserError for the first word that Hydra would refuse, or misread, with what to type instead.
+    Hydra reads `NAME=VALUE` by a grammar of its own, in which quotes, brackets, `~` and letters
+    beyond ASCII need quotes inside those of the shell; takes a list where one file of `conf/` is to
+    be chosen; and a comma for a sweep. Raises UserError for the first word that Hydra would refuse,
+    or misread, with what to type instead.
     """
     is_sweep = not {"-m", "--multirun"}.isdisjoint(argv)
     words = []
@@ -357,22 +405,36 @@ def _checked(word: str, is_sweep: bool) -> str:
     except UnicodeEncodeError:
         raise UserError(f"{word}: is not UTF-8 text") from None
     except HydraException as error:
-        raise UserError(f"{word}: Hydra cannot read it{_as_text(word) or f' ({one_line(error)})'}") from None
+        raise UserError(
+            f"{word}: Hydra cannot read it{_as_text(word) or f' ({one_line(error)})'}"
+        ) from None
     except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-        raise UserError(f"{errors.shortened(word, SHOWN)}: cannot be read ({errors.reason(error)})") from None
+        raise UserError(
+            f"{errors.shortened(word, SHOWN)}: cannot be read ({errors.reason(error)})"
+        ) from None
     name, value = override.key_or_group, override.value()
     if name.startswith("hydra") and not name.startswith(HYDRA_SETTINGS):
         allowed = ", ".join(HYDRA_SETTINGS)
-        raise UserError(f"{word}: is no setting of a run; results go to results_dir=; allowed of Hydra's: {allowed}")
+        raise UserError(
+            f"{word}: is no setting of a run; results go to results_dir=; allowed of Hydra's: {allowed}"
+        )
     if isinstance(value, ChoiceSweep) and not is_sweep:
         raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     words = [each.text if isinstance(each, QuotedString) else each for each in values]
-    chooses = isinstance(value, ChoiceSweep) or not (override.is_delete() or isinstance(value, Sweep | Glob))
-    if is_group(name) and chooses and not all(isinstance(each, str) and _is_file_name(each) for each in words):
+    chooses = isinstance(value, ChoiceSweep) or not (
+        override.is_delete() or isinstance(value, Sweep | Glob)
+    )
+    if (
+        is_group(name)
+        and chooses
+        and not all(isinstance(each, str) and _is_file_name(each) for each in words)
+    ):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
     if name == "label" and isinstance(value, ChoiceSweep) and not {*words} <= {*LABELS}:
-        raise UserError(f"{word}: names the same run several times; a sweep takes systems alone: {', '.join(LABELS)}")
+        raise UserError(
+            f"{word}: names the same run several times; a sweep takes systems alone: {', '.join(LABELS)}"
+        )
     return word
 
 
@@ -382,7 +444,8 @@ def _is_file_name(choice: str) -> bool:
 
 
 def _as_text(word: str) -> str:
-    """What to type in a shell for a word that is meant as text; nothing where it is no word in quotes either."""
+    """What to type in a shell for a word that is meant as text; nothing where it is no word in
+    quotes either."""
     name, _, typed = word.partition("=")
     quoted = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
     with contextlib.suppress(HydraException):

@@ -1,12 +1,15 @@
-"""A command as jobs of a cluster: `cluster=slurm` submits its runs, waits, and reports as if they had run here.
+"""A command as jobs of a cluster: `cluster=slurm` submits its runs, waits, and reports as if they
+had run here.
 
 python run.py cluster=slurm cluster.jobs=8 grid=paper model=opt-6.7b platform=cuda data=hub
 
-A job is one share of a grid, or one combination of a sweep. Finished ones are not submitted. `results/jobs` has a
-folder for each command: `job.sh`, which anybody can read and submit, `array`, the number that Slurm gave it, and a log
-for each job. Started again while its jobs live, the command waits for them.
+A job is one share of a grid, or one combination of a sweep. Finished ones are not submitted.
+`results/jobs` has a folder for each command: `job.sh`, which anybody can read and submit, `array`,
+the number that Slurm gave it, and a log for each job. Started again while its jobs live, the
+command waits for them.
 
-`squeue` says which jobs live. A job's records say what it has done, and its log says why it did not finish.
+`squeue` says which jobs live. A job's records say what it has done, and its log says why it did not
+finish.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ from harness.settings.paths import INSTALLED, PACKAGES_DIR, PROGRAM
 from harness.settings.schema import MOST, Count, Natural, build, group
 
 END_S = 120
-"""How long before its time is over a job is told to end, in seconds; Slurm may say so a minute earlier."""
+"""How long before its time is over a job is told to end, in seconds; Slurm may say so a minute
+earlier."""
 POLL_S = 10.0
 """Between two questions to Slurm, in seconds."""
 RUN = ("-P", "-m", "harness") if INSTALLED else (str(PACKAGES_DIR / PROGRAM),)
-"""What Python starts in a job. -P: as for `kv-harness`, packages are not looked for in the working folder."""
+"""What Python starts in a job. -P: as for `kv-harness`, packages are not looked for in the working
+folder."""
 SHARE = "grid.share="
 REASONS = ("error: ", "unfinished: ", "slurmstepd: error: ")
 """How lines of a log begin that say why a job ended."""
@@ -45,7 +50,8 @@ REASONS = ("error: ", "unfinished: ", "slurmstepd: error: ")
 
 @dataclass(frozen=True)
 class Cluster:
-    """The settings of `conf/cluster/slurm.yaml`, which explains them. Raises UserError for a value out of range."""
+    """The settings of `conf/cluster/slurm.yaml`, which explains them. Raises UserError for a value
+    out of range."""
 
     name: Literal["slurm"]
     jobs: Count = 1
@@ -73,7 +79,8 @@ class Job(NamedTuple):
 
 @dataclass
 class Batch:
-    """The jobs of one command, submitted together. title: names them in Slurm. on_gpu: they compute on one."""
+    """The jobs of one command, submitted together. title: names them in Slurm. on_gpu: they compute
+    on one."""
 
     cluster: Cluster
     title: str
@@ -92,12 +99,16 @@ class Batch:
         """Add runs as one job; UserError for one of a kind that only prints what it finds."""
         for config in configs:
             if not find(config.kind).keeps_record:
-                raise UserError(f"experiment={config.experiment}: writes no record, so it is nothing for cluster=slurm")
+                raise UserError(
+                    f"experiment={config.experiment}: writes no record, so it is nothing for cluster=slurm"
+                )
         self.jobs.append(Job(tuple(overrides), tuple(map(Run.of, configs))))
 
     def deal(self, overrides: Sequence[str], cells: Sequence[RunConfig]) -> None:
         """Add a grid as `cluster.jobs` jobs."""
-        for share in (f"{number}/{self.cluster.jobs}" for number in range(1, self.cluster.jobs + 1)):
+        for share in (
+            f"{number}/{self.cluster.jobs}" for number in range(1, self.cluster.jobs + 1)
+        ):
             self.add([*overrides, SHARE + share], share_of(cells, share))
 
     def finished(self) -> list[Run]:
@@ -105,11 +116,13 @@ class Batch:
         return [run for job in self.jobs for run in job.runs if run.is_finished()]
 
     def run(self) -> int:
-        """Submit the jobs that are not finished, and wait for them; returns the exit code of the command.
+        """Submit the jobs that are not finished, and wait for them; returns the exit code of the
+        command.
 
         Raises:
             UserError: there is no Slurm here, or it refuses.
-            KeyboardInterrupt: Ctrl-C or SIGTERM. The jobs run on, and the message says how to end them.
+            KeyboardInterrupt: Ctrl-C or SIGTERM. The jobs run on, and the message says how to end
+            them.
         """
         finished = self.finished()
         for run in finished:
@@ -118,14 +131,18 @@ class Batch:
         if not todo:
             print(f"all {len(finished)} runs were finished before: no job")
             return 0
-        # A command's folder goes by its settings and the folder in which it starts, not by the number of its jobs.
+        # A command's folder goes by its settings and the folder in which it starts, not by the
+        # number of its jobs.
         words = (word for job in self.jobs for word in job.overrides if not word.startswith(SHARE))
         command = text_sha256(str(Path.cwd()), *dict.fromkeys(words))
         folder = self.results_dir.resolve() / "jobs" / f"{self.title}-{command[:8]}"
         note = folder / "array"
         array = note.read_text().strip() if note.is_file() else ""
         if array and living(array):
-            print(f"job {array} of this command is alive: waiting for it; scancel {array} ends it", flush=True)
+            print(
+                f"job {array} of this command is alive: waiting for it; scancel {array} ends it",
+                flush=True,
+            )
         else:
             write_atomic(folder / "job.sh", self.script(folder, todo))
             array = submit(folder / "job.sh")
@@ -135,7 +152,9 @@ class Batch:
         try:
             wait(array)
         except KeyboardInterrupt as stop:
-            stop.args = (f"job {array} runs on (scancel {array} ends it) and the same command waits for it again",)
+            stop.args = (
+                f"job {array} runs on (scancel {array} ends it) and the same command waits for it again",
+            )
             raise
         codes = []
         for number in (number for number, job in todo.items() if not job.is_done):
@@ -144,15 +163,18 @@ class Batch:
             codes.append(code)
             print(f"error: job {array}_{number}: {why}; log: {log}", file=sys.stderr)
         if codes:
-            said = f"error: {len(codes)} of {len(todo)} jobs did not finish; the same command goes on"
+            said = (
+                f"error: {len(codes)} of {len(todo)} jobs did not finish; the same command goes on"
+            )
             print(said, file=sys.stderr)
         return next((code for code in (BUG, USERS, UNFINISHED) if code in codes), 0)
 
     def script(self, folder: Path, jobs: Mapping[int, Job]) -> str:
-        """A script for `sbatch` with an element of an array for each of `jobs`, by its number. Logs go to `folder`.
+        """A script for `sbatch` with an element of an array for each of `jobs`, by its number. Logs
+        go to `folder`.
 
-        Slurm ends a job after `minutes`. Its command gets SIGTERM before, and begins again up to `restarts` times,
-        those after a preemption included, which are Slurm's own.
+        Slurm ends a job after `minutes`. Its command gets SIGTERM before, and begins again up to
+        `restarts` times, those after a preemption included, which are Slurm's own.
         """
         asked = self.cluster
         options = {
@@ -176,10 +198,15 @@ class Batch:
             for name, value in options.items()
             if value is not None
         ]
-        words = {number: shlex.join([sys.executable, *RUN, *job.overrides]) for number, job in jobs.items()}
+        words = {
+            number: shlex.join([sys.executable, *RUN, *job.overrides])
+            for number, job in jobs.items()
+        }
         over = f"unfinished: the job's {asked.minutes} minutes are over"
         commands = [f"{number}) set -- {command} ;;" for number, command in words.items()]
-        return "\n".join(["#!/bin/bash", *flags, "", "case $SLURM_ARRAY_TASK_ID in", *commands, "esac", ""]) + (
+        return "\n".join(
+            ["#!/bin/bash", *flags, "", "case $SLURM_ARRAY_TASK_ID in", *commands, "esac", ""]
+        ) + (
             f"""
 export PYTHONUNBUFFERED=1 TQDM_MININTERVAL=60 OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}
 trap : TERM  # Slurm sends it to the command as well, which this script has to outlive
@@ -205,24 +232,35 @@ def call(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run([program, *arguments], capture_output=True, text=True)
     except FileNotFoundError:
-        said = f"cluster=slurm: {program} is not on the PATH; start this on a machine of the cluster"
+        said = (
+            f"cluster=slurm: {program} is not on the PATH; start this on a machine of the cluster"
+        )
         raise UserError(said) from None
 
 
 def submit(path: Path) -> str:
-    """Hand a script to Slurm; returns the number of its array. UserError with Slurm's words where it refuses."""
+    """Hand a script to Slurm; returns the number of its array. UserError with Slurm's words where
+    it refuses."""
     answer = call("sbatch", "--parsable", str(path))
     if answer.returncode != 0:
-        said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in answer.stderr.splitlines()]
-        raise UserError(f"cluster=slurm: sbatch refuses: {'; '.join(filter(None, said)) or answer.returncode}")
+        said = [
+            line.removeprefix("sbatch: ").removeprefix("error: ")
+            for line in answer.stderr.splitlines()
+        ]
+        raise UserError(
+            f"cluster=slurm: sbatch refuses: {'; '.join(filter(None, said)) or answer.returncode}"
+        )
     return answer.stdout.strip().partition(";")[0]
 
 
 def living(array: str) -> list[str]:
-    """The jobs of an array that have not ended, a line each: number, state, and where it runs or why it does not."""
+    """The jobs of an array that have not ended, a line each: number, state, and where it runs or
+    why it does not."""
     while True:
         answer = call("squeue", "--noheader", f"--jobs={array}", "--format=%i: %T %R")
-        if answer.returncode == 0 or "Invalid job id" in answer.stderr:  # it forgets a job minutes after its end
+        if (
+            answer.returncode == 0 or "Invalid job id" in answer.stderr
+        ):  # it forgets a job minutes after its end
             return answer.stdout.splitlines()
         time.sleep(POLL_S)  # Slurm does not answer now
 

@@ -1,7 +1,7 @@
 """From a command line to the settings of a run: Hydra composes `conf/`, `parse` checks and freezes.
 
-The only heavy module that `parse` imports is the chosen method's, so that a wrong setting is refused before a model
-library loads.
+The only heavy module that `parse` imports is the chosen method's, so that a wrong setting is
+refused before a model library loads.
 
     config = load(["method=h2o", "method.heavy_frac=0.05", "experiment=tasks"])
 """
@@ -30,7 +30,14 @@ from harness.errors import UserError, nearest, printable
 from harness.run.kinds import measurement_of
 from harness.settings import config as configs
 from harness.settings import own_method, schema, systems
-from harness.settings.config import CODEC_WORDS, CPU_DTYPE, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
+from harness.settings.config import (
+    CODEC_WORDS,
+    CPU_DTYPE,
+    GENERATED_TASKS,
+    PAPER_TASKS,
+    RunConfig,
+    codec_words,
+)
 from harness.settings.kinds import Kind, find
 from harness.settings.paths import PROGRAM
 from harness.settings.schema import build, group, is_group, kind_of, options, path_text, setting_of
@@ -58,7 +65,9 @@ def choices(group: str, *without: str) -> list[str]:
 OmegaConf.register_new_resolver("choices", choices, replace=True)
 OmegaConf.register_new_resolver("program", lambda: PROGRAM, replace=True)
 OmegaConf.register_new_resolver("systems", lambda: ", ".join(systems.LABELS), replace=True)
-OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
+OmegaConf.register_new_resolver(
+    "results_dir", lambda given: path_text(given, "results_dir"), replace=True
+)
 
 
 @cache
@@ -68,7 +77,8 @@ def read_override(text: str) -> Override:
 
 
 def override(name: str, value: Any) -> str:
-    """`name=value` as Hydra reads it on a command line. Raises UserError for a value that no setting can have."""
+    """`name=value` as Hydra reads it on a command line. Raises UserError for a value that no
+    setting can have."""
     try:
         word = f"{name}={_as_word(value)}"
         word.encode("utf-8")
@@ -77,7 +87,9 @@ def override(name: str, value: Any) -> str:
     except RecursionError:
         raise UserError(f"{name}: contains itself, or is nested too deeply") from None
     except TypeError as error:
-        raise UserError(f"{name}: {error}; must be a number, text, a path, a list or a mapping of these") from None
+        raise UserError(
+            f"{name}: {error}; must be a number, text, a path, a list or a mapping of these"
+        ) from None
     return word
 
 
@@ -109,8 +121,8 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
 class Composer:
     """`compose` for the cells of a grid, six times as fast.
 
-    Hydra composes each choice of files once, without the method's. The method's file and the values then go into a
-    copy. Whatever is not that plain, or is refused, Hydra composes itself.
+    Hydra composes each choice of files once, without the method's. The method's file and the values
+    then go into a copy. Whatever is not that plain, or is refused, Hydra composes itself.
     """
 
     def __init__(self) -> None:
@@ -122,7 +134,9 @@ class Composer:
             given = [read_override(each) for each in overrides]
             files = {each.key_or_group: each for each in given if is_group(each.key_or_group)}
             method = files.pop("method", None)
-            if not all(map(_is_plain, given)) or (method and own_method.is_own(str(method.value()))):
+            if not all(map(_is_plain, given)) or (
+                method and own_method.is_own(str(method.value()))
+            ):
                 return compose(overrides)
             chosen = tuple(str(each.input_line) for each in files.values())
             if chosen not in self._bases:
@@ -160,7 +174,9 @@ def _plain(config: Any) -> dict[str, Any]:
 # Settings are checked and frozen
 
 
-def load(overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], DictConfig] = compose) -> RunConfig:
+def load(
+    overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], DictConfig] = compose
+) -> RunConfig:
     """The checked settings behind a command line."""
     return parse(composed(overrides), overrides)
 
@@ -183,30 +199,45 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         if (value := settings.pop(name, None)) is not None:
             raise UserError(f"{name}={value}: {does}, so it is no setting of a run")
     given = set(map(setting_of, overrides))
-    kind = find(settings["kind"]) if "kind" in settings else Kind()  # `build` says that it is missing
-    repeats = settings.pop("repeats", None)  # of the timed steps of a cell, or answers to each question
-    timed, sampled = _taken(settings, configs.LatencyConfig), _taken(settings, configs.SamplingConfig)
+    kind = (
+        find(settings["kind"]) if "kind" in settings else Kind()
+    )  # `build` says that it is missing
+    repeats = settings.pop(
+        "repeats", None
+    )  # of the timed steps of a cell, or answers to each question
+    timed, sampled = (
+        _taken(settings, configs.LatencyConfig),
+        _taken(settings, configs.SamplingConfig),
+    )
     if repeats is not None:
         (timed if kind.table == "latency" else sampled)["repeats"] = repeats
     settings["latency"] = build(configs.LatencyConfig, timed)
     settings["sampling"] = build(configs.SamplingConfig, sampled)
     task = _taken(settings, configs.TaskConfig)
     if isinstance(task.get("metadata"), Mapping):
-        task["metadata"] = {name: value for name, value in task["metadata"].items() if value is not None}
+        task["metadata"] = {
+            name: value for name, value in task["metadata"].items() if value is not None
+        }
     settings["task"] = build(configs.TaskConfig, task)
     if kind.live:
         systems.apply(settings, given, method_file)
     machine = group(settings, "platform")
     if machine.get("kind") == "modelled":
-        raise UserError(f"platform={machine['name']}: is modelled, nothing runs there; allowed here: cpu, cuda")
+        raise UserError(
+            f"platform={machine['name']}: is modelled, nothing runs there; allowed here: cpu, cuda"
+        )
     settings["platform"] = platform = build(configs.PlatformConfig, machine, "platform")
     if platform.weights_on_device < 1 and not kind.live:
         share = f"platform.weights_on_device={platform.weights_on_device}"
-        raise UserError(f"{share}: experiment={settings.get('experiment')} decodes through no link; leave it out")
+        raise UserError(
+            f"{share}: experiment={settings.get('experiment')} decodes through no link; leave it out"
+        )
     settings["model"] = _model(group(settings, "model"), platform.name, given)
     settings["data"] = data = build(configs.DataConfig, group(settings, "data"), "data")
     settings["corpus"] = build(configs.CorpusConfig, group(settings, "corpus"), "corpus")
-    settings["calibration"] = build(configs.CalibrationConfig, group(settings, "calibration"), "calibration")
+    settings["calibration"] = build(
+        configs.CalibrationConfig, group(settings, "calibration"), "calibration"
+    )
     _take_random_ids(settings)
     settings["analysis"] = build(configs.AnalysisConfig, group(settings, "analysis"), "analysis")
     file = _take_method(settings, given)
@@ -222,15 +253,21 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def asks_status(given: object) -> bool:
-    """True if a command only asks how far its runs are. Raises UserError unless `status` is true or false."""
+    """True if a command only asks how far its runs are. Raises UserError unless `status` is true or
+    false."""
     if not isinstance(given, bool):
         raise UserError(f"status={given}: must be true or false")
     return given
 
 
 def chosen_model(config: DictConfig, overrides: Sequence[str]) -> configs.ModelConfig:
-    """The model of a composed configuration, from the user's own source where the command line gives one."""
-    return build(configs.ModelConfig, _with_source(_plain(config.model), set(map(setting_of, overrides))), "model")
+    """The model of a composed configuration, from the user's own source where the command line
+    gives one."""
+    return build(
+        configs.ModelConfig,
+        _with_source(_plain(config.model), set(map(setting_of, overrides))),
+        "model",
+    )
 
 
 def _taken(settings: dict[str, Any], cls: Any) -> dict[str, Any]:
@@ -239,25 +276,37 @@ def _taken(settings: dict[str, Any], cls: Any) -> dict[str, Any]:
 
 
 def _model(node: dict[str, Any], platform: Any, given: set[str]) -> configs.ModelConfig:
-    """The model on the platform's device, in the precision that the user gave, else its entry's, or a CPU's."""
+    """The model on the platform's device, in the precision that the user gave, else its entry's, or
+    a CPU's."""
     model = build(configs.ModelConfig, _with_source(node, given), "model")
     if model.device == "map" and platform != "cuda":
-        raise UserError(f"model.device=map: needs platform=cuda; allowed on {platform}: auto, {platform}")
+        raise UserError(
+            f"model.device=map: needs platform=cuda; allowed on {platform}: auto, {platform}"
+        )
     if model.device not in ("auto", "map", platform):
-        raise UserError(f"model.device={model.device}: contradicts platform={platform}; leave one of them out")
+        raise UserError(
+            f"model.device={model.device}: contradicts platform={platform}; leave one of them out"
+        )
     in_entry = "model.dtype" not in given
     device = platform if model.device == "auto" else model.device
-    return replace(model, device=device, dtype=CPU_DTYPE if in_entry and platform == "cpu" else model.dtype)
+    return replace(
+        model, device=device, dtype=CPU_DTYPE if in_entry and platform == "cpu" else model.dtype
+    )
 
 
 def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """A source that the user gave replaces the chosen entry's: the name follows it, the shape is dropped.
+    """A source that the user gave replaces the chosen entry's: the name follows it, the shape is
+    dropped.
 
     A copy of the very file that the entry names is still the entry's model.
     """
-    sources = [key for key in ("path", "hub_id") if f"model.{key}" in given and model.get(key) is not None]
+    sources = [
+        key for key in ("path", "hub_id") if f"model.{key}" in given and model.get(key) is not None
+    ]
     if len(sources) == 2:
-        raise UserError(f"model.path={model['path']} and model.hub_id={model['hub_id']}: give one of them")
+        raise UserError(
+            f"model.path={model['path']} and model.hub_id={model['hub_id']}: give one of them"
+        )
     if not sources:
         return model
     source = str(model[sources[0]])
@@ -273,13 +322,16 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
 
 
 def _take_random_ids(settings: dict[str, Any]) -> None:
-    """With random weights, put random token ids in the place of the texts. They need no tokenizer."""
+    """With random weights, put random token ids in the place of the texts. They need no
+    tokenizer."""
     is_random = settings["model"].weights == "random"
     for name in ("corpus", "calibration"):
         text = settings[name]
         if is_random and text.path is not None:
             reads = "model.weights=random reads random token ids"
-            raise UserError(f"{name}.path={text.path}: {reads}; leave it out, or model.weights=pretrained")
+            raise UserError(
+                f"{name}.path={text.path}: {reads}; leave it out, or model.weights=pretrained"
+            )
         if not is_random and text.name == "random":
             raise UserError(f"{name}.name=random: needs model.weights=random; allowed: offline")
         settings[name] = replace(text, name="random") if is_random else text
@@ -288,7 +340,8 @@ def _take_random_ids(settings: dict[str, Any]) -> None:
 def _take_method(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Put the method, its name and the codec of a preset (`method=int4`) in their places.
 
-    given: names of the settings on the command line. Returns the method's YAML; of a user's own, its title if any.
+    given: names of the settings on the command line. Returns the method's YAML; of a user's own,
+    its title if any.
     """
     node = group(settings, "method")
     name, target = node.pop("name", None), str(node.get("_target_"))
@@ -298,7 +351,10 @@ def _take_method(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
         if name in options("method"):
             raise UserError(f"method={target}: {name} is a method of conf/method; rename the file")
         cls, _ = own_method.find(target)  # another process may have composed it
-        if not vars(cls).keys() & {"title", "label"}:  # not those of the class from which it derives
+        if not vars(cls).keys() & {
+            "title",
+            "label",
+        }:  # not those of the class from which it derives
             file = {"title": name}
     else:
         if name not in options("method"):
@@ -307,12 +363,16 @@ def _take_method(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
         for key in OF_THE_FILE:
             value, own = node.pop(key, None), file.get(key)
             if value != own:
-                raise UserError(f"method.{key}={value}: method={name} has {own}; choose another by method=NAME")
+                raise UserError(
+                    f"method.{key}={value}: method={name} has {own}; choose another by method=NAME"
+                )
         module, _, cls_name = str(file["_target_"]).rpartition(".")
         cls = getattr(importlib.import_module(module), cls_name)
     for key in OF_THE_CODEC:
         if key in file and settings.get(key) not in (None, file[key]):
-            raise UserError(f"{key}={settings[key]} contradicts method={name}: leave it out, or method=full")
+            raise UserError(
+                f"{key}={settings[key]} contradicts method={name}: leave it out, or method=full"
+            )
     unused = ON_HOST if settings.get("placement", "host") != "host" else ()
     for key in (*OF_THE_CODEC, *DEFAULTS):
         if settings.get(key) is None:
@@ -327,7 +387,9 @@ def _take_codec(settings: dict[str, Any]) -> None:
     codec, given = settings.get("codec"), settings.pop("codec_settings", None) or {}
     if not isinstance(codec, str) or not own_method.is_own(codec):
         if given:
-            raise UserError(f"codec_settings={given}: are those of a codec of your own; codec={codec} has none")
+            raise UserError(
+                f"codec_settings={given}: are those of a codec of your own; codec={codec} has none"
+            )
         return
     cls, name = own_method.find_codec(codec)
     if name in get_args(configs.CodecName):
@@ -336,10 +398,11 @@ def _take_codec(settings: dict[str, Any]) -> None:
 
 
 def _take_size(settings: dict[str, Any]) -> None:
-    """Read `size`: a share of the full cache such as 0.16 or 16%, or the nearest possible one, `nearest:0.16`.
+    """Read `size`: a share of the full cache such as 0.16 or 16%, or the nearest possible one,
+    `nearest:0.16`.
 
-    The full cache has no size to set and runs as it is, so that a sweep may name it. Under `nearest` so does every
-    method without a size, such as a codec's preset.
+    The full cache has no size to set and runs as it is, so that a sweep may name it. Under
+    `nearest` so does every method without a size, such as a codec's preset.
     """
     given = settings.get("size")
     if given is None:
@@ -349,9 +412,13 @@ def _take_size(settings: dict[str, Any]) -> None:
         rule, _, words = given.rpartition(":")
         share = _share_in(words)
         if share is None or rule not in ("", "nearest"):
-            raise UserError(f"size={given}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16")
+            raise UserError(
+                f"size={given}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16"
+            )
         sizing = rule or sizing
-    if isinstance(share, int | float) and not 0 < share <= 1:  # of the full cache, too, which has no size
+    if (
+        isinstance(share, int | float) and not 0 < share <= 1
+    ):  # of the full cache, too, which has no size
         raise UserError(f"size={share}: must be above 0 and at most 1")
     method = settings["method"]
     is_full_cache = method.reads_all and settings.get("codec") is None
@@ -382,13 +449,20 @@ def _has_size(method: Method) -> bool:
 
 
 def _check_experiment(config: RunConfig, kind: Kind, given: set[str]) -> None:
-    """Raise UserError for settings that contradict one another, or make no sense in this experiment."""
+    """Raise UserError for settings that contradict one another, or make no sense in this
+    experiment."""
     if config.size is not None:
         sized = config.method.with_size(config.size)
         for each in fields(config.method):
             value = getattr(config.method, each.name)
-            if f"method.{each.name}" in given and value is not None and getattr(sized, each.name) != value:
-                raise UserError(f"method.{each.name}={value}: size={config.size:g} sets it; leave one of them out")
+            if (
+                f"method.{each.name}" in given
+                and value is not None
+                and getattr(sized, each.name) != value
+            ):
+                raise UserError(
+                    f"method.{each.name}={value}: size={config.size:g} sets it; leave one of them out"
+                )
     usual_kind = kind_of(config.experiment)
     if usual_kind is not None and find(usual_kind).table != kind.table:
         others = [name for name in options("experiment") if kind_of(name) == config.kind]
@@ -399,18 +473,26 @@ def _check_experiment(config: RunConfig, kind: Kind, given: set[str]) -> None:
     systems.check_hot_rows(config.method, config.device_rows, config.prefetch)
     measurement_of(config.kind).check(config)
     if config.tracker != "none" and not kind.keeps_record:
-        raise UserError(f"tracker={config.tracker}: experiment={config.experiment} keeps no record to send")
+        raise UserError(
+            f"tracker={config.tracker}: experiment={config.experiment} keeps no record to send"
+        )
 
 
 def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
     """The name of a run that the user gave none: its system, or its method and codec."""
-    own_codec = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file}) if "codec" in file else None
+    own_codec = (
+        codec_words(**{name: file[name] for name in CODEC_WORDS if name in file})
+        if "codec" in file
+        else None
+    )
     if kind.live:
         behind_preset = str(file["_target_"]).split(".")[1] if own_codec else config.method_name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
     title = file.get("title") or config.method.label
     if not isinstance(title, str) or not title.isprintable():
-        raise UserError(f"method={config.method_name}: its label is {title!r}; must be text in one line")
+        raise UserError(
+            f"method={config.method_name}: its label is {title!r}; must be text in one line"
+        )
     parts = [title, None if config.codec_name == own_codec else config.codec_name]
     if config.device_rows != file.get("device_rows", 0):
         parts.append(f"{config.device_rows:g}x rows on the device")

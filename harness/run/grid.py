@@ -2,8 +2,8 @@
 
     python run.py grid=accuracy results_dir=/tmp/results
 
-settings: {num_windows: 3}            # for every cell of this file, unless the command line says otherwise
-cells:
+settings: {num_windows: 3}            # for every cell of this file, unless the command line says
+otherwise cells:
   - method: infinigen                 # one value, or
     method.alpha: [4, 5, 6]           # a list of alternatives: a cell for each combination of them
     experiment: [fig11, fig12]        # the last key varies fastest
@@ -13,13 +13,17 @@ cells:
     data: local
     data.root: ${grid.data_root}
   - method: ${choices:method,full}    # every file of a group but those named
-    where_allowed: true               # a cell whose settings are refused is left out, and that is said
+    where_allowed: true               # a cell whose settings are refused is left out, and that is
+                                      said
 data_root: null                       # a setting of the grid's own: grid.data_root=DIR
-grids: [speedup, table2]              # further grids, whose cells follow; a setting of this grid's own replaces theirs
-minutes: {fig11: 12}                  # by experiment, for one start: what would begin later is put off
+grids: [speedup, table2]              # further grids, whose cells follow; a setting of this grid's
+own replaces theirs
+minutes: {fig11: 12}                  # by experiment, for one start: what would begin later is put
+off
 
-A run that a file names twice is one cell. `grid.share=K/N` is the K-th of N shares of any grid, for as many processes
-that know nothing of one another. The cells timed at one shape stay together, as they share a process and its prefill.
+A run that a file names twice is one cell. `grid.share=K/N` is the K-th of N shares of any grid, for
+as many processes that know nothing of one another. The cells timed at one shape stay together, as
+they share a process and its prefill.
 """
 
 from __future__ import annotations
@@ -62,8 +66,9 @@ OmegaConf.register_new_resolver("on_the_leaderboard", leaderboard.cells_of_tasks
 
 @dataclass
 class Plan:
-    """cells: checked, none has run. left_out: experiment and reason of each cell that `when` or `where_allowed` leaves
-    out. minutes: by experiment, what its cells may take in one start; None, or not named: as long as it takes."""
+    """cells: checked, none has run. left_out: experiment and reason of each cell that `when` or
+    `where_allowed` leaves out. minutes: by experiment, what its cells may take in one start; None,
+    or not named: as long as it takes."""
 
     cells: list[RunConfig] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
@@ -74,19 +79,24 @@ class Plan:
         reasons: dict[str, list[str]] = {}
         for experiment, reason in self.left_out:
             reasons.setdefault(reason, []).append(experiment)
-        return [f"left out, as {reason}: {counted(experiments)}" for reason, experiments in reasons.items()]
+        return [
+            f"left out, as {reason}: {counted(experiments)}"
+            for reason, experiments in reasons.items()
+        ]
 
 
 def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
-    """All cells of a grid and of the grids in it, or a share of them, checked before the first of them runs.
+    """All cells of a grid and of the grids in it, or a share of them, checked before the first of
+    them runs.
 
     Args:
         node: the chosen `conf/grid/*.yaml`, composed.
-        overrides: the user's; they hold for every cell, and win over what a grid sets without varying it.
+        overrides: the user's; they hold for every cell, and win over what a grid sets without
+        varying it.
 
     Raises:
-        UserError: a malformed grid, one with every cell left out, a wrong setting in any cell, or an override of what
-                the cells vary.
+        UserError: a malformed grid, one with every cell left out, a wrong setting in any cell, or
+                an override of what the cells vary.
     """
     plan = Plan()
     _read(plan, node, overrides, (), Composer())
@@ -95,7 +105,9 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
     known = {config.experiment: None for config in plan.cells} | dict(plan.left_out)
     for name in plan.minutes:
         if name not in known:
-            raise UserError(f"grid.minutes.{name}: no cell is of that experiment; {nearest(name, known)}")
+            raise UserError(
+                f"grid.minutes.{name}: no cell is of that experiment; {nearest(name, known)}"
+            )
     if (share := node.get("share")) is not None:
         plan.cells = share_of(plan.cells, str(share))
     return plan
@@ -104,19 +116,31 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
 def share_of(cells: Sequence[RunConfig], share: str) -> list[RunConfig]:
     """The K-th of N shares of cells, `share` being "K/N": their groups dealt out in turn.
 
-    So neighbours, which cost about the same, go to different shares. UserError where `share` is none.
+    So neighbours, which cost about the same, go to different shares. UserError where `share` is
+    none.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", share)
     number, shares = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= shares:
         raise UserError(f"grid.share={share}: must be K/N with K from 1 to N, such as 2/8")
-    return list(itertools.chain.from_iterable(groups(cells, lambda config: config)[number - 1 :: shares]))
+    return list(
+        itertools.chain.from_iterable(groups(cells, lambda config: config)[number - 1 :: shares])
+    )
 
 
-def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[str, ...], composer: Composer) -> None:
-    """Add the cells of one file to `plan`, then those of the grids in it. within: the names of the grids around it."""
+def _read(
+    plan: Plan,
+    node: DictConfig,
+    overrides: Sequence[str],
+    within: tuple[str, ...],
+    composer: Composer,
+) -> None:
+    """Add the cells of one file to `plan`, then those of the grids in it. within: the names of the
+    grids around it."""
     written: Any = OmegaConf.to_container(node, resolve=False)
-    if "${model.shape." in str(written):  # a model of the user's own has its shape, not the chosen entry's
+    if "${model.shape." in str(
+        written
+    ):  # a model of the user's own has its shape, not the chosen entry's
         config: Any = node._get_root()
         model = chosen_model(config, overrides)
         if model.shape is None:
@@ -137,7 +161,9 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
         for cell in _combinations(settings):
             if condition is None:
                 experiment = _experiment_of({**asked.settings, **cell})
-                plan.left_out.append((experiment, str(source["when"]).strip("${}") + " is not given"))
+                plan.left_out.append(
+                    (experiment, str(source["when"]).strip("${}") + " is not given")
+                )
             else:
                 cells.append((cell, where_allowed))
     if "method" in given:
@@ -147,7 +173,9 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
             raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
     configs: list[RunConfig] = []
     for cell, where_allowed in cells:
-        fixed = {key: value for key, value in {**asked.settings, **cell}.items() if key not in given}
+        fixed = {
+            key: value for key, value in {**asked.settings, **cell}.items() if key not in given
+        }
         try:
             config = load([*itertools.starmap(override, fixed.items()), *given.values()], composer)
         except (UserError, HydraException) as error:
@@ -156,7 +184,9 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
             plan.left_out.append((_experiment_of(fixed), str(error).splitlines()[0].rstrip(".")))
             continue
         if not find(config.kind).keeps_record:
-            raise UserError(f"grid.cells: experiment={config.experiment} writes no record, so it is no cell")
+            raise UserError(
+                f"grid.cells: experiment={config.experiment} writes no record, so it is no cell"
+            )
         if config not in configs:
             configs.append(config)
     plan.cells += configs
@@ -177,9 +207,11 @@ def _experiment_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("experiment", "perplexity"))
 
 
-def _of_method(cells: list[tuple[dict[str, Any], bool]], method: str) -> list[tuple[dict[str, Any], bool]]:
-    """The cells of one method, of a grid that varies it. Another method takes the place of each that has no setting of
-    its own, but for the number of exempt layers, which every method has."""
+def _of_method(
+    cells: list[tuple[dict[str, Any], bool]], method: str
+) -> list[tuple[dict[str, Any], bool]]:
+    """The cells of one method, of a grid that varies it. Another method takes the place of each
+    that has no setting of its own, but for the number of exempt layers, which every method has."""
     names = {str(cell["method"]) for cell, _ in cells if "method" in cell}
     if len(names) < 2:
         return cells
@@ -202,7 +234,9 @@ def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         alternatives = value if isinstance(value, list) else [value]
         rows = [item if len(names) > 1 else [item] for item in alternatives]
         if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
-            raise UserError(f"grid.cells: {key} needs a list of lists of {len(names)} values, not {value}")
+            raise UserError(
+                f"grid.cells: {key} needs a list of lists of {len(names)} values, not {value}"
+            )
         axes.append([dict(zip(names, row, strict=True)) for row in rows])
     for chosen in itertools.product(*axes):
         yield {name: value for part in chosen for name, value in part.items()}

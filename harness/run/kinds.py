@@ -1,4 +1,5 @@
-"""How a run of each kind is checked and made. `harness.settings.kinds` says what decides its numbers.
+"""How a run of each kind is checked and made. `harness.settings.kinds` says what decides its
+numbers.
 
 Light to import: torch and pandas come when a run begins.
 """
@@ -33,14 +34,16 @@ def _refuse(config: RunConfig, where: str, *names: str) -> None:
 def _check_one_answer(config: RunConfig) -> None:
     config.sampling.rule()
     if config.sampling.repeats > 1:
-        raise UserError(f"repeats={config.sampling.repeats}: kind={config.kind} writes one text a prompt; leave it out")
+        raise UserError(
+            f"repeats={config.sampling.repeats}: kind={config.kind} writes one text a prompt; leave it out"
+        )
 
 
 class Measurement:
     """How a run of one kind is checked and made.
 
-    Holds no state: what outlives a run is in `harness.model.resources.Resources`. memory_settings: the settings on
-    which its memory depends most.
+    Holds no state: what outlives a run is in `harness.model.resources.Resources`. memory_settings:
+    the settings on which its memory depends most.
     """
 
     memory_settings: ClassVar[tuple[str, ...]] = ()
@@ -62,10 +65,13 @@ class Measurement:
 
     def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         """`memory_settings` as the user writes them, with their values."""
-        return {name.removeprefix("latency."): attrgetter(name)(config) for name in self.memory_settings}
+        return {
+            name.removeprefix("latency."): attrgetter(name)(config) for name in self.memory_settings
+        }
 
     def process(self, config: RunConfig) -> Any:
-        """What runs must have in common to share a process of their own; None where a run needs none."""
+        """What runs must have in common to share a process of their own; None where a run needs
+        none."""
         return None
 
     def shape(self, config: RunConfig) -> str:
@@ -74,7 +80,8 @@ class Measurement:
 
 
 class Perplexity(Measurement):
-    """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table 2)."""
+    """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table
+    2)."""
 
     memory_settings = ("seq_len", "num_windows")
 
@@ -85,7 +92,9 @@ class Perplexity(Measurement):
             why = "so that a decode row predicts a token of the window"
             raise UserError(f"{lengths}: seq_len must be at least {needed}, {why}")
         if config.method.needs_prompt and config.prefill_len < 1:
-            raise UserError(f"prefill_len=0: must be at least 1, {config.method_name} learns from the prompt")
+            raise UserError(
+                f"prefill_len=0: must be at least 1, {config.method_name} learns from the prompt"
+            )
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         return _texts(config)
@@ -104,8 +113,12 @@ class Tasks(Measurement):
     def check(self, config: RunConfig) -> None:
         if config.model.weights == "random" and tokenizer_of_random(config.model) is None:
             lacks = f"kind={config.kind} reads text, and there is no tokenizer for {config.model.name} here"
-            raise UserError(f"model.weights=random: {lacks}; random token ids serve kind=perplexity and others")
-        if {*config.tasks} <= {*TASKS} and (config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}):
+            raise UserError(
+                f"model.weights=random: {lacks}; random token ids serve kind=perplexity and others"
+            )
+        if {*config.tasks} <= {*TASKS} and (
+            config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}
+        ):
             return  # spares loading lm-eval
         from harness.data.tasks import check_names, plan
 
@@ -123,13 +136,18 @@ class Tasks(Measurement):
 
 
 class Turns(Tasks):
-    """`kind=turns`: several questions to one cache, known and unknown when the method reduced it."""
+    """`kind=turns`: several questions to one cache, known and unknown when the method reduced
+    it."""
 
     def check(self, config: RunConfig) -> None:
         if config.prefill != "auto":
-            raise UserError(f"prefill={config.prefill}: kind=turns asks each question both ways; leave it out")
+            raise UserError(
+                f"prefill={config.prefill}: kind=turns asks each question both ways; leave it out"
+            )
         if config.task.too_long == "truncate":
-            raise UserError("too_long=truncate: kind=turns would cut a context differently for each question")
+            raise UserError(
+                "too_long=truncate: kind=turns would cut a context differently for each question"
+            )
         super().check(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
@@ -177,7 +195,12 @@ class Latency(Measurement):
         return run_latency(config, resources.model(config.model), resources.prompts)
 
     def process(self, config: RunConfig) -> Any:
-        return (repr(config.model), config.platform.name, config.latency.batch_size, config.latency.prompt_len)
+        return (
+            repr(config.model),
+            config.platform.name,
+            config.latency.batch_size,
+            config.latency.prompt_len,
+        )
 
     def shape(self, config: RunConfig) -> str:
         return f"{config.latency.batch_size}x{config.latency.prompt_len}"
@@ -197,13 +220,16 @@ class Generate(Measurement):
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.speed.generate import run_generate
 
-        made = run_generate(config, resources.model(config.model), partial(print, end="", flush=True))
+        made = run_generate(
+            config, resources.model(config.model), partial(print, end="", flush=True)
+        )
         print(f"\n\n{made.summary()}")
         return Outcome({})
 
 
 class Contract(Measurement):
-    """`kind=contract`: whether a method, or a codec, keeps what every one must; see `harness.checks.contract`."""
+    """`kind=contract`: whether a method, or a codec, keeps what every one must; see
+    `harness.checks.contract`."""
 
     def check(self, config: RunConfig) -> None:
         _refuse(config, "experiment=contract", "size")
@@ -219,19 +245,26 @@ class Contract(Measurement):
 
 
 class Analysis(Measurement):
-    """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7, 20, Table 1)."""
+    """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7,
+    20, Table 1)."""
 
     memory_settings = ("analysis.num_tokens",)
 
     def check(self, config: RunConfig) -> None:
         statistic = config.analysis.statistic
         if statistic is None:
-            raise UserError(f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}")
+            raise UserError(
+                f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}"
+            )
         if config.model.device == "map":
-            raise UserError("model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda")
+            raise UserError(
+                "model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
+            )
         _refuse(config, "kind=analysis", "codec", "size")
         if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
-            raise UserError(f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming")
+            raise UserError(
+                f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming"
+            )
 
     def needs_weights(self, config: RunConfig) -> bool:
         return config.analysis.statistic != "memory"  # which follows from the shape
@@ -250,7 +283,8 @@ class Analysis(Measurement):
 
 
 class Frontier(Measurement):
-    """`kind=frontier`: the fastest setting of `tables/leaderboard.csv` over a link, within a bound of KL."""
+    """`kind=frontier`: the fastest setting of `tables/leaderboard.csv` over a link, within a bound
+    of KL."""
 
     def check(self, config: RunConfig) -> None:
         for name, unit in (("link_gbps", "10^9 bytes/s"), ("max_kl", "nats")):

@@ -1,4 +1,5 @@
-"""A file for a method of one's own, which works as it is: `my_method.py` of this folder under another name.
+"""A file for a method of one's own, which works as it is: `my_method.py` of this folder under
+another name.
 
 python -m harness.run.new_method my_method
 """
@@ -22,14 +23,17 @@ SKELETON = Path(__file__).with_name("my_method.py")
 
 def main(argv: Sequence[str]) -> int:
     """Write the file and say what comes next; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m harness.run.new_method", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.run.new_method", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("name", help="the method's name, or a path that ends in it")
     name = parser.parse_args(argv).name.removesuffix(".py")
     return exit_code(lambda: write(Path(f"{name}.py").expanduser()))
 
 
 def write(path: Path) -> None:
-    """Write the skeleton to `path`; UserError for a name that is none, or taken, and where there is such a file."""
+    """Write the skeleton to `path`; UserError for a name that is none, or taken, and where there is
+    such a file."""
     name = path.stem
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UserError(f"NAME={name}: must be a Python name such as my_method")

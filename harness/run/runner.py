@@ -2,8 +2,9 @@
 
     path = run(Run.of(load(["method=h2o", "experiment=tasks"])), Resources())
 
-A run whose record is finished is not repeated. One that fails leaves a record that says why, and is repeated at the
-next start. `Resources` keep the model for the next run of the process, so that a sweep or a grid loads it once.
+A run whose record is finished is not repeated. One that fails leaves a record that says why, and is
+repeated at the next start. `Resources` keep the model for the next run of the process, so that a
+sweep or a grid loads it once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """A run and where its record lies, made once. inputs: sha256 by name. Looking at it changes nothing."""
+    """A run and where its record lies, made once. inputs: sha256 by name. Looking at it changes
+    nothing."""
 
     config: RunConfig
     inputs: Mapping[str, str]
@@ -46,12 +48,15 @@ class Run:
     @classmethod
     @own_method.faults()
     def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
-        """Digest all that the run of `config` reads. Raises UserError where something is missing."""
+        """Digest all that the run of `config` reads. Raises UserError where something is
+        missing."""
         digests = digests_of(config)
         if resources is not None and resources.loaded is not None:
             digests["model"] = resources.loaded.fingerprint
         run_id = records.run_id(config, digests)
-        return cls(config, digests, records.record_path(config.results_dir, config.experiment, run_id))
+        return cls(
+            config, digests, records.record_path(config.results_dir, config.experiment, run_id)
+        )
 
     @property
     def title(self) -> str:
@@ -67,13 +72,16 @@ class Run:
         return record is not None and record["status"] == "finished"
 
     def why_again(self) -> str | None:
-        """Why a run that was started before is to run again, in words for the user; None where it is new."""
+        """Why a run that was started before is to run again, in words for the user; None where it
+        is new."""
         record, damage = self.found()
         if damage is not None:
             return f"{damage}; kept as {records.aside(self.path).name}, run again"
         if record is None:
             other = records.made_by_other_code(self.path)
-            return f"{self.title}: made by other code (record {other}), run again" if other else None
+            return (
+                f"{self.title}: made by other code (record {other}), run again" if other else None
+            )
         error = f" ({record['error']})" if record["error"] else ""
         return f"{self.title}: {record['status']} before{error}, run again"
 
@@ -88,7 +96,8 @@ class Run:
 
 
 def require_devices(configs: Iterable[RunConfig]) -> None:
-    """Raise UserError where a run's platform is not here. Asked before anything else, once for many runs."""
+    """Raise UserError where a run's platform is not here. Asked before anything else, once for many
+    runs."""
     if any(config.platform.name == "cuda" for config in configs):
         import torch
 
@@ -96,16 +105,24 @@ def require_devices(configs: Iterable[RunConfig]) -> None:
             raise UserError("platform=cuda: torch finds no CUDA device here; allowed: cpu")
 
 
-def run(todo: Run, resources: Resources, *, since: float | None = None, say: Callable[[str], object] = print) -> Path:
-    """Do one run, unless its record is finished. One process at a time does. Returns the record's path.
+def run(
+    todo: Run,
+    resources: Resources,
+    *,
+    since: float | None = None,
+    say: Callable[[str], object] = print,
+) -> Path:
+    """Do one run, unless its record is finished. One process at a time does. Returns the record's
+    path.
 
-    since: of a cell, when its grid began, in seconds since the epoch. Then a run in another process is not waited for,
-    a failure there since then is a failure here, and nothing is printed. say: prints a line.
+    since: of a cell, when its grid began, in seconds since the epoch. Then a run in another process
+    is not waited for, a failure there since then is a failure here, and nothing is printed. say:
+    prints a line.
 
     Raises:
-        UserError: wrong input, an unwritable results folder, too little memory (which setting to lower), or a fault of
-            the user's model, data or method. The record then says `failed`, as for any other exception; after Ctrl-C it
-            says `interrupted`.
+        UserError: wrong input, an unwritable results folder, too little memory (which setting to
+            lower), or a fault of the user's model, data or method. The record then says `failed`,
+            as for any other exception; after Ctrl-C it says `interrupted`.
         BugError: a bug of ours ended it in another process.
         HeldError: another process runs this cell.
     """
@@ -124,7 +141,11 @@ def run(todo: Run, resources: Resources, *, since: float | None = None, say: Cal
         if since is None:
             if why := todo.why_again():
                 say(why)
-        elif record is not None and record["status"] == "failed" and todo.path.stat().st_mtime > since:
+        elif (
+            record is not None
+            and record["status"] == "failed"
+            and todo.path.stat().st_mtime > since
+        ):
             raise from_record("failed in another process: ", record["error"])
         if damage is not None:
             todo.path.replace(records.aside(todo.path))
@@ -154,7 +175,8 @@ def relabel(finished: Run) -> None:
 
 
 def report(paths: Sequence[Path]) -> str:
-    """Bring the tables of the records' experiments up to date. Returns these records as a table to print."""
+    """Bring the tables of the records' experiments up to date. Returns these records as a table to
+    print."""
     folders = dict.fromkeys(path.parent.parent for path in paths)
     for folder in folders:
         update = partial(tables.update, folder.parent.parent, folder.name)
@@ -166,7 +188,9 @@ def report(paths: Sequence[Path]) -> str:
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
     record, config, measurement = _unfinished(todo), todo.config, measurement_of(todo.config.kind)
-    records.write_record(todo.path, record)  # before any work, so that an unwritable folder costs nothing
+    records.write_record(
+        todo.path, record
+    )  # before any work, so that an unwritable folder costs nothing
     start = time.perf_counter()
     try:
         with users_faults(config):
@@ -175,14 +199,20 @@ def _record(todo: Run, resources: Resources) -> None:
             devices: list[str] = []
             if measurement.needs_weights(config):
                 model = resources.model(config.model).model
-                spread = dict.fromkeys(f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values())
+                spread = dict.fromkeys(
+                    f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values()
+                )
                 devices = [*spread] or [str(model.device)]
             measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}
             measured["environment"] = environment.describe(devices)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
         _end(todo, record | measured | {"status": "finished", "seconds": seconds})
     except Exception as error:
-        failure = {"status": "failed", "error": to_record(error), "seconds": time.perf_counter() - start}
+        failure = {
+            "status": "failed",
+            "error": to_record(error),
+            "seconds": time.perf_counter() - start,
+        }
         _end(todo, record | failure)
         raise
 
@@ -225,7 +255,8 @@ def _unfinished(todo: Run) -> dict[str, Any]:
 
 @contextmanager
 def users_faults(config: RunConfig) -> Iterator[None]:
-    """Raise as a `UserError` what a user can put right: memory, a full disk, their own model, method or task."""
+    """Raise as a `UserError` what a user can put right: memory, a full disk, their own model,
+    method or task."""
     try:
         yield
     except SystemExit as end:
@@ -241,9 +272,15 @@ def users_faults(config: RunConfig) -> Iterator[None]:
     except BaseException as error:
         said, kind = message(error), type(error).__name__
         refusal: str | None
-        if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in said:  # CUDA, CPU
+        if (
+            isinstance(error, MemoryError)
+            or kind == "OutOfMemoryError"
+            or "DefaultCPUAllocator" in said
+        ):  # CUDA, CPU
             values = measurement_of(config.kind).memory_hints(config).items()
-            lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values)
+            lower = " or ".join(
+                name if value is None else f"{name}={value}" for name, value in values
+            )
             refusal = f"out of memory: lower {lower}, or choose a smaller model"
         elif isinstance(error, ValueError) and said.startswith("method."):
             refusal = said  # `methods` knows no UserError
@@ -258,20 +295,28 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         raise UserError(refusal) from error
 
 
-def _of_own_code(config: RunConfig, error: BaseException, said: str, *, by_line: bool = False) -> str | None:
-    """The fault of a user's own codec, method or task function, with its file and line; None where none ran.
+def _of_own_code(
+    config: RunConfig, error: BaseException, said: str, *, by_line: bool = False
+) -> str | None:
+    """The fault of a user's own codec, method or task function, with its file and line; None where
+    none ran.
 
-    Where an own method returned something that only our code stumbles over, the line is that of its class. by_line: do
-    not look for such a method.
+    Where an own method returned something that only our code stumbles over, the line is that of its
+    class. by_line: do not look for such a method.
     """
-    parts = (f"codec={config.codec}", config.own_codec), (f"method={config.method_name}", config.method)
+    parts = (
+        (f"codec={config.codec}", config.own_codec),
+        (f"method={config.method_name}", config.method),
+    )
     files = ((what, type(each), inputs.own_file(type(each).__module__)) for what, each in parts)
     own = [(what, cls, file) for what, cls, file in files if file is not None]
     for what, _, file in own:
         if line := line_in(error, set(map(str, file.parent.glob("*.py")))):
             return f"{what}: {line}: {said}"
     folder = config.task.include_path
-    if folder is not None and (line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))):
+    if folder is not None and (
+        line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))
+    ):
         return f"include_path={folder}: {line}: {said}"
     if not own or by_line:
         return None

@@ -1,11 +1,14 @@
-"""How far runs are, by experiment: done, running, failed, interrupted, missing, and the time that is left.
+"""How far runs are, by experiment: done, running, failed, interrupted, missing, and the time that
+is left.
 
     python run.py status=true results_dir=results     # of all that was started there
-    python run.py grid=leaderboard status=true        # of the cells of a command, with status=true at its end
+    python run.py grid=leaderboard status=true        # of the cells of a command, with status=true
+    at its end
 
-A grid leaves a list of its cells in `runs/grids` until all have begun, so that after an interruption a folder counts
-those that were never begun as missing, too. A run is running if a living process holds its lock. The time left is for
-one process: the mean time of the done cells of the same experiment, for each cell that is not done.
+A grid leaves a list of its cells in `runs/grids` until all have begun, so that after an
+interruption a folder counts those that were never begun as missing, too. A run is running if a
+living process holds its lock. The time left is for one process: the mean time of the done cells of
+the same experiment, for each cell that is not done.
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ from harness.results import record as records
 from harness.run.runner import Run, is_held
 
 GRIDS = "grids"
-"""The folder beside those of the experiments with the lists of cells of grids that have not ended."""
+"""The folder beside those of the experiments with the lists of cells of grids that have not
+ended."""
 STATES = ("done", "running", "failed", "interrupted", "missing")
 
 
 class Cell(NamedTuple):
-    """How far a run is. seconds: that it took, or has been running; None where it did not end. error: of a failed
-    one."""
+    """How far a run is. seconds: that it took, or has been running; None where it did not end.
+    error: of a failed one."""
 
     experiment: str
     title: str
@@ -42,8 +46,8 @@ class Cell(NamedTuple):
 
 
 def note(runs: Sequence[Run]) -> Path:
-    """Write the list of a grid's cells beside their records. Returns its path, which is the same at every start of the
-    grid. Raises UserError where the folder cannot be written."""
+    """Write the list of a grid's cells beside their records. Returns its path, which is the same at
+    every start of the grid. Raises UserError where the folder cannot be written."""
     cells = [_identity(run.path) | {"title": run.title} for run in runs]
     text = json.dumps(cells, indent=1)
     path = runs[0].path.parents[2] / GRIDS / f"{text_sha256(text)[:16]}.json"
@@ -61,7 +65,10 @@ def _noted(results_dir: str | Path) -> Iterator[dict[str, str]]:
     for path in sorted((Path(results_dir) / "runs" / GRIDS).glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             cells = json.loads(path.read_text(encoding="utf-8"))
-            yield from [{name: str(cell[name]) for name in ("experiment", "settings_id", "title")} for cell in cells]
+            yield from [
+                {name: str(cell[name]) for name in ("experiment", "settings_id", "title")}
+                for cell in cells
+            ]
 
 
 def of_runs(runs: Iterable[Run]) -> Iterator[Cell]:
@@ -71,8 +78,8 @@ def of_runs(runs: Iterable[Run]) -> Iterator[Cell]:
 
 
 def of_folder(results_dir: str | Path) -> Iterator[Cell]:
-    """All that was started in a results folder: of runs that differ in code alone, the one that is furthest. The cells
-    of a grid that has not ended are missing where they have no record."""
+    """All that was started in a results folder: of runs that differ in code alone, the one that is
+    furthest. The cells of a grid that has not ended are missing where they have no record."""
     best: dict[tuple[str, str], Cell] = {}
     for record in records.read_all(results_dir):
         path = records.record_path(results_dir, record["experiment"], record["run_id"])
@@ -86,7 +93,9 @@ def of_folder(results_dir: str | Path) -> Iterator[Cell]:
     yield from best.values()
 
 
-def _cell(title: str, path: Path, record: Mapping[str, Any] | None, damage: UserError | None = None) -> Cell:
+def _cell(
+    title: str, path: Path, record: Mapping[str, Any] | None, damage: UserError | None = None
+) -> Cell:
     experiment = path.parts[-3]
     if damage is not None:
         return Cell(experiment, title, "failed", error=str(damage))
@@ -121,19 +130,34 @@ def render(cells: Iterable[Cell]) -> str:
         table.append([name, *counts, "?" if seconds is None else _duration(seconds)])
     header, sides = ["experiment", *STATES, "time left"], ["left", *["right"] * (len(STATES) + 1)]
     lines = [tabulate(table, header, "plain", colalign=sides, disable_numparse=True)]
-    named = [cell for state in ("running", "failed", "interrupted") for cell in found if cell.state == state]
+    named = [
+        cell
+        for state in ("running", "failed", "interrupted")
+        for cell in found
+        if cell.state == state
+    ]
     if named:
         lines.append("")
     for cell in named:
-        since = f" for {_duration(cell.seconds)}" if cell.state == "running" and cell.seconds is not None else ""
-        lines.append(f"{cell.state}{since}: {cell.title}" + (f": {cell.error}" if cell.error else ""))
+        since = (
+            f" for {_duration(cell.seconds)}"
+            if cell.state == "running" and cell.seconds is not None
+            else ""
+        )
+        lines.append(
+            f"{cell.state}{since}: {cell.title}" + (f": {cell.error}" if cell.error else "")
+        )
     return "\n".join(lines)
 
 
 def _seconds_left(cells: list[Cell]) -> float | None:
     """Of the cells of one experiment; None where some are left and none is done."""
     took = [cell.seconds for cell in cells if cell.state == "done" and cell.seconds is not None]
-    todo = [cell.seconds or 0.0 if cell.state == "running" else 0.0 for cell in cells if cell.state != "done"]
+    todo = [
+        cell.seconds or 0.0 if cell.state == "running" else 0.0
+        for cell in cells
+        if cell.state != "done"
+    ]
     if todo and not took:
         return None
     return sum(max(0.0, fmean(took) - elapsed) for elapsed in todo)

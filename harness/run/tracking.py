@@ -1,13 +1,13 @@
 """Tracking: each record, once it is written, is sent to the tracker of `tracker=`.
 
-A record never depends on a tracker. One that cannot be used is refused before any work. One that fails later costs a
-line of warning, and this sends what it missed:
+A record never depends on a tracker. One that cannot be used is refused before any work. One that
+fails later costs a line of warning, and this sends what it missed:
 
     python -m harness.run.tracking mlflow --results-dir results
 
-MLflow and Weights & Biases are optional packages, imported when they are used. Their own settings hold
-(MLFLOW_TRACKING_URI, WANDB_API_KEY, WANDB_MODE, ...). All runs go to one project, `kv-offload` unless
-MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT says otherwise.
+MLflow and Weights & Biases are optional packages, imported when they are used. Their own settings
+hold (MLFLOW_TRACKING_URI, WANDB_API_KEY, WANDB_MODE, ...). All runs go to one project, `kv-offload`
+unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT says otherwise.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ FINISHED = "finished"
 class Entry:
     """What becomes one run of a tracker.
 
-    key: what it is found again by, in the tag `run_id`. started: seconds since 1970. status: finished or failed.
-    metrics: finite numbers. parameters, tags: text. files: by the folder in which the tracker shows them.
+    key: what it is found again by, in the tag `run_id`. started: seconds since 1970. status:
+    finished or failed. metrics: finite numbers. parameters, tags: text. files: by the folder in
+    which the tracker shows them.
     """
 
     key: str
@@ -81,7 +82,9 @@ class MLflow:
             try:
                 return self._client.create_experiment(name)
             except Exception:
-                if (found := self._client.get_experiment_by_name(name)) is None:  # no other process has made it
+                if (
+                    found := self._client.get_experiment_by_name(name)
+                ) is None:  # no other process has made it
                     raise
         return found.experiment_id
 
@@ -96,11 +99,20 @@ class MLflow:
         if found and found[0].data.tags.get("status") == FINISHED:
             return
         if not found:
-            found = [client.create_run(project, start_time=start, tags={"run_id": entry.key}, run_name=entry.title)]
+            found = [
+                client.create_run(
+                    project, start_time=start, tags={"run_id": entry.key}, run_name=entry.title
+                )
+            ]
         run = found[0].info.run_id
         items = {
-            "metrics": [entities.Metric(_mlflow_name(key), value, end, 0) for key, value in entry.metrics.items()],
-            "params": [entities.Param(_mlflow_name(key), value) for key, value in entry.parameters.items()],
+            "metrics": [
+                entities.Metric(_mlflow_name(key), value, end, 0)
+                for key, value in entry.metrics.items()
+            ],
+            "params": [
+                entities.Param(_mlflow_name(key), value) for key, value in entry.parameters.items()
+            ],
             "tags": [entities.RunTag(key, value) for key, value in entry.tags.items()],
         }
         for kind, values in items.items():
@@ -133,7 +145,9 @@ class WandB:
         """Raise where it cannot be sent to."""
         online = self._wandb.setup().settings.mode in ("online", "shared")
         if online and not self._wandb.login(prompt=False, verify=True):
-            raise UserError("tracker=wandb: no API key; `wandb login` asks for it, WANDB_MODE=offline needs none")
+            raise UserError(
+                "tracker=wandb: no API key; `wandb login` asks for it, WANDB_MODE=offline needs none"
+            )
 
     def send(self, entry: Entry) -> None:
         """Make the entry's run, or renew it."""
@@ -170,38 +184,56 @@ def require(names: Iterable[str]) -> None:
             try:
                 TRACKERS[name]().check()
             except ImportError as error:
-                raise UserError(f"tracker={name}: {missing(error)}; docs/sharing.md says how to add it") from error
+                raise UserError(
+                    f"tracker={name}: {missing(error)}; docs/sharing.md says how to add it"
+                ) from error
 
 
 def send(name: str, path: Path) -> bool:
-    """Send the record at `path`, of a run that has ended; False, and a line on stderr, where that fails."""
+    """Send the record at `path`, of a run that has ended; False, and a line on stderr, where that
+    fails."""
     return name == NONE or _send(name, lambda: _of_record(records.read_record(path), path), path)
 
 
 def send_figures(name: str, paths: Iterable[Path]) -> None:
-    """Send the figures of a results folder, the same ones only once; a line on stderr where that fails."""
+    """Send the figures of a results folder, the same ones only once; a line on stderr where that
+    fails."""
     images = [path for path in paths if path.suffix == ".png"]
     if name != NONE and images:
         key = f"figures-{files_sha256(images)[:16]}"
         tags, files = {"run_id": key, "experiment": "figures"}, {"figures": images}
-        _send(name, lambda: Entry(key, "figures", time.time(), 0.0, FINISHED, {}, {}, tags, files), images[0].parent)
+        _send(
+            name,
+            lambda: Entry(key, "figures", time.time(), 0.0, FINISHED, {}, {}, tags, files),
+            images[0].parent,
+        )
 
 
 def _send(name: str, entry: Callable[[], Entry], source: Path) -> bool:
     try:
         TRACKERS[name]().send(entry())
-    except Exception as error:  # of a foreign package, a network or a server: none is worth a measurement
-        tqdm.write(f"warning: tracker={name}: {source} was not sent ({reason(error)})", file=sys.stderr)
+    except (
+        Exception
+    ) as error:  # of a foreign package, a network or a server: none is worth a measurement
+        tqdm.write(
+            f"warning: tracker={name}: {source} was not sent ({reason(error)})", file=sys.stderr
+        )
         return False
     return True
 
 
 def _of_record(record: Mapping[str, Any], path: Path) -> Entry:
-    """Parameters are the settings that decide its numbers, the same in each record of a run_id; without nulls."""
+    """Parameters are the settings that decide its numbers, the same in each record of a run_id;
+    without nulls."""
     config, status = record["config"], record["status"]
     settings_id, _, code = record["run_id"].partition("-")
     tags = {name: record[name] for name in ("run_id", "experiment", "kind")}
-    tags |= {"settings_id": settings_id, "code": code, "method": config["method_name"], "label": config["label"]}
+    tags |= {
+        "settings_id": settings_id,
+        "code": code,
+        "method": config["method_name"],
+        "label": config["label"],
+    }
     tags |= {"model": config["model"]["name"], "platform": config["platform"]["name"]}
     metrics = records.flat(record["metrics"] | {"seconds": record["seconds"]}, "/")
     settings = records.flat(records.deciding(config))
@@ -227,15 +259,21 @@ def _of_record(record: Mapping[str, Any], path: Path) -> Entry:
 
 
 def send_all(name: str, results_dir: str | Path) -> None:
-    """Send every finished record of a results folder that the tracker has not got; prints how many it has.
+    """Send every finished record of a results folder that the tracker has not got; prints how many
+    it has.
 
     Raises:
         UserError: the tracker cannot be used, or some records were not sent.
     """
     require([name])
     runs = [record for record in records.read_all(results_dir) if record["status"] == FINISHED]
-    paths = [records.record_path(results_dir, record["experiment"], record["run_id"]) for record in runs]
-    there, all_of_them = sum(send(name, path) for path in paths), f"{len(runs)} finished runs of {results_dir}"
+    paths = [
+        records.record_path(results_dir, record["experiment"], record["run_id"]) for record in runs
+    ]
+    there, all_of_them = (
+        sum(send(name, path) for path in paths),
+        f"{len(runs)} finished runs of {results_dir}",
+    )
     if there < len(runs):
         raise UserError(f"tracker={name}: {len(runs) - there} of {all_of_them} were not sent")
     print(f"{name} has all {all_of_them}")
@@ -243,7 +281,9 @@ def send_all(name: str, results_dir: str | Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Send what a tracker has not got; returns the exit code, 2 for what a user can put right."""
-    parser = argparse.ArgumentParser(prog="python -m harness.run.tracking", description="Send records to a tracker.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.run.tracking", description="Send records to a tracker."
+    )
     parser.add_argument("tracker", choices=sorted(TRACKERS))
     parser.add_argument("--results-dir", default="results", metavar="DIR", help="default: results")
     args = parser.parse_args(argv)

@@ -1,1 +1,2 @@
-"""Accuracy of a KV-cache method: tasks, perplexity, long decoding, fidelity to the full cache. All in replay."""
+"""Accuracy of a KV-cache method: tasks, perplexity, long decoding, fidelity to the full cache. All
+in replay."""

@@ -1,11 +1,13 @@
 """Answers through replay: scores of continuations, and texts. Each piece of work is done once.
 
 prompt   ids[:prefill_len]         dense, once per distinct prompt
-  branch   equal rows that follow    decoded once per question, counted as often as requests share them
+  branch   equal rows that follow    decoded once per question, counted as often as requests share
+           them
     own rows                           decoded per request
 
-Prompts of similar length are padded left into a batch and run once. Sessions of branches are forked from it, and their
-rows are padded right. Every request counts as a sequence of its own in the reads.
+Prompts of similar length are padded left into a batch and run once. Sessions of branches are forked
+from it, and their rows are padded right. Every request counts as a sequence of its own in the
+reads.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from harness.replay.setup import Setup
 from harness.settings.config import GREEDY, Sampling
 
 CACHE_TOKENS = 8192
-"""Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in fp16 on
-Llama-2-7B."""
+"""Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in
+fp16 on Llama-2-7B."""
 PROMPT_TOKENS = 1024
-"""Prompts times columns of one prefill, for scores: enough rows to keep the matrix products busy; more only pad."""
+"""Prompts times columns of one prefill, for scores: enough rows to keep the matrix products busy;
+more only pad."""
 HEAD_ROWS = 256
-"""Rows that pass the output head at once: 50 MB of fp32 logits at a vocabulary of 50k, 130 MB at 128k."""
+"""Rows that pass the output head at once: 50 MB of fp32 logits at a vocabulary of 50k, 130 MB at
+128k."""
 
 Document = tuple[str | None, int | None]
 """Task and number of a question."""
@@ -46,11 +50,13 @@ Item = TypeVar("Item")
 class Request(NamedTuple):
     """A context, `ids[:context_len]`, whose continuation is scored, or that is to be continued.
 
-    ids: the context, and the continuation to score if there is one. prefill_len: rows that attend densely, at least 1.
-    final_length: T. Where text is generated, T is the context and `max_new_tokens`, as in live decoding; else the
-    context and the longest choice of the question. document: requests of one document are the choices of one question.
-    max_new_tokens: 0 where a continuation is scored. stops: texts that end the answer once it holds one. sampling: how
-    the answer's tokens are chosen, by random numbers made from `seed`, the question's number and `repeat`.
+    ids: the context, and the continuation to score if there is one. prefill_len: rows that attend
+    densely, at least 1. final_length: T. Where text is generated, T is the context and
+    `max_new_tokens`, as in live decoding; else the context and the longest choice of the question.
+    document: requests of one document are the choices of one question. max_new_tokens: 0 where a
+    continuation is scored. stops: texts that end the answer once it holds one. sampling: how the
+    answer's tokens are chosen, by random numbers made from `seed`, the question's number and
+    `repeat`.
     """
 
     ids: tuple[int, ...]
@@ -76,7 +82,8 @@ class Request(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Decode rows at most. The last token, given or generated, has none: its prediction is not used."""
+        """Decode rows at most. The last token, given or generated, has none: its prediction is not
+        used."""
         return len(self.ids) + self.max_new_tokens - 1 - self.prefill_len
 
     @property
@@ -86,7 +93,8 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would produce it."""
+    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would
+    produce it."""
 
     log_likelihood: float
     is_greedy: bool
@@ -96,8 +104,8 @@ class Score(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """Requests after one prompt, by index, and the decode rows that are equal in all of them: of one document, or
-    equal ones whose text is generated."""
+    """Requests after one prompt, by index, and the decode rows that are equal in all of them: of
+    one document, or equal ones whose text is generated."""
 
     requests: list[int]
     shared: tuple[int, ...]
@@ -138,20 +146,31 @@ class PromptBatch:
     """
 
     def __init__(
-        self, prompts: Sequence[SharedPrompt], requests: Sequence[Request], attached: Attached, setup: Setup
+        self,
+        prompts: Sequence[SharedPrompt],
+        requests: Sequence[Request],
+        attached: Attached,
+        setup: Setup,
     ) -> None:
         self.requests = requests
         self.device = attached.device
-        self.branches = [(parent, branch) for parent, prompt in enumerate(prompts) for branch in prompt.branches]
+        self.branches = [
+            (parent, branch) for parent, prompt in enumerate(prompts) for branch in prompt.branches
+        ]
         ids, valid = pad([prompt.ids for prompt in prompts], self.device, left=True)
         self.num_columns = ids.shape[1]
         final_lengths = self.tensor([prompt.final_length for prompt in prompts])
         self.root = setup.replay(attached, final_lengths, self.num_columns)
-        counts = self.tensor([sum(len(branch.requests) for branch in prompt.branches) for prompt in prompts])
-        self.last_hidden = self.root.prefill(ids, valid, counts)[:, -1:]  # [prompts, 1, hidden_size]
+        counts = self.tensor(
+            [sum(len(branch.requests) for branch in prompt.branches) for prompt in prompts]
+        )
+        self.last_hidden = self.root.prefill(ids, valid, counts)[
+            :, -1:
+        ]  # [prompts, 1, hidden_size]
 
     def slices(self) -> Iterator[list[tuple[int, Branch]]]:
-        """The branches, each with the index of its prompt in the batch, in slices of bounded memory."""
+        """The branches, each with the index of its prompt in the batch, in slices of bounded
+        memory."""
 
         def size(item: tuple[int, Branch]) -> tuple[int, int]:
             members = [self.requests[index] for index in item[1].requests]
@@ -165,8 +184,9 @@ class PromptBatch:
     ) -> tuple[ReplaySession, Tensor]:
         """Fork the prompts to `branches` and decode the rows that each one's requests share.
 
-        more_columns: room for rows that follow. Returns the session, which has read these rows only, and hidden states
-        [branches, 1 + longest, hidden_size], the prompt's last row before the shared ones.
+        more_columns: room for rows that follow. Returns the session, which has read these rows
+        only, and hidden states [branches, 1 + longest, hidden_size], the prompt's last row before
+        the shared ones.
         """
         parents = self.tensor([parent for parent, _ in branches])
         shared, valid = pad([branch.shared for _, branch in branches], self.device)
@@ -182,8 +202,11 @@ class PromptBatch:
         return torch.tensor(values, device=self.device)
 
 
-def batches(items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most: int) -> Iterator[list[Item]]:
-    """Consecutive items whose sequences times columns stay within `most`, at least one; size: (sequences, columns)."""
+def batches(
+    items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most: int
+) -> Iterator[list[Item]]:
+    """Consecutive items whose sequences times columns stay within `most`, at least one; size:
+    (sequences, columns)."""
     batch: list[Item] = []
     count = width = 0
     for item in items:
@@ -197,23 +220,30 @@ def batches(items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most
         yield batch
 
 
-def pad(sequences: Sequence[Sequence[int]], device: torch.device, *, left: bool = False) -> tuple[Tensor, Tensor]:
+def pad(
+    sequences: Sequence[Sequence[int]], device: torch.device, *, left: bool = False
+) -> tuple[Tensor, Tensor]:
     """Ids int [batch, longest], 0 where padded, and bool of the same shape, True where real."""
     rows = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]
     padded = partial(pad_sequence, batch_first=True, padding_side="left" if left else "right")
-    return padded(rows).to(device), padded([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)
+    return padded(rows).to(device), padded(
+        [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    ).to(device)
 
 
 # Scores
 
 
 def score(
-    requests: Sequence[Request], attached: Attached, setup: Setup, on_scored: Callable[[int], object]
+    requests: Sequence[Request],
+    attached: Attached,
+    setup: Setup,
+    on_scored: Callable[[int], object],
 ) -> tuple[list[Score], ReadStats]:
     """Scores in the order of `requests`, and their reads.
 
-    on_scored: takes the number of requests scored since its last call. Raises UserError where the method did not run
-    on every decode row.
+    on_scored: takes the number of requests scored since its last call. Raises UserError where the
+    method did not run on every decode row.
     """
     scores: dict[int, Score] = {}
     reads = ReadStats()
@@ -234,8 +264,8 @@ def _decode_choices(
 ) -> tuple[Tensor, dict[int, list[int]], ReadStats]:
     """Decode the shared rows of `branches`, then each request's own.
 
-    Returns final hidden states [rows, hidden_size], the rows of each request, by index, from the last one of its prompt
-    on, and the reads.
+    Returns final hidden states [rows, hidden_size], the rows of each request, by index, from the
+    last one of its prompt on, and the reads.
     """
     trunk, hidden = batch.decode_shared(branches)
     reads = trunk.reads
@@ -252,7 +282,8 @@ def _decode_choices(
             start += hidden.shape[1]
 
     add(hidden, [(branch.requests, 1 + len(branch.shared)) for _, branch in branches])
-    # (branch, request, own rows), in groups in which none has twice the rows of another: little padding, few forwards.
+    # (branch, request, own rows), in groups in which none has twice the rows of another: little
+    # padding, few forwards.
     groups: dict[int, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
     for at, (_, branch) in enumerate(branches):
         for index in branch.requests:
@@ -261,7 +292,9 @@ def _decode_choices(
                 groups[len(own).bit_length()].append((at, index, own))
     for group in groups.values():
         ids, valid = pad([own for _, _, own in group], batch.device)
-        tips = trunk.fork(batch.tensor([at for at, _, _ in group]), trunk.history.length + ids.shape[1])
+        tips = trunk.fork(
+            batch.tensor([at for at, _, _ in group]), trunk.history.length + ids.shape[1]
+        )
         add(tips.decode(ids, valid), [([index], len(own)) for _, index, own in group])
         reads += tips.reads
     return torch.cat(blocks), addresses, reads
@@ -270,9 +303,11 @@ def _decode_choices(
 def _read_off(
     hidden: Tensor, rows: dict[int, list[int]], requests: Sequence[Request], attached: Attached
 ) -> dict[int, Score]:
-    """Scores of the requests whose rows of `hidden` are given. A row shared by several passes the head once."""
+    """Scores of the requests whose rows of `hidden` are given. A row shared by several passes the
+    head once."""
     targets = {index: requests[index].ids[requests[index].context_len :] for index in rows}
-    # The continuation's first token is predicted by the row of the context's last: one row before its own.
+    # The continuation's first token is predicted by the row of the context's last: one row before
+    # its own.
     addresses = [rows[index][-len(tokens) :] for index, tokens in targets.items()]
     device = attached.device
     wanted = torch.tensor([token for tokens in targets.values() for token in tokens], device=device)
@@ -300,7 +335,8 @@ def _read_off(
 
 
 class Written(NamedTuple):
-    """A generated answer. tokens: the one that ended it included. at_limit: `max_new_tokens` ended it."""
+    """A generated answer. tokens: the one that ended it included. at_limit: `max_new_tokens` ended
+    it."""
 
     tokens: list[int]
     at_limit: bool
@@ -316,11 +352,12 @@ def generate(
 ) -> tuple[list[Written], ReadStats]:
     """The answers, in the order of `requests`, and their reads.
 
-    The rest of the context after the prompt is decoded teacher-forced, then each step decodes one row of every
-    sequence. The model's generation config says, as in lm-eval's `HFLM`, which tokens end an answer, and the repetition
-    penalty. tokenizer: spells tokens, to find the texts that end an answer. on_answered: takes the number of requests
-    answered since its last call. Raises UserError where the method did not run on every decode row, or there was none;
-    the full cache needs none.
+    The rest of the context after the prompt is decoded teacher-forced, then each step decodes one
+    row of every sequence. The model's generation config says, as in lm-eval's `HFLM`, which tokens
+    end an answer, and the repetition penalty. tokenizer: spells tokens, to find the texts that end
+    an answer. on_answered: takes the number of requests answered since its last call. Raises
+    UserError where the method did not run on every decode row, or there was none; the full cache
+    needs none.
     """
     written: dict[int, Written] = {}
     reads = ReadStats()
@@ -335,13 +372,23 @@ def generate(
         batch = PromptBatch(group, requests, attached, setup)
         reads += batch.root.reads
         for branches in batch.slices():
-            answers = [_Answer(branch, requests[branch.requests[0]], tokenizer, eos) for _, branch in branches]
-            session, hidden = batch.decode_shared(branches, max(answer.left for answer in answers) - 1)
+            answers = [
+                _Answer(branch, requests[branch.requests[0]], tokenizer, eos)
+                for _, branch in branches
+            ]
+            session, hidden = batch.decode_shared(
+                branches, max(answer.left for answer in answers) - 1
+            )
             last = batch.tensor([len(branch.shared) for _, branch in branches])
             writing = _Writing(session, attached)
             num_ended = 0
-            for _ in write(answers, writing.logits(answers, hidden[range(len(last)), last]), writing.feed):
-                before, num_ended = num_ended, sum(len(answer.requests) for answer in answers if answer.ended)
+            for _ in write(
+                answers, writing.logits(answers, hidden[range(len(last)), last]), writing.feed
+            ):
+                before, num_ended = (
+                    num_ended,
+                    sum(len(answer.requests) for answer in answers if answer.ended),
+                )
                 on_answered(num_ended - before)
             reads += writing.reads + writing.session.reads
             written |= {
@@ -362,12 +409,16 @@ def generate(
 class _Answer(Draft):
     """An answer under way, and the requests that ask for it.
 
-    It ends with a token of `eos`, with the text of a stop (found by lm-eval's criteria in the spelling of the last
-    tokens), or at the request's `max_new_tokens`.
+    It ends with a token of `eos`, with the text of a stop (found by lm-eval's criteria in the
+    spelling of the last tokens), or at the request's `max_new_tokens`.
     """
 
     def __init__(
-        self, branch: Branch, request: Request, tokenizer: PreTrainedTokenizerBase, eos: set[int | None]
+        self,
+        branch: Branch,
+        request: Request,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: set[int | None],
     ) -> None:
         super().__init__(request.max_new_tokens, request.sampling, request.key)
         self.requests = branch.requests
@@ -378,14 +429,16 @@ class _Answer(Draft):
 
     def ends_itself(self) -> bool:
         last = torch.tensor([self.tokens[-self._looks_back :]])
-        return self.tokens[-1] in self._eos or any(criterion(last, None) for criterion in self._criteria)
+        return self.tokens[-1] in self._eos or any(
+            criterion(last, None) for criterion in self._criteria
+        )
 
 
 class _Writing:
     """A batch of answers under way in replay.
 
-    A sequence that has ended is padding. Once half of a batch has ended, the others are forked into a batch of their
-    own. reads: of the sessions so far.
+    A sequence that has ended is padding. Once half of a batch has ended, the others are forked into
+    a batch of their own. reads: of the sessions so far.
     """
 
     def __init__(self, session: ReplaySession, attached: Attached) -> None:
@@ -393,15 +446,23 @@ class _Writing:
         self.attached = attached
         self.reads = ReadStats()
         penalty = attached.model.generation_config.repetition_penalty
-        self._penalize = RepetitionPenaltyLogitsProcessor(penalty) if penalty not in (None, 1.0) else None
+        self._penalize = (
+            RepetitionPenaltyLogitsProcessor(penalty) if penalty not in (None, 1.0) else None
+        )
 
     def logits(self, answers: Sequence[_Answer], hidden: Tensor) -> Tensor:
-        """What predicts the next token of each answer, [batch, vocab], from hidden states [batch, hidden_size]."""
+        """What predicts the next token of each answer, [batch, vocab], from hidden states [batch,
+        hidden_size]."""
         logits = self.attached.logits(hidden)
         if self._penalize is None:
             return logits
-        so_far = [torch.tensor([[*each.request.ids, *each.tokens]], device=hidden.device) for each in answers]
-        return torch.cat([self._penalize(ids, row) for ids, row in zip(so_far, logits.split(1), strict=True)])
+        so_far = [
+            torch.tensor([[*each.request.ids, *each.tokens]], device=hidden.device)
+            for each in answers
+        ]
+        return torch.cat(
+            [self._penalize(ids, row) for ids, row in zip(so_far, logits.split(1), strict=True)]
+        )
 
     def feed(self, answers: Sequence[_Answer]) -> tuple[Sequence[_Answer], Tensor]:
         """Run the last token of each answer."""

@@ -1,8 +1,8 @@
 """lm-eval's view of a method: an `LM` whose log-likelihoods and texts come from replay.
 
-lm-eval makes prompts and choices, and turns answers into scores. Here its texts become token requests, which a scorer
-and a generator answer. Tokens are those of lm-eval's `HFLM` with default settings, so that the full cache gives its
-numbers and its texts.
+lm-eval makes prompts and choices, and turns answers into scores. Here its texts become token
+requests, which a scorer and a generator answer. Tokens are those of lm-eval's `HFLM` with default
+settings, so that the full cache gives its numbers and its texts.
 """
 
 from collections import Counter, defaultdict
@@ -30,7 +30,8 @@ FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
 OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p")
-"""Generation settings that change nothing where the most likely token is taken. All but min_p are offered."""
+"""Generation settings that change nothing where the most likely token is taken. All but min_p are
+offered."""
 
 AS_THE_TASK = SamplingConfig()
 
@@ -42,14 +43,16 @@ Encoded = tuple[tuple[str, str], list[int], list[int]]
 class Prefill(NamedTuple):
     """Which rows of a request attend densely; the rest are decode rows, on which a method acts.
 
-    mode: `dense`: the context but for its last row where a continuation is scored, and all of it where text is
-        generated, as when serving.
-        `question`: the prompt ends before the token that holds the first character of `marker`, so that the cache is
-        reduced before the question is known.
-        `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the paper's Fig 11.
+    mode: `dense`: the context but for its last row where a continuation is scored, and all of it
+        where text is generated, as when serving.
+        `question`: the prompt ends before the token that holds the first character of `marker`, so
+        that the cache is reduced before the question is known.
+        `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the
+        paper's Fig 11.
     marker: text with which the question starts; its last occurrence in the context counts.
     budget: share of T that the method keeps.
-    in_turns: requests with one prompt are the turns of one cache. So they have one T, that of the longest.
+    in_turns: requests with one prompt are the turns of one cache. So they have one T, that of the
+    longest.
     """
 
     mode: str
@@ -66,16 +69,18 @@ class ReplayLM(TemplateLM):
         prefill: which rows are dense.
         scorer: token requests to scores, in order; called once for all requests of a type.
         generator: token requests to their answers, in order.
-        mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
-        sampling, seed: of the answers that are generated.
-        too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its beginning.
+        mean: return a continuation's mean token log-probability, as the artifact does, instead of
+        the sum. sampling, seed: of the answers that are generated.
+        too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its
+        beginning.
 
-    After a run `requests` holds the token requests in the order in which lm-eval asked, one type after another; a text
-    that was scored whole has one for each of its windows. `truncated` holds the questions whose context was cut.
-    `written` holds the generated answers of each question, one list for each repeat.
+    After a run `requests` holds the token requests in the order in which lm-eval asked, one type
+    after another; a text that was scored whole has one for each of its windows. `truncated` holds
+    the questions whose context was cut. `written` holds the generated answers of each question, one
+    list for each repeat.
 
-    With several repeats `evaluate` asks once for each: the first time all answers are generated, and `repeat` says
-    which are returned.
+    With several repeats `evaluate` asks once for each: the first time all answers are generated,
+    and `repeat` says which are returned.
     """
 
     def __init__(
@@ -92,7 +97,9 @@ class ReplayLM(TemplateLM):
     ) -> None:
         super().__init__()
         if loaded.tokenizer is None:
-            raise UserError(f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one")
+            raise UserError(
+                f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one"
+            )
         self.tokenizer = loaded.tokenizer
         self.max_length = loaded.max_length
         self.requests: list[Request] = []
@@ -128,12 +135,17 @@ class ReplayLM(TemplateLM):
         """lm-eval's name for prompts of this chat template."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix token."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix
+        token."""
         return self._encoded(string, add_special_tokens)["input_ids"]
 
     def _encoded(self, text: str, add_special_tokens: bool | None = None, **options: Any) -> Any:
-        if add_special_tokens is None and has_bos_prefix(text, self.tokenizer.decode(self.prefix_token_id)):
+        if add_special_tokens is None and has_bos_prefix(
+            text, self.tokenizer.decode(self.prefix_token_id)
+        ):
             add_special_tokens = False
         if add_special_tokens is not None:
             options["add_special_tokens"] = add_special_tokens
@@ -171,12 +183,16 @@ class ReplayLM(TemplateLM):
 
     # Requests of each type
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
         """As lm-eval's, noting which requests are choices of one document."""
         self._documents = [_document(request) for request in requests]
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def _loglikelihood_tokens(self, requests: list[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: list[Encoded], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
         contexts = [
             self._fit(document, context, self.max_length + 1 - len(continuation))
             for document, (_, context, continuation) in zip(self._documents, requests, strict=True)
@@ -185,7 +201,10 @@ class ReplayLM(TemplateLM):
         longest: dict[Document, int] = defaultdict(int)
         for document, (_, _, continuation), context in given:
             longest[document] = max(longest[document], len(context) + len(continuation))
-        asked = [self._request(document, each, context, longest[document]) for document, each, context in given]
+        asked = [
+            self._request(document, each, context, longest[document])
+            for document, each, context in given
+        ]
         planned = self._in_turns(asked)
         self.requests += planned
         answers = []
@@ -195,8 +214,11 @@ class ReplayLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a sequence of its own."""
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
+        """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a
+        sequence of its own."""
         windows = [self._windows(_document(each), each.args[0]) for each in requests]
         planned = [window for text in windows for window in text]
         self.requests += planned
@@ -213,14 +235,22 @@ class ReplayLM(TemplateLM):
                 f"task {document[0]}: scores whole texts, in which prefill=question finds no question; "
                 "use prefill=dense or artifact"
             )
-        windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+        windows = get_rolling_token_windows(
+            self.tok_encode(text), self.prefix_token_id, self.max_length, 1
+        )
         return [
-            self._request(document, (("", ""), context, continuation), context, len(context) + len(continuation))
+            self._request(
+                document,
+                (("", ""), context, continuation),
+                context,
+                len(context) + len(continuation),
+            )
             for context, continuation in map(make_disjoint_window, windows)
         ]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Answers, cut at the first stop string. A question that is asked n times has n answers of its own."""
+        """Answers, cut at the first stop string. A question that is asked n times has n answers of
+        its own."""
         planned = self._in_turns([self._generation(request) for request in requests])
         if not self.repeat:
             self._planned = planned
@@ -230,7 +260,9 @@ class ReplayLM(TemplateLM):
                 f"repeats={self._sampling.repeats}: task {requests[0].task_name} makes other prompts each time it is "
                 "asked; leave repeats out"
             )
-        remaining = {document: iter(answers) for document, answers in self.written[self.repeat].items()}
+        remaining = {
+            document: iter(answers) for document, answers in self.written[self.repeat].items()
+        }
         answers = []
         for request, asked in zip(requests, planned, strict=True):
             tokens = next(remaining[asked.document]).tokens
@@ -245,9 +277,12 @@ class ReplayLM(TemplateLM):
         for repeat in range(self._sampling.repeats):
             times: Counter[Document] = Counter()
             for request in planned:
-                # Answers that lm-eval asks for several times are repeats too, by numbers that no other has.
+                # Answers that lm-eval asks for several times are repeats too, by numbers that no
+                # other has.
                 number = repeat + times[request.document] * self._sampling.repeats
-                asked.append(request if request.sampling == GREEDY else request._replace(repeat=number))
+                asked.append(
+                    request if request.sampling == GREEDY else request._replace(repeat=number)
+                )
                 times[request.document] += 1
         self.requests += asked[: len(planned)]
         answers = iter(self._generator(asked))
@@ -259,28 +294,38 @@ class ReplayLM(TemplateLM):
             self.written.append(of_repeat)
 
     def _sampling_of(self, request: Instance, given: Mapping[str, Any]) -> Sampling:
-        """The project's settings where they are given, else those of the task's `generation_kwargs`."""
+        """The project's settings where they are given, else those of the task's
+        `generation_kwargs`."""
         of_task = GREEDY
         if given["do_sample"]:
             temperature = float(given.get("temperature", 1.0))
-            of_task = Sampling(temperature, float(given.get("top_p") or 1.0), int(given.get("top_k") or 0) or None)
+            of_task = Sampling(
+                temperature, float(given.get("top_p") or 1.0), int(given.get("top_k") or 0) or None
+            )
         try:
             sampling = self._sampling.rule(of_task)
         except UserError as error:
             raise UserError(f"task {request.task_name}: {error}") from error
         if sampling != GREEDY and given.get("min_p"):
-            raise UserError(f"task {request.task_name}: generation_kwargs min_p={given['min_p']} is not offered")
+            raise UserError(
+                f"task {request.task_name}: generation_kwargs min_p={given['min_p']} is not offered"
+            )
         return sampling
 
     def _generation(self, request: Instance) -> Request:
         text, given = request.args
         settings: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
-        stops, max_new_tokens = handle_stop_sequences(settings.pop("until"), eos), settings.pop("max_gen_toks")
+        stops, max_new_tokens = (
+            handle_stop_sequences(settings.pop("until"), eos),
+            settings.pop("max_gen_toks"),
+        )
         sampling = self._sampling_of(request, settings)
         for name, value in settings.items():
             if name not in OF_SAMPLING and (name, value) != ("num_beams", 1):
-                raise UserError(f"task {request.task_name}: generation_kwargs {name}={value} is not offered")
+                raise UserError(
+                    f"task {request.task_name}: generation_kwargs {name}={value} is not offered"
+                )
         document = _document(request)
         whole = self.tok_encode(text) or [self.prefix_token_id]
         context = self._fit(document, whole, self.max_length - max_new_tokens)
@@ -290,10 +335,20 @@ class ReplayLM(TemplateLM):
             raise UserError(
                 f"{_where(document)}: max_gen_toks={max_new_tokens} leaves no decode row, so no method could act on it"
             )
-        asked = Request(tuple(context), len(context), prefill_len, final_length, document, max_new_tokens, tuple(stops))
+        asked = Request(
+            tuple(context),
+            len(context),
+            prefill_len,
+            final_length,
+            document,
+            max_new_tokens,
+            tuple(stops),
+        )
         return asked if sampling == GREEDY else asked._replace(sampling=sampling, seed=self._seed)
 
-    def _request(self, document: Document, encoded: Encoded, context: list[int], final_length: int) -> Request:
+    def _request(
+        self, document: Document, encoded: Encoded, context: list[int], final_length: int
+    ) -> Request:
         """A continuation to score after `context`, the last tokens of the encoded one."""
         (text, _), whole, continuation = encoded
         cut = len(whole) - len(context)
@@ -307,7 +362,8 @@ class ReplayLM(TemplateLM):
         return Request((*context, *continuation), len(context), prefill_len, final_length, document)
 
     def _in_turns(self, planned: list[Request]) -> list[Request]:
-        """Give the requests that are answered from one cache one T, as a method may keep a share of it."""
+        """Give the requests that are answered from one cache one T, as a method may keep a share of
+        it."""
         if not self._prefill.in_turns:
             return planned
         longest: dict[tuple[int, ...], int] = defaultdict(int)
@@ -329,8 +385,11 @@ class ReplayLM(TemplateLM):
         self.truncated.add(document)
         return context[-most:]
 
-    def _prefill_len(self, document: Document, text: str, cut: int, most: int, final_length: int) -> int:
-        """Dense rows of a context whose first `cut` tokens have been left out: at most `most`, and at least 1."""
+    def _prefill_len(
+        self, document: Document, text: str, cut: int, most: int, final_length: int
+    ) -> int:
+        """Dense rows of a context whose first `cut` tokens have been left out: at most `most`, and
+        at least 1."""
         end = most
         if self._prefill.mode == "artifact":
             end = int(final_length * self._prefill.budget)
@@ -338,7 +397,9 @@ class ReplayLM(TemplateLM):
             at, marker_at = text.rfind(self._prefill.marker), 0
             if at >= 0:
                 if not self.tokenizer.is_fast:
-                    raise UserError("prefill=question needs a fast tokenizer, which knows where in the text tokens lie")
+                    raise UserError(
+                        "prefill=question needs a fast tokenizer, which knows where in the text tokens lie"
+                    )
                 offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
                 marker_at = next(index for index, (_, stop) in enumerate(offsets) if stop > at)
             if marker_at <= cut and self._prefill.in_turns:

@@ -1,11 +1,13 @@
-"""Texts decoded freely, step by step, under a method and under the full cache: where eviction and small errors add up.
+"""Texts decoded freely, step by step, under a method and under the full cache: where eviction and
+small errors add up.
 
-From each prompt, a window of the corpus, both decode `max_new_tokens` tokens, greedily or drawn by the same random
-numbers. The end-of-text token is an ordinary one, so that all texts have one length. The full cache then reads the
-method's text in one dense pass, which gives its prediction at each step after the same tokens, to be compared with the
-method's.
+From each prompt, a window of the corpus, both decode `max_new_tokens` tokens, greedily or drawn by
+the same random numbers. The end-of-text token is an ordinary one, so that all texts have one
+length. The full cache then reads the method's text in one dense pass, which gives its prediction at
+each step after the same tokens, to be compared with the method's.
 
-The first token comes from the prompt's dense pass and is the same under every method. The tokens after it are scored.
+The first token comes from the prompt's dense pass and is the same under every method. The tokens
+after it are scored.
 """
 
 from __future__ import annotations
@@ -48,15 +50,16 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Text(NamedTuple):
-    """Tokens decoded from one prompt; nll: fp64 [tokens - 1], under the full cache, of those after the first."""
+    """Tokens decoded from one prompt; nll: fp64 [tokens - 1], under the full cache, of those after
+    the first."""
 
     tokens: list[int]
     nll: Tensor
 
 
 class Pair(NamedTuple):
-    """A method's text beside the full cache's. kl, agrees: fp64 [tokens - 1], as `RowScores` has them, of the steps
-    after the first along the method's own text."""
+    """A method's text beside the full cache's. kl, agrees: fp64 [tokens - 1], as `RowScores` has
+    them, of the steps after the first along the method's own text."""
 
     own: Text
     full: Text
@@ -73,13 +76,15 @@ class Decoded(NamedTuple):
     reads: ReadStats
 
 
-def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[list[Text]] | None = None) -> Outcome:
+def run_long_decode(
+    config: RunConfig, loaded: LoadedModel, references: Memo[list[Text]] | None = None
+) -> Outcome:
     """All texts of `config` under its method.
 
     references: kept texts of this model under the full cache; new ones are added.
 
-    Raises UserError for a corpus shorter than the prompts, a sequence longer than the model's limit, or a method that
-    never ran; ValueError for one that the lengths do not fit.
+    Raises UserError for a corpus shorter than the prompts, a sequence longer than the model's
+    limit, or a method that never ran; ValueError for one that the lengths do not fit.
     """
     length, steps = config.prefill_len, config.max_new_tokens
     if length + steps > loaded.max_length:
@@ -103,15 +108,25 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
 
     def drafts_of(first: int, count: int) -> list[Draft]:
         numbers = range(first, first + count)
-        return [Draft(steps, config.sampling.rule(), f"{config.seed}/{number}/0") for number in numbers]
+        return [
+            Draft(steps, config.sampling.rule(), f"{config.seed}/{number}/0") for number in numbers
+        ]
 
     def full_texts(first: int, prompts: Prompts) -> list[Text]:
-        decoded = decode_freely(attached, FULL, prompts, drafts_of(first, len(prompts))).tokens.tolist()
+        decoded = decode_freely(
+            attached, FULL, prompts, drafts_of(first, len(prompts))
+        ).tokens.tolist()
         pairs = zip(prompts, decoded, strict=True)
-        return [Text(tokens, full_pass(attached, [*prompt, *tokens], length)[0]) for prompt, tokens in pairs]
+        return [
+            Text(tokens, full_pass(attached, [*prompt, *tokens], length)[0])
+            for prompt, tokens in pairs
+        ]
 
     with attach(loaded.model) as attached:
-        rows = [TokenCounts(cached, length, length + steps) for cached in range(length, length + steps - 1)]
+        rows = [
+            TokenCounts(cached, length, length + steps)
+            for cached in range(length, length + steps - 1)
+        ]
         setup = prepare(config, loaded, attached, lambda: rows)
         for first in range(0, len(prompts), BATCH):
             batch = prompts[first : first + BATCH]
@@ -119,7 +134,9 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
             full = references.get(key, partial(full_texts, first, batch))
             decoded = decode_freely(attached, setup, batch, drafts_of(first, len(batch)))
             reads += decoded.reads
-            for prompt, tokens, hidden, other in zip(batch, decoded.tokens, decoded.hidden, full, strict=True):
+            for prompt, tokens, hidden, other in zip(
+                batch, decoded.tokens, decoded.hidden, full, strict=True
+            ):
                 nll, reference = full_pass(attached, [*prompt, *tokens.tolist()], length)
                 scores = score_rows(attached, hidden, tokens[1:], reference)
                 pairs.append(Pair(Text(tokens.tolist(), nll), other, scores.kl, scores.agrees))
@@ -132,7 +149,9 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
     )
 
 
-def decode_freely(attached: Attached, setup: Setup, prompts: Prompts, drafts: Sequence[Draft]) -> Decoded:
+def decode_freely(
+    attached: Attached, setup: Setup, prompts: Prompts, drafts: Sequence[Draft]
+) -> Decoded:
     """Decode `drafts`, all of one length, after prompts of one length, a row of replay a step."""
     ids = torch.tensor(prompts, device=attached.device)
     real = torch.ones_like(ids, dtype=torch.bool)
@@ -162,15 +181,18 @@ def _raw(pair: Pair, tokenizer: Any) -> dict[str, Any]:
 
 
 def repetition(tokens: Sequence[int]) -> float | None:
-    """Share of a text's 4-grams that occurred in it before; None for a text too short to have one."""
+    """Share of a text's 4-grams that occurred in it before; None for a text too short to have
+    one."""
     grams = list(zip(*(tokens[shift:] for shift in range(GRAM)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else None
 
 
 def measures(pair: Pair) -> dict[str, Any]:
-    """One prompt's numbers: means over the steps after the first; differences are to the full cache's text.
+    """One prompt's numbers: means over the steps after the first; differences are to the full
+    cache's text.
 
-    first_divergence: index of the first token in which the two texts differ; their length if they never do.
+    first_divergence: index of the first token in which the two texts differ; their length if they
+    never do.
     """
     same = [one == other for one, other in zip(pair.own.tokens, pair.full.tokens, strict=True)]
     own, full = repetition(pair.own.tokens), repetition(pair.full.tokens)
@@ -199,8 +221,8 @@ def summarize(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def curve(pairs: Sequence[Pair], num_tokens: int) -> Iterator[dict[str, Any]]:
-    """The chunks of a record, over the decoded tokens. The first token is not scored; a chunk of it alone is left
-    out."""
+    """The chunks of a record, over the decoded tokens. The first token is not scored; a chunk of it
+    alone is left out."""
     width = math.ceil(num_tokens / NUM_CHUNKS)
     for first in range(0, num_tokens, width):
         stop = min(first + width, num_tokens)
@@ -210,11 +232,17 @@ def curve(pairs: Sequence[Pair], num_tokens: int) -> Iterator[dict[str, Any]]:
         rows = slice(begin - 1, stop - 1)
         metrics = _mean("kl_nats", [float(pair.kl[rows].mean()) for pair in pairs])
         metrics |= _mean("text_perplexity", [float(pair.own.nll[rows].mean()) for pair in pairs])
-        yield {"first": first, "stop": stop, "num_tokens": (stop - begin) * len(pairs), "metrics": metrics}
+        yield {
+            "first": first,
+            "stop": stop,
+            "num_tokens": (stop - begin) * len(pairs),
+            "metrics": metrics,
+        }
 
 
 def _mean(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """The mean over prompts and its standard error, of a perplexity exp of the mean; None where nothing is known."""
+    """The mean over prompts and its standard error, of a perplexity exp of the mean; None where
+    nothing is known."""
     known = [value for value in values if value is not None]
     if not known:
         return {name: None, f"{name}_stderr": None}

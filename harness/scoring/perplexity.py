@@ -1,7 +1,9 @@
-"""Windows of a text under a method: perplexity, per-chunk perplexity, and fidelity to the full cache.
+"""Windows of a text under a method: perplexity, per-chunk perplexity, and fidelity to the full
+cache.
 
-Each window's first `prefill_len` rows attend densely; the rest are decode rows, scored against the next token and
-against the full cache on the same window, which runs once and is shared by all methods.
+Each window's first `prefill_len` rows attend densely; the rest are decode rows, scored against the
+next token and against the full cache on the same window, which runs once and is shared by all
+methods.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from methods.full import Full
 HEAD_CHUNK = 128
 """Rows that pass the output head at once; only final hidden states of a window are kept."""
 MAX_NLL = 300.0
-"""Nats a token of which perplexity, exp of it, and its square are numbers; a model that fits a text has below 20."""
+"""Nats a token of which perplexity, exp of it, and its square are numbers; a model that fits a text
+has below 20."""
 CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
 FULL = Setup(Full(), codec=None, calibration=None)
@@ -41,8 +44,8 @@ FULL = Setup(Full(), codec=None, calibration=None)
 class RowScores(NamedTuple):
     """Per scored row, fp64 [rows] on the CPU.
 
-    nll: negative log-likelihood of the next token, nats. kl: KL(full || method), nats. agrees: 1 where the most
-    likely token is the full cache's.
+    nll: negative log-likelihood of the next token, nats. kl: KL(full || method), nats. agrees: 1
+    where the most likely token is the full cache's.
     """
 
     nll: Tensor
@@ -86,43 +89,61 @@ def run_perplexity(
 
     references: kept passes of the full cache over this model's windows; new ones are added.
 
-    Raises UserError for a text shorter than the windows, a window longer than the model's limit, a method that the
-    lengths do not fit or that never ran, and a perplexity that overflows.
+    Raises UserError for a text shorter than the windows, a window longer than the model's limit, a
+    method that the lengths do not fit or that never ran, and a perplexity that overflows.
     """
     if config.seq_len > loaded.max_length:
-        raise UserError(f"seq_len={config.seq_len}: {loaded.name} takes at most {loaded.max_length} tokens")
+        raise UserError(
+            f"seq_len={config.seq_len}: {loaded.name} takes at most {loaded.max_length} tokens"
+        )
     ids = corpus_ids(config.corpus, config.data, loaded.reader)
     offset = first_window_offset(config.corpus, config.calibration)
     start = start_ids(loaded.reader)
-    windows = window_ids(ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset, start=start)
+    windows = window_ids(
+        ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset, start=start
+    )
     references = Memo() if references is None else references
     with attach(loaded.model, loaded.prompts) as attached:
         prompt, length = max(1, config.prefill_len), config.seq_len
-        rows = [TokenCounts(cached, prompt, length) for cached in range(config.prefill_len, length - 1)]
+        rows = [
+            TokenCounts(cached, prompt, length) for cached in range(config.prefill_len, length - 1)
+        ]
         setup = prepare(config, loaded, attached, lambda: rows)
         scored = []
         for window in bar(windows, desc="windows", unit="window"):
             key = (tuple(window), config.prefill_len)
-            full_nll, reference = references.get(key, partial(full_pass, attached, window, config.prefill_len))
+            full_nll, reference = references.get(
+                key, partial(full_pass, attached, window, config.prefill_len)
+            )
             scored.append(_score(attached, setup, window, config.prefill_len, full_nll, reference))
     outcome = summarize(scored, config)
     return replace(outcome, methods=dict.fromkeys(outcome.metrics, asdict(setup.method)))
 
 
 def _score(
-    attached: Attached, setup: Setup, window: Sequence[int], prefill_len: int, full_nll: Tensor, reference: Tensor
+    attached: Attached,
+    setup: Setup,
+    window: Sequence[int],
+    prefill_len: int,
+    full_nll: Tensor,
+    reference: Tensor,
 ) -> Window:
     hidden, ids, reads = _hidden(attached, setup, window, prefill_len)
     reads.check_fired()
-    return Window(score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference), full_nll, reads)
+    return Window(
+        score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference), full_nll, reads
+    )
 
 
 @torch.inference_mode()
 def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> tuple[Tensor, Tensor]:
-    """The full cache's nll, fp64 [rows] on the CPU, and hidden states [rows, hidden_size] on a window's scored rows."""
+    """The full cache's nll, fp64 [rows] on the CPU, and hidden states [rows, hidden_size] on a
+    window's scored rows."""
     hidden, ids, _ = _hidden(attached, FULL, window, prefill_len)
     chunks = zip(hidden.split(HEAD_CHUNK), ids[0, prefill_len + 1 :].split(HEAD_CHUNK), strict=True)
-    nll = torch.cat([_nll(attached.logits(rows).log_softmax(-1), targets) for rows, targets in chunks])
+    nll = torch.cat(
+        [_nll(attached.logits(rows).log_softmax(-1), targets) for rows, targets in chunks]
+    )
     return nll.double().cpu(), hidden
 
 
@@ -131,23 +152,29 @@ def _hidden(
 ) -> tuple[Tensor, Tensor, ReadStats]:
     """A window under a method, of which the first `prefill_len` tokens are the prompt.
 
-    Returns the final hidden states of the rows from there on [rows, hidden_size], but for the last, which predicts
-    nothing; the window's ids [1, tokens]; what the rows read.
+    Returns the final hidden states of the rows from there on [rows, hidden_size], but for the last,
+    which predicts nothing; the window's ids [1, tokens]; what the rows read.
     """
     # Row 0 sees only itself, so it can always be run as the prompt: prefill_len = 0 scores it too.
     prompt = max(1, prefill_len)
     ids = torch.tensor([window], device=attached.device)
     real = torch.ones_like(ids, dtype=torch.bool)
     session = setup.replay(
-        attached, torch.tensor([len(window)], device=attached.device), len(window), measure_recall=True
+        attached,
+        torch.tensor([len(window)], device=attached.device),
+        len(window),
+        measure_recall=True,
     )
     hidden = session.prefill(ids[:, :prompt], real[:, :prompt])[0]
-    hidden = torch.cat([hidden, session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]])[prefill_len:]
+    hidden = torch.cat([hidden, session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]])[
+        prefill_len:
+    ]
     return hidden, ids, session.reads
 
 
 def as_perplexity(nll: float, where: str) -> float:
-    """exp of a mean negative log-likelihood in nats; UserError, which names `where`, for one that is no number."""
+    """exp of a mean negative log-likelihood in nats; UserError, which names `where`, for one that
+    is no number."""
     if not nll <= MAX_NLL:
         raise UserError(
             f"{where}: perplexity overflows, the mean negative log-likelihood is {nll:.4g} nats a token (at most "
@@ -158,7 +185,9 @@ def as_perplexity(nll: float, where: str) -> float:
 
 def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     """Means over all scored rows; standard errors over windows (None with a single window)."""
-    reads = sum((window.reads for window in windows), ReadStats(code_bits=windows[0].reads.code_bits))
+    reads = sum(
+        (window.reads for window in windows), ReadStats(code_bits=windows[0].reads.code_bits)
+    )
     metrics: dict[str, float | None] = {"num_samples": len(windows)}
     _add(metrics, "perplexity", [window.scores.nll for window in windows])
     _add(metrics, "perplexity_full", [window.full_nll for window in windows])
@@ -168,15 +197,24 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
         metrics[name] = getattr(reads, name)
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
     samples = {"windows": [_raw(window) for window in windows]}
-    return Outcome({config.corpus.title: metrics}, samples, chunks=_chunks(windows, config.prefill_len, config.seq_len))
+    return Outcome(
+        {config.corpus.title: metrics},
+        samples,
+        chunks=_chunks(windows, config.prefill_len, config.seq_len),
+    )
 
 
-def _add(metrics: dict[str, float | None], name: str, rows: Sequence[Tensor], where: str = "") -> None:
-    """The mean over all rows, and its error over windows; of a perplexity exp of the mean. where: of the rows."""
+def _add(
+    metrics: dict[str, float | None], name: str, rows: Sequence[Tensor], where: str = ""
+) -> None:
+    """The mean over all rows, and its error over windows; of a perplexity exp of the mean. where:
+    of the rows."""
     means = [float(part.mean()) for part in rows]
     value = float(torch.cat(list(rows)).mean())
     if name.startswith("perplexity"):
-        means = [as_perplexity(mean, f"window {index + 1}{where}") for index, mean in enumerate(means)]
+        means = [
+            as_perplexity(mean, f"window {index + 1}{where}") for index, mean in enumerate(means)
+        ]
         value = math.exp(value)
     metrics |= {name: value, f"{name}_stderr": _stderr(means)}
 
@@ -203,10 +241,24 @@ def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[d
     for chunk in range(prefill_len // CHUNK, math.ceil((seq_len - 1) / CHUNK)):
         first, stop = CHUNK * chunk, CHUNK * (chunk + 1)
         rows = slice(max(first - prefill_len, 0), stop - prefill_len)
-        own, full = [window.scores.nll[rows] for window in windows], [window.full_nll[rows] for window in windows]
+        own, full = (
+            [window.scores.nll[rows] for window in windows],
+            [window.full_nll[rows] for window in windows],
+        )
         metrics: dict[str, float | None] = {}
         _add(metrics, "perplexity", own, f", rows {first} to {stop - 1}")
-        pairs = [{"nll": float(one.mean()), "nll_full": float(two.mean())} for one, two in zip(own, full, strict=True)]
+        pairs = [
+            {"nll": float(one.mean()), "nll_full": float(two.mean())}
+            for one, two in zip(own, full, strict=True)
+        ]
         num_tokens = sum(map(len, own))
-        chunks.append({"first": first, "stop": stop, "num_tokens": num_tokens, "metrics": metrics, "windows": pairs})
+        chunks.append(
+            {
+                "first": first,
+                "stop": stop,
+                "num_tokens": num_tokens,
+                "metrics": metrics,
+                "windows": pairs,
+            }
+        )
     return chunks

@@ -26,5 +26,7 @@ def quietly(quiet: bool = True) -> Iterator[None]:
 def bar(items: Iterable[Any] | None = None, **settings: Any) -> tqdm:
     """A tqdm bar that vanishes at its end. settings: tqdm's, such as total, desc, unit, file."""
     in_notebook = "ipykernel" in sys.modules  # whose stderr is no terminal
-    disable = True if _quiet.get() else False if in_notebook else None  # None: unless it is a terminal
+    disable = (
+        True if _quiet.get() else False if in_notebook else None
+    )  # None: unless it is a terminal
     return tqdm(items, leave=False, disable=disable, **settings)

@@ -1,7 +1,8 @@
 """The settings of a run: frozen dataclasses. `harness.run.compose` makes them from a command line.
 
-`harness.settings.schema` checks types and ranges. Each class refuses settings that contradict one another, and
-`harness.run.kinds` those that a kind of run cannot have. Imports neither Hydra nor torch.
+`harness.settings.schema` checks types and ranges. Each class refuses settings that contradict one
+another, and `harness.run.kinds` those that a kind of run cannot have. Imports neither Hydra nor
+torch.
 """
 
 from __future__ import annotations
@@ -35,9 +36,17 @@ else:
     Method = RowCodec = Any  # importing them here would import torch
 
 CPU_DTYPE: Final = "float32"
-"""Precision of a run on a CPU unless the user gives one. The entries of `conf/model` name a GPU's."""
+"""Precision of a run on a CPU unless the user gives one. The entries of `conf/model` name a
+GPU's."""
 GENERATED_TASKS = ("kv_recall", "passkey")
-RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+RULER_TASKS = (
+    "niah_single_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "ruler_vt",
+    "ruler_cwe",
+    "ruler_fwe",
+)
 """The tasks of RULER that lm-eval generates without any data."""
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
 OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS)
@@ -53,13 +62,16 @@ PAPER_NUM_LAYERS = 32
 SLOWEST_GBPS = 1e-3
 """The slowest emulated link: at a megabyte a second a step of the smallest model takes a minute."""
 
-CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1", "turbo4", "turbo3", "turbo2"]
+CodecName = Literal[
+    "fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1", "turbo4", "turbo3", "turbo2"
+]
 FLOAT_CODECS = ("fp32", "fp16", "bf16", "fp8")
 INTEGER_CODECS = ("int8", "int4", "int2", "int1")
 CODEC_WORDS = ("codec", "value_codec", "rotation", "key_groups", "residual")
 """The settings that a codec's name says."""
 Placement = Literal["device", "host", "managed"]
-"""Where the cache lies: device memory, host memory, or managed memory, which CUDA's driver pages."""
+"""Where the cache lies: device memory, host memory, or managed memory, which CUDA's driver
+pages."""
 Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
 
 
@@ -67,9 +79,10 @@ Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inpu
 class ModelConfig:
     """Which model, from where, in which precision.
 
-    path, hub_id: both None for a model from a package or with random weights. gguf_file: the file of either that holds
-    the weights. shape: a transformers config as a plain mapping with `model_type`, for random weights. device: `map`
-    spreads whole layers over all CUDA devices (accelerate's device map); `auto` is the platform's.
+    path, hub_id: both None for a model from a package or with random weights. gguf_file: the file
+    of either that holds the weights. shape: a transformers config as a plain mapping with
+    `model_type`, for random weights. device: `map` spreads whole layers over all CUDA devices
+    (accelerate's device map); `auto` is the platform's.
     """
 
     name: Text
@@ -91,7 +104,9 @@ class ModelConfig:
         if not self.gguf_file.endswith(".gguf"):
             raise UserError(f"model.gguf_file={self.gguf_file}: must be the name of a .gguf file")
         if self.hub_id is None and self.path is None:
-            raise UserError(f"model.gguf_file={self.gguf_file}: needs model.hub_id=, or model.path= of its folder")
+            raise UserError(
+                f"model.gguf_file={self.gguf_file}: needs model.hub_id=, or model.path= of its folder"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,16 +118,22 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.name == "local" and self.root is None:
-            raise UserError("data=local needs data.root=DIR, the folder with one sub-folder a data set")
+            raise UserError(
+                "data=local needs data.root=DIR, the folder with one sub-folder a data set"
+            )
         if self.name != "local" and self.root is not None:
-            raise UserError(f"data.root={self.root} is read by data=local only, not by data={self.name}")
+            raise UserError(
+                f"data.root={self.root} is read by data=local only, not by data={self.name}"
+            )
 
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """The text of the windows: a named one, or the file `path`. `random` stands for random token ids.
+    """The text of the windows: a named one, or the file `path`. `random` stands for random token
+    ids.
 
-    offset_tokens: where the first window begins. None: after the calibration text where both are the same text, else 0.
+    offset_tokens: where the first window begins. None: after the calibration text where both are
+    the same text, else 0.
     """
 
     name: Literal["offline", "wikitext2", "random"]
@@ -138,10 +159,11 @@ class CalibrationConfig:
 class PlatformConfig:
     """The machine on which a run computes. The cost model alone knows others than `cpu` and `cuda`.
 
-    link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate. overlap: transfers run
-    beside the computation. pinned: host memory is page-locked (CUDA). weights_on_device: share of the decoder layers'
-    weights that stays on the device; the rest crosses the link in each pass. device_gib: memory in GiB that a smaller
-    CUDA card would have for weights and all else; None: all.
+    link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate.
+    overlap: transfers run beside the computation. pinned: host memory is page-locked (CUDA).
+    weights_on_device: share of the decoder layers' weights that stays on the device; the rest
+    crosses the link in each pass. device_gib: memory in GiB that a smaller CUDA card would have for
+    weights and all else; None: all.
     """
 
     name: Literal["cpu", "cuda"]
@@ -164,9 +186,10 @@ class PlatformConfig:
 class LatencyConfig:
     """The shape of a timed cell, and how often it is timed. These settings stand at the top.
 
-    Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones. Of the gen_len - 1 decode
-    steps, the first `warmup_steps` are not timed. Then `repeats` blocks of `timed_steps` are; None: as many as there
-    are. Once decoding has taken `time_limit_s` seconds, no further step is timed, except for the first.
+    Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones. Of
+    the gen_len - 1 decode steps, the first `warmup_steps` are not timed. Then `repeats` blocks of
+    `timed_steps` are; None: as many as there are. Once decoding has taken `time_limit_s` seconds,
+    no further step is timed, except for the first.
     """
 
     batch_size: Count = 4
@@ -191,13 +214,15 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """How lm-eval's tasks are prompted. These settings stand at the top, under the names of lm-eval's command line.
+    """How lm-eval's tasks are prompted. These settings stand at the top, under the names of
+    lm-eval's command line.
 
-    include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval, such as
-    max_seq_lengths of RULER. apply_chat_template: prompts are turns of the tokenizer's chat template;
-    fewshot_as_multiturn: each example is a turn too. system_instruction: text before them. question_marker: the text
-    with which a question starts, where prefill=question ends the prompt; None: the task's own. too_long: what happens
-    to a context beyond the model's limit; `truncate` leaves out its beginning, as lm-eval does.
+    include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval,
+    such as max_seq_lengths of RULER. apply_chat_template: prompts are turns of the tokenizer's chat
+    template; fewshot_as_multiturn: each example is a turn too. system_instruction: text before
+    them. question_marker: the text with which a question starts, where prefill=question ends the
+    prompt; None: the task's own. too_long: what happens to a context beyond the model's limit;
+    `truncate` leaves out its beginning, as lm-eval does.
     """
 
     include_path: FolderText | None = None
@@ -210,11 +235,17 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise UserError("fewshot_as_multiturn=true: needs apply_chat_template=true, whose turns the examples are")
+            raise UserError(
+                "fewshot_as_multiturn=true: needs apply_chat_template=true, whose turns the examples are"
+            )
         if self.question_marker is not None and not self.question_marker.strip("\n "):
-            raise UserError(f"question_marker={self.question_marker!r}: must hold a character that is no space")
+            raise UserError(
+                f"question_marker={self.question_marker!r}: must hold a character that is no space"
+            )
         lengths: Any = self.lengths
-        listed = isinstance(lengths, list) and all(type(length) is int and 0 < length <= MOST for length in lengths)
+        listed = isinstance(lengths, list) and all(
+            type(length) is int and 0 < length <= MOST for length in lengths
+        )
         if not listed or not lengths or len(set(lengths)) < len(lengths):
             allowed = "must be a list of different lengths in tokens, such as [2048]"
             raise UserError(f"metadata.max_seq_lengths={lengths}: {allowed}")
@@ -228,10 +259,11 @@ class TaskConfig:
 class Sampling(NamedTuple):
     """How a token is chosen.
 
-    temperature: divides the logits; 0 takes the most likely token. top_k: only the k most likely tokens are drawn from,
-    and all that are as likely as the k-th; None: all. top_p: only the smallest set of most likely tokens whose
-    probabilities sum to at least this (nucleus sampling, Holtzman et al. 2020). Both apply after the temperature, top_k
-    first, as in transformers' `generate`.
+    temperature: divides the logits; 0 takes the most likely token. top_k: only the k most likely
+    tokens are drawn from, and all that are as likely as the k-th; None: all. top_p: only the
+    smallest set of most likely tokens whose probabilities sum to at least this (nucleus sampling,
+    Holtzman et al. 2020). Both apply after the temperature, top_k first, as in transformers'
+    `generate`.
     """
 
     temperature: float = 0.0
@@ -246,8 +278,9 @@ GREEDY = Sampling()
 class SamplingConfig:
     """How the tokens of a generated answer are chosen. These settings stand at the top.
 
-    temperature: 0 takes the most likely token; None: as the task says, else 0. top_p, top_k: see `Sampling`; None: as
-    the task says, else all tokens. repeats: answers to each question, each drawn from its own random numbers.
+    temperature: 0 takes the most likely token; None: as the task says, else 0. top_p, top_k: see
+    `Sampling`; None: as the task says, else all tokens. repeats: answers to each question, each
+    drawn from its own random numbers.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
@@ -278,10 +311,11 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class AnalysisConfig:
-    """One dense pass over the first `num_tokens` tokens of the corpus after its offset, and what is measured in it.
+    """One dense pass over the first `num_tokens` tokens of the corpus after its offset, and what is
+    measured in it.
 
-    statistic: None if the run is no analysis. layers: None takes those at the depth of the paper's. kept_frac: share of
-    `num_tokens` that the compared method keeps (`similarity`).
+    statistic: None if the run is no analysis. layers: None takes those at the depth of the paper's.
+    kept_frac: share of `num_tokens` that the compared method keeps (`similarity`).
     """
 
     statistic: Statistic | None = None
@@ -289,8 +323,11 @@ class AnalysisConfig:
     layers: Naturals | None = None
     kept_frac: Share = 0.1
 
-    def layers_of(self, num_layers: int, paper_layers: tuple[int, ...], name: str) -> tuple[int, ...]:
-        """The layers to look at in model `name`: by default those as deep as `paper_layers` of the paper's 32.
+    def layers_of(
+        self, num_layers: int, paper_layers: tuple[int, ...], name: str
+    ) -> tuple[int, ...]:
+        """The layers to look at in model `name`: by default those as deep as `paper_layers` of the
+        paper's 32.
 
         Raises UserError for a layer that the model does not have.
         """
@@ -309,7 +346,8 @@ def codec_words(
     key_groups: str = "token",
     residual: int = 0,
 ) -> str | None:
-    """A codec's name in tables and labels, such as `hadamard-int4` or `channel-int2/int2-r128`; None for none."""
+    """A codec's name in tables and labels, such as `hadamard-int4` or `channel-int2/int2-r128`;
+    None for none."""
     if codec is None:
         return None
     keys, values = codec if key_groups == "token" else f"{key_groups}-{codec}", value_codec or codec
@@ -319,18 +357,20 @@ def codec_words(
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie in (0, 1].
+    """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie
+    in (0, 1].
 
-    kind: one of `harness.run.kinds`. label: the run's name in tables and figures; label_given: the user chose it.
-    codec, value_codec: the format of the keys, and of the values if it is another one. own_codec: the codec behind a
-    `codec` of the user's own, its fields the `codec_settings`; None for a shipped one. group_size: elements along
-    head_dim that share lo and step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one
-    channel. rotation: applied to a vector before an integer codec. residual: number of last tokens that stay exact, on
-    the device. device_rows: rows of each layer and KV head that stay on the device, in times of what a step reads at
-    most. prefetch: rows that a query made in the layer before would select cross the link early. size: the share of the
-    full cache, of the layers that see every token, that a decode step is to read; sizing: `nearest` for
-    `size=nearest:SHARE`. link_gbps, max_kl: bounds of a frontier, in 10^9 bytes/s and nats. tracker: gets a copy of the
-    record.
+    kind: one of `harness.run.kinds`. label: the run's name in tables and figures; label_given: the
+    user chose it. codec, value_codec: the format of the keys, and of the values if it is another
+    one. own_codec: the codec behind a `codec` of the user's own, its fields the `codec_settings`;
+    None for a shipped one. group_size: elements along head_dim that share lo and step of an integer
+    codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: applied to
+    a vector before an integer codec. residual: number of last tokens that stay exact, on the
+    device. device_rows: rows of each layer and KV head that stay on the device, in times of what a
+    step reads at most. prefetch: rows that a query made in the layer before would select cross the
+    link early. size: the share of the full cache, of the layers that see every token, that a decode
+    step is to read; sizing: `nearest` for `size=nearest:SHARE`. link_gbps, max_kl: bounds of a
+    frontier, in 10^9 bytes/s and nats. tracker: gets a copy of the record.
     """
 
     experiment: Text
@@ -386,52 +426,80 @@ class RunConfig:
             from methods.base import Method  # loaded with the method
 
             if not isinstance(sized, Method):
-                raise UserError(f"method={self.method_name}: with_size returned {sized!r}; allowed: the sized method")
+                raise UserError(
+                    f"method={self.method_name}: with_size returned {sized!r}; allowed: the sized method"
+                )
         self._check_codecs()
 
     @property
     def size_is_measured(self) -> bool:
-        """Whether `size` is met by a search on the calibration text, as the method's reads depend on the data."""
+        """Whether `size` is met by a search on the calibration text, as the method's reads depend
+        on the data."""
         if self.size is None:
             return False
         from methods.base import TokenCounts  # loaded with the method
 
         sized = self.method.with_size(self.size)
-        return sized.tokens_read(TokenCounts(cached=1000, prompt=900, final=1100), sized.num_exempt_layers) is None
+        return (
+            sized.tokens_read(
+                TokenCounts(cached=1000, prompt=900, final=1100), sized.num_exempt_layers
+            )
+            is None
+        )
 
     @property
     def codec_name(self) -> str | None:
-        """The codec in words, such as `hadamard-int4`, or `int4/int8` of keys and values; None stores rows exactly."""
+        """The codec in words, such as `hadamard-int4`, or `int4/int8` of keys and values; None
+        stores rows exactly."""
         return codec_words(**{name: getattr(self, name) for name in CODEC_WORDS})
 
     def _check_codecs(self) -> None:
         if self.value_codec is not None and self.codec is None:
-            raise UserError(f"value_codec={self.value_codec}: needs codec=, the format of the keys; fp32 is exact")
-        if self.codec is not None and self.own_codec is None and self.codec not in get_args(CodecName):
+            raise UserError(
+                f"value_codec={self.value_codec}: needs codec=, the format of the keys; fp32 is exact"
+            )
+        if (
+            self.codec is not None
+            and self.own_codec is None
+            and self.codec not in get_args(CodecName)
+        ):
             raise UserError(f"codec={self.codec}: {nearest(self.codec, get_args(CodecName))}")
         keys, values = self.codec, self.value_codec or self.codec
         words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
         integers = {keys, values} & {*INTEGER_CODECS}
         if self.group_size != GROUP_SIZE and not integers:
-            raise UserError(f"group_size={self.group_size}: {words} has no groups; choose an integer codec")
+            raise UserError(
+                f"group_size={self.group_size}: {words} has no groups; choose an integer codec"
+            )
         if self.rotation is not None and integers != {keys, values}:
-            raise UserError(f"rotation={self.rotation}: {words} is not turned; choose an integer codec")
+            raise UserError(
+                f"rotation={self.rotation}: {words} is not turned; choose an integer codec"
+            )
         if self.residual and not {keys, values} - {*FLOAT_CODECS, None}:
-            raise UserError(f"residual={self.residual}: {words} leaves no token behind; choose an integer codec")
+            raise UserError(
+                f"residual={self.residual}: {words} leaves no token behind; choose an integer codec"
+            )
         if self.key_groups == "channel" and self.codec not in INTEGER_CODECS:
-            raise UserError(f"key_groups=channel: codec={self.codec} has no groups; choose an integer codec")
+            raise UserError(
+                f"key_groups=channel: codec={self.codec} has no groups; choose an integer codec"
+            )
         if self.key_groups == "channel" and (not self.residual or self.residual % self.group_size):
-            allowed = f"a multiple of group_size={self.group_size}, above 0, with key_groups=channel"
+            allowed = (
+                f"a multiple of group_size={self.group_size}, above 0, with key_groups=channel"
+            )
             raise UserError(f"residual={self.residual}: must be {allowed}")
         if self.residual and not self.method.reads_all:
-            raise UserError(f"residual={self.residual}: method={self.method_name} does not read all that is cached")
+            raise UserError(
+                f"residual={self.residual}: method={self.method_name} does not read all that is cached"
+            )
 
     def prefill_of(self, task: str, *, writes: bool = False) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.
 
-        `auto`: the prompt of a generated task ends before the question, where methods differ. A task whose answers the
-        model writes decodes from the prompt's end, as in serving. Any other is scored as in the artifact; with `size`
-        it is dense too, since the artifact's decode rows depend on the size itself.
+        `auto`: the prompt of a generated task ends before the question, where methods differ. A
+        task whose answers the model writes decodes from the prompt's end, as in serving. Any other
+        is scored as in the artifact; with `size` it is dense too, since the artifact's decode rows
+        depend on the size itself.
         """
         if self.prefill != "auto":
             return self.prefill
@@ -441,7 +509,8 @@ class RunConfig:
         return "dense" if writes or has_size else "artifact"
 
     def num_samples_of(self, task: str) -> int | None:
-        """Questions of `task`; None is all of them. RULER's have num_samples at each of their lengths."""
+        """Questions of `task`; None is all of them. RULER's have num_samples at each of their
+        lengths."""
         if self.num_samples is None and task in GENERATED_TASKS:
             return GENERATED_NUM_SAMPLES
         if task in RULER_TASKS:

@@ -1,4 +1,5 @@
-"""The kinds of run, such as perplexity: which settings and which code decide their numbers, and where these go.
+"""The kinds of run, such as perplexity: which settings and which code decide their numbers, and
+where these go.
 
 `harness.run.kinds` says how a run of each kind is checked and made. Imports no torch.
 """
@@ -25,8 +26,8 @@ class Outcome:
     metrics: by task or corpus: acc, perplexity, kl_nats, size, ...; an absent measurement is None.
     samples: raw values behind the metrics, by task.
     methods: the settings of the method that ran, by task, `size` resolved.
-    chunks: metrics by range of tokens: {"first", "stop", "num_tokens", "metrics"}, of the only text; "windows" where
-        each window has its {"nll", "nll_full"}.
+    chunks: metrics by range of tokens: {"first", "stop", "num_tokens", "metrics"}, of the only
+        text; "windows" where each window has its {"nll", "nll_full"}.
     """
 
     metrics: dict[str, Any]
@@ -39,11 +40,12 @@ class Outcome:
 class Kind:
     """What the runs of one kind have in common.
 
-    depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes no other run.
-    table: the shape of its rows in tables.
-    code: the folders and modules of `harness` that make its numbers, besides the core that all kinds share.
-    live: it decodes through two memories, so that its label may name a system (`harness.settings.systems`).
-    keeps_record: its outcome is recorded, and the run is skipped the next time. Otherwise it only prints.
+    depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes
+    no other run. table: the shape of its rows in tables.
+    code: the folders and modules of `harness` that make its numbers, besides the core that all
+    kinds share. live: it decodes through two memories, so that its label may name a system
+    (`harness.settings.systems`). keeps_record: its outcome is recorded, and the run is skipped the
+    next time. Otherwise it only prints.
     """
 
     depends_on: tuple[str, ...] = ()
@@ -54,7 +56,17 @@ class Kind:
 
 
 TEXTS = ("corpus", "data", "calibration")
-ABOUT_TASKS = ("tasks", "task", "num_samples", "num_fewshot", "scoring", "sampling", "seed", "data", "calibration")
+ABOUT_TASKS = (
+    "tasks",
+    "task",
+    "num_samples",
+    "num_fewshot",
+    "scoring",
+    "sampling",
+    "seed",
+    "data",
+    "calibration",
+)
 KINDS = {
     "perplexity": Kind(
         depends_on=(*TEXTS, "seq_len", "prefill_len", "num_windows"),
@@ -79,7 +91,15 @@ KINDS = {
         live=True,
     ),
     "generate": Kind(
-        depends_on=("prompt", "max_new_tokens", "sampling", "seed", "platform", "placement", "calibration"),
+        depends_on=(
+            "prompt",
+            "max_new_tokens",
+            "sampling",
+            "seed",
+            "platform",
+            "placement",
+            "calibration",
+        ),
         code=("speed",),
         live=True,
         keeps_record=False,

@@ -1,14 +1,16 @@
-"""A method or a codec from outside this project: a class in a file or a package of the user's, or a press of kvpress.
+"""A method or a codec from outside this project: a class in a file or a package of the user's, or a
+press of kvpress.
 
     python run.py method=./my_method.py method.kept_frac=0.3
     python run.py method=my_package.my_module.MyMethod
     python run.py codec=./my_codec.py +codec_settings.levels=5
     python run.py method=kvpress:SnapKVPress method.window_size=32
 
-Its settings are the fields of its dataclass. Its name is the file's; if the class is named, `file.Class` or the dotted
-path. Hydra asks `OwnMethods` for what `conf/method` does not have, so such a choice goes wherever the name of a shipped
-method goes: sweeps, grids, `--cfg job`. The file is run only if it is named. Hydra asks for `grid=DIR/my_grid.yaml` in
-the same way. A codec is no group of Hydra's: `harness.run.compose` asks `find_codec`.
+Its settings are the fields of its dataclass. Its name is the file's; if the class is named,
+`file.Class` or the dotted path. Hydra asks `OwnMethods` for what `conf/method` does not have, so
+such a choice goes wherever the name of a shipped method goes: sweeps, grids, `--cfg job`. The file
+is run only if it is named. Hydra asks for `grid=DIR/my_grid.yaml` in the same way. A codec is no
+group of Hydra's: `harness.run.compose` asks `find_codec`.
 """
 
 from __future__ import annotations
@@ -39,21 +41,29 @@ GROUP, GRIDS = "method/", "grid/"
 PRESS = "kvpress:"
 """Before the name of a press of kvpress (`methods.kvpress`)."""
 _IMPORTED: dict[Path, str] = {}
-"""The folder of each file of the user's own that this process has imported, with the choice that named it."""
+"""The folder of each file of the user's own that this process has imported, with the choice that
+named it."""
 
 
 def is_own(choice: str) -> bool:
-    """True if `method=<choice>` or `codec=<choice>` names a file or module of the user's, not one of this project."""
+    """True if `method=<choice>` or `codec=<choice>` names a file or module of the user's, not one
+    of this project."""
     return any(mark in choice for mark in "./:")
 
 
 def find(choice: str) -> tuple[type, dict[str, Any]]:
-    """The class that `method=<choice>` names, its file run, and the settings that its YAML in `conf/method` would have.
+    """The class that `method=<choice>` names, its file run, and the settings that its YAML in
+    `conf/method` would have.
 
-    Their `_target_` is `/path/file.py:Class`, `package.module:Class` or `kvpress:Press`. Raises UserError if there is
-    no such file or press, for an error in a file, with its line, and unless it holds one whole method.
+    Their `_target_` is `/path/file.py:Class`, `package.module:Class` or `kvpress:Press`. Raises
+    UserError if there is no such file or press, for an error in a file, with its line, and unless
+    it holds one whole method.
     """
-    from methods.base import Method, State, When  # loads torch, which a wrong path need not wait for
+    from methods.base import (
+        Method,
+        State,
+        When,
+    )  # loads torch, which a wrong path need not wait for
 
     said = f"method={choice}"
     if choice.startswith(PRESS):
@@ -69,7 +79,9 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     names = [field.name for field in fields(cls)]
     for setting in _constant(cls, "calibration_settings", ()):
         if setting not in names:
-            raise UserError(f"{said}: {cls.__name__}.calibration_settings={setting!r}: {nearest(setting, names)}")
+            raise UserError(
+                f"{said}: {cls.__name__}.calibration_settings={setting!r}: {nearest(setting, names)}"
+            )
     when = _constant(cls, "when", "kept")
     if when not in get_args(When):
         raise UserError(f"{said}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
@@ -81,7 +93,9 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     if cls.new_state is Method.new_state and not cls.reads_all:
         state = _constant(cls, "state", State)
         if not (inspect.isclass(state) and issubclass(state, State)):
-            raise UserError(f"{said}: {cls.__name__}.state={state!r}: must be a class that derives from State")
+            raise UserError(
+                f"{said}: {cls.__name__}.state={state!r}: must be a class that derives from State"
+            )
     target = {"_target_": f"{where}:{cls.__name__}", "name": _name(module, name)}
     return cls, target | _defaults(cls, said)
 
@@ -105,14 +119,17 @@ def find_codec(choice: str) -> tuple[type, str]:
     cls = _class(module, name, RowCodec, said)
     for part in ("bits", "row_bytes", "encode", "decode"):
         if getattr(cls, part) is getattr(RowCodec, part):
-            raise UserError(f"{said}: {cls.__name__} lacks {part}; methods/codec.py says what it is")
+            raise UserError(
+                f"{said}: {cls.__name__} lacks {part}; methods/codec.py says what it is"
+            )
     _require_text(cls, "name", said)
     _defaults(cls, said)
     return cls, _name(module, name)
 
 
 def _module(choice: str, said: str) -> tuple[ModuleType, str, str]:
-    """The module that `choice` names, where it lies (a file's path or a module's name), and the class's name if any.
+    """The module that `choice` names, where it lies (a file's path or a module's name), and the
+    class's name if any.
 
     said: the choice as the user wrote it, for errors.
     """
@@ -130,7 +147,8 @@ def _name(module: ModuleType, name: str) -> str:
 
 
 def _run_file(path: Path, said: str) -> ModuleType:
-    """Run a file as a module of its own name, so that it can import what lies beside it, here and in a child."""
+    """Run a file as a module of its own name, so that it can import what lies beside it, here and
+    in a child."""
     if not path.is_file():
         raise UserError(f"{said}: there is no file {path}")
     if not path.stem.isidentifier():
@@ -155,10 +173,17 @@ def _import(name: str, said: str, folder: Path) -> ModuleType:
         raise
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own
-        lines = [(frame.filename, frame.lineno) for frame in frames if Path(frame.filename).is_relative_to(folder)]
+        lines = [
+            (frame.filename, frame.lineno)
+            for frame in frames
+            if Path(frame.filename).is_relative_to(folder)
+        ]
         words = reason(error)
         if isinstance(error, SyntaxError):
-            lines, words = [(str(error.filename), error.lineno)], f"{type(error).__name__}: {error.msg}"
+            lines, words = (
+                [(str(error.filename), error.lineno)],
+                f"{type(error).__name__}: {error.msg}",
+            )
         line = f"{lines[-1][0]}:{lines[-1][1]}: " if lines else ""
         raise UserError(f"{said}: {line}{words}") from error
     if file := getattr(module, "__file__", None):
@@ -168,17 +193,23 @@ def _import(name: str, said: str, folder: Path) -> ModuleType:
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """Raise an error in the block that comes out of a file of the user's own as a UserError that names its line.
+    """Raise an error in the block that comes out of a file of the user's own as a UserError that
+    names its line.
 
-    What a method or codec says of itself, such as `label` and `with_size`, is asked while settings are checked.
+    What a method or codec says of itself, such as `label` and `with_size`, is asked while settings
+    are checked.
     """
     try:
         yield
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        files = {str(file): said for folder, said in _IMPORTED.items() for file in folder.glob("*.py")}
-        if line := line_in(error, set(files)):  # the innermost of them, whichever method was imported before
+        files = {
+            str(file): said for folder, said in _IMPORTED.items() for file in folder.glob("*.py")
+        }
+        if line := line_in(
+            error, set(files)
+        ):  # the innermost of them, whichever method was imported before
             said = files[line.rpartition(":")[0]]
             raise UserError(f"{said}: {line}: {reason(error)}") from error
         raise
@@ -186,23 +217,34 @@ def faults() -> Iterator[None]:
 
 def _class(module: ModuleType, name: str, base: type, said: str) -> Any:
     """The class called `name`, or the only one derived from `base` that the module defines."""
-    every = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, base)]
+    every = [
+        each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, base)
+    ]
     own = {each.__name__: each for each in every if each.__module__ == module.__name__}
     if name and name not in own:
-        allowed = nearest(name, own) if own else f"{module.__file__} defines no {said.partition('=')[0]}"
+        allowed = (
+            nearest(name, own) if own else f"{module.__file__} defines no {said.partition('=')[0]}"
+        )
         raise UserError(f"{said}: {allowed}")
     if not own:
-        raise UserError(f"{said}: no class in it derives from {base.__module__}.{base.__name__}, directly or not")
+        raise UserError(
+            f"{said}: no class in it derives from {base.__module__}.{base.__name__}, directly or not"
+        )
     if not name and len(own) > 1:
-        raise UserError(f"{said}: defines {', '.join(own)}; choose one, as {said}:{next(iter(own))}")
+        raise UserError(
+            f"{said}: defines {', '.join(own)}; choose one, as {said}:{next(iter(own))}"
+        )
     cls = own[name] if name else next(iter(own.values()))
     if "__dataclass_fields__" not in vars(cls):
-        raise UserError(f"{said}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings")
+        raise UserError(
+            f"{said}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings"
+        )
     return cls
 
 
 def _constant(cls: type, name: str, computed: Any) -> Any:
-    """The attribute of a class; `computed` where it is a property, whose value only an object has."""
+    """The attribute of a class; `computed` where it is a property, whose value only an object
+    has."""
     value = getattr(cls, name)
     return computed if isinstance(value, property | cached_property) else value
 
@@ -221,7 +263,8 @@ def _require_flags(cls: type, names: Sequence[str], said: str) -> None:
 
 
 def _defaults(cls: Any, said: str) -> dict[str, Any]:
-    """The settings of a class as YAML holds them. Raises UserError for a field without a default."""
+    """The settings of a class as YAML holds them. Raises UserError for a field without a
+    default."""
     values = {}
     for each in fields(cls):
         if each.default is MISSING and each.default_factory is MISSING:
@@ -232,7 +275,8 @@ def _defaults(cls: Any, said: str) -> dict[str, Any]:
 
 
 class OwnMethods(ConfigSource):
-    """To Hydra, a folder of configurations that has a file for every method and grid of the user's."""
+    """To Hydra, a folder of configurations that has a file for every method and grid of the
+    user's."""
 
     @staticmethod
     def scheme() -> str:
@@ -246,8 +290,12 @@ class OwnMethods(ConfigSource):
             try:
                 node = OmegaConf.create(find(choice)[1])
             except UnsupportedValueType as error:
-                raise UserError(f"method={choice}: a setting's default is no number, text or list: {error}") from error
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=node, header={"package": None})
+                raise UserError(
+                    f"method={choice}: a setting's default is no number, text or list: {error}"
+                ) from error
+        return ConfigResult(
+            provider=self.provider, path=self.full_path(), config=node, header={"package": None}
+        )
 
     def is_config(self, config_path: str) -> bool:
         if config_path.startswith(GRIDS):

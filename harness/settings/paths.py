@@ -1,4 +1,5 @@
-"""Where the project's own files lie: in a checkout at its top, in an installation inside the package `harness`.
+"""Where the project's own files lie: in a checkout at its top, in an installation inside the
+package `harness`.
 
 `pyproject.toml` maps `conf` to `harness/conf` and the tables of `results` to `harness/shipped`.
 """
@@ -21,10 +22,12 @@ COMMAND = PROGRAM if INSTALLED else f"python {PROGRAM}"
 
 
 def table_to_read(results_dir: str | Path, name: str) -> Path | None:
-    """The file `tables/<name>` of a results folder, else the shipped one; None where neither exists.
+    """The file `tables/<name>` of a results folder, else the shipped one; None where neither
+    exists.
 
-    A checkout has the shipped tables in `results`. An installation has them for `./results` and the folders below it,
-    until a run writes a table of its own there, which takes over the shipped rows.
+    A checkout has the shipped tables in `results`. An installation has them for `./results` and the
+    folders below it, until a run writes a table of its own there, which takes over the shipped
+    rows.
     """
     path = Path(results_dir) / "tables" / name
     if path.exists():

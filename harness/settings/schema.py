@@ -1,7 +1,8 @@
 """Types and ranges of settings, and the choices of `conf/`.
 
-Hydra composes untyped YAML. `build` checks it with pydantic against the annotations of a frozen dataclass. It refuses a
-wrong setting by a `UserError` of one line: the setting as the user writes it, its value and what is allowed.
+Hydra composes untyped YAML. `build` checks it with pydantic against the annotations of a frozen
+dataclass. It refuses a wrong setting by a `UserError` of one line: the setting as the user writes
+it, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ PathText = Annotated[str, BeforeValidator(_path)]
 """The name of a file or folder: not empty, its `~` expanded."""
 FileText = Annotated[PathText, AfterValidator(_file)]
 FolderText = Annotated[PathText, AfterValidator(_folder)]
-Names = Annotated[tuple[Text, ...], Strict(False), BeforeValidator(_items), AfterValidator(_distinct)]
+Names = Annotated[
+    tuple[Text, ...], Strict(False), BeforeValidator(_items), AfterValidator(_distinct)
+]
 """Different texts, written `[a,b]`, `'a,b'` or, for one item, `a`."""
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Naturals = Annotated[tuple[Natural, ...], Strict(False), AfterValidator(_distinct)]
@@ -106,11 +109,13 @@ Count = Annotated[int, Field(ge=1, le=MOST)]
 Share = Annotated[float, AfterValidator(_share)]
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 FAR = 0.1
-"""A run whose size differs from the one that was asked for by more than this share of it is said to have another."""
+"""A run whose size differs from the one that was asked for by more than this share of it is said to
+have another."""
 
 
 def is_unmet(asked: float | None, ran: float | None) -> bool:
-    """Whether a run has another size than was asked for, by more than `FAR` of that; False where either is None."""
+    """Whether a run has another size than was asked for, by more than `FAR` of that; False where
+    either is None."""
     return asked is not None and ran is not None and abs(ran - asked) > FAR * asked
 
 
@@ -126,7 +131,8 @@ def is_group(name: str) -> bool:
 
 @cache
 def kind_of(experiment: str) -> str | None:
-    """The kind of run in the YAML of an experiment; None if the YAML has none, or there is no such file."""
+    """The kind of run in the YAML of an experiment; None if the YAML has none, or there is no such
+    file."""
     path = CONF_DIR / "experiment" / f"{experiment}.yaml"
     kind = yaml.safe_load(path.read_text(encoding="utf-8")).get("kind") if path.is_file() else None
     return None if kind is None else str(kind)
@@ -138,7 +144,8 @@ def setting_of(override: str) -> str:
 
 
 def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The settings of a group in a composed run. Raises UserError where a plain value stands in its place."""
+    """The settings of a group in a composed run. Raises UserError where a plain value stands in its
+    place."""
     node = settings.get(name)
     if not isinstance(node, dict):
         raise UserError(f"{name}={node}: {nearest(node, options(name))}")
@@ -146,7 +153,8 @@ def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def path_text(value: Any, where: str) -> str:
-    """A path with its `~` expanded. Raises UserError where it is empty, no text, or in an unknown home folder."""
+    """A path with its `~` expanded. Raises UserError where it is empty, no text, or in an unknown
+    home folder."""
     text = _text(value)
     if not isinstance(text, str):
         raise UserError(f"{where}={value}: must be text")
@@ -169,7 +177,8 @@ def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
         where: the group of settings, "" at the top.
 
     Raises:
-        UserError: unknown or missing name, wrong type, out of range, or a `ValueError` of the dataclass itself.
+        UserError: unknown or missing name, wrong type, out of range, or a `ValueError` of the
+        dataclass itself.
     """
     for name, value in settings.items():
         if isinstance(value, float) and (math.isnan(value) or LARGEST <= abs(value) < math.inf):
@@ -190,13 +199,15 @@ def _join(where: str, name: str) -> str:
 
 
 def _from_yaml(hint: Any) -> Any:
-    """The annotation of a tuple, which takes a list as well: YAML has lists only. Others as they are."""
+    """The annotation of a tuple, which takes a list as well: YAML has lists only. Others as they
+    are."""
     return Annotated[hint, Strict(False)] if get_origin(hint) is tuple else hint
 
 
 @cache
 def _model(cls: Any) -> type[BaseModel]:
-    """A pydantic model with the fields of a dataclass. A field without a default is required, others are not."""
+    """A pydantic model with the fields of a dataclass. A field without a default is required,
+    others are not."""
     fields: dict[str, Any] = {}
     try:
         hints = get_type_hints(cls, include_extras=True)
@@ -212,7 +223,9 @@ def _model(cls: Any) -> type[BaseModel]:
         return create_model(cls.__name__, __config__=config, **fields)
     except (PydanticUserError, NameError) as error:
         said = str(error).splitlines()[0]
-        raise UserError(f"{cls.__name__}: a type is none that a setting can have ({said})") from error
+        raise UserError(
+            f"{cls.__name__}: a type is none that a setting can have ({said})"
+        ) from error
 
 
 def _in_words(error: ValidationError, cls: Any, where: str) -> str:
@@ -231,5 +244,7 @@ def _in_words(error: ValidationError, cls: Any, where: str) -> str:
     elif kind == "value_error":
         said = str(context["error"])
     else:
-        said = f"must be {WORDS[kind].format(name=name, **context)}" if kind in WORDS else first["msg"]
+        said = (
+            f"must be {WORDS[kind].format(name=name, **context)}" if kind in WORDS else first["msg"]
+        )
     return f"{name}={value}: {said}"

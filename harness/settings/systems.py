@@ -1,7 +1,8 @@
 """The systems that speed runs compare: one word each, and the settings it stands for.
 
-All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only offload-pageable runs
-as the InfiniGen artifact ran its FlexGen baseline, and uvm leaves the transfers to CUDA's driver. Imports no torch.
+All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only
+offload-pageable runs as the InfiniGen artifact ran its FlexGen baseline, and uvm leaves the
+transfers to CUDA's driver. Imports no torch.
 
     python run.py experiment=latency label=offload+int4
 """
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class System:
-    """A method where it runs. overlap, pinned: of the link's transfers, and of the host memory behind it."""
+    """A method where it runs. overlap, pinned: of the link's transfers, and of the host memory
+    behind it."""
 
     method: str
     placement: Placement = "host"
@@ -56,14 +58,19 @@ LABELS = {
 LATE_LAYER = 2**30
 """Number of a layer that is none of a method's first ones."""
 COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
-"""Systems whose transfers are counted. In managed memory CUDA's driver moves pages, which are not counted."""
+"""Systems whose transfers are counted. In managed memory CUDA's driver moves pages, which are not
+counted."""
 
 
-def apply(settings: dict[str, Any], given: set[str], method_file: Callable[[str], dict[str, Any]]) -> None:
+def apply(
+    settings: dict[str, Any], given: set[str], method_file: Callable[[str], dict[str, Any]]
+) -> None:
     """Give `settings`, a composed run, what its label stands for if it names a system.
 
-    given: names of the settings on the command line. method_file: reads the YAML of a method by name.
-    Raises UserError for a given setting that contradicts the label, or an unknown label without a method.
+    given: names of the settings on the command line. method_file: reads the YAML of a method by
+    name.
+    Raises UserError for a given setting that contradicts the label, or an unknown label without a
+    method.
     """
     label = settings.get("label")
     if label not in LABELS:
@@ -78,7 +85,9 @@ def apply(settings: dict[str, Any], given: set[str], method_file: Callable[[str]
             raise _contradiction("method", method, label, system.method)
         for name in given:
             if name.startswith("method."):
-                raise UserError(f"{name}: label={label} stands for method={system.method}; leave one of them out")
+                raise UserError(
+                    f"{name}: label={label} stands for method={system.method}; leave one of them out"
+                )
         settings["method"] = method_file(system.method)
     for name, wanted in system.settings().items():
         group, _, key = name.rpartition(".")
@@ -93,10 +102,13 @@ def _contradiction(name: str, value: object, label: str, wanted: object) -> User
 
 
 def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
-    """The label of a run: its system, else its settings in words. method: of a preset, the method behind it."""
+    """The label of a run: its system, else its settings in words. method: of a preset, the method
+    behind it."""
     platform = config.platform
     rows = config.device_rows, config.prefetch
-    system = System(method, config.placement, config.codec_name, *rows, platform.overlap, platform.pinned)
+    system = System(
+        method, config.placement, config.codec_name, *rows, platform.overlap, platform.pinned
+    )
     for label, each in LABELS.items():
         if each == system:
             return label
@@ -113,23 +125,33 @@ def check_combination(method: Method, placement: str, device_rows: float, prefet
     if method.replay_only:
         raise UserError(method.replay_only)
     if placement == "host" and method.when == "true_scores":
-        raise UserError(f"placement=host: {method.title} selects by the true scores of all keys; use placement=device")
+        raise UserError(
+            f"placement=host: {method.title} selects by the true scores of all keys; use placement=device"
+        )
     check_hot_rows(method, device_rows, prefetch)
     if device_rows and placement != "host":
-        raise UserError(f"device_rows={device_rows:g}: placement={placement} fetches no rows; needs placement=host")
+        raise UserError(
+            f"device_rows={device_rows:g}: placement={placement} fetches no rows; needs placement=host"
+        )
 
 
 def check_hot_rows(method: Method, device_rows: float, prefetch: bool) -> None:
     """Raise UserError where no fetched row can stay on the device, or none can be fetched early."""
     if device_rows and device_rows < 1:
-        raise UserError(f"device_rows={device_rows:g}: must be 0, or 1 and more, times the rows that a step reads")
+        raise UserError(
+            f"device_rows={device_rows:g}: must be 0, or 1 and more, times the rows that a step reads"
+        )
     if device_rows and not method.names_rows:
-        raise UserError(f"device_rows={device_rows:g}: {method.title} selects no rows; needs a method that retrieves")
+        raise UserError(
+            f"device_rows={device_rows:g}: {method.title} selects no rows; needs a method that retrieves"
+        )
     if prefetch and not device_rows:
         raise UserError("prefetch=true: needs device_rows of 1 or more, which it fetches into")
     if prefetch and not method.prefetches(LATE_LAYER):
         allowed = "needs a method of method.when=own_query whose selection changes nothing"
-        raise UserError(f"prefetch=true: {method.title} tells no rows before its own query; {allowed}")
+        raise UserError(
+            f"prefetch=true: {method.title} tells no rows before its own query; {allowed}"
+        )
 
 
 def check_live(config: RunConfig) -> None:
@@ -137,11 +159,17 @@ def check_live(config: RunConfig) -> None:
     method, placement, platform = config.method, config.placement, config.platform
     check_combination(method, placement, config.device_rows, config.prefetch)
     if placement == "managed" and platform.name != "cuda":
-        raise UserError(f"placement=managed: needs platform=cuda; allowed on {platform.name}: device, host")
+        raise UserError(
+            f"placement=managed: needs platform=cuda; allowed on {platform.name}: device, host"
+        )
     if placement != "host" and not platform.overlap:
-        raise UserError(f"platform.overlap=false: placement={placement} uses no link; use placement=host")
+        raise UserError(
+            f"platform.overlap=false: placement={placement} uses no link; use placement=host"
+        )
     if placement != "host" and platform.weights_on_device < 1:
         share = f"platform.weights_on_device={platform.weights_on_device}"
         raise UserError(f"{share}: placement={placement} uses no link; use placement=host")
     if placement != "managed" and platform.device_gib is not None:
-        raise UserError(f"platform.device_gib={platform.device_gib:g}: is for placement=managed; leave it null")
+        raise UserError(
+            f"platform.device_gib={platform.device_gib:g}: is for placement=managed; leave it null"
+        )

@@ -1,23 +1,28 @@
-"""Times one cell: a method, a placement, a codec and a link at one shape. Everything that is timed is listed here.
+"""Times one cell: a method, a placement, a codec and a link at one shape. Everything that is timed
+is listed here.
 
-prefill_s: from the prompts to the logits of the first new token: the dense pass, and the method's work on the prompt.
-  With a `SharedPrompt` the dense pass is timed once for all cells of its shape (dense_s), the rest in each (begin_s).
-  Rows that are still on their way to the host at the end of the prompt are not waited for: in a prefill of its own they
-  travel beside the dense pass.
-step_s: one decode step: choosing the token, the forward pass, and every wait for the link, up to the logits. Steps
-  follow one another without a pause; under CUDA each ends with a wait for the compute stream, not for the link. The
-  first `warmup_steps` are not timed. [repeats] of [timed steps].
-decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number. With
-  `time_limit_s`, no further step is timed after that many seconds of decoding.
-segments: seconds of a timed step by `harness.live.step.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
-  Under managed placement the driver moves pages: a fault stalls the kernel that meets it, no byte is counted, and
-  peak_device_bytes, torch's, leaves out the cache.
-h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; late_bytes: those of h2d_bytes that a
-  layer asked for by its own query, for which it waits. device_read_bytes: read in device memory. weight_bytes:
-  streamed weights; weights_on_device: the share of the decoder layers' bytes that stays there.
-transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and weights included.
-device_kv_bytes: device memory of cache, method and buffers. pinned_bytes: page-locked host memory of the cache.
-peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed ones included, and
+prefill_s: from the prompts to the logits of the first new token: the dense pass, and the method's
+  work on the prompt. With a `SharedPrompt` the dense pass is timed once for all cells of its shape
+  (dense_s), the rest in each (begin_s). Rows that are still on their way to the host at the end of
+  the prompt are not waited for: in a prefill of its own they travel beside the dense pass.
+step_s: one decode step: choosing the token, the forward pass, and every wait for the link, up to
+  the logits. Steps follow one another without a pause; under CUDA each ends with a wait for the
+  compute stream, not for the link. The first `warmup_steps` are not timed. [repeats] of [timed
+  steps].
+decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their
+  number. With `time_limit_s`, no further step is timed after that many seconds of decoding.
+segments: seconds of a timed step by `harness.live.step.SEGMENTS`; they sum to it.
+  exposed_transfer_s is `transfer`. Under managed placement the driver moves pages: a fault stalls
+  the kernel that meets it, no byte is counted, and peak_device_bytes, torch's, leaves out the
+  cache.
+h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; late_bytes: those of
+  h2d_bytes that a layer asked for by its own query, for which it waits. device_read_bytes: read in
+  device memory. weight_bytes: streamed weights; weights_on_device: the share of the decoder layers'
+  bytes that stays there.
+transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and
+weights included. device_kv_bytes: device memory of cache, method and buffers. pinned_bytes:
+page-locked host memory of the cache. peak_device_bytes: while decoding; on the CPU the weights that
+are there, buffers of streamed ones included, and
   device_kv_bytes. size, device_frac: over all steps, see `harness.model.sizes`.
 
     with attach(model) as attached, open_link(attached.device) as link:
@@ -49,7 +54,8 @@ from methods.codec import AnyCodec
 
 @dataclass(frozen=True)
 class Cell:
-    """The settings of a timed cell. The fields are those of `LiveSession`; `shape` says how long and how often.
+    """The settings of a timed cell. The fields are those of `LiveSession`; `shape` says how long
+    and how often.
 
     weights_on_device: as `on_device` of `streamed_weights`.
     """
@@ -72,16 +78,17 @@ class SharedPrompt(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """metrics: the columns of a latency table that are measured here; None for what has no meaning. Segments are
-    medians, of one block of the model. samples: raw numbers for the record; bytes of the timed steps alone are called
-    `timed_...`."""
+    """metrics: the columns of a latency table that are measured here; None for what has no meaning.
+    Segments are medians, of one block of the model. samples: raw numbers for the record; bytes of
+    the timed steps alone are called `timed_...`."""
 
     metrics: dict[str, Any]
     samples: dict[str, Any]
 
 
 def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
-    """Run prompts ids [batch, prompt] densely, timed. Their queries, keys and values stay in memory."""
+    """Run prompts ids [batch, prompt] densely, timed. Their queries, keys and values stay in
+    memory."""
     real = torch.ones_like(ids, dtype=torch.bool)
     run_prompt(attached, ids[:, :1], real[:, :1])  # the first pass of a process finds cold weights
     began = _now(attached.device)
@@ -99,12 +106,15 @@ def time_cell(
 ) -> Timing:
     """Time a cell from its prompt on.
 
-    prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up. With streamed weights it
-    must be ids, as the prefill streams them too. link: needed under host placement; its earlier transfers must have
-    been taken. Raises UserError where the cache does not fit into memory, ValueError for combinations without meaning.
+    prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up. With
+    streamed weights it must be ids, as the prefill streams them too. link: needed under host
+    placement; its earlier transfers must have been taken. Raises UserError where the cache does not
+    fit into memory, ValueError for combinations without meaning.
     """
     if isinstance(prompt, SharedPrompt) and cell.weights_on_device < 1:
-        raise ValueError(f"weights_on_device={cell.weights_on_device}: a shared prompt ran with all weights there")
+        raise ValueError(
+            f"weights_on_device={cell.weights_on_device}: a shared prompt ran with all weights there"
+        )
     timeline = Timeline(attached.device)
 
     def open_session() -> LiveSession:
@@ -122,7 +132,9 @@ def time_cell(
             timeline=timeline,
         )
 
-    streamed = streamed_weights(attached, link, cell.weights_on_device, timeline=timeline, pinned=cell.pinned)
+    streamed = streamed_weights(
+        attached, link, cell.weights_on_device, timeline=timeline, pinned=cell.pinned
+    )
     with streamed as weights:
         if isinstance(prompt, Tensor):
             with closing(open_session()) as warm_up:
@@ -131,7 +143,9 @@ def time_cell(
             return _time(session, weights, prompt, cell)
 
 
-def _time(session: LiveSession, weights: StreamedWeights | None, prompt: SharedPrompt | Tensor, cell: Cell) -> Timing:
+def _time(
+    session: LiveSession, weights: StreamedWeights | None, prompt: SharedPrompt | Tensor, cell: Cell
+) -> Timing:
     device, shape = session.attached.device, cell.shape
     began = _now(device)
     logits = _begin(session, prompt)
@@ -140,13 +154,15 @@ def _time(session: LiveSession, weights: StreamedWeights | None, prompt: SharedP
         link.take_transfers()  # waits for the prompt's; recorded are those that follow
     for each in session.attached.devices:
         if each.type == "cuda":
-            # Memory that a link was still reading when it was freed counts until the next allocation.
+            # Memory that a link was still reading when it was freed counts until the next
+            # allocation.
             torch.empty(1, device=each)
             torch.cuda.reset_peak_memory_stats(each)
     until = _now(device) + (shape.time_limit_s or math.inf)
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
-    # The link is not waited for: the rows of the first timed step are under way already, as for every other step.
+    # The link is not waited for: the rows of the first timed step are under way already, as for
+    # every other step.
     before_steps = _counts(session, weights, cell)
     step_s: list[list[float]] = []
     before = _now(device)
@@ -163,20 +179,29 @@ def _time(session: LiveSession, weights: StreamedWeights | None, prompt: SharedP
     segments = session.timeline.take()
     by_link = [link.take_transfers() for link in session.links]
     counts = _counts(session, weights, cell)
-    num_bytes = {name: None if at is None else round(float(at - before_steps[name])) for name, at in counts.items()}
+    num_bytes = {
+        name: None if at is None else round(float(at - before_steps[name]))
+        for name, at in counts.items()
+    }
     if device.type == "cuda":
         peak_device_bytes = sum(map(torch.cuda.max_memory_allocated, session.attached.devices))
     else:
         away = weights.host_bytes - weights.device_bytes if weights else 0
         parameters = session.attached.model.parameters()
-        peak_device_bytes = sum(weight.nbytes for weight in parameters) - away + session.device_bytes
+        peak_device_bytes = (
+            sum(weight.nbytes for weight in parameters) - away + session.device_bytes
+        )
 
     timed = [seconds for block in step_s for seconds in block]
 
     def of_all_steps(of_timed: float) -> float:
         return of_timed / len(timed) * (shape.gen_len - 1)
 
-    p50, p95 = torch.tensor(timed, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95]).double()).tolist()
+    p50, p95 = (
+        torch.tensor(timed, dtype=torch.float64)
+        .quantile(torch.tensor([0.5, 0.95]).double())
+        .tolist()
+    )
     dense_s = prompt.dense_s if isinstance(prompt, SharedPrompt) else 0.0
     prefill_s, decode_s = dense_s + begin_s, of_all_steps(sum(timed))
     link_busy_s = sum(map(_busy, by_link))
@@ -184,7 +209,9 @@ def _time(session: LiveSession, weights: StreamedWeights | None, prompt: SharedP
     exposed_s = of_all_steps(sum(step["transfer"] for step in segments) if link_busy_s else 0.0)
     counted, num_layers = cell.placement != "managed", session.attached.geometry.num_layers
     absent = {"prediction": not cell.method.names_rows, "transfer": not counted}
-    blocks = {name: statistics.median(step[name] for step in segments) / num_layers for name in SEGMENTS}
+    blocks = {
+        name: statistics.median(step[name] for step in segments) / num_layers for name in SEGMENTS
+    }
     metrics = {
         "batch_size": shape.batch_size,
         "prompt_len": shape.prompt_len,
@@ -196,7 +223,10 @@ def _time(session: LiveSession, weights: StreamedWeights | None, prompt: SharedP
         "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + decode_s),
         "step_p50_s": p50,
         "step_p95_s": p95,
-        **{name: None if moved is None else round(of_all_steps(moved)) for name, moved in num_bytes.items()},
+        **{
+            name: None if moved is None else round(of_all_steps(moved))
+            for name, moved in num_bytes.items()
+        },
         "weights_on_device": weights.on_device if weights else None,
         "device_kv_bytes": session.device_bytes,
         "exposed_transfer_s": exposed_s if counted else None,
@@ -220,7 +250,8 @@ def _time(session: LiveSession, weights: StreamedWeights | None, prompt: SharedP
 
 
 def _counts(session: LiveSession, weights: StreamedWeights | None, cell: Cell) -> dict[str, Any]:
-    """Bytes up to now, which a GPU may still count; None for what does not cross the link, or not by our doing."""
+    """Bytes up to now, which a GPU may still count; None for what does not cross the link, or not
+    by our doing."""
     counted = cell.placement != "managed"
     return {
         "h2d_bytes": session.loaded_bytes if counted else None,

@@ -1,6 +1,7 @@
 """`experiment=generate`: decodes text token by token, and says what its cache moved.
 
-python run.py experiment=generate prompt="$(cat my.txt)" method=h2o placement=host max_new_tokens=100 temperature=0.7
+python run.py experiment=generate prompt="$(cat my.txt)" method=h2o placement=host
+max_new_tokens=100 temperature=0.7
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ MIB = 2**20
 class Generated:
     """A text that a live cache decoded. `print` shows the text, then times and transfers.
 
-    text: without the prompt. num_tokens: new ones. prefill_s, decode_s: seconds; decode_s is of all steps together.
-    rows, h2d_bytes, d2h_bytes: rows that the decode steps took from the link, their bytes, and the bytes written back;
-    weight_bytes: of streamed weights. All as `experiment=latency` counts them. device_bytes: cache and method on the
-    device at the end. size: share of the full cache that a decode step read; None without a step. source: measured or
+    text: without the prompt. num_tokens: new ones. prefill_s, decode_s: seconds; decode_s is of all
+    steps together. rows, h2d_bytes, d2h_bytes: rows that the decode steps took from the link, their
+    bytes, and the bytes written back; weight_bytes: of streamed weights. All as
+    `experiment=latency` counts them. device_bytes: cache and method on the device at the end. size:
+    share of the full cache that a decode step read; None without a step. source: measured or
     emulated.
     """
 
@@ -61,8 +63,11 @@ class Generated:
         return (self.num_tokens - 1) / self.decode_s if self.num_tokens > 1 else None
 
     def summary(self) -> str:
-        """Two lines: times; rows and bytes over the link, the share of the cache that was read, and device memory."""
-        rate = "no decode step" if self.tokens_per_s is None else f"{self.tokens_per_s:.1f} tokens/s"
+        """Two lines: times; rows and bytes over the link, the share of the cache that was read, and
+        device memory."""
+        rate = (
+            "no decode step" if self.tokens_per_s is None else f"{self.tokens_per_s:.1f} tokens/s"
+        )
         prefill = f"prefill {self.num_prompt_tokens} tokens in {self.prefill_s:.2f} s"
         moved = (
             f"fetched {self.rows} rows ({self.rows / max(1, self.steps):.0f} a step, of one token and KV head each): "
@@ -71,7 +76,9 @@ class Generated:
         if not self.counted:
             moved = "the driver moved pages, which are not counted"
         moved += f", {self.device_bytes / MIB:.2f} MiB kept on the device"
-        streamed = f"{self.weight_bytes / MIB:.2f} MiB of weights streamed; " if self.weight_bytes else ""
+        streamed = (
+            f"{self.weight_bytes / MIB:.2f} MiB of weights streamed; " if self.weight_bytes else ""
+        )
         read = "read nothing" if self.size is None else f"read {self.size:.1%} of the cache"
         first = f"{prefill}; {self.num_tokens} new tokens, {rate}"
         return f"{first}\n{moved}; {streamed}{read}; source: {self.source}"
@@ -81,10 +88,11 @@ class Generated:
 
 
 def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], Any]) -> Generated:
-    """Continue `config.prompt`, greedily or as `config.sampling` says, until the end-of-text token or `max_new_tokens`.
+    """Continue `config.prompt`, greedily or as `config.sampling` says, until the end-of-text token
+    or `max_new_tokens`.
 
-    write: takes each piece of text. Raises UserError for a model without a tokenizer, a prompt without
-    tokens, or a sequence longer than the model's limit.
+    write: takes each piece of text. Raises UserError for a model without a tokenizer, a prompt
+    without tokens, or a sequence longer than the model's limit.
     """
     assert config.prompt is not None, "parse() asks for it"
     ids = prompt_ids(config.prompt, loaded.reader)
@@ -96,12 +104,17 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
         )
     with attach(loaded.model) as attached, compute_threads(attached.device):
         setup = prepare(
-            config, loaded, attached, lambda: [TokenCounts(n, len(ids), total) for n in range(len(ids), total - 1)]
+            config,
+            loaded,
+            attached,
+            lambda: [TokenCounts(n, len(ids), total) for n in range(len(ids), total - 1)],
         )
         platform = config.platform
         with (
             two_memories(config, attached) as (_, link),
-            streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned) as weights,
+            streamed_weights(
+                attached, link, platform.weights_on_device, pinned=platform.pinned
+            ) as weights,
         ):
             session = LiveSession(
                 attached,
@@ -157,8 +170,8 @@ def _stream(
     write: Callable[[str], Any],
     weights: StreamedWeights | None,
 ) -> tuple[str, dict[str, Any]]:
-    """Write the text as it grows. Returns it, with the number of tokens, the times of prefill and decoding, and the
-    bytes of weights that the decode steps streamed."""
+    """Write the text as it grows. Returns it, with the number of tokens, the times of prefill and
+    decoding, and the bytes of weights that the decode steps streamed."""
     prompt = torch.tensor([ids], device=session.attached.device)
     last = list(ids[-1:])
     before = str(tokenizer.decode(last))
@@ -171,7 +184,8 @@ def _stream(
         if text.ends_itself():  # the end-of-text token is no part of the text
             text.tokens.pop()
             break
-        # Behind the prompt's last token, as some tokenizers drop the space at the beginning of a text.
+        # Behind the prompt's last token, as some tokenizers drop the space at the beginning of a
+        # text.
         so_far = str(tokenizer.decode([*last, *text.tokens])).removeprefix(before)
         so_far = so_far.rstrip("\ufffd")  # without a character whose bytes are not all there yet
         write(so_far.removeprefix(shown))

@@ -1,7 +1,9 @@
-"""`experiment=latency`: one timed cell as a run. `harness.speed.cell` says what the numbers contain.
+"""`experiment=latency`: one timed cell as a run. `harness.speed.cell` says what the numbers
+contain.
 
-On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process for all its cells,
-and one core is left to the link. Under CUDA every cell prefills for itself, as does a cell that streams weights.
+On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process
+for all its cells, and one core is left to the link. Under CUDA every cell prefills for itself, as
+does a cell that streams weights.
 
     python run.py experiment=latency label=infinigen batch_size=8
 """
@@ -37,9 +39,11 @@ Prompts = Memo[SharedPrompt]
 
 
 def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None = None) -> Outcome:
-    """Time the cell that `config` describes. prompts: kept prompts of this model; the cell's own is added.
+    """Time the cell that `config` describes. prompts: kept prompts of this model; the cell's own is
+    added.
 
-    Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into memory.
+    Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into
+    memory.
     """
     shape, platform = config.latency, config.platform
     total = shape.prompt_len + shape.gen_len
@@ -52,7 +56,9 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
         setup = _setup(config, loaded, attached)
         on_device = platform.weights_on_device
         rows = config.device_rows, config.prefetch
-        cell = Cell(setup.method, shape, config.placement, setup.codec, *rows, platform.pinned, on_device)
+        cell = Cell(
+            setup.method, shape, config.placement, setup.codec, *rows, platform.pinned, on_device
+        )
 
         def run_densely() -> SharedPrompt:
             require_shared_prompt(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
@@ -63,9 +69,17 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
             if attached.device.type == "cuda" or on_device < 1:
                 prompt = prompt_ids(config, loaded).to(attached.device)
             else:
-                key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
+                key = (
+                    loaded.fingerprint,
+                    shape.batch_size,
+                    shape.prompt_len,
+                    config.seed,
+                    config.calibration,
+                )
                 prompt = (Memo() if prompts is None else prompts).get(key, run_densely)
-            metrics, raw = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
+            metrics, raw = time_cell(
+                attached, prompt, cell, link=link, calibration=setup.calibration
+            )
     marks = {"platform": platform.name, "source": SOURCES[platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
     link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
@@ -73,10 +87,14 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
 
 
 @contextmanager
-def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRate, dict[torch.device, Link] | None]]:
-    """Device memory of the size that `platform.device_gib` gives, and a link from each device to host memory.
+def two_memories(
+    config: RunConfig, attached: Attached
+) -> Iterator[tuple[LinkRate, dict[torch.device, Link] | None]]:
+    """Device memory of the size that `platform.device_gib` gives, and a link from each device to
+    host memory.
 
-    Yields the rate of the links, and the link of each device; None without host placement. They close at the end.
+    Yields the rate of the links, and the link of each device; None without host placement. They
+    close at the end.
     """
     platform = config.platform
     rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
@@ -84,19 +102,24 @@ def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRa
     links = {}
     with smaller_card(attached.device, platform.device_gib), ExitStack() as stack:
         for device in attached.devices if config.placement == "host" else ():
-            link = open_link(device, bytes_per_s=bytes_per_s, overlap=platform.overlap, tuning=rate.tuning)
+            link = open_link(
+                device, bytes_per_s=bytes_per_s, overlap=platform.overlap, tuning=rate.tuning
+            )
             links[device] = stack.enter_context(link)
         yield rate, links or None
 
 
 @contextmanager
 def compute_threads(device: torch.device) -> Iterator[int]:
-    """On the CPU, compute on all cores but one, which the emulated link has; yields the number of threads.
+    """On the CPU, compute on all cores but one, which the emulated link has; yields the number of
+    threads.
 
     Every label has the same number, ideal included.
     """
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if device.type == "cpu":
         torch.set_num_threads(max(1, cores - 1))
     try:
@@ -109,12 +132,17 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     shape = config.latency
     total = shape.prompt_len + shape.gen_len
     rows = range(shape.prompt_len, total - 1)
-    return prepare(config, loaded, attached, lambda: [TokenCounts(cached, shape.prompt_len, total) for cached in rows])
+    return prepare(
+        config,
+        loaded,
+        attached,
+        lambda: [TokenCounts(cached, shape.prompt_len, total) for cached in rows],
+    )
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
-    """Prompts int64 [batch, prompt]: each the tokenizer's start, then offline text after the tokens that calibrate,
-    repeated where it ends."""
+    """Prompts int64 [batch, prompt]: each the tokenizer's start, then offline text after the tokens
+    that calibrate, repeated where it ends."""
     batch, length = config.latency.batch_size, config.latency.prompt_len
     start = torch.tensor(start_ids(loaded.reader), dtype=torch.long)[:length]
     text = torch.tensor(token_ids(named_text(config.calibration.name), loaded.reader))
@@ -124,8 +152,9 @@ def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
 
 
 def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:
-    """UserError where the states of the shared prompt, its pass and the uncompressed cache do not fit into memory. A
-    session that runs its prompt itself checks its own memory (`harness.live.memory`)."""
+    """UserError where the states of the shared prompt, its pass and the uncompressed cache do not
+    fit into memory. A session that runs its prompt itself checks its own memory
+    (`harness.live.memory`)."""
     geometry = attached.geometry
     row = geometry.num_layers * geometry.head_dim * attached.dtype.itemsize * batch
     shared = row * prompt * (geometry.num_heads + 2 * geometry.num_kv_heads)

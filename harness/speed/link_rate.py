@@ -1,9 +1,10 @@
-"""The rate of the link, measured once per results folder and kept in `<results_dir>/link.json`, by device.
+"""The rate of the link, measured once per results folder and kept in `<results_dir>/link.json`, by
+device.
 
-On the CPU: the copy rate of RAM, from which the emulated link's rate follows. Under CUDA: the rate of a plain copy
-from pinned memory, the ceiling of the real link, and how rows cross it fastest: how the kernel that moves rows is
-launched best, and from which size of a contiguous piece on a copy engine is faster. That takes some 0.1 s of the
-device, and the compiler's time.
+On the CPU: the copy rate of RAM, from which the emulated link's rate follows. Under CUDA: the rate
+of a plain copy from pinned memory, the ceiling of the real link, and how rows cross it fastest: how
+the kernel that moves rows is launched best, and from which size of a contiguous piece on a copy
+engine is faster. That takes some 0.1 s of the device, and the compiler's time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from harness.results.environment import processor
 
 log = logging.getLogger(__name__)
 MEMORY_TO_LINK = 62
-"""Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s achieved."""
+"""Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16
+12.4 GB/s achieved."""
 CPU = torch.device("cpu")
 COPIED = 256 * 2**20
 """Bytes of a copy that measures a rate."""
@@ -40,7 +42,8 @@ CLOSE = 1.03
 NUM_PROGRAMS = (32, 64, 128)
 TILE_BYTES = (2048, 4096, 8192)
 GATHERED = (64, 4096, 144)
-"""Heads, slots and bytes of a slot in the store that is gathered from: int4 rows of head_dim 128, of which half go."""
+"""Heads, slots and bytes of a slot in the store that is gathered from: int4 rows of head_dim 128,
+of which half go."""
 PIECE_BYTES = tuple(2**power for power in range(12, 19))
 COPIED_BYTES, COPIED_SLOT_BYTES = 2**24, 512
 REPEATS = 5
@@ -48,8 +51,8 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class LinkRate:
-    """bytes_per_s: of the link, both directions alike. copy_bytes_per_s: measured; None where the rate was given.
-    tuning: measured under CUDA."""
+    """bytes_per_s: of the link, both directions alike. copy_bytes_per_s: measured; None where the
+    rate was given. tuning: measured under CUDA."""
 
     bytes_per_s: float
     copy_bytes_per_s: float | None
@@ -59,7 +62,8 @@ class LinkRate:
 def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | None) -> LinkRate:
     """The rate of the link to `device`; `link_gbps` (10^9 bytes/s) sets the emulated one.
 
-    A kept rate or tuning that is damaged is measured anew. Raises UserError where the results folder cannot be written.
+    A kept rate or tuning that is damaged is measured anew. Raises UserError where the results
+    folder cannot be written.
     """
     if link_gbps is not None:
         return LinkRate(link_gbps * 1e9, None)
@@ -86,13 +90,14 @@ def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | 
 
 
 def default_bytes_per_s(copy_rate: float) -> float:
-    """The emulated link's rate from the copy rate, both in bytes/s: the paper's ratio of memory to link."""
+    """The emulated link's rate from the copy rate, both in bytes/s: the paper's ratio of memory to
+    link."""
     return copy_rate / MEMORY_TO_LINK
 
 
 def measure_copy_rate(device: torch.device = CPU) -> float:
-    """Payload bytes/s of plain copies, the median: within this machine's RAM, where each is read once and written once,
-    or from pinned memory to another device, the ceiling of its link."""
+    """Payload bytes/s of plain copies, the median: within this machine's RAM, where each is read
+    once and written once, or from pinned memory to another device, the ceiling of its link."""
 
     def idle_s() -> float:
         if device.type == "cuda":
@@ -118,19 +123,22 @@ def measure_tuning(device: torch.device) -> Tuning:
 
 
 def choose_gather(seconds: Mapping[tuple[int, int], float]) -> tuple[int, int]:
-    """The number of programs and the bytes in flight, from the seconds of the same gather with each pair of them.
+    """The number of programs and the bytes in flight, from the seconds of the same gather with each
+    pair of them.
 
-    The fewest programs that are close to the fastest pair, since each takes a multiprocessor from the computation, and
-    with those the fewest bytes.
+    The fewest programs that are close to the fastest pair, since each takes a multiprocessor from
+    the computation, and with those the fewest bytes.
     """
     enough = CLOSE * min(seconds.values())
     return min(pair for pair, took in seconds.items() if took <= enough)
 
 
 def choose_min_copy(kernel_s: Mapping[int, float], copy_s: Mapping[int, float]) -> int:
-    """The bytes of a piece from which on copying is faster; kernel_s, copy_s: seconds by bytes of a piece.
+    """The bytes of a piece from which on copying is faster; kernel_s, copy_s: seconds by bytes of a
+    piece.
 
-    The smallest size above which the kernel is never faster again; twice the largest if the kernel is faster there.
+    The smallest size above which the kernel is never faster again; twice the largest if the kernel
+    is faster there.
     """
     sizes = sorted(kernel_s)
     kernel_wins = [size for size in sizes if kernel_s[size] < copy_s[size]]
@@ -146,7 +154,9 @@ def _gather_seconds(device: torch.device) -> dict[tuple[int, int], float]:
     """Seconds of a gather of scattered rows, by the number of programs and the bytes in flight."""
     heads, capacity, slot_bytes = GATHERED
     slots = _host_slots(device, heads, capacity, slot_bytes)
-    index = torch.rand(1, heads, capacity, device=device).argsort(-1)[..., : capacity // 2].contiguous()
+    index = (
+        torch.rand(1, heads, capacity, device=device).argsort(-1)[..., : capacity // 2].contiguous()
+    )
     rows = torch.empty((1, heads, capacity // 2, slot_bytes), dtype=torch.uint8, device=device)
     seconds = {}
     for num_programs, tile_bytes in product(NUM_PROGRAMS, TILE_BYTES):
@@ -156,8 +166,11 @@ def _gather_seconds(device: torch.device) -> dict[tuple[int, int], float]:
     return seconds
 
 
-def _piece_seconds(device: torch.device, tuning: Tuning) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds in which the kernel and a copy fetch every other piece of host memory, by the bytes of a piece."""
+def _piece_seconds(
+    device: torch.device, tuning: Tuning
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds in which the kernel and a copy fetch every other piece of host memory, by the bytes
+    of a piece."""
     kernel_s, copy_s = {}, {}
     for piece_bytes in PIECE_BYTES:
         heads, count = COPIED_BYTES // piece_bytes, piece_bytes // COPIED_SLOT_BYTES
@@ -170,7 +183,9 @@ def _piece_seconds(device: torch.device, tuning: Tuning) -> tuple[dict[int, floa
 
 
 def _host_slots(device: torch.device, heads: int, capacity: int, slot_bytes: int) -> Tensor:
-    return torch.zeros((1, heads, capacity, slot_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.zeros(
+        (1, heads, capacity, slot_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda"
+    )
 
 
 def _seconds(move: Callable[[], object]) -> float:
@@ -182,7 +197,12 @@ def _seconds(move: Callable[[], object]) -> float:
         move()
         event.record()
     events[-1].synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)) / 1e3
+    return (
+        statistics.median(
+            begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)
+        )
+        / 1e3
+    )
 
 
 def _tuning(stored: Any) -> Tuning | None:
@@ -190,4 +210,8 @@ def _tuning(stored: Any) -> Tuning | None:
     names = {field.name for field in fields(Tuning)}
     if not isinstance(stored, dict) or set(stored) != names:
         return None
-    return Tuning(**stored) if all(type(value) is int and value > 0 for value in stored.values()) else None
+    return (
+        Tuning(**stored)
+        if all(type(value) is int and value > 0 for value in stored.values())
+        else None
+    )

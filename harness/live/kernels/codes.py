@@ -1,15 +1,16 @@
-"""Rows of integer codes in Triton: packed by one kernel instead of some thirty launches, and attended to by two instead
-of some sixty.
+"""Rows of integer codes in Triton: packed by one kernel instead of some thirty launches, and
+attended to by two instead of some sixty.
 
-The codes of a row are bytes [segments, segment], a segment being what lies in one group and one bit plane; its elements
-are [planes, segments, segment] in that order, each axis rounded up to a power of two. Rows are packed and decoded as
-`methods.codec` says, bit for bit.
+The codes of a row are bytes [segments, segment], a segment being what lies in one group and one bit
+plane; its elements are [planes, segments, segment] in that order, each axis rounded up to a power
+of two. Rows are packed and decoded as `methods.codec` says, bit for bit.
 
-Attention: a program serves one query head and one of the parts into which the rows are split. It decodes a tile of rows
-in registers and attends to it; each row of the tile has a running softmax of its own, so nothing is reduced over rows
-before the last tile. A second kernel joins the parts with the step's own row, which is exact. Query heads of a group
-decode the same rows, from the cache, each for itself. How many rows there are is not known at compile time, and the
-number of parts does not depend on it. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
+Attention: a program serves one query head and one of the parts into which the rows are split. It
+decodes a tile of rows in registers and attends to it; each row of the tile has a running softmax of
+its own, so nothing is reduced over rows before the last tile. A second kernel joins the parts with
+the step's own row, which is exact. Query heads of a group decode the same rows, from the cache,
+each for itself. How many rows there are is not known at compile time, and the number of parts does
+not depend on it. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def segment_of(head_dim: int, bits: int, group_size: int) -> int:
 
 @triton.jit
 def element_of_lane(HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Which element of a row each lane of it holds, [planes, segments, segment]; HEAD_DIM for none."""
+    """Which element of a row each lane of it holds, [planes, segments, segment]; HEAD_DIM for
+    none."""
     width: tl.constexpr = width_of(HEAD_DIM, BITS)
     segment: tl.constexpr = segment_of(HEAD_DIM, BITS, GROUP_SIZE)
     plane = tl.arange(0, 8 // BITS)[:, None, None]
@@ -56,7 +58,14 @@ def element_of_lane(HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.c
 
 
 @triton.jit
-def decoded(packed, seen, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr):
+def decoded(
+    packed,
+    seen,
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Keys or values in fp32, rounded as the codec rounds them in DTYPE: [rows, lanes].
 
     packed, seen: where each row's begin, and whether it is read.
@@ -68,10 +77,15 @@ def decoded(packed, seen, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE
     plane = tl.arange(0, 8 // BITS)[None, :, None, None]
     first = tl.arange(0, triton.next_power_of_2(width // segment))[None, None, :, None] * segment
     at = tl.arange(0, triton.next_power_of_2(segment))[None, None, None, :]
-    codes = tl.load(packed + meta_bytes + first + at, mask=seen & (at < segment) & (first < width), other=0)
+    codes = tl.load(
+        packed + meta_bytes + first + at, mask=seen & (at < segment) & (first < width), other=0
+    )
     codes = ((codes.to(tl.int32) >> plane * BITS) & ((1 << BITS) - 1)).to(tl.float32)
     group = (plane * width + first) // GROUP_SIZE * 2
-    meta, used = packed.to(tl.pointer_type(tl.float16)), seen & (first < width) & (plane * width + first < HEAD_DIM)
+    meta, used = (
+        packed.to(tl.pointer_type(tl.float16)),
+        seen & (first < width) & (plane * width + first < HEAD_DIM),
+    )
     lo = tl.load(meta + group, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
     step = tl.load(meta + group + 1, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
     values = ((codes * step).to(DTYPE).to(tl.float32) + lo).to(DTYPE).to(tl.float32)
@@ -79,7 +93,9 @@ def decoded(packed, seen, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE
 
 
 @triton.jit
-def _pack_half(states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr):
+def _pack_half(
+    states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr
+):
     groups: tl.constexpr = (HEAD_DIM + GROUP_SIZE - 1) // GROUP_SIZE
     width: tl.constexpr = width_of(HEAD_DIM, BITS)
     group = tl.arange(0, triton.next_power_of_2(groups))
@@ -92,7 +108,10 @@ def _pack_half(states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP
     meta = packed.to(tl.pointer_type(tl.float16)) + group * 2
     tl.store(meta, lo, mask=group < groups)
     tl.store(meta + 1, step, mask=group < groups)
-    lo, divisor = lo.to(tl.float32), tl.where(step == 0, 1.0, step.to(tl.float32))  # code * 0 + lo is lo
+    lo, divisor = (
+        lo.to(tl.float32),
+        tl.where(step == 0, 1.0, step.to(tl.float32)),
+    )  # code * 0 + lo is lo
 
     at = tl.arange(0, triton.next_power_of_2(width))
     codes = tl.zeros((triton.next_power_of_2(width),), tl.int32)
@@ -100,7 +119,9 @@ def _pack_half(states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP
         element = plane * width + at
         held = (at < width) & (element < HEAD_DIM)
         of_group = tl.where(held, element // GROUP_SIZE, 0)
-        above = tl.load(states + element, mask=held, other=0).to(tl.float32) - tl.gather(lo, of_group, 0)
+        above = tl.load(states + element, mask=held, other=0).to(tl.float32) - tl.gather(
+            lo, of_group, 0
+        )
         level = tl.div_rn(above, tl.gather(divisor, of_group, 0))
         level = tl.minimum(tl.maximum(level, 0.0), 2.0**BITS - 1) + TO_WHOLE - TO_WHOLE
         codes |= tl.where(held, level, 0.0).to(tl.int32) << plane * BITS
@@ -127,14 +148,20 @@ def _pack_rows(
     SLOT_BYTES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    row, head, batch = program % num_rows, program // num_rows % num_kv_heads, program // num_rows // num_kv_heads
+    row, head, batch = (
+        program % num_rows,
+        program // num_rows % num_kv_heads,
+        program // num_rows // num_kv_heads,
+    )
     keys += batch * key_batch_stride + head * key_head_stride + row * key_row_stride
     values += batch * value_batch_stride + head * value_head_stride + row * value_row_stride
     packed += program * SLOT_BYTES
     _pack_half(keys, packed, HEAD_DIM, BITS, GROUP_SIZE)
     _pack_half(values, packed + KEY_BYTES, HEAD_DIM, BITS, GROUP_SIZE)
     if SLOT_BYTES > 2 * KEY_BYTES:
-        rest = packed + 2 * KEY_BYTES + tl.arange(0, 2)  # both halves are even, a slot is a multiple of 4
+        rest = (
+            packed + 2 * KEY_BYTES + tl.arange(0, 2)
+        )  # both halves are even, a slot is a multiple of 4
         tl.store(rest, tl.zeros((2,), tl.uint8))
 
 
@@ -208,7 +235,11 @@ def _attend_to_parts(
     asked = tl.load(at_query, mask=element < HEAD_DIM, other=0).to(tl.float32) * scale
     packed += (batch * (heads // group) + kv_head) * head_stride * SLOT_BYTES
     if visible is not None:
-        visible += batch * visible_batch_stride + kv_head * visible_head_stride + member * visible_group_stride
+        visible += (
+            batch * visible_batch_stride
+            + kv_head * visible_head_stride
+            + member * visible_group_stride
+        )
     if bias is not None:
         bias += batch * bias_batch_stride + kv_head * bias_head_stride + member * bias_group_stride
 
@@ -296,14 +327,16 @@ def attend(
 ) -> Tensor:
     """Attention of one row over cached rows of integer codes and its own.
 
-    query: [batch, heads, 1, head_dim]; rows: the cached ones, packed, uint8 [batch, num_kv_heads, n, slot_bytes],
-    contiguous in a head; own: key and value [batch, num_kv_heads, 1, head_dim]; visible: bool [batch, 1 or
-    num_kv_heads, 1 or group, 1, n], None for all; bias: added to the scores, fp32 alike. Returns [batch, num_kv_heads,
-    group, 1, head_dim].
+    query: [batch, heads, 1, head_dim]; rows: the cached ones, packed, uint8 [batch, num_kv_heads,
+    n, slot_bytes], contiguous in a head; own: key and value [batch, num_kv_heads, 1, head_dim];
+    visible: bool [batch, 1 or num_kv_heads, 1 or group, 1, n], None for all; bias: added to the
+    scores, fp32 alike. Returns [batch, num_kv_heads, group, 1, head_dim].
     """
     query, own_key, own_value = map(_in_rows, (query, *own))
     (batch, heads, _, head_dim), (num_kv_heads, num_rows, slot_bytes) = query.shape, rows.shape[1:]
-    assert rows[0, 0].is_contiguous() and (batch == 1 or rows.stride(0) == num_kv_heads * rows.stride(1))
+    assert rows[0, 0].is_contiguous() and (
+        batch == 1 or rows.stride(0) == num_kv_heads * rows.stride(1)
+    )
     splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * heads)))
     best_scores, weights = query.new_empty((2, batch * heads, splits), dtype=torch.float32)
     sums = query.new_empty((batch * heads, splits, head_dim), dtype=torch.float32)
@@ -311,7 +344,18 @@ def attend(
     sizes = (heads, group, *query.stride()[:2])
     of_rows = (batch, num_kv_heads, group)
     _attend_to_parts[(batch * heads * splits,)](
-        *(query, rows, visible, bias, best_scores, weights, sums, scale, num_rows, rows.stride(1) // slot_bytes),
+        *(
+            query,
+            rows,
+            visible,
+            bias,
+            best_scores,
+            weights,
+            sums,
+            scale,
+            num_rows,
+            rows.stride(1) // slot_bytes,
+        ),
         *sizes,
         *_strides(visible, *of_rows),
         *_strides(bias, *of_rows),
@@ -340,9 +384,11 @@ def _in_rows(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _strides(of_rows: Tensor | None, batch: int, num_kv_heads: int, group: int) -> tuple[int, int, int]:
-    """From one batch element, KV head and query head of a group to the next, in [batch, 1 or num_kv_heads, 1 or group,
-    1, n], 0 along what is shared."""
+def _strides(
+    of_rows: Tensor | None, batch: int, num_kv_heads: int, group: int
+) -> tuple[int, int, int]:
+    """From one batch element, KV head and query head of a group to the next, in [batch, 1 or
+    num_kv_heads, 1 or group, 1, n], 0 along what is shared."""
     if of_rows is None:
         return 0, 0, 0
     assert of_rows.stride(-1) == 1

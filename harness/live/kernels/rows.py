@@ -1,13 +1,15 @@
-"""Rows of slots in Triton: gather and scatter over pinned host memory, and lists of slots from masks.
+"""Rows of slots in Triton: gather and scatter over pinned host memory, and lists of slots from
+masks.
 
-The gather dereferences host memory across the link, so only the chosen rows travel, a few hundred bytes each, without a
-host-side copy and without the host knowing the index. The link's latency asks for bytes under way, whatever the width
-of a row: a program moves as many whole rows at a time as `Tuning.tile_bytes` hold. Over the link a few programs move
-rows and leave the other multiprocessors to compute; within the device there is one program for every tile.
+The gather dereferences host memory across the link, so only the chosen rows travel, a few hundred
+bytes each, without a host-side copy and without the host knowing the index. The link's latency asks
+for bytes under way, whatever the width of a row: a program moves as many whole rows at a time as
+`Tuning.tile_bytes` hold. Over the link a few programs move rows and leave the other multiprocessors
+to compute; within the device there is one program for every tile.
 
-Counts change from step to step and no launch may compile anew, so only the width of an access is known at compile time:
-16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in `harness.live.store`. With
-TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
+Counts change from step to step and no launch may compile anew, so only the width of an access is
+known at compile time: 16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in
+`harness.live.store`. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -66,8 +68,11 @@ def _move_rows(
             tl.store(in_rows, tl.load(in_slots, mask=mask), mask=mask)
 
 
-def gather_rows(slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None, tuning: Tuning) -> None:
-    """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]` where index >= 0, on the current stream."""
+def gather_rows(
+    slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None, tuning: Tuning
+) -> None:
+    """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]` where index >= 0, on the current
+    stream."""
     _launch(slots, index, rows, targets, tuning, to_slots=False)
 
 
@@ -77,7 +82,8 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning) -> 
 
 
 def warm(slots: Tensor, device: torch.device, tuning: Tuning) -> None:
-    """Compile and load what moves rows as wide as those of `slots`, by launches on `device` that move none."""
+    """Compile and load what moves rows as wide as those of `slots`, by launches on `device` that
+    move none."""
     nothing = torch.full((*slots.shape[:2], 1), -1, device=device)
     rows = torch.empty((*slots.shape[:2], 1, slots.shape[3]), dtype=torch.uint8, device=device)
     for targets in (None, nothing):
@@ -86,9 +92,19 @@ def warm(slots: Tensor, device: torch.device, tuning: Tuning) -> None:
 
 
 def _launch(
-    slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None, tuning: Tuning, *, to_slots: bool
+    slots: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    targets: Tensor | None,
+    tuning: Tuning,
+    *,
+    to_slots: bool,
 ) -> None:
-    assert slots.is_contiguous() and rows[0, 0].is_contiguous() and (targets is None or targets.is_contiguous())
+    assert (
+        slots.is_contiguous()
+        and rows[0, 0].is_contiguous()
+        and (targets is None or targets.is_contiguous())
+    )
     if index.numel() == 0:
         return
     words = slots.shape[-1] // WORD_BYTES
@@ -114,8 +130,8 @@ def _launch(
     )
 
 
-# Lists of slots. A program goes through one head's slots block by block and carries how many it has found, so a list is
-# in the order of the slots.
+# Lists of slots. A program goes through one head's slots block by block and carries how many it has
+# found, so a list is in the order of the slots.
 
 
 @triton.jit(do_not_specialize=["heads", "batch_stride", "head_stride", "num_slots", "cap"])
@@ -187,7 +203,11 @@ def _list_missing(
     after += head * room
     for first in range(0, num_slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
-        tl.store(wanted + slot, tl.load(mask + slot, mask=slot < num_slots, other=0), mask=slot < num_slots)
+        tl.store(
+            wanted + slot,
+            tl.load(mask + slot, mask=slot < num_slots, other=0),
+            mask=slot < num_slots,
+        )
     tl.debug_barrier()
     count = 0
     for first in range(0, room, BLOCK):
@@ -231,7 +251,14 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     if found.numel():
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         _list_slots[(batch * heads,)](
-            mask, found, heads, *mask.stride()[:2], num_slots, cap, BLOCK=BLOCK, num_warps=LIST_WARPS
+            mask,
+            found,
+            heads,
+            *mask.stride()[:2],
+            num_slots,
+            cap,
+            BLOCK=BLOCK,
+            num_warps=LIST_WARPS,
         )
     return found
 
@@ -247,7 +274,19 @@ def missing_rows(
     mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     tokens = tokens.expand(-1, heads, -1)
     wanted = torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device)
-    lists = (mask, tokens, kept, age, age.argsort(-1), wanted, missing, targets, after, age_after, present)
+    lists = (
+        mask,
+        tokens,
+        kept,
+        age,
+        age.argsort(-1),
+        wanted,
+        missing,
+        targets,
+        after,
+        age_after,
+        present,
+    )
     sizes = (heads, *mask.stride()[:2], *tokens.stride()[:2], num_slots, kept.shape[-1], most, now)
     _list_missing[(batch * heads,)](*lists, *sizes, BLOCK=BLOCK, num_warps=LIST_WARPS)
     return missing, targets, after, age_after, present

@@ -1,4 +1,5 @@
-"""`python -m harness.paper.costmodel --calibrate`, `--figure fig15 --platform h100-pcie5`, or `--write`."""
+"""`python -m harness.paper.costmodel --calibrate`, `--figure fig15 --platform h100-pcie5`, or
+`--write`."""
 
 from __future__ import annotations
 
@@ -14,14 +15,26 @@ from harness.results.write import render_csv
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print or write what is asked for; returns the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m harness.paper.costmodel", description="Predict speed from counts.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.paper.costmodel", description="Predict speed from counts."
+    )
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--calibrate", action="store_true", help="compare with every published number")
-    wanted.add_argument("--figure", help="print a figure's rows as CSV, in the columns of the latency table")
-    wanted.add_argument("--write", action="store_true", help="write DIR/tables/<figure>-modelled.csv")
+    wanted.add_argument(
+        "--calibrate", action="store_true", help="compare with every published number"
+    )
+    wanted.add_argument(
+        "--figure", help="print a figure's rows as CSV, in the columns of the latency table"
+    )
+    wanted.add_argument(
+        "--write", action="store_true", help="write DIR/tables/<figure>-modelled.csv"
+    )
     default = published.PAPER_PLATFORM
-    parser.add_argument("--platform", default=default, help=f"not with --calibrate (default {default})")
-    parser.add_argument("--results-dir", default="results", metavar="DIR", help="with --write (default results)")
+    parser.add_argument(
+        "--platform", default=default, help=f"not with --calibrate (default {default})"
+    )
+    parser.add_argument(
+        "--results-dir", default="results", metavar="DIR", help="with --write (default results)"
+    )
     args = parser.parse_args(argv)
 
     def act() -> None:

@@ -1,7 +1,9 @@
-"""Counts the FLOPs and bytes of every transformer block, turns them into seconds, and walks compute and link.
+"""Counts the FLOPs and bytes of every transformer block, turns them into seconds, and walks compute
+and link.
 
-Counted are matrix products (2 FLOPs a multiply-add), weights, cached tokens and, in prefill, the score matrix of eager
-attention. Norms, biases and activations are left out: under 2 % of any segment. Everything is fp16.
+Counted are matrix products (2 FLOPs a multiply-add), weights, cached tokens and, in prefill, the
+score matrix of eager attention. Norms, biases and activations are left out: under 2 % of any
+segment. Everything is fp16.
 """
 
 from __future__ import annotations
@@ -26,20 +28,23 @@ if TYPE_CHECKING:
     from methods.base import Method
 
 WEIGHTS_FRAC = 0.9
-"""Share of device memory that weights may take; the rest is for buffers and activations, which are not counted."""
+"""Share of device memory that weights may take; the rest is for buffers and activations, which are
+not counted."""
 PAPER_LENGTHS, PAPER_COUNTS = (512, 1024, 1536, 2048), (37.0, 60.0, 66.0, 73.0)
-"""Mean tokens above InfiniGen's threshold by length, OPT-13B (paper, section 5.3). The model takes straight lines in
-between and constants outside, capped like any selection."""
+"""Mean tokens above InfiniGen's threshold by length, OPT-13B (paper, section 5.3). The model takes
+straight lines in between and constants outside, capped like any selection."""
 INT4_SHARE = (4 + 32 / 64) / 16
 """Of fp16, with an fp16 scale and minimum per group of 64."""
 DEQUANTIZE_BYTES = 13
-"""Device traffic per element of FlexGen's five passes: both halves of a byte are shifted or masked (0.5 read, 0.5
-written) and converted (0.5 read, 1 written), then divided and added to (2 read, 2 written each)."""
+"""Device traffic per element of FlexGen's five passes: both halves of a byte are shifted or masked
+(0.5 read, 0.5 written) and converted (0.5 read, 1 written), then divided and added to (2 read, 2
+written each)."""
 EAGER_SCORE_BYTES = 12
-"""Device traffic per score of eager fp16 attention: product, mask (in, out), softmax (in, out), product."""
+"""Device traffic per score of eager fp16 attention: product, mask (in, out), softmax (in, out),
+product."""
 UVM_SCORE_BYTES = 24
-"""Managed memory that the artifact's uvm/selfattention.py allocates per score of the prompt: scores and weights in
-fp16; ones, mask, scaled mask, masked scores and softmax in fp32."""
+"""Managed memory that the artifact's uvm/selfattention.py allocates per score of the prompt: scores
+and weights in fp16; ones, mask, scaled mask, masked scores and softmax in fp32."""
 UVM_SCORE_PEAK_BYTES = 14
 """The part of it that lives at once: mask, masked scores and softmax in fp32, weights in fp16."""
 
@@ -55,9 +60,10 @@ Rate = Annotated[float, Field(gt=0)]
 class Platform:
     """A machine by its data sheets. `source` names them.
 
-    flops_per_s: fp16 matrix products, dense. memory_bytes_per_s: device memory. device_bytes: its size.
-    link_bytes_per_s: host to device from pinned memory, as achieved. host_channel_bytes_per_s: one channel of host
-    memory, which limits the one core that stages a copy from pageable memory.
+    flops_per_s: fp16 matrix products, dense. memory_bytes_per_s: device memory. device_bytes: its
+    size. link_bytes_per_s: host to device from pinned memory, as achieved.
+    host_channel_bytes_per_s: one channel of host memory, which limits the one core that stages a
+    copy from pageable memory.
     """
 
     name: str
@@ -71,13 +77,14 @@ class Platform:
 
     @property
     def pageable_bytes_per_s(self) -> float:
-        """Host to device from pageable memory: the driver copies into a pinned buffer (a read and a write of the
-        channel per byte), then transfers."""
+        """Host to device from pageable memory: the driver copies into a pinned buffer (a read and a
+        write of the channel per byte), then transfers."""
         return 1 / (1 / self.link_bytes_per_s + 2 / self.host_channel_bytes_per_s)
 
 
 def load_platform(name: str) -> Platform:
-    """`conf/platform/<name>.yaml`; UserError for one that is unknown, or measured instead of modelled."""
+    """`conf/platform/<name>.yaml`; UserError for one that is unknown, or measured instead of
+    modelled."""
     known = {path.stem: read_yaml(path) for path in sorted((CONF_DIR / "platform").glob("*.yaml"))}
     modelled = [stem for stem, node in known.items() if node.get("kind") == "modelled"]
     if name not in modelled:
@@ -91,7 +98,8 @@ class Efficiency(NamedTuple):
 
     matmul: of `flops_per_s` by matrix products too large to be limited by memory, which is prefill.
     memory: of `memory_bytes_per_s` by kernels that stream weights or cached tokens.
-    row_fetch: of `link_bytes_per_s` when tokens are fetched one by one, 256 bytes a head, instead of in one piece.
+    row_fetch: of `link_bytes_per_s` when tokens are fetched one by one, 256 bytes a head, instead
+    of in one piece.
     """
 
     matmul: float
@@ -105,8 +113,9 @@ FITTED = Efficiency(matmul=0.36, memory=0.81, row_fetch=0.83)
 
 @dataclass(frozen=True)
 class Scheme:
-    """A system as published: where the cache lies, which method reads it, in which format, and how much transfer it
-    hides. The number of tokens read is asked of the method with its default settings, which are the paper's."""
+    """A system as published: where the cache lies, which method reads it, in which format, and how
+    much transfer it hides. The number of tokens read is asked of the method with its default
+    settings, which are the paper's."""
 
     system: System
     overlap: Overlap
@@ -120,7 +129,8 @@ class Scheme:
 
     @property
     def predicts(self) -> bool:
-        """True if a layer predicts the tokens of the next one (InfiniGen), which are then fetched one by one."""
+        """True if a layer predicts the tokens of the next one (InfiniGen), which are then fetched
+        one by one."""
         return self.system.method == "infinigen"
 
     @property
@@ -131,28 +141,46 @@ class Scheme:
     @property
     def num_exempt_layers(self) -> int:
         """First layers that read the full cache, for every method that selects or quantizes."""
-        return _method(self.system.method).num_exempt_layers if self.system.method != "full" or self.int4 else 0
+        return (
+            _method(self.system.method).num_exempt_layers
+            if self.system.method != "full" or self.int4
+            else 0
+        )
 
     def tokens(self, cached: int, final_len: int) -> tuple[float, int]:
-        """Tokens of `cached` that a decode step reads in a non-exempt layer, and those it keeps. T: `final_len`."""
+        """Tokens of `cached` that a decode step reads in a non-exempt layer, and those it keeps. T:
+        `final_len`."""
         from methods.base import TokenCounts  # loads torch
 
         method = _method(self.system.method)
         row, layer = TokenCounts(cached, prompt=cached, final=final_len), method.num_exempt_layers
         read = method.tokens_read(row, layer)
         if read is None:
-            read = min(float(np.interp(cached, PAPER_LENGTHS, PAPER_COUNTS)), method.max_tokens_read(row, layer))
+            read = min(
+                float(np.interp(cached, PAPER_LENGTHS, PAPER_COUNTS)),
+                method.max_tokens_read(row, layer),
+            )
         return read, method.tokens_kept(row, layer)
 
 
 def _published(system: System) -> Scheme:
-    """FlexGen loads the cache of the next attention during the FFN. InfiniGen's artifact gathers on the host behind a
-    device sync (speedup/infinigen/infinigen/kv_selection_controller.py), and a page fault stalls: they hide nothing."""
+    """FlexGen loads the cache of the next attention during the FFN. InfiniGen's artifact gathers on
+    the host behind a device sync (speedup/infinigen/infinigen/kv_selection_controller.py), and a
+    page fault stalls: they hide nothing."""
     hides = system.overlap and system.method != "infinigen" and system.placement != "managed"
     return Scheme(system, "ffn" if hides else "none")
 
 
-PUBLISHED = ("uvm", "uvm+h2o", "offload", "offload-pageable", "offload+int4", "offload+h2o", "infinigen", "ideal")
+PUBLISHED = (
+    "uvm",
+    "uvm+h2o",
+    "offload",
+    "offload-pageable",
+    "offload+int4",
+    "offload+h2o",
+    "infinigen",
+    "ideal",
+)
 SCHEMES = {label: _published(LABELS[label]) for label in PUBLISHED}
 
 
@@ -189,8 +217,9 @@ class Case:
 
     @property
     def host_block_bytes(self) -> float:
-        """Bytes of a block's weights that lie in host memory and cross the link in each pass: the least share that
-        makes the rest fit, in tenths (0.3 for the paper's OPT-30B, as there). Managed memory and `ideal` have none."""
+        """Bytes of a block's weights that lie in host memory and cross the link in each pass: the
+        least share that makes the rest fit, in tenths (0.3 for the paper's OPT-30B, as there).
+        Managed memory and `ideal` have none."""
         if self.scheme.placement in ("managed", "device"):
             return 0.0
         excess = self.shape.weight_bytes - WEIGHTS_FRAC * self.platform.device_bytes
@@ -223,15 +252,17 @@ class BlockWork(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """exempt: reads the full cache although others do not. predicts: chooses the tokens of the next layer."""
+    """exempt: reads the full cache although others do not. predicts: chooses the tokens of the next
+    layer."""
 
     exempt: bool = False
     predicts: bool = False
 
 
 class BlockTimes(NamedTuple):
-    """Seconds of one block when nothing waits. load: the input of its attention over the link; store: its output over
-    the link; prediction: of the next block's tokens; other: the output head, which follows the last block."""
+    """Seconds of one block when nothing waits. load: the input of its attention over the link;
+    store: its output over the link; prediction: of the next block's tokens; other: the output head,
+    which follows the last block."""
 
     load: float
     attention: float
@@ -247,29 +278,40 @@ class BlockTimes(NamedTuple):
 
 
 def predict(case: Case) -> TableRow:
-    """Seconds and bytes of `case`, a row of the latency table: prefill, then gen_len - 1 decode steps, one walk each.
+    """Seconds and bytes of `case`, a row of the latency table: prefill, then gen_len - 1 decode
+    steps, one walk each.
 
-    The segments are of one non-exempt block in the last step; transfer is the time that compute waits. Bytes over the
-    link: prefill included. None is what the model does not know.
+    The segments are of one non-exempt block in the last step; transfer is the time that compute
+    waits. Bytes over the link: prefill included. None is what the model does not know.
     """
     num_layers, overlap = case.shape.num_layers, case.scheme.overlap
     vocabulary = _matmul(case.batch_size, case.shape.vocab_size * case.shape.hidden_size)
     head_s = _seconds(case, (vocabulary,))
     # Of each decode step: the cached tokens, and how many of them a non-exempt layer reads.
-    steps = [(at, case.scheme.tokens(at, case.final_len)[0]) for at in range(case.prompt_len, case.final_len - 1)]
+    steps = [
+        (at, case.scheme.tokens(at, case.final_len)[0])
+        for at in range(case.prompt_len, case.final_len - 1)
+    ]
     layers = layers_of(case)
     _, kept = case.scheme.tokens(case.prompt_len, case.final_len)
-    paged = _managed_bytes(case, case.prompt_len, kept, scores_of=case.prompt_len) > case.platform.device_bytes
+    paged = (
+        _managed_bytes(case, case.prompt_len, kept, scores_of=case.prompt_len)
+        > case.platform.device_bytes
+    )
     prompt = [prefill_block(case, layer, kept, paged=paged) for layer in layers]
     _, kept = case.scheme.tokens(case.final_len, case.final_len)
     paged = _managed_bytes(case, case.final_len, kept) > case.platform.device_bytes
     rows: list[BlockWork] = []  # the blocks of all decode steps, one step after the other
     for cached, read in steps:
-        different = {layer: decode_block(case, layer, cached, read, paged=paged) for layer in set(layers)}
+        different = {
+            layer: decode_block(case, layer, cached, read, paged=paged) for layer in set(layers)
+        }
         rows += [different[layer] for layer in layers]
     distinct = {work: _times(case, work) for work in set(rows)}  # most layers of a step are alike
     times = [distinct[work] for work in rows]
-    times[num_layers - 1 :: num_layers] = [last._replace(other=head_s) for last in times[num_layers - 1 :: num_layers]]
+    times[num_layers - 1 :: num_layers] = [
+        last._replace(other=head_s) for last in times[num_layers - 1 :: num_layers]
+    ]
     ends = block_ends(times, overlap)
     loaded, link_s = _loaded(case, rows), sum(block.load for block in times)
     exempt = mean(layer.exempt for layer in layers)
@@ -300,7 +342,10 @@ def predict(case: Case) -> TableRow:
         "size": mean(exempt + (1 - exempt) * width * read / cached for cached, read in steps),
         "run_id": "",
         "transfer_s": _exposed(ends[-2] - ends[-3], times[-2:-1]),
-        **{f"{name}_s": getattr(times[-2], name) for name in ("attention", "ffn", "prediction", "other")},
+        **{
+            f"{name}_s": getattr(times[-2], name)
+            for name in ("attention", "ffn", "prediction", "other")
+        },
     }
 
 
@@ -311,8 +356,11 @@ def layers_of(case: Case) -> list[Layer]:
     return [Layer(exempt=at < exempt, predicts=at in predicting) for at in range(num_layers)]
 
 
-def decode_block(case: Case, layer: Layer, cached: int, read: float, *, paged: bool = False) -> BlockWork:
-    """One token per sequence through a block, with `cached` tokens before it, of which a non-exempt layer reads `read`.
+def decode_block(
+    case: Case, layer: Layer, cached: int, read: float, *, paged: bool = False
+) -> BlockWork:
+    """One token per sequence through a block, with `cached` tokens before it, of which a non-exempt
+    layer reads `read`.
 
     paged: managed memory that does not fit: every page a block touches comes in and evicts another.
     """
@@ -321,7 +369,9 @@ def decode_block(case: Case, layer: Layer, cached: int, read: float, *, paged: b
     quantized = scheme.int4 and not layer.exempt
     attention = [
         _matmul(batch_size, shape.attention_weights),
-        Work(4 * shape.query_size * (tokens + batch_size), shape.token_bytes * (tokens + batch_size)),
+        Work(
+            4 * shape.query_size * (tokens + batch_size), shape.token_bytes * (tokens + batch_size)
+        ),
     ]
     if quantized:
         attention.append(Work(0, DEQUANTIZE_BYTES * 2 * shape.kv_size * tokens))
@@ -343,10 +393,11 @@ def decode_block(case: Case, layer: Layer, cached: int, read: float, *, paged: b
 
 
 def prefill_block(case: Case, layer: Layer, kept: float, *, paged: bool = False) -> BlockWork:
-    """The prompt through a block, dense; a non-exempt layer writes `kept` of its tokens to the host.
+    """The prompt through a block, dense; a non-exempt layer writes `kept` of its tokens to the
+    host.
 
-    With managed memory each first touch of a page crosses the link once. Where the memory does not fit (`paged`) the
-    weights come in too, and as much is written back.
+    With managed memory each first touch of a page crosses the link once. Where the memory does not
+    fit (`paged`) the weights come in too, and as much is written back.
     """
     scheme, shape, prompt_len = case.scheme, case.shape, case.prompt_len
     rows = case.batch_size * prompt_len
@@ -370,17 +421,24 @@ def prefill_block(case: Case, layer: Layer, kept: float, *, paged: bool = False)
 
 
 def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
-    """When the compute of each block ends, in seconds; blocks of successive steps follow one another.
+    """When the compute of each block ends, in seconds; blocks of successive steps follow one
+    another.
 
-    A task starts when its resource (compute or link) is free and the one task it waits for has ended. A block's
-    attention waits for its own transfer; the first block's transfer has nothing to hide behind. With overlap `none`
-    every task waits for the one before it.
+    A task starts when its resource (compute or link) is free and the one task it waits for has
+    ended. A block's attention waits for its own transfer; the first block's transfer has nothing to
+    hide behind. With overlap `none` every task waits for the one before it.
     """
     ends = []
     if overlap == "none":
         now = 0.0
         for block in blocks:
-            for seconds in (block.load, block.prediction, block.attention, block.store, block.ffn + block.other):
+            for seconds in (
+                block.load,
+                block.prediction,
+                block.attention,
+                block.store,
+                block.ffn + block.other,
+            ):
                 now += seconds
             ends.append(now)
         return ends
@@ -400,12 +458,16 @@ def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
 
 
 def _managed_bytes(case: Case, exempt_tokens: int, kept: int, scores_of: int = 0) -> float:
-    """Bytes that managed memory must hold at once: weights, the cache (tokens of a sequence in exempt and other
-    layers), and in prefill the attention scores of `scores_of` tokens."""
+    """Bytes that managed memory must hold at once: weights, the cache (tokens of a sequence in
+    exempt and other layers), and in prefill the attention scores of `scores_of` tokens."""
     shape = case.shape
     tokens = sum(exempt_tokens if layer.exempt else kept for layer in layers_of(case))
     scores = case.batch_size * shape.num_heads * scores_of**2
-    return shape.weight_bytes + case.batch_size * tokens * shape.token_bytes + UVM_SCORE_PEAK_BYTES * scores
+    return (
+        shape.weight_bytes
+        + case.batch_size * tokens * shape.token_bytes
+        + UVM_SCORE_PEAK_BYTES * scores
+    )
 
 
 def _matmul(rows: int, weights: int) -> Work:
@@ -447,7 +509,9 @@ def _seconds(case: Case, works: Sequence[Work]) -> float:
 
 def _loaded(case: Case, works: Sequence[BlockWork]) -> float:
     """Bytes that the blocks bring to the device."""
-    return sum(work.load_bytes + work.row_bytes for work in works) + len(works) * case.host_block_bytes
+    return (
+        sum(work.load_bytes + work.row_bytes for work in works) + len(works) * case.host_block_bytes
+    )
 
 
 def _exposed(elapsed: float, blocks: Sequence[BlockTimes]) -> float:

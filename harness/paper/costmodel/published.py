@@ -1,5 +1,5 @@
-"""The cost model beside the paper: every published latency, speedup and throughput, on the paper's machine, and the fit
-of the three efficiencies to them."""
+"""The cost model beside the paper: every published latency, speedup and throughput, on the paper's
+machine, and the fit of the three efficiencies to them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,18 @@ class PaperCell(NamedTuple):
 
 FIGURES: Mapping[str, tuple[PaperCell, ...]] = {
     "fig14": tuple(PaperCell(label, batch_size=20) for label in COMPARED),
-    "fig15": tuple(PaperCell(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED),
-    "fig16a": tuple(PaperCell(label, total_len=length) for length in (512, 1024, 1536, 2048) for label in OFFLOADED),
+    "fig15": tuple(
+        PaperCell(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED
+    ),
+    "fig16a": tuple(
+        PaperCell(label, total_len=length)
+        for length in (512, 1024, 1536, 2048)
+        for label in OFFLOADED
+    ),
     "fig16b": tuple(
-        PaperCell(label, model, batch_size=4) for model in ("opt-6.7b", "opt-13b", "opt-30b") for label in OFFLOADED
+        PaperCell(label, model, batch_size=4)
+        for model in ("opt-6.7b", "opt-13b", "opt-30b")
+        for label in OFFLOADED
     ),
     "fig18": tuple(PaperCell(label) for label in (*OFFLOADED, "ideal")),
 }
@@ -61,7 +69,8 @@ REPEATED = {
     ("fig18", "offload+h2o", "slowdown_vs_ideal"): "its block latency over the ideal one",
     ("fig18", "offload", "slowdown_vs_ideal"): "its block latency over the ideal one",
 }
-"""Published numbers (figure, series, metric) that follow from the others, and by which arithmetic."""
+"""Published numbers (figure, series, metric) that follow from the others, and by which
+arithmetic."""
 
 LEFT_OUT = (("fig14", "fig15"), ("fig16a",), ("fig16b",), ("fig18",))
 """Figures that are left out of the fit together: fig 14 shows runs of fig 15."""
@@ -92,14 +101,16 @@ class Comparison(NamedTuple):
 
 
 def figure_rows(figure: str, platform: str) -> list[TableRow]:
-    """The rows of a figure's latency table, modelled; UserError for an unknown figure or platform."""
+    """The rows of a figure's latency table, modelled; UserError for an unknown figure or
+    platform."""
     if figure not in FIGURES:
         raise UserError(f"figure={figure}: {nearest(figure, FIGURES)}")
     return [_predict(cell, platform, FITTED) | {"experiment": figure} for cell in FIGURES[figure]]
 
 
 def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> list[Path]:
-    """Write `tables/<figure>-modelled.csv` and `.md` for every figure. Returns the paths of the CSVs.
+    """Write `tables/<figure>-modelled.csv` and `.md` for every figure. Returns the paths of the
+    CSVs.
 
     Raises:
         UserError: an unknown platform, or a folder that cannot be written.
@@ -113,8 +124,11 @@ def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> lis
     return paths
 
 
-def calibrate(efficiency: Efficiency = FITTED, figures: Collection[str] = tuple(FIGURES)) -> list[Comparison]:
-    """Every published number of `figures` that the cost model predicts, in the order of the file."""
+def calibrate(
+    efficiency: Efficiency = FITTED, figures: Collection[str] = tuple(FIGURES)
+) -> list[Comparison]:
+    """Every published number of `figures` that the cost model predicts, in the order of the
+    file."""
     compared = []
     for row in (row for row in published_rows() if row["figure"] in figures):
         predicted = quantity(row, lambda cell: _predict(cell, PAPER_PLATFORM, efficiency))
@@ -130,8 +144,11 @@ def error(comparisons: Sequence[Comparison]) -> float:
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
-    """A table for a terminal: predicted, published, ratio; `*` marks a number that is more than 20 % off."""
-    lines = [f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} {'published':>10} {'':4} ratio"]
+    """A table for a terminal: predicted, published, ratio; `*` marks a number that is more than 20
+    % off."""
+    lines = [
+        f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} {'published':>10} {'':4} ratio"
+    ]
     for row in comparisons:
         off = "" if abs(row.ratio - 1) <= 0.2 else " *"
         lines.append(
@@ -142,14 +159,17 @@ def render(comparisons: Sequence[Comparison]) -> str:
 
 
 def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], TableRow]) -> float | None:
-    """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit; None if the row is
-    not about time.
+    """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit;
+    None if the row is not about time.
 
-    timed: returns our run of a cell of the paper, a row of a latency table. Its exceptions are passed on.
+    timed: returns our run of a cell of the paper, a row of a latency table. Its exceptions are
+    passed on.
     """
     figure, series, metric = row["figure"], row["series"], row["metric"]
     total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
-    batch_size = {"fig14": 20, "fig16b": 4}.get(figure, int(row["x"]) if row["x_name"] == "batch_size" else 8)
+    batch_size = {"fig14": 20, "fig16b": 4}.get(
+        figure, int(row["x"]) if row["x_name"] == "batch_size" else 8
+    )
 
     def run(label: str, batch: int = batch_size) -> TableRow:
         return timed(PaperCell(label, row["model"], batch, total_len))
@@ -160,7 +180,9 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], TableRow]) -> 
     if metric in ("speedup_min", "speedup_max"):
         batches = sorted({cell.batch_size for cell in FIGURES[figure]})
         speedups = [
-            run(other, size)["total_s"] / run(series, size)["total_s"] for size in batches for other in BASELINES
+            run(other, size)["total_s"] / run(series, size)["total_s"]
+            for size in batches
+            for other in BASELINES
         ]
         return min(speedups) if metric == "speedup_min" else max(speedups)
     quantities = {
@@ -176,26 +198,38 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], TableRow]) -> 
 
 @cache
 def _predict(cell: PaperCell, platform: str, efficiency: Efficiency) -> TableRow:
-    sizes = {"batch_size": cell.batch_size, "prompt_len": cell.total_len - GEN_LEN, "gen_len": GEN_LEN}
+    sizes = {
+        "batch_size": cell.batch_size,
+        "prompt_len": cell.total_len - GEN_LEN,
+        "gen_len": GEN_LEN,
+    }
     shape = load_shape(cell.model)
     return predict(Case(load_platform(platform), shape, cell.label, efficiency=efficiency, **sizes))
 
 
 def fit(
-    figures: Collection[str] = tuple(FIGURES), start: Efficiency = FITTED, *, independent_only: bool = False
+    figures: Collection[str] = tuple(FIGURES),
+    start: Efficiency = FITTED,
+    *,
+    independent_only: bool = False,
 ) -> Efficiency:
     """The efficiencies, at most 1, that predict the numbers of `figures` best.
 
-    Gauss-Newton in their logs; Broyden's update saves three of four predictions after the first step.
+    Gauss-Newton in their logs; Broyden's update saves three of four predictions after the first
+    step.
     """
 
     def log_ratios(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         compared = calibrate(Efficiency(*np.exp(logs).tolist()), figures)
-        return np.array([math.log(each.ratio) for each in compared if each.independent or not independent_only])
+        return np.array(
+            [math.log(each.ratio) for each in compared if each.independent or not independent_only]
+        )
 
     logs = np.log(start)
     off = log_ratios(logs)
-    slopes = np.transpose([(off - log_ratios(logs - move)) / DIFFERENCE for move in DIFFERENCE * np.eye(len(logs))])
+    slopes = np.transpose(
+        [(off - log_ratios(logs - move)) / DIFFERENCE for move in DIFFERENCE * np.eye(len(logs))]
+    )
     for _ in range(MAX_STEPS):
         before, last = logs, off
         logs = np.minimum(logs + np.linalg.lstsq(slopes, -off)[0], 0.0)
