@@ -145,8 +145,7 @@ def check_run(arguments: list[str]) -> None:
 
     The cells are those of `tests/test_grid.py`.
     """
-    if arguments == ["--help"]:
-        return
+    arguments = [word for word in arguments if word != "--help"]
     if arguments[:1] == ["lm-eval"]:
         check_lm_eval(arguments[1:])
         return
