@@ -1,11 +1,14 @@
-"""Files and memory: replacing a file in one step, locks, digests, the cache folder, what is free.
-Imports no torch."""
+"""Files and memory: replacing a file in one step, locks, digests, the cache folder, free bytes.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -13,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
@@ -24,22 +27,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SETTLED_S = 2.0
-"""A file changed less than so long ago may change once more within one tick of its file system's
-clock."""
+"""A file that changed so recently may change again within a tick of its file system's clock."""
 ABANDONED_S = 3600.0
 """A scratch file that nobody has written to for so long was left by a killed process."""
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+
+
+class Cgroups(NamedTuple):
+    """The folder of the control groups, and the names of their limit, use and droppable caches."""
+
+    folder: str
+    limit: str
+    used: str
+    droppable: str
+
+
 CGROUPS = {
-    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": (
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
+    "": Cgroups("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": Cgroups(
+        folder="sys/fs/cgroup/memory",
+        limit="memory.limit_in_bytes",
+        used="memory.usage_in_bytes",
+        droppable="total_inactive_file",
     ),
 }
-"""Of cgroups version 2 ("") and 1: the folder of the groups, and the names of limit, use and
-droppable caches."""
+"""By the controllers of a line of /proc/self/cgroup: of cgroups version 2 ("") and 1."""
 POLL_S = 0.5
 """How often a process that waits for a lock asks for it."""
 
@@ -49,8 +61,10 @@ class HeldError(Exception):
 
 
 def cache_dir() -> Path:
-    """Where copies and digests lie: KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or
-    ~/.cache."""
+    """The folder of copies and digests.
+
+    KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache.
+    """
     chosen = os.environ.get("KV_HARNESS_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -59,8 +73,7 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A scratch file beside `path` that takes its place in one step, if the block ends without an
-    error.
+    """A scratch file beside `path` that takes its place in one step, if the block ends well.
 
     A reader sees the old file or the new one. Scratch files of killed processes are removed. Raises
     OSError if the folder cannot be written.
@@ -68,12 +81,10 @@ def replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratches = re.compile(re.escape(f".{path.name}.") + r"\w{8}")
     for other in path.parent.iterdir():
-        with contextlib.suppress(OSError):  # another process removes it as well
-            if (
-                scratches.fullmatch(other.name)
-                and time.time() - other.stat().st_mtime > ABANDONED_S
-            ):
-                other.unlink()
+        if scratches.fullmatch(other.name):
+            with contextlib.suppress(OSError):  # another process removes it as well
+                if time.time() - other.stat().st_mtime > ABANDONED_S:
+                    other.unlink()
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
     scratch = Path(name)
@@ -88,22 +99,37 @@ def replacing(path: Path) -> Iterator[Path]:
             scratch.unlink()  # there only if something failed
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path`, a file of results, by `text` in one step. Raises UserError if the folder
-    cannot be written."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path`, a file of results, by `content` in one step. Text is written as UTF-8.
+
+    Raises UserError if the folder cannot be written.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     try:
         with replacing(path) as scratch:
-            scratch.write_text(text, encoding="utf-8")
+            scratch.write_bytes(data)
     except OSError as error:
-        raise UserError(
-            f"results_dir: {path} cannot be written ({error.strerror or error})"
-        ) from error
+        raise _not_writable(path, error) from error
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(f"results_dir: {path} cannot be written ({error.strerror or error})")
+
+
+def free_path(pattern: Path) -> Path:
+    """The first path that does not exist, with a number from 1 on for the `*` of its name."""
+    for number in itertools.count(1):
+        path = pattern.with_name(pattern.name.replace("*", str(number)))
+        if not path.exists():
+            break
+    return path
 
 
 @contextlib.contextmanager
 def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a folder of results, which ends with the process; yields False if the file
-    system has no locks.
+    """Hold the lock of a folder of results; yields False if the file system has no locks.
+
+    The lock ends with the process.
 
     Raises:
         HeldError: another process holds it, and wait is False.
@@ -121,9 +147,7 @@ def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
         raise HeldError(path) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise UserError(
-                f"results_dir: {folder} cannot be written ({error.strerror or error})"
-            ) from error
+            raise _not_writable(folder, error) from error
         has_locks = False
     try:
         yield has_locks
@@ -134,11 +158,10 @@ def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
-    """Do `derive`, which reads the files matching `pattern` under `folder`, until none of them has
-    changed meanwhile.
+    """Repeat `derive` until no file that matches `pattern` under `folder` changed meanwhile.
 
-    If several processes write the same table or figure, the last to write has then read the results
-    of all.
+    `derive` reads these files. If several processes write the same table or figure, the last to
+    write has then read the results of all.
     """
     while True:
         before = _stamps(folder, pattern)
@@ -178,8 +201,7 @@ def file_sha256(path: Path) -> str:
         pass  # no usable note: read the file
     begun = time.time()
     digest = content_sha256(path)
-    # A file system's clock ticks in steps: a later write within the same step leaves the same
-    # stamp.
+    # A file system's clock ticks: a later write within the same tick leaves the same stamp.
     if stamp == _written(path) and begun - path.stat().st_ctime > SETTLED_S:
         with contextlib.suppress(OSError), replacing(note) as scratch:
             scratch.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
@@ -187,8 +209,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _written(path: Path) -> list[int]:
-    """Changes when a file is written: unlike its modification time, its change time cannot be
-    set."""
+    """Numbers that change when a file is written; a file's change time cannot be set."""
     stat = path.stat()
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -205,19 +226,18 @@ def files_sha256(files: Iterable[Path]) -> str:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that a new allocation may use, droppable caches included, within a
-    container's limit."""
-    return min(
-        [
-            psutil.virtual_memory().available,
-            *(max(0, limit - used) for limit, used in memory_limits()),
-        ]
-    )
+    """Bytes of main memory that a new allocation may use, within a container's limit.
+
+    Droppable caches are included.
+    """
+    available: int = psutil.virtual_memory().available
+    for limit, used in memory_limits():
+        available = min(available, max(0, limit - used))
+    return available
 
 
 def available_bytes(home: torch.device) -> int:
-    """Bytes that a new allocation in the memory of device `home` may take, droppable caches
-    included."""
+    """Bytes that a new allocation on device `home` may take, droppable caches included."""
     if home.type != "cuda":
         return available_memory()
     import torch
@@ -242,17 +262,22 @@ def memory_limits(system: Path = Path("/")) -> Iterator[tuple[int, int]]:
         lines = (system / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return  # no Linux
-    for _, controllers, own in (line.split(":", 2) for line in lines):
-        if controllers in CGROUPS:
-            folder, limit, used, droppable = CGROUPS[controllers]
-            root = system / folder
-            group = root / own.strip("/")
-            for each in (group, *group.parents[: len(group.relative_to(root).parts)]):
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # "max", or of the host, which a container cannot see
-                    stat = dict(
-                        line.split() for line in (each / "memory.stat").read_text().splitlines()
-                    )
-                    use = int((each / used).read_text()) - int(stat[droppable])
-                    yield int((each / limit).read_text()), use
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if controllers not in CGROUPS:
+            continue
+        names = CGROUPS[controllers]
+        root = system / names.folder
+        group = root / own.strip("/")
+        depth = len(group.relative_to(root).parts)
+        for folder in (group, *group.parents[:depth]):
+            # No number where the limit is "max", or the host's, which a container cannot see.
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / names.limit).read_text())
+                yield limit, int((folder / names.used).read_text()) - _droppable(folder, names)
+
+
+def _droppable(folder: Path, names: Cgroups) -> int:
+    """Bytes of a control group's droppable caches."""
+    lines = (folder / "memory.stat").read_text().splitlines()
+    return int(dict(map(str.split, lines))[names.droppable])

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from harness.errors import UserError, reason
-from harness.files import replacing
+from harness.files import write_atomic
 from plots import style
 from plots.data import Tables
 
@@ -58,8 +58,9 @@ def draw_all(results: Path) -> list[Path]:
                 refusals.append(f"{name}: not drawn ({reason(error)})")
             else:
                 for kind, data in files.items():
-                    paths.append(results / "figures" / f"{name}.{kind}")
-                    _save(paths[-1], data)
+                    path = results / "figures" / f"{name}.{kind}"
+                    write_atomic(path, data)
+                    paths.append(path)
     if refusals:
         raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
     return paths
@@ -75,11 +76,3 @@ def rendered(figure: Figure) -> dict[str, bytes]:
     if "svg" in files:
         files["svg"] = PATH.sub(lambda path: LONG_FRACTION.sub(rb"\1", path[0]), files["svg"])
     return files
-
-
-def _save(path: Path, data: bytes) -> None:
-    try:
-        with replacing(path) as scratch:
-            scratch.write_bytes(data)
-    except OSError as error:
-        raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error

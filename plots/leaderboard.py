@@ -11,27 +11,29 @@ its step time. One's own runs beside the shipped ones have a colour of their own
 the legend.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from harness.results import columns
+from harness.results.columns import BOARD_METRICS, SIZE, STEP, BoardMetric
 from harness.settings.schema import is_unmet
 from plots import data, style
 
 KL = columns.KL.name
+STDERR = f"{KL}_stderr"
+KL_AXIS = "KL(full || method) (nats)"
 FAMILIES: Mapping[str, Mapping[str, str]] = style.REGISTRY["families"]
 OTHER = {"color": style.BLACK, "marker": "P"}
 """The look of a family that the registry does not list."""
-COSTS = {
-    "size": (columns.SIZE.name, 100, style.SIZE_AXIS),
-    "step time": (columns.STEP.name, 1e3, "decode step (ms)"),
-}
-"""By what `front` names: the column of the costs, its factor, and the axis."""
+COSTS = [metric for metric in BOARD_METRICS if metric.front]
+AXES = {SIZE: style.SIZE_AXIS}
+"""Words for the axis of a cost; else its heading."""
 ALL = "reads all"
 OTHER_SIZE = "x"
 """The marker of a method that cannot have the size it was asked for."""
@@ -53,27 +55,18 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     is_shipped = rows.shipped.fillna("") != ""
     rows["own"] = (~is_shipped) & bool(is_shipped.any())
     rows = rows[rows[KL].notna() & rows.family.notna() & rows.exempt_choice.isin(["best", "both"])]
-    points = rows[rows[KL] > LEAST_KL]
-    if points.empty:
+    if not (rows[KL] > LEAST_KL).any():
         return None
     shared, panels = data.split(rows, ["model", "source"])
-    costs = [
-        [cost for cost, (column, *_) in COSTS.items() if frame[column].notna().any()]
-        for _, frame in panels
-    ]
-    heights = [
-        max(LINE_INCHES * frame.label.nunique() + 0.8, COST_INCHES * len(own))
-        for (_, frame), own in zip(panels, costs, strict=True)
-    ]
+    costs = [_costs(frame) for _, frame in panels]
+    heights = []
+    for (_, frame), of_panel in zip(panels, costs, strict=True):
+        of_lines = LINE_INCHES * frame.label.nunique() + 0.8
+        heights.append(max(of_lines, COST_INCHES * len(of_panel)))
     figure = Figure(figsize=(sum(WIDTHS), sum(heights) + 0.6), layout="constrained")
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, (title, frame), own in zip(parts, panels, costs, strict=True):
-        cells = [["names", cost] for cost in own] or [["names"]]
-        axes = part.subplot_mosaic(cells, width_ratios=WIDTHS[: len(cells[0])])
-        _draw_names(axes["names"], frame)
-        axes["names"].set_title(title)
-        for cost in own:
-            _draw_cost(axes[cost], frame, cost)
+    for part, (title, frame), of_panel in zip(parts, panels, costs, strict=True):
+        _draw_panel(part, title, frame, of_panel)
     notes = [
         shared,
         "each with the best number of exempt layers that ran",
@@ -84,75 +77,103 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     return style.finish(figure, "; ".join(notes))
 
 
+def _costs(panel: pd.DataFrame) -> list[BoardMetric]:
+    """The costs that a panel has values of."""
+    return [cost for cost in COSTS if panel[cost.column.name].notna().any()]
+
+
+def _draw_panel(
+    part: SubFigure, title: str, panel: pd.DataFrame, costs: Sequence[BoardMetric]
+) -> None:
+    """The methods by name, and beside them KL against each cost."""
+    mosaic: list[Any] = [["names", cost.front] for cost in costs] or [["names"]]
+    axes = part.subplot_mosaic(mosaic, width_ratios=WIDTHS[: len(mosaic[0])])
+    _draw_names(axes["names"], panel)
+    axes["names"].set_title(title)
+    for cost in costs:
+        _draw_cost(axes[cost.front], panel, cost)
+
+
 def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
     """A line per method, its points by size."""
     points = panel[panel[KL] > LEAST_KL]
     sizes = sorted(points.asked_size.dropna().unique())
-    middle = sizes[len(sizes) // 2] if sizes else None
-    at_middle = points[(points.asked_size == middle) | points.asked_size.isna()]
-    order = (
-        at_middle.groupby("label")[KL]
-        .min()
-        .reindex(points.label.unique())
-        .sort_values(ascending=False)
-    )
-    lines = {label: line for line, label in enumerate(order.index)}
-    for label, own in points.groupby("label", sort=False):
-        own = own.sort_values("size")
-        color, marker = _look(own)
-        axes.plot(own[KL], [lines[label]] * len(own), color=color, linewidth=0.6, alpha=0.5)
-        for _, row in own.iterrows():
-            fill = 1 if pd.isna(row.asked_size) else (sizes.index(row.asked_size) + 1) / len(sizes)
-            has_other_size = is_unmet(row.asked_size, row["size"])
+    lines = {label: line for line, label in enumerate(_by_distance(points, sizes))}
+    for label, of_label in points.groupby("label", sort=False):
+        of_label = of_label.sort_values("size")
+        y = lines[label]
+        color, marker = _look(of_label)
+        axes.plot(of_label[KL], [y] * len(of_label), color=color, linewidth=0.6, alpha=0.5)
+        for _, row in of_label.iterrows():
+            fill = 1.0
+            if not pd.isna(row.asked_size):
+                fill = (sizes.index(row.asked_size) + 1) / len(sizes)
+            below = min(row[STDERR], 0.9 * row[KL])
             axes.errorbar(
-                row[KL], lines[label], xerr=[[min(row[f"{KL}_stderr"], 0.9 * row[KL])], [row[f"{KL}_stderr"]]],
-                color=color, marker=OTHER_SIZE if has_other_size else marker, markerfacecolor=_paler(color, fill),
-                elinewidth=0.6, markersize=4,
-            )  # fmt: skip
-    for index, size in enumerate(sizes):
-        face = _paler(style.GREY, (index + 1) / len(sizes))
-        words = f"size {100 * size:.0f} %"
-        axes.plot([], [], "o", color=style.GREY, markerfacecolor=face, markersize=4, label=words)
-    if any(map(is_unmet, points.asked_size, points["size"])):
-        axes.plot(
-            [], [], OTHER_SIZE, color=style.GREY, markersize=4, label="not the size asked for"
-        )
+                row[KL],
+                y,
+                xerr=[[below], [row[STDERR]]],
+                color=color,
+                marker=OTHER_SIZE if is_unmet(row.asked_size, row["size"]) else marker,
+                markerfacecolor=_paler(color, fill),
+                elinewidth=0.6,
+                markersize=4,
+            )
+    _explain_markers(axes, sizes, any(map(is_unmet, points.asked_size, points["size"])))
     fronts = set(points[points.front.fillna("") != ""].label)
+    own = set(points[points.own].label)
     axes.set_yticks(range(len(lines)), list(lines), fontsize=6)
     for tick in axes.get_yticklabels():
-        tick.set_fontweight("bold" if tick.get_text() in fronts else "normal")
-        if tick.get_text() in set(points[points.own].label):
-            tick.set_color(style.look(tick.get_text()).color)
-    axes.set(xlabel="KL(full || method) (nats)", ylim=(-0.7, len(lines) - 0.3))
+        label = tick.get_text()
+        tick.set_fontweight("bold" if label in fronts else "normal")
+        if label in own:
+            tick.set_color(style.look(label).color)
+    axes.set(xlabel=KL_AXIS, ylim=(-0.7, len(lines) - 0.3))
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
 
 
-def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
+def _by_distance(points: pd.DataFrame, sizes: Sequence[float]) -> pd.Index:
+    """The labels by their KL at the middle size, the largest first."""
+    middle = sizes[len(sizes) // 2] if sizes else None
+    at_middle = points[(points.asked_size == middle) | points.asked_size.isna()]
+    kl = at_middle.groupby("label")[KL].min().reindex(points.label.unique())
+    return kl.sort_values(ascending=False).index
+
+
+def _explain_markers(axes: Axes, sizes: Sequence[float], has_other_sizes: bool) -> None:
+    """Entries of the legend for the sizes, and for methods at another size than asked."""
+    for number, size in enumerate(sizes, start=1):
+        face = _paler(style.GREY, number / len(sizes))
+        words = f"size {100 * size:.0f} %"
+        axes.plot([], [], "o", color=style.GREY, markerfacecolor=face, markersize=4, label=words)
+    if has_other_sizes:
+        words = "not the size asked for"
+        axes.plot([], [], OTHER_SIZE, color=style.GREY, markersize=4, label=words)
+
+
+def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: BoardMetric) -> None:
     """KL against one cost, and the front."""
-    column, factor, words = COSTS[cost]
-    panel = panel[panel[column].notna()].assign(x=factor * panel[column])
+    name = cost.column.name
+    panel = panel[panel[name].notna()].assign(x=cost.column.factor * panel[name])
     points = panel[panel[KL] > LEAST_KL]
-    for name, own in points.groupby(points.label.where(points.own, points.family), sort=False):
-        color, marker = _look(own)
-        hollow = (own.step_source == "modelled") & (
-            cost == "step time"
-        )  # bytes over the link are never modelled
-        for part, face in ((own[hollow], "none"), (own[~hollow], color)):
-            axes.plot(
-                part.x,
-                part[KL],
-                marker,
-                color=color,
-                markerfacecolor=face,
-                label=name if len(part) else None,
-            )
-    if cost == "step time":
+    for label, of_label in points.groupby(
+        points.label.where(points.own, points.family), sort=False
+    ):
+        color, marker = _look(of_label)
+        # The bytes over the link are never modelled.
+        hollow = (of_label.step_source == "modelled") & (cost.column == STEP)
+        for part, face in ((of_label[hollow], "none"), (of_label[~hollow], color)):
+            words = label if len(part) else None
+            axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=words)
+    words = AXES.get(cost.column, cost.column.heading)
+    if cost.column == STEP:
         for x in panel[panel.family == ALL].x:
             axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
         sources = sorted({*panel.step_source.dropna()} - {"modelled"})
-        words = f"{words}, {' and '.join(sources)}" if sources else words
-    front = points[points.front.fillna("").str.contains(cost)].sort_values("x")
+        if sources:
+            words += f", {' and '.join(sources)}"
+    front = points[points.front.fillna("").str.contains(cost.front)].sort_values("x")
     # Of those that cost alike and cannot be told apart, the line passes through the closest.
     is_lowest = []
     for x, kl in zip(front.x, front[KL], strict=True):
@@ -163,7 +184,7 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     _name(axes, front)
     style.log_y(axes)
     style.log_x(axes, "{x:,.0f}")
-    axes.set(xlabel=words, ylabel="KL(full || method) (nats)")
+    axes.set(xlabel=words, ylabel=KL_AXIS)
     axes.set_xlim(panel.x.min() / LEFT, 1.3 * panel.x.max())
 
 
@@ -179,18 +200,15 @@ def _look(rows: pd.DataFrame) -> tuple[str, str]:
 def _name(axes: Axes, front: pd.DataFrame) -> None:
     """Names left of the points, a list beside those that lie too close for names of their own."""
     ordered = front.sort_values(KL, ascending=False)
-    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (
-        (ordered.x / ordered.x.shift()).map(np.log).abs() > NEAR
-    )
-    for _, close in ordered.groupby(apart.cumsum()):
-        sizes = [
-            "" if pd.isna(row.asked_size) else f" {100 * row['size']:.0f} %"
-            for _, row in close.iterrows()
-        ]
-        names = "\n".join(map("".join, zip(close.label, sizes, strict=True)))
-        words = axes.annotate(
-            names, (close.x.min(), close[KL].iloc[0]), (-4, -2), textcoords="offset points"
-        )
+    far = ordered[KL].shift() / ordered[KL] > CLOSE
+    far |= (ordered.x / ordered.x.shift()).map(np.log).abs() > NEAR
+    for _, close in ordered.groupby(far.cumsum()):
+        names = []
+        for _, row in close.iterrows():
+            size = "" if pd.isna(row.asked_size) else f" {100 * row['size']:.0f} %"
+            names.append(row.label + size)
+        place = close.x.min(), close[KL].iloc[0]
+        words = axes.annotate("\n".join(names), place, (-4, -2), textcoords="offset points")
         words.set(fontsize=5.5, linespacing=1.0, ha="right", va="top")
 
 

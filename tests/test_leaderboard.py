@@ -15,18 +15,13 @@ from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import write as tables
 from harness.results.columns import BOARD, TableRow, names, read_table, shape_of
-from harness.results.leaderboard import (
-    GRID,
-    PAPERS_EXEMPT_LAYERS,
-    REFERENCES,
-    _step,
-    complete,
-    fastest,
-    fronts,
-    step_seconds,
-)
+from harness.results.fastest import fastest
+from harness.results.fronts import GRID, REFERENCES, fronts
+from harness.results.leaderboard import PAPERS_EXEMPT_LAYERS, complete
+from harness.results.leaderboard import write as write_leaderboard
 from harness.results.pages import render_markdown, sheets_of
 from harness.results.samples import clustered_stderr
+from harness.results.step_time import step_of, step_seconds
 from harness.run import cli, new_method
 from harness.run.compose import choices, compose
 from harness.run.grid import read_plan
@@ -140,7 +135,7 @@ def test_tasks_and_steps_are_of_the_best_and_the_papers_number_of_exempt_layers(
     far = {"size": 0.2, "asked_size": 0.05}
     rows += [exempt(quest, 0, 0.1), exempt(quest, 1, 0.2), exempt(quest, 2, 0.3)]
     rows += [exempt(quest, 0, 0.1, asked_size=0.05, size=0.05), exempt(quest, 2, 0.3, **far)]
-    tables._write_boards(other, rows)
+    write_leaderboard(other, rows)
     asked = ["grid=leaderboard-tasks", f"results_dir={other}"]
     plan = read_plan(compose(asked).grid, asked)
 
@@ -211,9 +206,9 @@ def test_a_step_at_another_size_is_modelled_from_the_timed_one(results):
     metrics = dict.fromkeys(("platform", "batch_size", "prompt_len", "source"), 0) | STEP
     metrics |= {"size": 0.1, "late_bytes": 5 * 2**20, "link_bytes_per_s": 2**20}
     timed = {"config": {"size": 0.1}, "metrics": metrics}
-    step = _step(late, timed)
+    step = step_of(late, timed)
     assert (step["link_bytes"], step["late_bytes"]) == (pytest.approx(3 * 2**20), pytest.approx(1.5 * 2**20))
-    step = _step(late | {"exempt_layers": 1}, timed)
+    step = step_of(late | {"exempt_layers": 1}, timed)
     assert step["late_bytes"] == pytest.approx(2.5 * 2**20), "the exempt layer's bytes, which are hidden, do not grow"
     late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
     assert step_seconds(late, 1.0) == 3.0 and step_seconds(late, 10.0) == pytest.approx(1.1)

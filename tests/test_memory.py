@@ -39,7 +39,7 @@ from harness.model.decoder import read_decoder
 from harness.model.load import LoadedModel
 from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
-from harness.results.leaderboard import _step
+from harness.results.step_time import step_of
 from harness.settings.config import LatencyConfig
 from harness.speed import cell as timing
 from harness.speed import latency as run
@@ -375,7 +375,7 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
     assert {name for name, value in metrics.items() if value is None} == over_link | of_weights | {"prediction_s"}
     assert metrics["num_timed_steps"] == 8 and metrics["device_kv_bytes"] == 0
     record = {"metrics": metrics, "config": {"size": None}}
-    assert _step(record, record) == {}, "the leaderboard's seconds go with bytes"
+    assert step_of(record, record) == {}, "the leaderboard's seconds go with bytes"
 
 
 @pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (10, [4, 1]), (None, [4, 4])])

@@ -20,7 +20,7 @@ from harness.data import ruler
 from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
 from harness.data.tasks import load_suite
 from harness.errors import UserError
-from harness.results.write import depth_rows
+from harness.results.table_rows import depth_rows
 from harness.scoring.evaluation import run_tasks
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
 from tests.composed import load

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from test_tables import TEXT_METRICS, answers, save, sheet
 
-from harness.results import pages, student
+from harness.results import sheet as sheets
+from harness.results import student
 from harness.results import write as tables
 from harness.results.columns import COMPARED, Column, names, read_table
 from harness.results.samples import (
@@ -139,9 +140,9 @@ def test_an_interval_of_few_values_holds_the_mean_as_often_as_it_says():
 
 @pytest.mark.parametrize(("num_windows", "said"), [(2, "no difference"), (3, "no difference"), (8, "± 0.100")])
 def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows, said):
-    cell = pages.show_difference(Column("perplexity", "", 1, 3), 10.0, 0.1, 0.3, 0.5, num_windows)
+    cell = sheets.show_difference(Column("perplexity", "", 1, 3), 10.0, 0.1, 0.3, 0.5, num_windows)
     assert said in cell
-    assert pages.show_difference(Column("perplexity", "", 1, 3), 10.0, 0.1, 0.3, 0.5) == "10.000 (+0.300 ± 0.100)"
+    assert sheets.show_difference(Column("perplexity", "", 1, 3), 10.0, 0.1, 0.3, 0.5) == "10.000 (+0.300 ± 0.100)"
 
 
 # The full cache's run

@@ -26,8 +26,10 @@ from harness.results.columns import (
     read_table,
     shape_of,
 )
-from harness.results.pages import MAX_WIDTH, render_markdown, render_terminal, sheets_of
+from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.samples import Baselines
+from harness.results.sheet import MAX_WIDTH
+from harness.results.table_rows import rows_of
 from tests.composed import load
 
 TASK_METRICS = {
@@ -134,7 +136,7 @@ def test_a_text_and_its_chunks_have_a_row_per_measured_metric(tmp_path):
     text = page(tmp_path, "perplexity")
     assert "by range of tokens" in text and "offline[256:512] perplexity" in text
     file = record | {"metrics": {"/home/someone/book[1].txt": record["metrics"]["offline"]}, "chunks": []}
-    assert {row["task"] for row in tables.rows_of(file, Baselines(()))} == {"book(1).txt"}
+    assert {row["task"] for row in rows_of(file, Baselines(()))} == {"book(1).txt"}
 
 
 def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):
@@ -209,10 +211,10 @@ def test_settings_are_those_that_differ_from_the_defaults(tmp_path):
         "method=int4": "",
     }
     for overrides, expected in told.items():
-        (row, *_) = tables.rows_of(save_text(tmp_path, *overrides.split(), text=overrides), Baselines(()))
+        (row, *_) = rows_of(save_text(tmp_path, *overrides.split(), text=overrides), Baselines(()))
         assert row["settings"] == expected, overrides
     local = save_task(tmp_path, "num_samples=9", "seq_len=512", "data=local", f"data.root={tmp_path}")
-    assert tables.rows_of(local, Baselines(()))[0]["settings"] == "num_samples=9", "a task has no windows"
+    assert rows_of(local, Baselines(()))[0]["settings"] == "num_samples=9", "a task has no windows"
 
 
 def test_two_weights_of_one_model_are_told_apart(tmp_path):

@@ -35,7 +35,7 @@ from harness.model.resources import Resources
 from harness.replay.setup import Setup, calibrated, codec_of, sized_on_text, tokenized
 from harness.results.record import read_record
 from harness.results.samples import full_runs
-from harness.results.write import with_rows
+from harness.results.table_rows import with_rows
 from harness.run.cli import OF_HYDRA, in_words
 from harness.run.compose import load as load_settings
 from harness.run.compose import override

@@ -7,26 +7,42 @@ an expression or of a field name. Colours and shapes are those of the figures
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from harness.results import columns
-from harness.results.columns import BOARD_TASKS, KL, SIZE, STEP, Column, TableRow
-from harness.results.leaderboard import COSTS, is_best
+from harness.results.columns import (
+    BOARD_METRICS,
+    KL,
+    SIZE,
+    BoardMetric,
+    Column,
+    TableRow,
+    board_metrics,
+)
+from harness.results.fronts import COSTS
+from harness.results.leaderboard import is_best
 
 Json = dict[str, Any]
 
 VEGA_LITE = "6.4"
-COST_COLUMNS: Sequence[Column] = (SIZE, STEP, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
-QUALITY_COLUMNS: Sequence[Column] = (KL, columns.TOP1, columns.NLL, *BOARD_TASKS)
-LOGARITHMIC = (KL, SIZE, STEP)
 LARGEST = 1e100
 OWN_SIZE = "of its own"
 OTHER = {"color": "currentColor", "shape": "cross"}
 """The look of a family that the registry does not list."""
 LONG_FRACTION = re.compile(r"\d+\.\d{4,}(?:e[-+]?\d+)?|\d+(?:\.\d+)?e[-+]?\d+")
 """A number in the words of a setting with more digits than a reader wants."""
+
+
+def _order(metric: BoardMetric) -> int:
+    """Costs that have a front stand first, then other costs, then qualities."""
+    if not metric.is_cost:
+        return 2
+    return 0 if metric.front else 1
+
+
+QUANTITIES = sorted(BOARD_METRICS, key=_order)
 
 
 @cache
@@ -44,40 +60,58 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
     title and scale of each quantity. tooltip: titles of the words that a hover answers, by field.
     fronts: the name of the front of a cost. families: their looks, those of the figures first.
     """
-    points = [_point(row) for row in rows if row.get(KL.name) is not None and is_best(row)]
+    points = []
+    for row in rows:
+        if row.get(KL.name) is not None and is_best(row):
+            points.append(_point(row))
     if not points:
         return None
-    shown = [
-        column
-        for column in (*COST_COLUMNS, *QUALITY_COLUMNS)
-        if any(point[column.name] is not None for point in points)
-    ]
-    costs, qualities = (
-        {column.name: column.heading for column in shown if column in group}
-        for group in (COST_COLUMNS, QUALITY_COLUMNS)
-    )
-    sizes = sorted({point["asked"] for point in points}, key=lambda size: (size == OWN_SIZE, size))
-    found = dict.fromkeys(point["family"] for point in points)
-    known = {family: dict(look) for family, look in families.items() if family in found}
-    words = {"name": "method", "family": "family", "asked": "asked size"}
+    costs: dict[str, str] = {}
+    qualities: dict[str, str] = {}
+    axes = {}
+    tooltip = {"name": "method", "family": "family", "asked": "asked size"}
+    for metric in QUANTITIES:
+        name, heading = metric.column.name, metric.column.heading
+        if columns.has_any(points, name):
+            choices = costs if metric.is_cost else qualities
+            choices[name] = heading
+            axes[name] = [heading, "log" if metric.logarithmic else "linear"]
+            tooltip[f"text_{name}"] = heading
+    tooltip["settings"] = "settings"
+    sizes = {point["asked"] for point in points}
+    models = [point["model"] for point in points]
     return {
         "points": points,
         "choices": {
             "x": costs | qualities,
             "y": qualities | costs,
-            "size": {"": "all"} | {size: size for size in sizes},
-            "model": {point["model"]: point["model"] for point in points},
+            "size": {
+                "": "all",
+                **_itself(sorted(sizes - {OWN_SIZE})),
+                **_itself(sizes & {OWN_SIZE}),
+            },
+            "model": _itself(models),
         },
-        "axes": {
-            column.name: [column.heading, "log" if column in LOGARITHMIC else "linear"]
-            for column in shown
-        },
-        "tooltip": words
-        | {f"text_{column.name}": column.heading for column in shown}
-        | {"settings": "settings"},
+        "axes": axes,
+        "tooltip": tooltip,
         "fronts": {cost: name for name, cost in COSTS.items()},
-        "families": known | {family: OTHER for family in found if family not in known},
+        "families": _looks([point["family"] for point in points], families),
     }
+
+
+def _itself(names: Iterable[str]) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def _looks(found: Sequence[str], families: Mapping[str, Mapping[str, str]]) -> Json:
+    """The looks of the families found, those that the registry lists first."""
+    looks: Json = {}
+    for family, look in families.items():
+        if family in found:
+            looks[family] = dict(look)
+    for family in found:
+        looks.setdefault(family, OTHER)
+    return looks
 
 
 def _point(row: TableRow) -> Json:
@@ -95,20 +129,20 @@ def _point(row: TableRow) -> Json:
         "modelled": row.get(columns.STEP_SOURCE.name) == "modelled",
         "settings": LONG_FRACTION.sub(lambda found: f"{float(found[0]):.3g}", settings),
     }
-    for column in (*COST_COLUMNS, *QUALITY_COLUMNS):
+    for metric in QUANTITIES:
+        column = metric.column
         value, stderr = row.get(column.name), row.get(f"{column.name}_stderr")
         point[column.name] = _number(value, column)
         point[f"text_{column.name}"] = column.show(value, stderr)
         low = high = None
         if value is not None and stderr is not None:
             low, high = value - stderr, value + stderr
-            low = max(low, value / 10) if column in LOGARITHMIC else low
-        point |= {
-            f"{column.name}_low": _number(low, column),
-            f"{column.name}_high": _number(high, column),
-        }
-    for task in BOARD_TASKS:
-        name = f"{task.name}_{SIZE.name}"
+            if metric.logarithmic:
+                low = max(low, value / 10)
+        point[f"{column.name}_low"] = _number(low, column)
+        point[f"{column.name}_high"] = _number(high, column)
+    for metric in board_metrics("task"):
+        name = f"{metric.column.name}_{SIZE.name}"
         point[name] = _number(row.get(name), SIZE)
     return point
 
@@ -116,6 +150,6 @@ def _point(row: TableRow) -> Json:
 def _number(value: float | None, column: Column) -> float | None:
     """A number in the unit of its heading with five digits; None where no axis has a place for
     it."""
-    return (
-        None if value is None or not abs(value) < LARGEST else float(f"{column.factor * value:.5g}")
-    )
+    if value is None or not abs(value) < LARGEST:
+        return None
+    return float(f"{column.factor * value:.5g}")

@@ -10,12 +10,13 @@ page's policy admits no script but its own. A sentence of finding stands where
 """
 
 import gzip
+import itertools
 import json
 import re
 import sys
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +33,9 @@ from harness.report.explorer import explorer, library
 from harness.results.archive import opened
 from harness.results.columns import GIB, MISSING, TableRow, read_table
 from harness.results.leaderboard import NAME as LEADERBOARD
-from harness.results.pages import WORDS, Sheet, sheets_of
-from harness.results.record import read_all
+from harness.results.pages import sheets_of
+from harness.results.record import Record, read_all
+from harness.results.sheet import WORDS, Sheet
 from harness.settings.paths import COMMAND, PACKAGES_DIR
 
 HERE = Path(__file__).parent
@@ -90,19 +92,23 @@ class Section(NamedTuple):
     @property
     def sources(self) -> list[str]:
         """What its numbers are, in the order of `SOURCES`."""
-        found = {row.get("source") for part in self.parts for row in part.rows}
+        found: set[str | None] = set()
+        for part in self.parts:
+            found.update(row.get("source") for row in part.rows)
         return [source for source in SOURCES if source in found]
 
     @property
     def gaps(self) -> list[str]:
         """How many scores its tables lack, in words."""
         found = []
-        for sheet in (
-            sheet for part in self.parts for sheets in part.sheets.values() for sheet in sheets
-        ):
-            scores = [at for at, heading in enumerate(sheet.header) if heading in sheet.scores]
-            count = sum(line[at] == MISSING for line in sheet.lines for at in scores)
-            found += [f"{self.entry.name}, {sheet.title}: {count}"] * bool(count)
+        for part in self.parts:
+            for sheet in itertools.chain.from_iterable(part.sheets.values()):
+                is_score = [heading in sheet.scores for heading in sheet.header]
+                count = 0
+                for line in sheet.lines:
+                    count += list(itertools.compress(line, is_score)).count(MISSING)
+                if count:
+                    found.append(f"{self.entry.name}, {sheet.title}: {count}")
         return found
 
 
@@ -129,32 +135,40 @@ def write_report(results: str | Path = "results", output: str | Path | None = No
 
 
 def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
-    """The figures and tables of the registry, in its order, those that the cost model predicts
-    after the timed ones; then what the folders have beside them: the user's own experiments."""
+    """The figures and tables of the registry, in its order, then what only the folders have.
+
+    Those that the cost model predicts come after the timed ones. The folders may have the user's
+    own experiments.
+    """
     entries = []
     for page, named in REGISTRY["pages"].items():
         for name, fields in named.items():
+            title, tables = fields["title"], tuple(fields.get("tables", [name]))
             command = fields.get("command", f"python run.py grid={name}")
-            entries.append(
-                Entry(name, fields["title"], command, tuple(fields.get("tables", [name])), page)
-            )
+            entries.append(Entry(name, title, command, tables, page))
             if fields.get("modelled"):
                 twin = name + MODELLED
-                entries.append(
-                    Entry(twin, f"{fields['title']}, modelled", "make modelled", (twin,), page)
-                )
-    known = {name for entry in entries for name in (entry.name, *entry.tables)}
-    files = (
-        path
-        for folder in folders
-        for kind in ("tables/*.csv", "figures/*.svg")
-        for path in folder.glob(kind)
-    )
-    for name in sorted({path.stem for path in files} - known):
-        entries.append(
-            Entry(name, "Further runs", f"python run.py experiment={name}", (name,), "further runs")
-        )
+                entries.append(Entry(twin, f"{title}, modelled", "make modelled", (twin,), page))
+    known, found = set(), set()
+    for entry in entries:
+        known |= {entry.name, *entry.tables}
+    for folder in folders:
+        for pattern in ("tables/*.csv", "figures/*.svg"):
+            found |= {path.stem for path in folder.glob(pattern)}
+    for name in sorted(found - known):
+        command = f"python run.py experiment={name}"
+        entries.append(Entry(name, "Further runs", command, (name,), "further runs"))
     return entries
+
+
+class Results(NamedTuple):
+    """What a results folder has. where: as of `Part`. tables: rows by name. findings: sentences by
+    figure or table."""
+
+    where: str
+    folder: Path
+    tables: Mapping[str, Sequence[TableRow]]
+    findings: Mapping[str, str]
 
 
 def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterator[Section]:
@@ -164,61 +178,80 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
         UserError: a damaged table or figure, or findings about what is not there.
     """
     names = [entry.name for entry in entries]
-    read = {}
+    results = []
     for where, folder in folders.items():
-        tables = {path.stem: read_table(path) for path in sorted((folder / "tables").glob("*.csv"))}
-        read[where] = folder, tables, findings(folder / "findings.yaml", names)
-    homes = {
-        table: entry.name for entry in reversed(entries) for table in entry.tables
-    }  # the first that reads it,
-    homes |= {
-        entry.name: entry.name for entry in entries if entry.name in entry.tables
-    }  # or the one of its name
+        paths = sorted((folder / "tables").glob("*.csv"))
+        tables = {path.stem: read_table(path) for path in paths}
+        results.append(Results(where, folder, tables, findings(folder / "findings.yaml", names)))
+    homes = _homes(entries)
     for entry in entries:
         parts = []
-        for where, (folder, tables, sentences) in read.items():
-            image = folder / "figures" / f"{entry.name}.svg"
-            known = [table for table in entry.tables if tables.get(table)]
-            own = [table for table in known if homes[table] == entry.name]
-            rows = [row for table in known for row in tables[table]]
-            if own or image.exists():
-                part = Part(
-                    where=where,
-                    finding=sentences.get(entry.name),
-                    image=embed(image) if image.exists() else None,
-                    sheets={
-                        table: sheets(folder / "tables" / f"{table}.csv", tables[table])
-                        for table in own
-                    },
-                    elsewhere={table: homes[table] for table in known if table not in own},
-                    published=published_sheet(entry.name.removesuffix(MODELLED), rows),
-                    rows=rows,
-                )
+        for of_folder in results:
+            part = _part(entry, of_folder, homes)
+            if part is not None:
                 parts.append(part)
         if parts:
-            models: dict[
-                str, list[TableRow]
-            ] = {}  # two folders of one model go by the folders' names
-            for part in parts:
-                for row in part.rows:
-                    name = (
-                        row["model"]
-                        if part.where in row["model"]
-                        else f"{row['model']} in {part.where}"
-                    )
-                    models.setdefault(name, []).append(row)
-            yield Section(entry, parts, side_by_side(models))
+            yield Section(entry, parts, side_by_side(_by_model(parts)))
+
+
+def _homes(entries: Sequence[Entry]) -> dict[str, str]:
+    """The section that shows a table: the one of its name, or the first that reads it."""
+    homes: dict[str, str] = {}
+    for entry in entries:
+        for table in entry.tables:
+            if table == entry.name:
+                homes[table] = table
+            homes.setdefault(table, entry.name)
+    return homes
+
+
+def _part(entry: Entry, results: Results, homes: Mapping[str, str]) -> Part | None:
+    """What a folder has of a figure or table; None for nothing."""
+    image = results.folder / "figures" / f"{entry.name}.svg"
+    rows: list[TableRow] = []
+    own: dict[str, list[Sheet]] = {}
+    elsewhere = {}
+    for table in entry.tables:
+        of_table = results.tables.get(table, ())
+        if not of_table:
+            continue
+        rows += of_table
+        if homes[table] == entry.name:
+            own[table] = sheets(results.folder / "tables" / f"{table}.csv", of_table)
+        else:
+            elsewhere[table] = homes[table]
+    if not own and not image.exists():
+        return None
+    return Part(
+        where=results.where,
+        finding=results.findings.get(entry.name),
+        image=embed(image) if image.exists() else None,
+        sheets=own,
+        elsewhere=elsewhere,
+        published=published_sheet(entry.name.removesuffix(MODELLED), rows),
+        rows=rows,
+    )
+
+
+def _by_model(parts: Sequence[Part]) -> dict[str, list[TableRow]]:
+    """The rows by model; two folders of one model go by the folders' names."""
+    models: dict[str, list[TableRow]] = {}
+    for part in parts:
+        for row in part.rows:
+            name = row["model"]
+            if part.where not in name:
+                name = f"{name} in {part.where}"
+            models.setdefault(name, []).append(row)
+    return models
 
 
 def sheets(path: Path, rows: Sequence[TableRow]) -> list[Sheet]:
-    """The rows of a table as people read them. Raises UserError where a needed number is
-    missing."""
+    """The rows of a table as people read them. Raises UserError for a missing number."""
     try:
         return list(sheets_of(rows))
     except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{path}: not a table of results ({reason(error)}); make it anew"
-        ) from error
+        message = f"{path}: not a table of results ({reason(error)}); make it anew"
+        raise UserError(message) from error
 
 
 def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
@@ -227,15 +260,15 @@ def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
     Raises:
         UserError: another kind of file, or a name that is not among `names`.
     """
+    if not path.exists():
+        return {}
     try:
-        sentences: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        sentences: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    if not isinstance(sentences, dict) or not all(
-        isinstance(sentence, str) for sentence in sentences.values()
-    ):
+    if not isinstance(sentences, dict) or not {str}.issuperset(map(type, sentences.values())):
         raise UserError(f"{path}: must map names of figures to sentences")
     for name in sentences:
         if name not in names:
@@ -244,8 +277,10 @@ def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
 
 
 def embed(path: Path) -> str:
-    """An SVG as a data URI: an image runs no script and loads nothing. Raises UserError for a file
-    that is none."""
+    """An SVG as a data URI: an image runs no script and loads nothing.
+
+    Raises UserError for a file that is none.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if not ElementTree.fromstring(text).tag.endswith("svg"):
@@ -255,22 +290,23 @@ def embed(path: Path) -> str:
     return "data:image/svg+xml," + quote(" ".join(text.split()), safe=SAFE_IN_URI)
 
 
-def environment(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Where the finished runs ran, as (name, value); a value that not all runs share says how many
-    had it."""
+def environment(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Where the finished runs ran, as (name, value).
+
+    A value that not all runs share says how many had it.
+    """
     finished = [record for record in records if record["status"] == "finished"]
     if not finished:
         return []
-    flat = [dict(_readable(record["environment"])) for record in finished]
+    described = [dict(_readable(record["environment"])) for record in finished]
     minutes = sum(record["seconds"] or 0 for record in finished) / 60
     lines = [("finished runs", f"{len(finished)}, {minutes:.0f} minutes in total")]
-    for name in dict.fromkeys(name for values in flat for name in values):
-        counts = Counter(values.get(name, "unknown") for values in flat)
-        ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        parts = [
-            f"{value} ({count} of {len(flat)} runs)" if count < len(flat) else value
-            for value, count in ranked
-        ]
+    for name in dict.fromkeys(itertools.chain.from_iterable(described)):
+        counts = Counter(fields.get(name, "unknown") for fields in described)
+        parts = []
+        for value, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+            is_shared = count == len(described)
+            parts.append(value if is_shared else f"{value} ({count} of {len(described)} runs)")
         lines.append((name, "; ".join(parts)))
     return lines
 
@@ -279,9 +315,9 @@ def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The fields of a record's environment for people; a record may hold any values there."""
     for name, value in environment.items():
         if name == "packages" and isinstance(value, Mapping):
-            yield from (
-                (str(package), str(version)) for package, version in value.items() if version
-            )
+            for package, version in value.items():
+                if version:
+                    yield str(package), str(version)
         elif name == "memory_bytes" and isinstance(value, int) and value < sys.maxsize:
             yield "memory", f"{value / GIB:.0f} GiB"
         elif name == "commit" and value:
@@ -295,76 +331,89 @@ def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _render(folder: Path) -> str:
     """Results of another model that lie within the folder stand beside its own."""
-    inner = sorted({path.parents[1] for path in folder.glob("*/tables/*.csv")})
-    folders = {"": folder} | {path.name: path for path in inner}
+    folders = {"": folder}
+    for inner in sorted({path.parents[1] for path in folder.glob("*/tables/*.csv")}):
+        folders[inner.name] = inner
     records = {where: list(read_all(inner)) for where, inner in folders.items()}
     entries = entries_of([*folders.values()])
     sections = {section.entry.name: section for section in sections_of(folders, entries)}
     if not sections:
-        raise UserError(
-            f"results_dir={folder}: neither table nor figure; `{COMMAND} grid=accuracy` makes some"
-        )
+        nothing = f"results_dir={folder}: neither table nor figure"
+        raise UserError(f"{nothing}; `{COMMAND} grid=accuracy` makes some")
     pages: dict[str, list[Section]] = {}
     for section in sections.values():
         pages.setdefault(section.entry.page, []).append(section)
     boards = sections[LEADERBOARD].parts if LEADERBOARD in sections else []
-    explored = explorer([row for part in boards for row in part.rows], REGISTRY["families"])
-    packed = (
-        {"library": library(), "explorer": json.dumps(explored, allow_nan=False)}
-        if explored
-        else {}
+    rows_of_boards = itertools.chain.from_iterable(part.rows for part in boards)
+    explored = explorer(list(rows_of_boards), REGISTRY["families"])
+    scripts = [(HERE / "report.js").read_text(encoding="utf-8")]
+    packed = {}
+    if explored:
+        scripts.append(library())
+        packed["library"] = _packed(library())
+        packed["explorer"] = _packed(json.dumps(explored, allow_nan=False))
+    timed = [sections[name].parts[0].rows for name in TIMED if name in sections]
+    main_sheets = [*(main_scores(part.rows) for part in boards), main_times(timed)]
+    environment_of_page = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    script = (HERE / "report.js").read_text(encoding="utf-8")
-    options: Any = {
-        "autoescape": True,
-        "undefined": StrictUndefined,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-    }
-    template = Environment(loader=FileSystemLoader(HERE), **options).get_template("report.html.j2")
-    scores = [main_scores(part.rows) for part in boards]
-    times = main_times([sections[name].parts[0].rows for name in TIMED if name in sections])
-    images = (
-        [part.image for part in sections[PICTURE].parts if part.image]
-        if PICTURE in sections
-        else []
-    )
-    return template.render(
+    return environment_of_page.get_template("report.html.j2").render(
         pages=pages,
-        main_sheets=[sheet for sheet in (*scores, times) if sheet],
-        picture=(sections[PICTURE], images[0]) if images else None,
+        main_sheets=list(filter(None, main_sheets)),
+        picture=_picture(sections),
         explorer=explored,
         explorer_page=sections[LEADERBOARD].entry.page if boards else None,
-        beside=[where for where in folders if where],
+        beside=list(filter(None, folders)),
         sources=SOURCES,
-        script=script,
-        packed={
-            name: b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-            for name, text in packed.items()
-        },
-        digests=[_digest(script), *([_digest(packed["library"])] if packed else [])],
+        script=scripts[0],
+        packed=packed,
+        digests=[_digest(script) for script in scripts],
         style=(HERE / "report.css").read_text(encoding="utf-8"),
-        missing={
-            "Figures and tables not made yet": [
-                f"{entry.name}: {entry.title} ({entry.command})"
-                for entry in entries
-                if entry.name not in sections
-            ],
-            "Runs without numbers": [
-                f"{record['experiment']} {record['config']['label']} ({record['run_id']}): {record['status']}"
-                + (f", {record['error']}" if record["error"] else "")
-                for found in records.values()
-                for record in found
-                if record["status"] != "finished"
-            ],
-            "Scores that a table lacks": [
-                gap for section in sections.values() for gap in section.gaps
-            ],
-        },
+        missing=_missing(entries, sections, itertools.chain.from_iterable(records.values())),
         environments={where: environment(found) for where, found in records.items()},
-        is_number=lambda cell: cell == MISSING or re.match(r"[-+]?\d", cell) is not None,
+        is_number=lambda text: text == MISSING or re.match(r"[-+]?\d", text) is not None,
         words=WORDS,
     )
+
+
+def _picture(sections: Mapping[str, Section]) -> tuple[Section, str] | None:
+    """The figure of the overview and its image, if there is one."""
+    if PICTURE in sections:
+        for part in sections[PICTURE].parts:
+            if part.image:
+                return sections[PICTURE], part.image
+    return None
+
+
+def _missing(
+    entries: Sequence[Entry], sections: Mapping[str, Section], records: Iterable[Record]
+) -> dict[str, list[str]]:
+    """What was not measured, in words."""
+    not_made, without_numbers, gaps = [], [], []
+    for entry in entries:
+        if entry.name not in sections:
+            not_made.append(f"{entry.name}: {entry.title} ({entry.command})")
+    for record in records:
+        if record["status"] != "finished":
+            run = f"{record['experiment']} {record['config']['label']} ({record['run_id']})"
+            error = f", {record['error']}" if record["error"] else ""
+            without_numbers.append(f"{run}: {record['status']}{error}")
+    for section in sections.values():
+        gaps += section.gaps
+    return {
+        "Figures and tables not made yet": not_made,
+        "Runs without numbers": without_numbers,
+        "Scores that a table lacks": gaps,
+    }
+
+
+def _packed(text: str) -> str:
+    """A text as base64 of gzip."""
+    return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _digest(script: str) -> str:

@@ -1,7 +1,8 @@
-"""All columns of the tables: name, heading, unit and digits. Code that makes, shows or draws a
-table reads them here.
+"""All columns of the tables: name, heading, unit and digits; and their CSV files, read and written.
 
-The numbers that the paper gives are a table as well. Imports neither torch nor pandas.
+Code that makes, shows or draws a table reads the columns here. A new metric of the leaderboard is
+one entry of `BOARD_METRICS`. The numbers that the paper gives are a table as well. Imports neither
+torch nor pandas.
 """
 
 import csv
@@ -17,7 +18,7 @@ from harness.errors import UserError, reason
 T = TypeVar("T")
 K = TypeVar("K")
 TableRow = dict[str, Any]
-"""A table row by column name: numbers, words, or None for an empty cell."""
+"""A table row by column name: numbers, words, or None where nothing was measured."""
 
 MAX_DIGITS = 18
 """Digits of an integer in a table: it fits into 64 bits."""
@@ -40,8 +41,7 @@ class Column(NamedTuple):
     phrase: str = "{}"
 
     def show(self, value: float | None, stderr: float | None = None) -> str:
-        """The number in the heading's unit, without the sign of -0, and its standard error if
-        given."""
+        """The number in the heading's unit, never as -0, and its standard error if given."""
         if value is None:
             return MISSING
         spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
@@ -57,8 +57,7 @@ EXPERIMENT, MODEL, METHOD = Column("experiment"), Column("model"), Column("metho
 PLATFORM, SOURCE = Column("platform"), Column("source", phrase="source: {}")
 RUN_ID = Column("run_id", phrase="run {}")
 SHIPPED = Column("shipped")
-"""`yes` for a row that came with the project; empty for one of the user's own runs
-(`harness.results.write`)."""
+"""`yes` for a row that came with the project; empty for one's own runs (`results/shipped.py`)."""
 LABEL, SETTINGS = Column("label", "label"), Column("settings", "settings")
 METRIC, X_NAME = Column("metric", phrase=""), Column("x_name", phrase="")
 VALUE, STDERR = Column("value", "value", 1, 3), Column("stderr", "standard error", 1, 3)
@@ -78,11 +77,9 @@ degrees of freedom of the standard errors."""
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
 SIZE = Column("size", "size (%)", 100, 1)
-"""Share of the full cache that a decode step reads, and moves over the link if the cache is
-offloaded."""
+"""Share of the full cache that a decode step reads. Under offloading it crosses the link."""
 UNMET_SIZE = Column("unmet_size", "size asked for (%)", 100, 1)
-"""Where a run has another size than was asked for by more than a tenth of that: the size that was
-asked for."""
+"""The size that was asked for, where the run's own differs from it by more than a tenth."""
 DEVICE_FRAC = Column("device_frac", "read on device (%)", 100, 1)
 RESIDENT_FRAC = Column("resident_frac", "kept on device (%)", 100, 1)
 OF_SOME_RUNS = (
@@ -107,7 +104,8 @@ TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
 ACCURACY = (
     EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
     Column("task"),
-    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_CONTEXTS, NUM_FEWSHOT, SEQ_LEN, SIZE, UNMET_SIZE,
+    METRIC, VALUE, STDERR, *COMPARED,
+    NUM_SAMPLES, NUM_CONTEXTS, NUM_FEWSHOT, SEQ_LEN, SIZE, UNMET_SIZE,
     Column("size_artifact", "size as the artifact counts it (%)", 100, 1),
     DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, REPEATS_STDERR, SOURCE, SHIPPED, RUN_ID,
 )  # fmt: skip
@@ -148,44 +146,103 @@ ANALYSIS = (
 ASKED_SIZE = Column("asked_size", "asked size (%)", 100, 0)
 EXEMPT_LAYERS = Column("exempt_layers", "exempt layers", 1, 0)
 EXEMPT_CHOICE = Column("exempt_choice")
-NLL = Column("nll_difference", "NLL minus full cache (nats)", 1, 4)
 NUM_WINDOWS = Column("num_windows", "windows", 1, 0)
-BOARD_TASKS = (
-    Column("kv_recall", "kv_recall (%)", 100, 1),
-    Column("passkey", "passkey (%)", 100, 1),
-)
 STEP = Column("step_s", "decode step (ms)", 1e3, 1)
 STEP_SOURCE = Column("step_source")
 FRONT = Column("front", "not beaten in")
+PARTS: Mapping[str, Mapping[str, str]] = {
+    "size": {},
+    "text": {"stderr": "standard error"},
+    "task": {
+        "difference": "minus full cache",
+        "stderr": "standard error of that",
+        "detectable": "smallest detectable difference",
+        "size": "size",
+        NUM_CONTEXTS.name: "contexts",
+    },
+    "step": {},
+}
+"""Further columns of a metric of the leaderboard, by its origin: the end of the name, in words."""
 
 
-def _with_parts(shown: Column, parts: Mapping[str, str]) -> Iterator[Column]:
-    yield shown
-    for name, words in parts.items():
-        of_part = NUM_CONTEXTS if name == NUM_CONTEXTS.name else shown
-        yield Column(
-            f"{shown.name}_{name}", f"{shown.words}, {words}", of_part.factor, of_part.digits
-        )
+class BoardMetric(NamedTuple):
+    """A metric of the leaderboard: its column, and where it is shown and compared.
+
+    origin: "size" and "text": an entry of that name of a run on a text, "text" with its standard
+        error; "task": accuracy on the task of that name; "step": of a timed decode step.
+    is_cost: an x axis of the report's explorer, else a y axis.
+    more_is_better: the larger value is in bold, and better than a reference.
+    on_page: a column of `results/leaderboard.md` and of the report's overview.
+    compared: with the two reference methods (column `outside`), and between models in the report.
+    logarithmic: the explorer's axis.
+    front: the name of the cost's Pareto front; "" for none.
+    is_new: the shipped tables were made without it, so a table may lack its columns.
+    """
+
+    column: Column
+    origin: str
+    is_cost: bool = False
+    more_is_better: bool = False
+    on_page: bool = False
+    compared: bool = False
+    logarithmic: bool = False
+    front: str = ""
+    is_new: bool = False
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Its columns in the table, the value first."""
+        found = [self.column]
+        for name, words in PARTS[self.origin].items():
+            like = NUM_CONTEXTS if name == NUM_CONTEXTS.name else self.column
+            heading = f"{self.column.words}, {words}"
+            part = Column(f"{self.column.name}_{name}", heading, like.factor, like.digits)
+            found.append(part)
+        return tuple(found)
 
 
-OF_TASK = {
-    "difference": "minus full cache", "stderr": "standard error of that",
-    "detectable": "smallest detectable difference", "size": "size", NUM_CONTEXTS.name: "contexts",
-}  # fmt: skip
+NLL = Column("nll_difference", "NLL minus full cache (nats)", 1, 4)
+KV_RECALL = Column("kv_recall", "kv_recall (%)", 100, 1)
+PASSKEY = Column("passkey", "passkey (%)", 100, 1)
+BOARD_METRICS = (
+    BoardMetric(SIZE, "size", is_cost=True, on_page=True, logarithmic=True, front="size"),
+    BoardMetric(DEVICE_FRAC, "size", is_cost=True),
+    BoardMetric(RESIDENT_FRAC, "size", is_cost=True),
+    BoardMetric(KL, "text", on_page=True, compared=True, logarithmic=True),
+    BoardMetric(TOP1, "text", more_is_better=True, compared=True),
+    BoardMetric(NLL, "text"),
+    BoardMetric(KV_RECALL, "task", more_is_better=True, on_page=True, compared=True),
+    BoardMetric(PASSKEY, "task", more_is_better=True, on_page=True, compared=True),
+    BoardMetric(STEP, "step", is_cost=True, on_page=True, logarithmic=True, front="step time"),
+)
+"""The metrics of the leaderboard, in the order of its columns. KL also sorts the pages."""
+
+
+def board_metrics(*origins: str) -> list[BoardMetric]:
+    """The metrics of the leaderboard with these origins."""
+    return [metric for metric in BOARD_METRICS if metric.origin in origins]
+
+
+def board_columns(*origins: str) -> Iterator[Column]:
+    """All columns of the metrics with these origins."""
+    for metric in board_metrics(*origins):
+        yield from metric.columns
+
+
 BOARD = (
     EXPERIMENT, MODEL, METHOD, Column("codec"), Column("family"), LABEL, SETTINGS,
-    ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE, SIZE, DEVICE_FRAC, RESIDENT_FRAC,
-    *(column for shown in (KL, TOP1, NLL) for column in _with_parts(shown, {"stderr": "standard error"})), NUM_WINDOWS,
-    *(column for task in BOARD_TASKS for column in _with_parts(task, OF_TASK)),
+    ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE,
+    *board_columns("size", "text"), NUM_WINDOWS, *board_columns("task"),
     PLATFORM, BATCH_SIZE, PROMPT_LEN,
     Column("compute_s", "compute (ms)", 1e3, 1),
     Column("link_bytes", "link per step (MiB)", 1 / MIB, 2),
     Column("late_bytes", "of which not hidden (MiB)", 1 / MIB, 2),
-    LINK_BYTES_PER_S, STEP, STEP_SOURCE, FRONT, Column("outside", "outside the reference methods"), SOURCE, SHIPPED,
+    LINK_BYTES_PER_S, *board_columns("step"), STEP_SOURCE,
+    FRONT, Column("outside", "outside the reference methods"), SOURCE, SHIPPED,
 )  # fmt: skip
 """A method at a size. `exempt_choice`: whether the number of exempt layers is the best at this
 size, the paper's, or both. Seconds and bytes are of a decode step. `step_source`: whether `step_s`
-was timed at this size or modelled from the step at another size (`harness.results.leaderboard`)."""
+was timed at this size or modelled from the step at another size (`results/step_time.py`)."""
 TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
 }  # fmt: skip
@@ -197,47 +254,56 @@ NEEDED = {
     "board": ("model", "label"),
 }  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
-OPTIONAL = (
-    *(
-        column.name
-        for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS)
-    ),
-    *(f"{task.name}_{NUM_CONTEXTS.name}" for task in BOARD_TASKS),
-)
+
+
+def _optional() -> Iterator[str]:
+    for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS):
+        yield column.name
+    for metric in BOARD_METRICS:
+        if metric.origin == "task":
+            yield f"{metric.column.name}_{NUM_CONTEXTS.name}"
+        if metric.is_new:
+            yield from names(metric.columns)
+
+
+def names(columns: Iterable[Column]) -> tuple[str, ...]:
+    """The header of a CSV of these columns."""
+    return tuple(column.name for column in columns)
+
+
+OPTIONAL = tuple(_optional())
 """Columns that a table may lack; an older table lacks the numbers of contexts."""
 
-METRICS = {
-    metric.name: metric
-    for metric in (
-        Column("acc", "acc (%)", 100, 1),
-        Column("acc_norm", "acc_norm (%)", 100, 1),
-        Column("exact_match", "exact_match (%)", 100, 1),
-        Column("known_size", "size where the question is known (%)", 100, 1),
-        Column("generated_tokens", "generated (tokens)", 1, 1),
-        Column("at_limit", "answers at the limit of tokens (%)", 100, 1),
-        Column("perplexity", "perplexity", 1, 3),
-        Column("perplexity_full", "full cache's perplexity", 1, 3),
-        KL,
-        TOP1,
-        Column("attention_recall", "attention recall (%)", 100, 1),
-        Column("text_perplexity", "text perplexity under the full cache", 1, 3),
-        Column("text_perplexity_full", "full cache's text perplexity under itself", 1, 3),
-        Column("text_nll_difference", "text NLL minus that of the full cache's text (nats)", 1, 4),
-        Column("first_divergence", "equal tokens before the texts differ", 1, 1),
-        Column("never_diverged", "texts that never differ", 1, 0),
-        Column("repetition", "repeated 4-grams (%)", 100, 1),
-        Column("repetition_full", "full cache's repeated 4-grams (%)", 100, 1),
-        Column("repetition_difference", "repeated 4-grams minus full cache (points)", 100, 1),
-        Column("bytes", "GiB", 1 / GIB, 2),
-        Column("cosine_similarity", "cosine similarity", 1, 3),
-        Column("key_tokens_for_0.9", "key tokens for 0.9 of the attention weight", 1, 1),
-        Column("share_of_queries", "queries (%)", 100, 1),
-        Column("share_of_sparse_queries", "queries that attend to < 1 % of the keys (%)", 100, 1),
-        Column("attention_weight", "attention weight (%)", 100, 3),
-        Column("query_magnitude", "mean magnitude of a column of Q", 1, 3),
-        Column("key_magnitude", "mean magnitude of a column of K", 1, 3),
-    )
-}
+_QUANTITIES = (
+    Column("acc", "acc (%)", 100, 1),
+    Column("acc_norm", "acc_norm (%)", 100, 1),
+    Column("exact_match", "exact_match (%)", 100, 1),
+    Column("known_size", "size where the question is known (%)", 100, 1),
+    Column("generated_tokens", "generated (tokens)", 1, 1),
+    Column("at_limit", "answers at the limit of tokens (%)", 100, 1),
+    Column("perplexity", "perplexity", 1, 3),
+    Column("perplexity_full", "full cache's perplexity", 1, 3),
+    KL,
+    TOP1,
+    Column("attention_recall", "attention recall (%)", 100, 1),
+    Column("text_perplexity", "text perplexity under the full cache", 1, 3),
+    Column("text_perplexity_full", "full cache's text perplexity under itself", 1, 3),
+    Column("text_nll_difference", "text NLL minus that of the full cache's text (nats)", 1, 4),
+    Column("first_divergence", "equal tokens before the texts differ", 1, 1),
+    Column("never_diverged", "texts that never differ", 1, 0),
+    Column("repetition", "repeated 4-grams (%)", 100, 1),
+    Column("repetition_full", "full cache's repeated 4-grams (%)", 100, 1),
+    Column("repetition_difference", "repeated 4-grams minus full cache (points)", 100, 1),
+    Column("bytes", "GiB", 1 / GIB, 2),
+    Column("cosine_similarity", "cosine similarity", 1, 3),
+    Column("key_tokens_for_0.9", "key tokens for 0.9 of the attention weight", 1, 1),
+    Column("share_of_queries", "queries (%)", 100, 1),
+    Column("share_of_sparse_queries", "queries that attend to < 1 % of the keys (%)", 100, 1),
+    Column("attention_weight", "attention weight (%)", 100, 3),
+    Column("query_magnitude", "mean magnitude of a column of Q", 1, 3),
+    Column("key_magnitude", "mean magnitude of a column of K", 1, 3),
+)
+METRICS = {metric.name: metric for metric in _QUANTITIES}
 """The quantities of `value` by `metric`, in the order of the pages."""
 
 
@@ -250,22 +316,28 @@ WAYS = {
 
 
 def quantity(metric: str) -> Column:
-    """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the
-    heading, and so are pass@k and one of `WAYS`; RULER's metrics are lengths in tokens; an unknown
-    metric is its own heading."""
+    """The column for a metric's values.
+
+    A filter, as in `exact_match,strict-match`, is added to the heading, and so are pass@k and one
+    of `WAYS`. RULER's metrics are lengths in tokens. An unknown metric is its own heading.
+    """
     name, _, filtered = metric.partition(",")
     if name in WAYS:
         of_way = quantity(filtered)
         heading = of_way.heading.replace(of_way.words, f"{of_way.words}, {WAYS[name]}")
         return of_way._replace(name=metric, heading=heading)
-    name, _, count = name.partition("_pass@")
+    name, _, num_answers = name.partition("_pass@")
     if name.isdecimal():
         known = Column(name, f"right at {int(name):,} tokens (%)", 100, 1)
     elif name in METRICS:
         known = METRICS[name]
     else:
         known = Column(name, name, 1, 3)
-    words = ", ".join(filter(None, [known.words, count and f"pass@{count}", filtered]))
+    words = known.words
+    if num_answers:
+        words += f", pass@{num_answers}"
+    if filtered:
+        words += f", {filtered}"
     return known._replace(name=metric, heading=known.heading.replace(known.words, words))
 
 
@@ -276,17 +348,13 @@ def rank(metric: str) -> tuple[int, int, str]:
         place, length, name = rank(of_way)
         return place, length, f"{name} {[*WAYS].index(way)}"
     known = [*METRICS, way]
-    return (known.index(known[-1]), int(metric) if metric.isdecimal() else sys.maxsize, metric)
+    length = int(metric) if metric.isdecimal() else sys.maxsize
+    return known.index(way), length, metric
 
 
-def names(columns: Sequence[Column]) -> tuple[str, ...]:
-    """The header of a CSV of these columns."""
-    return tuple(column.name for column in columns)
-
-
-def has_any(rows: Iterable[TableRow], column: Column) -> bool:
-    """Whether any row has a value in a column."""
-    return any(row.get(column.name) is not None for row in rows)
+def has_any(rows: Iterable[TableRow], name: str) -> bool:
+    """Whether any row has a value in the column of this name."""
+    return any(row.get(name) is not None for row in rows)
 
 
 def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -314,32 +382,37 @@ def column(name: str) -> Column:
 
 def shape_of(header: Sequence[str]) -> str | None:
     """The key of `TABLES` with this header; None for another file."""
-    fitting = (
-        shape for shape, columns in TABLES.items() if {*names(columns)} <= {*header, *OPTIONAL}
-    )
-    return next(fitting, None)
+    known = {*header, *OPTIONAL}
+    for shape, columns in TABLES.items():
+        if known.issuperset(names(columns)):
+            return shape
+    return None
+
+
+def _number(text: str) -> float | None:
+    if not text:
+        return None
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else float(text)
 
 
 def typed(row: Mapping[str, str]) -> TableRow:
-    """A line of a CSV as a table row; an empty number is None. Raises ValueError for another cell
-    that is no number.
+    """A line of a CSV as a table row; an empty number is None.
 
-    A number without a point stays an int, so the row is written as it was read; one of very many
-    digits is a float, or infinite, which `check` refuses.
+    A number without a point stays an int, so the row is written as it was read. One of very many
+    digits is a float, or infinite, which `check` refuses. Raises ValueError for other words in a
+    column of numbers.
     """
-
-    def number(text: str) -> float | None:
-        if not text:
-            return None
-        return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else float(text)
-
-    return {
-        name: text if column(name).digits is None else number(text) for name, text in row.items()
-    }
+    found: TableRow = {}
+    for name, text in row.items():
+        found[name] = text if column(name).digits is None else _number(text)
+    return found
 
 
 NO_TABLE = "not a table of results"
-ANEW = "delete it, or repeat a run of its experiment, which keeps it under another name and writes it anew"
+ANEW = (
+    "delete it, or repeat a run of its experiment, which keeps it under another name and "
+    "writes it anew"
+)
 
 
 def read_table(path: Path) -> list[TableRow]:
@@ -348,33 +421,52 @@ def read_table(path: Path) -> list[TableRow]:
     A byte order mark, which spreadsheets write, is no damage.
     """
     try:
-        lines = csv.DictReader(
-            io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""), strict=True
-        )
+        text = path.read_bytes().decode("utf-8-sig")
+        lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         rows = list(lines)
         shape = shape_of(lines.fieldnames or ())
-        if shape is not None and not any(None in (*row, *row.values()) for row in rows):
+        if shape is not None and not any(map(_has_other_length, rows)):
             table = [typed(row) for row in rows]
             check(TABLES[shape], table)
-            for name in NEEDED[shape]:
-                if any(row[name] in (None, "") for row in table):
-                    raise ValueError(f"a row without {name}")
+            _check_needed(NEEDED[shape], table)
             return table
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {ANEW}") from error
     raise UserError(f"{path}: {NO_TABLE} (other columns, or a line of another length); {ANEW}")
 
 
+def _has_other_length(row: Mapping[str | None, Any]) -> bool:
+    """Whether a line was longer or shorter than the header, as `csv.DictReader` shows it."""
+    return None in row or None in row.values()
+
+
+def _check_needed(needed: Iterable[str], rows: Iterable[TableRow]) -> None:
+    for row in rows:
+        for name in needed:
+            if row[name] in (None, ""):
+                raise ValueError(f"a row without {name}")
+
+
 def check(columns: Sequence[Column], rows: Iterable[TableRow]) -> None:
-    """Raise ValueError for words in a column of numbers, or the reverse, and for an infinite
-    number."""
+    """Raise ValueError for words among numbers, or the reverse, and for an infinite number."""
     for row in rows:
         for column in columns:
             value, is_word = row.get(column.name), column.digits is None
-            if value is not None and (
-                isinstance(value, str) != is_word or not (is_word or math.isfinite(value))
-            ):
+            if value is None:
+                continue
+            if isinstance(value, str) != is_word or not (is_word or math.isfinite(value)):
                 raise ValueError(f"{column.name}={value!r}"[:60])
+
+
+def render_csv(columns: Sequence[Column], rows: Sequence[TableRow]) -> str:
+    """The rows under `columns` as CSV. Other keys, and columns of `OPTIONAL` without any value, are
+    left out."""
+    shown = [name for name in names(columns) if name not in OPTIONAL or has_any(rows, name)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, shown, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def published_rows() -> list[dict[str, str]]:

@@ -6,7 +6,6 @@ hash of the settings and input data, and one of the code. A finished run is foun
 repeated.
 """
 
-import itertools
 import json
 import logging
 import math
@@ -19,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harness.errors import UserError, reason
-from harness.files import text_sha256, write_atomic
+from harness.files import free_path, text_sha256, write_atomic
 from harness.results.inputs import CODE, code
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find, foreign_settings
@@ -291,8 +290,7 @@ def current(records: Iterable[Record]) -> list[Record]:
 
 def aside(path: Path) -> Path:
     """Path for keeping a damaged record: the first free `record.damaged-N.json` beside it."""
-    candidates = (path.with_name(f"record.damaged-{number}.json") for number in itertools.count(1))
-    return next(candidate for candidate in candidates if not candidate.exists())
+    return free_path(path.with_name("record.damaged-*.json"))
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -170,6 +170,16 @@ def _detectable(stderr: float | None, num_contexts: int) -> float | None:
     return student.detectable(num_contexts) * stderr if stderr else None
 
 
+def samples_of(record: Record, name: str) -> Sequence[Sample]:
+    """The questions of a task, or the windows or prompts of a text; [] if the run keeps none."""
+    samples = record["samples"]
+    for key in (name, "windows", "prompts"):
+        if key in samples:
+            found: Sequence[Sample] = samples[key]
+            return found
+    return []
+
+
 def num_contexts(samples: Sequence[Sample], metric: str) -> int | None:
     """Windows, prompts, or contexts of questions whose numbers give `metric`; None if the samples
     do not hold it."""

@@ -39,7 +39,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
-from harness.results import leaderboard
+from harness.results.board_cells import cells_of_tasks
 from harness.run.cells import counted, groups
 from harness.run.compose import Composer, chosen_model, compose, load, override
 from harness.settings.config import RunConfig
@@ -61,7 +61,7 @@ class Keywords:
 KEYWORDS = Keywords.__dataclass_fields__.keys()
 
 
-OmegaConf.register_new_resolver("on_the_leaderboard", leaderboard.cells_of_tasks, replace=True)
+OmegaConf.register_new_resolver("on_the_leaderboard", cells_of_tasks, replace=True)
 
 
 @dataclass

@@ -295,7 +295,7 @@ class Frontier(Measurement):
         return False
 
     def run(self, config: RunConfig, resources: Any) -> Outcome:
-        from harness.results.leaderboard import answer
+        from harness.results.fastest import answer
 
         assert config.link_gbps is not None and config.max_kl is not None
         print(answer(config.results_dir, config.model.name, config.link_gbps, config.max_kl))

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from harness.errors import exit_code
 from harness.paper.costmodel import published
-from harness.results.columns import LATENCY
-from harness.results.write import render_csv
+from harness.results.columns import LATENCY, render_csv
 
 
 def main(argv: Sequence[str] | None = None) -> int:

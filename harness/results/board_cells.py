@@ -1,0 +1,39 @@
+"""`${on_the_leaderboard:...}`: the cells of a grid that measures the leaderboard's rows further."""
+
+from typing import Any
+
+from harness.results.columns import TableRow, read_table
+from harness.results.fronts import has_its_size_on_text
+from harness.results.leaderboard import NAME, is_best
+from harness.settings.paths import table_to_read
+from harness.settings.schema import options
+
+
+def cells_of_tasks(results_dir: str, size: float | None = None) -> list[list[Any]]:
+    """`${on_the_leaderboard:${results_dir}}` in a grid: [method, size, exempt layers] of each row
+    that a page shows.
+
+    size: takes the place of every asked size. A number of exempt layers that is not a method's
+    best, and with which it cannot have its size, is left out. UserError for a damaged table.
+    """
+    path = table_to_read(results_dir, f"{NAME}.csv")
+    rows = read_table(path) if path else []
+    methods = options("method")
+    cells = []
+    for row in rows:
+        if row["method"] in methods and _is_measured_further(row):
+            asked = row["asked_size"]
+            if asked is not None:
+                asked = f"nearest:{size or asked}"
+            cell = [row["method"], asked, row["exempt_layers"]]
+            if cell not in cells:
+                cells.append(cell)
+    return cells
+
+
+def _is_measured_further(row: TableRow) -> bool:
+    if row["exempt_layers"] is None:
+        return False
+    if row["asked_size"] is not None and row["codec"]:  # put on a method; a preset has no size
+        return False
+    return is_best(row) or bool(row["exempt_choice"] and has_its_size_on_text(row))

@@ -1,0 +1,184 @@
+"""A table for people: rounded texts with units and standard errors, as Markdown or in a terminal.
+
+Seconds become ms and bytes GiB here (`Column.show`), and only here.
+"""
+
+import re
+import shutil
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from tabulate import tabulate
+
+from harness.errors import printable, shortened
+from harness.results.columns import LABEL, MISSING, SETTINGS, Column, TableRow
+from harness.results.student import critical_value
+
+T = TypeVar("T")
+WORDS = (LABEL.heading, SETTINGS.heading)
+"""Headings of columns of words, aligned left. All other columns are numbers."""
+HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, 2
+HEADING_PADDING = 2  # what tabulate adds to a heading
+WORD_LETTERS = 44
+"""Longest text of a line in a terminal."""
+MARKUP = re.compile(r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)")
+"""Characters that Markdown would interpret."""
+OWN = "*"
+"""Mark of one's own runs in a table that also has shipped rows."""
+OWN_NOTE = f"{OWN} One's own run; the other rows are shipped with the project."
+SIZE_NOTE = (
+    "Size is the share of the full cache that a decode step reads, and that crosses the link if "
+    "the cache is offloaded."
+)
+DIFFERENCE_NOTE = (
+    "The difference to the full cache on the same questions or windows is in brackets, ± its "
+    "standard error. *No difference ≥ x* means that its 95 % interval (Student's t) contains zero, "
+    "and that a difference of x would have been detected four times in five. "
+)
+
+
+class Sheet(NamedTuple):
+    """One table: a title, the headings, and the lines as text.
+
+    scores: headings of metrics that every run measures, so an empty text is a gap. bold: texts, as
+    (line, column). notes: lines below the table. details: further text of each line, for a report.
+    """
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+    scores: Collection[str] = ()
+    bold: Collection[tuple[int, int]] = ()
+    notes: Sequence[str] = ()
+    details: Sequence[str] = ()
+
+
+def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]]:
+    """Mark one's own runs in the column `name` where other rows are shipped; with a note on it."""
+    is_shipped = [bool(row.get("shipped")) for row in rows]
+    if all(is_shipped) or not any(is_shipped):
+        return rows, []
+    marked = []
+    for row in rows:
+        own = {} if row.get("shipped") else {name: f"{row[name]} {OWN}"}
+        marked.append(row | own)
+    return marked, [OWN_NOTE]
+
+
+def show_range(column: Column, values: Iterable[float | None]) -> str:
+    """A value, or the smallest and the largest if they differ when rounded."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return MISSING
+    least, most = column.show(min(known)), column.show(max(known))
+    return least if least == most else f"{least}-{most}"
+
+
+def show_difference(
+    column: Column,
+    value: float | None,
+    stderr: float | None,
+    difference: float | None,
+    detectable: float | None,
+    num_contexts: float | None = None,
+) -> str:
+    """`value` and its difference to the full cache: "37.5 (-50.0 ± 6.1)", "62.5 (no difference ≥
+    8.2)".
+
+    stderr: of the difference, or of the value if there is no difference. num_contexts: as of
+    `critical_value`.
+    """
+    if difference is None:
+        return column.show(value, stderr)
+    if stderr is not None and detectable is not None:
+        half_width = critical_value(num_contexts) * stderr
+        if abs(difference) <= half_width:
+            return f"{column.show(value)} (no difference ≥ {column.show(detectable)})"
+    sign = "+" if difference > 0 else ""
+    return f"{column.show(value)} ({sign}{column.show(difference, stderr)})"
+
+
+# Text
+
+
+def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
+    """A whole `.md` file: title, note, tables."""
+    parts = [f"# {title}", note]
+    for sheet in sheets:
+        lines = [list(map(_escaped, line)) for line in sheet.lines]
+        for line, column in sheet.bold:
+            lines[line][column] = f"**{lines[line][column]}**"
+        header = list(map(_escaped, sheet.header))
+        sides = _sides(sheet.header, WORDS)
+        table = tabulate(lines, header, "pipe", colalign=sides, disable_numparse=True)
+        parts += [f"## {_escaped(sheet.title)}", table]
+        parts += map(_escaped, sheet.notes)
+    return "\n\n".join(parts) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Words as Markdown that shows them literally, in one line."""
+    return MARKUP.sub(r"\\\g<0>", printable(text))
+
+
+def _sides(header: Sequence[str], words: Collection[str]) -> list[str]:
+    return ["left" if heading in words else "right" for heading in header]
+
+
+def terminal(sheet: Sheet) -> str:
+    """A table for a terminal, in parts that fit its width.
+
+    The width is `MAX_WIDTH` letters if the output is no terminal. Each part repeats the columns of
+    words.
+    """
+    header = list(map(printable, sheet.header))
+    lines = []
+    for line in sheet.lines:
+        lines.append([shortened(printable(text), WORD_LETTERS) for text in line])
+    texts: list[str] = []
+    for part in _parts(header, lines):
+        title = f"{sheet.title}, continued" if texts else sheet.title
+        shown = [_chosen(line, part) for line in lines]
+        texts.append(aligned(title, _chosen(header, part), shown))
+    return "\n\n".join(texts)
+
+
+def _parts(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[list[int]]:
+    """The columns in parts that fit the terminal."""
+    widths = []
+    for at, heading in enumerate(header):
+        of_heading = HEADING_PADDING + max(map(len, _wrapped(heading)))
+        widths.append(GAP + max([of_heading, *(len(line[at]) for line in lines)]))
+    max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
+    words = [at for at, heading in enumerate(header) if heading in WORDS]
+    parts = [words]
+    for at, heading in enumerate(header):
+        if heading in WORDS:
+            continue
+        width = widths[at] + sum(_chosen(widths, parts[-1]))
+        if len(parts[-1]) > len(words) and width > max_width:
+            parts.append(words)
+        parts[-1] = [*parts[-1], at]
+    return parts
+
+
+def _chosen(values: Sequence[T], numbers: Iterable[int]) -> list[T]:
+    return [values[number] for number in numbers]
+
+
+def aligned(
+    title: str,
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    words: Collection[str] = WORDS,
+) -> str:
+    """A table in columns, its headings wrapped. words: headings of columns aligned left."""
+    wrapped = ["\n".join(_wrapped(heading)) for heading in header]
+    sides = _sides(header, words)
+    table = tabulate(lines, wrapped, "simple", colalign=sides, disable_numparse=True)
+    return f"{printable(title)}\n{table}"
+
+
+def _wrapped(heading: str) -> list[str]:
+    return textwrap.wrap(heading, HEADING_LETTERS)

@@ -1,0 +1,101 @@
+"""Rows that the project ships: they stay until a run of one's own replaces them.
+
+The project ships tables without their records; those rows have `shipped=yes`. A shipped row stays
+until a run of one's own has the same identity (`IDENTITY`). A damaged table is set aside.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.files import free_path
+from harness.results.columns import ANEW, NO_TABLE, TableRow, read_table, shape_of
+from harness.settings.paths import table_to_read
+
+log = logging.getLogger(__name__)
+
+SHIPPED_LINE = re.compile(r'(^|[,;\t"])yes($|[,;\t"])')
+"""A line with the mark of a shipped row, whatever a spreadsheet put between the values."""
+IDENTITY = {
+    "accuracy": ("model", "method", "label", "settings", "task"),
+    "latency": (
+        "model", "platform", "source", "method", "label", "settings",
+        "batch_size", "prompt_len", "gen_len",
+    ),
+    "analysis": ("model", "source", "metric", "series", "x_name"),
+    "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
+}  # fmt: skip
+"""Columns that identify what was measured, by shape of table. A chunk or a depth has the identity
+of its task."""
+
+
+def merged(path: Path, shape: str, own: Sequence[TableRow]) -> list[TableRow]:
+    """One's own rows, and the shipped rows at `path` that they do not replace.
+
+    Where there is no table at `path`, the shipped rows are those of the installation. Raises
+    UserError for a damaged table that cannot be set aside.
+    """
+    replaced = {_identity(shape, row) for row in own}
+    kept = []
+    for row in _rows_at(path, shape):
+        if row.get("shipped") and _identity(shape, row) not in replaced:
+            kept.append(row)
+    return [*kept, *own]
+
+
+def _identity(shape: str, row: TableRow) -> tuple[Any, ...]:
+    whole = row
+    if "task" in row:
+        whole = row | {"task": row["task"].partition("[")[0]}
+    return tuple(whole.get(name) or "" for name in IDENTITY[shape])
+
+
+def _rows_at(path: Path, shape: str) -> list[TableRow]:
+    """The rows of the table at `path`, or of the shipped one where there is none.
+
+    A table that is damaged or of another shape is set aside. A warning says so and what is lost.
+    """
+    source = table_to_read(path.parents[1], path.name)
+    if source is None:
+        return []
+    try:
+        rows = read_table(source)
+        if not rows or shape_of(tuple(rows[0])) == shape:
+            return rows
+        damage = f"{path}: {NO_TABLE} (it is of another kind of run)"
+    except UserError as error:
+        damage = str(error).removesuffix(f"; {ANEW}")
+    if source != path:  # of the installation
+        raise UserError(f"{damage}; install the project again")
+    lost = _lost_rows(path)
+    kept = free_path(
+        path.with_name(f"{path.name}.damaged-*")
+    )  # so that nothing takes it for a table
+    try:
+        path.replace(kept)
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"{damage}; it cannot be renamed to {kept.name} ({why})") from error
+    source = table_to_read(path.parents[1], path.name)
+    if source is not None:
+        lost = "; shipped rows come from the installation"
+    log.warning("%s; kept as %s, written anew from the records%s", damage, kept.name, lost)
+    return [] if source is None else read_table(source)
+
+
+def _lost_rows(path: Path) -> str:
+    """What is said of the shipped rows of a damaged table, which have no records."""
+    try:
+        text = path.read_bytes().replace(b"\0", b"").decode(errors="replace")  # NULs: of UTF-16
+    except OSError:
+        text = ""
+    count = len(list(filter(SHIPPED_LINE.search, text.splitlines())))
+    if count:
+        return (
+            f"; {count} shipped rows, which have no records, are lost: take the file from the "
+            "project again"
+        )
+    return "" if "shipped" in text else "; rows that the project ships in it, if it does, are lost"

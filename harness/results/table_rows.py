@@ -1,0 +1,204 @@
+"""The table rows of records: one per timed cell, one per point of an analysis, else one per task
+and metric, compared with the full cache."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.results.columns import OF_SOME_RUNS, TABLES, TableRow, check, grouped
+from harness.results.record import BAD_VALUE_ERRORS, Record, current
+from harness.results.samples import (
+    Baselines,
+    Difference,
+    Sample,
+    clustered_stderr,
+    num_contexts,
+    of_windows,
+    samples_of,
+)
+from harness.settings.kinds import foreign_settings
+from harness.settings.schema import is_unmet
+
+log = logging.getLogger(__name__)
+
+Pairs = list[tuple[Record, list[TableRow]]]
+"""Records, each with its rows."""
+ROUND = str.maketrans("[]", "()")
+CONDITIONS = (
+    "num_samples", "num_fewshot", "seq_len",
+    "size", "size_artifact", "device_frac", "resident_frac",
+    *(column.name for column in OF_SOME_RUNS),
+)  # fmt: skip
+"""Entries beside the metrics of a task that have columns."""
+NO_METRICS = {*CONDITIONS, "num_truncated", "num_contexts"}
+NUM_DEPTHS = 5
+DEPTH_PERCENT = 100 // NUM_DEPTHS
+
+
+def with_rows(
+    records: Iterable[Record],
+    elsewhere: Callable[[], Iterable[Record]] = tuple,
+    *,
+    weights: bool = True,
+) -> Pairs:
+    """The current finished records with their rows, compared with the full cache.
+
+    The full cache's run is looked for among the records, then among those that `elsewhere` returns.
+    weights: different weights of one model count as a setting.
+    """
+    finished = current(records)
+    full = Baselines(finished, elsewhere)
+    pairs = []
+    for record in finished:
+        try:
+            rows = rows_of(record, full)
+            check(TABLES[record["table"]], rows)
+        except BAD_VALUE_ERRORS as error:
+            path = f"{record['experiment']}/{record['run_id']}/record.json"
+            log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
+            continue
+        if rows:
+            pairs.append((record, rows))
+    if weights:
+        _add_weights(pairs)
+    return pairs
+
+
+def rows_of(record: Record, full: Baselines) -> list[TableRow]:
+    """The rows of one finished record. A metric that was not measured (None) has no row.
+
+    The row of a chunk has its range of tokens in the task, such as `offline[256:512]`; the row of a
+    needle's depth, a fifth of the prompt, has length and depth, such as `niah_single_1[2048, 20-40
+    %]`.
+    """
+    config, metrics = record["config"], record["metrics"]
+    common = {
+        "experiment": record["experiment"],
+        "model": config["model"]["name"],
+        "method": config["method_name"],
+        "label": config["label"],
+        "settings": ", ".join(f"{name}={value}" for name, value in record["settings"].items()),
+        "run_id": record["run_id"],
+    }
+    if record["table"] == "latency":
+        return [common | metrics | {"unmet_size": _unmet_size(config, metrics)}]
+    if record["table"] == "analysis":
+        return [common | {"source": metrics["source"]} | point for point in metrics["points"]]
+    rows = [*_whole_rows(record, full), *_chunk_rows(record)]
+    return [common | row for row in rows]
+
+
+def _add_weights(pairs: Pairs) -> None:
+    """Add the weights to the settings if runs of one model name have different ones.
+
+    A model may be replaced under its name.
+    """
+    for of_model in grouped(pairs, lambda pair: pair[0]["config"]["model"]["name"]).values():
+        digests = {record["inputs"].get("model") for record, _ in of_model}
+        if len(digests - {None}) < 2:
+            continue
+        for record, rows in of_model:
+            digest = record["inputs"].get("model")
+            if not digest:
+                continue
+            for row in rows:
+                settings = [row["settings"]] if row["settings"] else []
+                row["settings"] = ", ".join([*settings, f"weights={digest[:8]}"])
+
+
+def _whole_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
+    """The rows of whole tasks and texts, and of needles by their depth."""
+    for name, entries in record["metrics"].items():
+        context = _context(record, name, entries)
+        samples = samples_of(record, name)
+        for value in _values(entries):
+            metric = value["metric"]
+            row = context | value | {"num_contexts": num_contexts(samples, metric)}
+            yield row | _compared(full.difference(record, name, metric))
+        for row in depth_rows(context["task"], record["samples"].get(name, ())):
+            yield context | row
+
+
+def _chunk_rows(record: Record) -> Iterator[TableRow]:
+    """The rows of ranges of tokens of a run on one text."""
+    if not record["chunks"]:
+        return
+    ((name, entries),) = record["metrics"].items()
+    context = _context(record, name, entries)
+    for chunk in record["chunks"]:
+        task = f"{context['task']}[{chunk['first']}:{chunk['stop']}]"
+        for value in _values(chunk["metrics"]):
+            row = context | {"task": task} | value | {"num_contexts": context["num_samples"]}
+            windows = chunk.get("windows", ()) if value["metric"] == "perplexity" else ()
+            yield row | _compared(of_windows(record, windows))
+
+
+def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
+    """The metrics among the entries of a task or text, with their standard errors."""
+    for metric, value in entries.items():
+        if metric in NO_METRICS or metric.endswith("_stderr"):
+            continue
+        if isinstance(value, int | float):
+            yield {
+                "metric": metric,
+                "value": value,
+                "stderr": entries.get(f"{metric}_stderr"),
+                "repeats_stderr": entries.get(f"{metric}_repeats_stderr"),
+            }
+
+
+def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
+    """A row for each length in tokens and depth of the needle; none for a task without needles."""
+    needles = [sample for sample in samples if sample.get("depth") is not None]
+    for (length, part), of_part in sorted(grouped(needles, _length_and_part).items()):
+        values = [sample[str(length)] for sample in of_part]
+        first = DEPTH_PERCENT * part
+        yield {
+            "task": f"{task}[{length}, {first}-{first + DEPTH_PERCENT} %]",
+            "metric": str(length),
+            "value": sum(values) / len(values),
+            "stderr": clustered_stderr(values, range(len(values))),
+            "num_samples": len(values),
+            "num_contexts": len(values),
+        }
+
+
+def _length_and_part(sample: Sample) -> tuple[int, int]:
+    return sample["length"], min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
+
+
+def _compared(difference: Difference | None) -> TableRow:
+    """The columns `columns.COMPARED`, and the contexts that the difference was measured on."""
+    if difference is None:
+        return {}
+    return {
+        "difference": difference.value,
+        "difference_stderr": difference.stderr,
+        "detectable": difference.detectable,
+        "gained": difference.gained,
+        "lost": difference.lost,
+        "mcnemar_p": difference.mcnemar_p,
+        "num_contexts": difference.num_contexts,
+    }
+
+
+def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
+    """Task, or file name of a text, and the conditions of its values.
+
+    Square brackets in the name become round.
+    """
+    config = record["config"]
+    seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
+    row = {name: entries.get(name) for name in CONDITIONS}
+    row["seq_len"] = entries.get("seq_len", seq_len)
+    row["source"] = "measured"
+    row["task"] = Path(name).name.translate(ROUND)
+    row["unmet_size"] = _unmet_size(config, entries)
+    return row
+
+
+def _unmet_size(config: Mapping[str, Any], entries: Mapping[str, Any]) -> float | None:
+    """The size that was asked for, where the one that ran is another."""
+    asked: float | None = config.get("size")
+    return asked if is_unmet(asked, entries.get("size")) else None
