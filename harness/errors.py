@@ -19,6 +19,7 @@ from types import FrameType
 MAX_LISTED = 16
 MAX_WORD, MAX_MESSAGE = 400, 2000
 """Letters of a word and of a whole message that are shown; a path of 400 letters is still whole."""
+LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 A_BUG = " (a bug)"
 BUG, USERS, UNFINISHED = 1, 2, 75
 """Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to
@@ -55,21 +56,22 @@ def is_users(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """An error in one line that says whether it is a bug."""
     line = one_line(error)
-    return (
-        line
-        if is_users(error) or isinstance(error, BugError)
-        else f"{line} ({type(error).__name__}, a bug)"
-    )
+    if is_users(error) or isinstance(error, BugError):
+        return line
+    return f"{line} ({type(error).__name__}, a bug)"
 
 
 def to_record(error: Exception) -> str:
     """An error as the record of a failed run has it: with its type, and whether it is a bug."""
-    return f"{type(error).__name__}: {message(error)}{'' if is_users(error) else A_BUG}"
+    mark = "" if is_users(error) else A_BUG
+    return f"{type(error).__name__}: {message(error)}{mark}"
 
 
 def from_record(where: str, text: str) -> Exception:
     """The error that `to_record` wrote, to be raised again behind the words `where`."""
-    return (BugError if text.endswith(A_BUG) else UserError)(f"{where}{text}")
+    if text.endswith(A_BUG):
+        return BugError(f"{where}{text}")
+    return UserError(f"{where}{text}")
 
 
 def message(error: BaseException) -> str:
@@ -86,8 +88,7 @@ def one_line(error: BaseException) -> str:
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """The allowed names, at most `MAX_LISTED`, after those that are close to `name`, which the user
-    wrote.
+    """The allowed names, at most `MAX_LISTED`, after those close to the user's `name`.
 
     Such as "did you mean 'h2o'? allowed: full, h2o, ...".
     """
@@ -97,34 +98,30 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
 
 
 def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
-    """Ask for up to three known names that are close to `name`, which the user wrote; empty if none
-    is."""
-    folded = {candidate.lower(): candidate for candidate in allowed}
-    close = [
-        folded[match]
-        for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=cutoff)
-    ]
-    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    """Ask for up to three known names that are close to the user's `name`; empty if none is."""
+    known = {word.lower(): word for word in allowed}
+    matches = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=cutoff)
+    if not matches:
+        return ""
+    return f"did you mean {' or '.join(repr(known[match]) for match in matches)}? "
 
 
 def reason(error: BaseException) -> str:
     """The type and message of an error of foreign code, in one line."""
-    said = " ".join(message(error).split())
-    return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
+    kind, words = type(error).__name__, " ".join(message(error).split())
+    return f"{kind}: {words}"[:300] if words else kind
 
 
 def line_in(error: BaseException, files: Collection[str]) -> str:
-    """`file:line` of the last line in one of `files` that an error came through; empty if it came
-    through none."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    """`file:line` of the last line in one of `files` that an error came through, or ""."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in files:
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
 
 
 def line_of(cls: type, name: str) -> str:
-    """`file:line` where a method or property of a class is defined; the module's file where that
-    cannot be told."""
+    """`file:line` where a method or property is defined, or else the module's file."""
     member = getattr(cls, name)
     function = getattr(member, "fget", member)
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
@@ -135,8 +132,7 @@ def line_of(cls: type, name: str) -> str:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Raise an error of foreign code in the block as a `UserError`: `what` is wrong, and its own
-    words in brackets."""
+    """Raise an error of foreign code as a `UserError`: `what` is wrong, its words in brackets."""
     try:
         yield
     except (UserError, KeyboardInterrupt):
@@ -160,18 +156,16 @@ def printable(text: str) -> str:
 
 def shortened(text: str, length: int) -> str:
     """The text, or its beginning and its end if it has more than `length` letters."""
+    if len(text) <= length:
+        return text
     head = (length - 1) // 2
-    return (
-        text if len(text) <= length else f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
-    )
+    tail = length - 1 - head
+    return f"{text[:head]}…{text[len(text) - tail :]}"
 
 
 def brief(message: str) -> str:
-    """A message without the middle of a word beyond `MAX_WORD` letters, and of itself beyond
-    `MAX_MESSAGE`."""
-    words = re.sub(
-        rf"\S{{{MAX_WORD + 1},}}", lambda long: shortened(long[0], MAX_WORD // 2), message
-    )
+    """A message of at most `MAX_MESSAGE` letters, without the middle of words over `MAX_WORD`."""
+    words = re.sub(LONG_WORD, lambda word: shortened(word[0], MAX_WORD // 2), message)
     return shortened(words, MAX_MESSAGE)
 
 
@@ -207,5 +201,5 @@ def interruptible(command: Callable[[], int]) -> int:
         print(INTERRUPTED, file=sys.stderr)
         return code_of_stop(stop)
     finally:
-        for each in STOPS:
-            signal.signal(each, signal.SIG_DFL)
+        for stop_signal in STOPS:
+            signal.signal(stop_signal, signal.SIG_DFL)

@@ -88,9 +88,10 @@ def _timed_row(rows: Sequence[TableRow], cell: PaperCell) -> TableRow:
     wanted = {"model": cell.model, "label": cell.label, "batch_size": cell.batch_size}
     found = []
     for row in rows:
-        if row["source"] != "emulated" and _holds(row, wanted):
-            if row["prompt_len"] + row["gen_len"] == cell.total_len:
-                found.append(row)
+        total_len = row["prompt_len"] + row["gen_len"]
+        is_alike = row["source"] != "emulated" and total_len == cell.total_len
+        if is_alike and _holds(row, wanted):
+            found.append(row)
     (row,) = found
     return row
 
@@ -171,8 +172,8 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
     `MAIN_SIZE`, and those of the paper.
     """
     known = []
-    for row in rows:
-        if row.get(KL.name) is not None and row[SIZE.name] is not None and is_best(row):
+    for row in columns.having(rows, KL.name, SIZE.name):
+        if is_best(row):
             known.append(row)
     sizes = {row[ASKED_SIZE.name] for row in known} - {None}
     if not sizes:
@@ -188,15 +189,13 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
         elif abs(row[SIZE.name] - main_size) < EQUAL:
             methods.append(row)
     paper = [row for row in methods[BEST:] if row["method"] in ALWAYS]
-    shown = []
-    for metric in BOARD_METRICS:
-        if metric.on_page and columns.has_any(sized, metric.column.name):
-            shown.append(metric.column)
+    on_page = [metric.column for metric in BOARD_METRICS if metric.on_page]
+    shown = columns.with_values(on_page, sized)
     lines = []
     for row in (*full[:1], *upper, *methods[:BEST], *paper):
-        lines.append([row["label"], *(column.show(row.get(column.name)) for column in shown)])
+        lines.append([row["label"], *columns.texts(shown, row)])
     words = f"closest to the full cache at a size of {ASKED_SIZE.show(main_size)} %"
-    header = ["method", *(column.heading for column in shown)]
+    header = ["method", *columns.headings(shown)]
     return Sheet(f"{known[0]['model']}: {words}", header, lines)
 
 
@@ -204,7 +203,7 @@ def main_times(tables: Iterable[Sequence[TableRow]]) -> Sheet | None:
     """The overview's table of times: seconds of a run, and the speedup over offload."""
     lines = []
     for rows in tables:
-        timed = {row["label"]: row for row in rows if row.get("total_s") is not None}
+        timed = {row["label"]: row for row in columns.having(rows, "total_s")}
         if BASE not in timed:
             continue
         for label in SYSTEMS:

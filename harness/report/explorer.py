@@ -60,10 +60,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
     title and scale of each quantity. tooltip: titles of the words that a hover answers, by field.
     fronts: the name of the front of a cost. families: their looks, those of the figures first.
     """
-    points = []
-    for row in rows:
-        if row.get(KL.name) is not None and is_best(row):
-            points.append(_point(row))
+    points = [_point(row) for row in columns.having(rows, KL.name) if is_best(row)]
     if not points:
         return None
     costs: dict[str, str] = {}
@@ -72,7 +69,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
     tooltip = {"name": "method", "family": "family", "asked": "asked size"}
     for metric in QUANTITIES:
         name, heading = metric.column.name, metric.column.heading
-        if columns.has_any(points, name):
+        if columns.having(points, name):
             choices = costs if metric.is_cost else qualities
             choices[name] = heading
             axes[name] = [heading, "log" if metric.logarithmic else "linear"]

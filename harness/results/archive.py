@@ -1,8 +1,7 @@
-"""A results folder as one file to share: a zip archive with a manifest of the sha256 of its
-members.
+"""A results folder as one file to share: a zip archive with the sha256 of its members.
 
-    runs/<experiment>/<run_id>/record.json   finished and failed runs, with the sha256 of their
-    inputs tables/*.csv, tables/*.md, figures/*.png, figures/*.svg, *.md, findings.yaml
+    runs/<experiment>/<run_id>/record.json   finished and failed runs, with their inputs' sha256
+    tables/*.csv, tables/*.md, figures/*.png, figures/*.svg, *.md, findings.yaml
     MANIFEST.json                            {"schema", "sha256": {name: hex digits}}
 
     with opened(Path("results.zip")) as folder:
@@ -49,8 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def export(results_dir: Path, setting: object) -> str:
-    """Write a results folder as `export=FILE.zip`, or into the folder `export=DIR` as an archive of
-    the same name.
+    """Write a results folder as `export=FILE.zip`, or into `export=DIR` under its own name.
 
     Returns what is in the archive, in a line. Raises UserError for a wrong setting, and as `pack`
     does.
@@ -62,15 +60,13 @@ def export(results_dir: Path, setting: object) -> str:
     path, real = Path(path_text(setting, "export")), Path(os.path.realpath(results_dir))
     target = path if path.suffix == ".zip" and not path.is_dir() else path / f"{real.name}.zip"
     if Path(os.path.realpath(target)).is_relative_to(real):
-        raise UserError(
-            f"export={setting}: lies inside results_dir={results_dir}; choose a place outside of it"
-        )
+        inside = f"export={setting}: lies inside results_dir={results_dir}"
+        raise UserError(f"{inside}; choose a place outside of it")
     return pack(results_dir, target)
 
 
 def pack(results_dir: Path, target: Path) -> str:
-    """Write a results folder into the archive `target`, atomically, holding one file in memory at a
-    time.
+    """Write a results folder into the archive `target` in one step, one file in memory at a time.
 
     The same results give the same bytes with the same zlib. Interrupted runs and damaged records
     are left out. Returns what is in the archive, in a line.
@@ -78,41 +74,47 @@ def pack(results_dir: Path, target: Path) -> str:
     Raises:
         UserError: there is nothing to share, or `target` cannot be written.
     """
-    records = sorted(results_dir.glob(RECORDS))
-    derived = sorted(
-        path for pattern in DERIVED for path in results_dir.glob(pattern) if path.is_file()
-    )
-    chosen = []
-    for path in tqdm(records, unit="record", delay=1, leave=False):
-        try:
-            chosen += [path] if read_record(path)["status"] != "interrupted" else []
-        except UserError as error:
-            log.warning("%s; left out of the archive", error)
-    if not chosen and not derived:
-        raise UserError(
-            f"results_dir={results_dir}: nothing to share, neither finished run nor table"
-        )
+    derived: list[Path] = []
+    for pattern in DERIVED:
+        derived += filter(Path.is_file, results_dir.glob(pattern))
+    derived.sort()
+    records = []
+    num_left_out = 0
+    for path in tqdm(sorted(results_dir.glob(RECORDS)), unit="record", delay=1, leave=False):
+        if _is_shared(path):
+            records.append(path)
+        else:
+            num_left_out += 1
+    if not records and not derived:
+        nothing = "nothing to share, neither finished run nor table"
+        raise UserError(f"results_dir={results_dir}: {nothing}")
     digests: dict[str, str] = {}
     try:
         with replacing(target) as scratch, zipfile.ZipFile(scratch, "w") as archive:
-            for path in (*chosen, *derived):
+            for path in (*records, *derived):
                 name, data = path.relative_to(results_dir).as_posix(), path.read_bytes()
                 _add(archive, name, data)
                 digests[name] = sha256(data)
             manifest = {"schema": SCHEMA, "sha256": digests}
-            _add(
-                archive, MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
-            )
+            text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
+            _add(archive, MANIFEST, text.encode())
     except OSError as error:
-        raise UserError(
-            f"export={target}: {error.filename or target}: {error.strerror or error}"
-        ) from error
-    out = len(records) - len(chosen)
-    left_out = f" ({out} interrupted or damaged left out)" if out else ""
+        where = error.filename or target
+        raise UserError(f"export={target}: {where}: {error.strerror or error}") from error
+    left_out = f" ({num_left_out} interrupted or damaged left out)" if num_left_out else ""
     return (
-        f"{target}: {len(chosen)} records{left_out}, {len(derived)} tables, figures and pages, "
+        f"{target}: {len(records)} records{left_out}, {len(derived)} tables, figures and pages, "
         f"{target.stat().st_size / 2**20:.1f} MiB, sha256 {content_sha256(target)}"
     )
+
+
+def _is_shared(record: Path) -> bool:
+    """Whether a record goes into an archive: it is whole, and its run came to an end."""
+    try:
+        return bool(read_record(record)["status"] != "interrupted")
+    except UserError as error:
+        log.warning("%s; left out of the archive", error)
+        return False
 
 
 def sha256(data: bytes) -> str:
@@ -129,8 +131,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 @contextmanager
 def opened(source: Path) -> Iterator[Path]:
-    """A results folder to read: `source` itself, or the archive `source` unpacked for the time of
-    the block.
+    """A results folder to read: `source` itself, or the archive `source` unpacked for the block.
 
     Raises:
         UserError: there is nothing, or not an archive as `pack` writes it; also any raised in the
@@ -177,25 +178,21 @@ def _check_members(source: Path, archive: zipfile.ZipFile) -> None:
     names: set[str] = set()
     for info in archive.infolist():
         name = info.filename
-        stays_below = (
-            name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*name.split("/")}
-        )
-        if not stays_below or name != info.orig_filename:
+        stays_below = not {"", ".", ".."} & {*name.split("/")} and "\\" not in name
+        if not stays_below or not name.isprintable() or name != info.orig_filename:
             raise UserError(f"{source}: unsafe name of a member, {info.orig_filename!r}")
         if info.compress_type not in COMPRESSIONS:
             raise UserError(f"{source}: {name} is compressed in another way than by deflate")
         if S_ISLNK(info.external_attr >> 16):
-            raise UserError(
-                f"{source}: {name} is a link; an archive of results has plain files only"
-            )
+            words = "is a link; an archive of results has plain files only"
+            raise UserError(f"{source}: {name} {words}")
         if name in names:
             raise UserError(f"{source}: {name} is in it twice")
         names.add(name)
     unpacked = sum(info.file_size for info in archive.infolist())
     if unpacked > MAX_BYTES:
-        raise UserError(
-            f"{source}: {unpacked:,} bytes unpacked, more than the {MAX_BYTES:,} that are read"
-        )
+        limit = f"more than the {MAX_BYTES:,} that are read"
+        raise UserError(f"{source}: {unpacked:,} bytes unpacked, {limit}")
 
 
 def _manifest(source: Path, archive: zipfile.ZipFile) -> dict[str, str]:
@@ -210,10 +207,11 @@ def _manifest(source: Path, archive: zipfile.ZipFile) -> dict[str, str]:
         raise UserError(f"{source}: {MANIFEST} is damaged") from error
     if schema != SCHEMA:
         raise UserError(f"{source}: of schema {schema!r}; this version reads {SCHEMA}")
-    for name in sorted({*digests, MANIFEST} ^ names):
-        raise UserError(
-            f"{source}: {name} is {'missing' if name in digests else 'not in the manifest'}"
-        )
+    different = {*digests, MANIFEST} ^ names
+    if different:
+        name = min(different)
+        what = "missing" if name in digests else "not in the manifest"
+        raise UserError(f"{source}: {name} is {what}")
     return digests
 
 

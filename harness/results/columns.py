@@ -17,6 +17,7 @@ from harness.errors import UserError, reason
 
 T = TypeVar("T")
 K = TypeVar("K")
+R = TypeVar("R", bound=Mapping[str, Any])
 TableRow = dict[str, Any]
 """A table row by column name: numbers, words, or None where nothing was measured."""
 
@@ -352,9 +353,39 @@ def rank(metric: str) -> tuple[int, int, str]:
     return known.index(way), length, metric
 
 
-def has_any(rows: Iterable[TableRow], name: str) -> bool:
-    """Whether any row has a value in the column of this name."""
-    return any(row.get(name) is not None for row in rows)
+def picked(row: Mapping[str, Any], names: Iterable[str]) -> TableRow:
+    """The values of these columns; None for a column that the row lacks."""
+    return {name: row.get(name) for name in names}
+
+
+def values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """The values of one column."""
+    return [row[name] for row in rows]
+
+
+def headings(columns: Iterable[Column]) -> list[str]:
+    """The headings of columns, for people."""
+    return [column.heading for column in columns]
+
+
+def texts(columns: Iterable[Column], row: TableRow) -> list[str]:
+    """A row's numbers of these columns as text."""
+    return [column.show(row.get(column.name)) for column in columns]
+
+
+def having(rows: Iterable[R], *names: str) -> list[R]:
+    """The rows that have a value in each of these columns."""
+    found = []
+    for row in rows:
+        if all(row.get(name) is not None for name in names):
+            found.append(row)
+    return found
+
+
+def with_values(columns: Iterable[Column], rows: Sequence[TableRow]) -> list[Column]:
+    """The columns, each once, in which any row has a value."""
+    distinct = dict.fromkeys(columns)
+    return [column for column in distinct if having(rows, column.name)]
 
 
 def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -461,7 +492,7 @@ def check(columns: Sequence[Column], rows: Iterable[TableRow]) -> None:
 def render_csv(columns: Sequence[Column], rows: Sequence[TableRow]) -> str:
     """The rows under `columns` as CSV. Other keys, and columns of `OPTIONAL` without any value, are
     left out."""
-    shown = [name for name in names(columns) if name not in OPTIONAL or has_any(rows, name)]
+    shown = [name for name in names(columns) if name not in OPTIONAL or having(rows, name)]
     text = io.StringIO()
     writer = csv.DictWriter(text, shown, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

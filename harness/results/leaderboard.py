@@ -40,6 +40,9 @@ from harness.results.columns import (
     board_metrics,
     check,
     grouped,
+    headings,
+    names,
+    picked,
     render_csv,
 )
 from harness.results.fronts import (
@@ -51,7 +54,7 @@ from harness.results.fronts import (
     outside,
     sizes_of,
 )
-from harness.results.record import BAD_VALUE_ERRORS, Record, current, read_records
+from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words, read_records
 from harness.results.samples import Baselines, nll_difference, num_contexts
 from harness.results.sheet import (
     DIFFERENCE_NOTE,
@@ -198,9 +201,8 @@ def _settings(runs: Sequence[Record]) -> str:
     on_text = [record for record in runs if record["kind"] != "tasks"]
     scored = on_text[0] if on_text else runs[0]
     settings = dict(next(iter(scored["methods"].values()), scored["config"]["method"]))
-    for name in ("codec", "value_codec", "size"):
-        settings[name] = scored["config"][name]
-    return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+    settings |= picked(scored["config"], ("codec", "value_codec", "size"))
+    return in_words({name: value for name, value in settings.items() if value is not None})
 
 
 def _family(record: Record) -> str:
@@ -217,7 +219,7 @@ def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
     """Sizes and fidelity on a text, with the difference of its negative log-likelihood."""
     nll = nll_difference(record["samples"]["windows"])
     measured = {**entries, NLL.name: nll.value, f"{NLL.name}_stderr": nll.stderr}
-    found = {column.name: measured.get(column.name) for column in board_columns("size", "text")}
+    found = picked(measured, names(board_columns("size", "text")))
     return found | {NUM_WINDOWS.name: nll.num_contexts}
 
 
@@ -326,21 +328,26 @@ def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     for column in (EXEMPT_LAYERS, *metrics, FRONT):
         if any(row.get(column.name) not in (None, "") for row in rows):
             columns.append(column)
-    marks = set()
+    marks: set[str] = set()
     lines, details = [], []
     for row in rows:
         own_marks = OUTSIDE_MARK if row.get("outside") else ""
         if not has_its_size(row):
             own_marks += OTHER_SIZE
-        texts = [_shown(column, metrics.get(column), row) for column in columns]
-        lines.append([row["label"] + own_marks, *texts])
-        marks |= {*own_marks, *(text[-1] for text in texts)}
+        line = [row["label"] + own_marks]
+        marks.update(own_marks)
+        for column in columns:
+            text = _shown(column, metrics.get(column), row)
+            line.append(text)
+            marks.add(text[-1])
+        lines.append(line)
         details.append("; ".join(filter(None, [row["settings"], row.get("outside")])))
     bold = set()
     for at, column in enumerate(columns, start=1):
         if column in metrics and column != SIZE:
-            bold |= {(line, at) for line in _best_lines(metrics[column], rows)}
-    header = [column.heading for column in (LABEL, *columns)]
+            for number in _best_lines(metrics[column], rows):
+                bold.add((number, at))
+    header = headings((LABEL, *columns))
     notes = [f"{mark} {words}" for mark, words in LEGEND.items() if mark in marks]
     return Sheet(title, header, lines, bold=bold, notes=notes, details=details)
 

@@ -27,6 +27,7 @@ from harness.results.columns import (
     TableRow,
     grouped,
     is_part,
+    picked,
 )
 from harness.results.pages import pairs_of_settings
 from harness.results.record import CODE, Record, read_all
@@ -90,15 +91,17 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
         UserError: one cannot be read or has no finished run, or the two have no run in common.
     """
     first, second = _numbers_by_key(before), _numbers_by_key(after)
-    pairs = [Pair(first[key], second[key]) for key in first if key in second]
-    only_first = [number for key, number in first.items() if key not in second]
-    only_second = [number for key, number in second.items() if key not in first]
+    pairs, only_first = [], []
+    for key, number in first.items():
+        if key in second:
+            pairs.append(Pair(number, second.pop(key)))
+        else:
+            only_first.append(number)
+    only_second = list(second.values())  # those without a counterpart
     by_settings = _matched_by_settings(only_first, only_second)
     if not pairs and not by_settings:
-        raise UserError(
-            f"no run is in both: A has {_runs(first.values())}; B has {_runs(second.values())}"
-        )
-    changes = [_change(pair) for pair in (*pairs, *by_settings)]
+        raise UserError(f"no run is in both: A has {_runs(only_first)}; B has {_runs(only_second)}")
+    changes = list(map(_change, (*pairs, *by_settings)))
     used: set[int] = set()
     for pair in by_settings:
         used |= {id(pair.before), id(pair.after)}
@@ -135,7 +138,7 @@ def _numbers(folder: Path) -> Iterator[Number]:
     pairs = with_rows(read_all(folder), weights=False)
     for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
         for row in rows:
-            names = {name: row.get(name) for name in NAMES}
+            names = picked(row, NAMES)
             for metric, value, stderr in _metrics(row):
                 if isinstance(value, int | float):
                     number = names | {"metric": metric, "value": value, "stderr": stderr}
@@ -201,7 +204,7 @@ def _shared_and_changed(
     """The names of the settings of which both sides have a value in common, and of the others."""
     shared: list[str] = []
     changed: list[str] = []
-    settings = [_settings(number) for number in (*left, *right)]
+    settings = map(_settings, (*left, *right))
     for name in dict.fromkeys(itertools.chain.from_iterable(settings)):
         of_left = {_setting(number, name) for number in left}
         of_right = {_setting(number, name) for number in right}
@@ -241,8 +244,7 @@ def _setting_values(number: Number, names: Sequence[str]) -> tuple[str, ...]:
 
 def _of_one(number: Number, side: str) -> dict[str, Any]:
     """A row of the frame for a number of A or B alone."""
-    row: dict[str, Any] = {name: number[name] for name in KEYS}
-    row |= dict.fromkeys(VALUES)
+    row = picked(number, KEYS) | dict.fromkeys(VALUES)
     row["before" if side == "left_only" else "after"] = number["value"]
     of_speed = "metric" not in number["row"]
     return row | {"_merge": side, "distance": -1.0, "causes": [], "of_speed": of_speed}
@@ -265,7 +267,7 @@ def _change(pair: Pair) -> dict[str, Any]:
             distance = sigmas / critical
         else:
             distance = math.inf if ratio is None else abs(math.log(ratio))
-    row = {name: before[name] for name in KEYS}
+    row = picked(before, KEYS)
     causes = [*inputs, *_changed_surroundings(one, two)]
     if settings is not None:
         row["settings"] = settings
@@ -301,7 +303,7 @@ def _changed_surroundings(one: Record, two: Record) -> list[str]:
     words = []
     if one["config"]["model"].get("dtype") != two["config"]["model"].get("dtype"):
         words.append("precision")
-    if any(one["environment"].get(name) != two["environment"].get(name) for name in MACHINE):
+    if picked(one["environment"], MACHINE) != picked(two["environment"], MACHINE):
         words.append("environment")
     return words
 

@@ -22,15 +22,20 @@ from harness.results.columns import (
     SETTINGS,
     SIZE,
     UNMET_SIZE,
+    Column,
     TableRow,
     grouped,
-    has_any,
+    having,
+    headings,
     is_depth,
     is_part,
     names,
     published_rows,
     quantity,
     rank,
+    texts,
+    values,
+    with_values,
 )
 from harness.results.sheet import (
     DIFFERENCE_NOTE,
@@ -132,8 +137,7 @@ def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
     """The tables for a terminal, with the most important columns; "" without rows."""
-    numbers = names(column for column in LATENCY if column.digits is not None)
-    hidden = set(numbers).difference(BRIEF_SPEED)
+    hidden = set(names(_numbers_of_speed())).difference(BRIEF_SPEED)
     shown = []
     for row in rows:
         shape = _shape(row)
@@ -212,24 +216,23 @@ class _Line(NamedTuple):
 
 def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     columns = grouped(rows, _key)
-    headings = _headings(columns)
+    of_key = _headings(columns)
     shared = {key: _shared_settings(of_column) for key, of_column in columns.items()}
-    sizes = [SIZE]
-    for column in (UNMET_SIZE, *OF_SOME_RUNS, DEVICE_FRAC, RESIDENT_FRAC):
-        if has_any(rows, column.name):
-            sizes.append(column)
+    beside = (UNMET_SIZE, *OF_SOME_RUNS, DEVICE_FRAC, RESIDENT_FRAC)
+    sizes = [SIZE, *with_values(beside, rows)]
     lines = []
     for line in sorted(_lines(rows, shared), key=_order_of_line):
-        texts = [line.label, line.settings or MISSING]
+        shown = [line.label, line.settings or MISSING]
         for column in sizes:
-            texts.append(show_range(column, (row.get(column.name) for row in line.rows.values())))
-        for key in headings:
-            texts.append(_value(line.rows[key]) if key in line.rows else MISSING)
-        lines.append(texts)
-    header = [column.heading for column in (LABEL, SETTINGS, *sizes)]
-    scores = [heading for (_, metric), heading in headings.items() if _is_among(SCORES, metric)]
+            known = having(line.rows.values(), column.name)
+            shown.append(show_range(column, values(known, column.name)))
+        for key in of_key:
+            shown.append(_value(line.rows[key]) if key in line.rows else MISSING)
+        lines.append(shown)
+    header = [*headings((LABEL, SETTINGS, *sizes)), *of_key.values()]
+    scores = [heading for (_, metric), heading in of_key.items() if _is_among(SCORES, metric)]
     notes = _note_on_settings(itertools.chain.from_iterable(shared.values()))
-    return Sheet(title, [*header, *headings.values()], lines, scores=scores, notes=notes)
+    return Sheet(title, header, lines, scores=scores, notes=notes)
 
 
 def _key(row: TableRow) -> Key:
@@ -273,19 +276,19 @@ def _headings(columns: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
     If columns differ in number of samples, shots or length, a heading has what all rows of its
     column share.
     """
-    headings = {}
+    found = {}
     for key in sorted(columns, key=lambda key: rank(key[1])):
-        headings[key] = _heading(columns[key][0])
+        found[key] = _heading(columns[key][0])
     for condition in (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN):
         shared = {}
         for key, rows in columns.items():
-            values = {row.get(condition.name) for row in rows}
-            if len(values) == 1 and values != {None}:
-                shared[key] = values.pop()
+            distinct = {row.get(condition.name) for row in rows}
+            if len(distinct) == 1 and distinct != {None}:
+                shared[key] = distinct.pop()
         if len(set(shared.values())) > 1:
             for key, value in shared.items():
-                headings[key] += f", {condition.phrase.format(value)}"
-    return headings
+                found[key] += f", {condition.phrase.format(value)}"
+    return found
 
 
 def _heading(row: TableRow) -> str:
@@ -314,17 +317,17 @@ def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         own = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shared]
         shown.append(row | {"settings": ", ".join(own)})
     words = [LABEL, SETTINGS] if any(row["settings"] for row in shown) else [LABEL]
-    numbers = [SIZE]
-    for column in (UNMET_SIZE, DEVICE_FRAC, *LATENCY):
-        if column.digits is not None and column not in numbers and has_any(rows, column.name):
-            numbers.append(column)
+    beside = with_values((UNMET_SIZE, DEVICE_FRAC, *_numbers_of_speed()), rows)
+    numbers = list(dict.fromkeys((SIZE, *beside)))
     lines = []
     for row in sorted(shown, key=_order_of_cell):
-        texts = [row[column.name] or MISSING for column in words]
-        texts += [column.show(row.get(column.name)) for column in numbers]
-        lines.append(texts)
-    header = [column.heading for column in (*words, *numbers)]
-    yield Sheet(title, header, lines, notes=_note_on_settings(shared))
+        names_of_row = [row[column.name] or MISSING for column in words]
+        lines.append([*names_of_row, *texts(numbers, row)])
+    yield Sheet(title, headings((*words, *numbers)), lines, notes=_note_on_settings(shared))
+
+
+def _numbers_of_speed() -> list[Column]:
+    return [column for column in LATENCY if column.digits is not None]
 
 
 def _order_of_cell(row: TableRow) -> tuple[Any, ...]:
@@ -343,12 +346,13 @@ def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         columns = _shown_x(of_table)
         lines = []
         for name, line in _series(of_table, x_name).items():
-            texts = [name]
+            of_line = [name]
             for x in columns:
-                texts.append(
-                    shown.show(line[x]["value"], line[x]["stderr"]) if x in line else MISSING
-                )
-            lines.append(texts)
+                text = MISSING
+                if x in line:
+                    text = shown.show(line[x]["value"], line[x]["stderr"])
+                of_line.append(text)
+            lines.append(of_line)
         header = [LABEL.heading]
         header += [shown.heading if x is None else f"{x:,g}" for x in columns]
         by = f", by {x_name.replace('_', ' ')}" if x_name else ""
@@ -357,16 +361,18 @@ def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 def _shown_x(rows: Sequence[TableRow]) -> list[Any]:
     """At most `MAX_COLUMNS` values of x, evenly spread; [None] where there are none."""
-    values = sorted({row["x"] for row in rows if row["x"] is not None})
-    count = min(MAX_COLUMNS, len(values))
-    last, gaps = len(values) - 1, max(1, count - 1)
-    return [values[index * last // gaps] for index in range(count)] or [None]
+    found = sorted(set(values(having(rows, "x"), "x")))
+    count = min(MAX_COLUMNS, len(found))
+    last, gaps = len(found) - 1, max(1, count - 1)
+    return [found[index * last // gaps] for index in range(count)] or [None]
 
 
 def _series(rows: Sequence[TableRow], x_name: str) -> dict[str, dict[Any, TableRow]]:
     """The rows by series and x; a series of several layers is one of each layer."""
-    series = {row["series"] for row in rows}
-    has_layers = len({(row["series"], row["layer"]) for row in rows}) > len(series)
+    layers: dict[str, set[float | None]] = {}
+    for row in rows:
+        layers.setdefault(row["series"], set()).add(row["layer"])
+    has_layers = max(map(len, layers.values())) > 1
     found: dict[str, dict[Any, TableRow]] = {}
     for row in rows:
         name = row["series"]

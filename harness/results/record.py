@@ -27,14 +27,18 @@ from harness.settings.schema import CONF_DIR
 SCHEMA = 4
 DIGEST = "digest"
 LOCATIONS = {
-    "model": ("path",), "data": ("root",), "corpus": ("path",), "calibration": ("path",), "task": ("include_path",),
-}  # fmt: skip
-"""Settings that say where a file lies. The sha256 of its content enters a run's identity
-instead."""
+    "model": "path",
+    "data": "root",
+    "corpus": "path",
+    "calibration": "path",
+    "task": "include_path",
+}
+"""By group, the setting that says where a file lies. The sha256 of its content enters a run's
+identity instead."""
 IN_COLUMNS = {
-    "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "sizing", "results_dir", "tracker",
-    "corpus.name", "corpus.path", "platform.name", "data.name", "data.root", "task.include_path",
-    "latency.batch_size", "latency.prompt_len", "latency.gen_len",
+    "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "sizing",
+    "results_dir", "tracker", "corpus.name", "corpus.path", "platform.name", "data.name",
+    "data.root", "task.include_path", "latency.batch_size", "latency.prompt_len", "latency.gen_len",
 }  # fmt: skip
 """Settings that `changed_settings` leaves out: a table has a column for them, or they decide no
 number."""
@@ -70,9 +74,12 @@ class _Config(_Part):
 
 
 class _Record(_Part):
-    """settings: those that differ from their defaults. when: when the method selects. samples: raw
+    """The schema of a record.
+
+    settings: those that differ from their defaults. when: when the method selects. samples: raw
     values behind the metrics. methods: the method's settings as it ran, by task. chunks: metrics by
-    range of tokens."""
+    range of tokens.
+    """
 
     run_id: str
     settings_id: str
@@ -96,16 +103,21 @@ class _Record(_Part):
     error: str | None
 
 
+# Identity
+
+
 def plain(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as JSON holds it; an infinite number is written "inf"."""
-    return jsonable(
-        {name: value for name, value in asdict(config).items() if name != "label_given"}
-    )
+    settings = asdict(config)
+    del settings["label_given"]
+    return jsonable(settings)
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a `plain` configuration that decide numbers: those its kind of run depends
-    on, without paths."""
+    """The settings of a `plain` configuration that decide numbers, without paths.
+
+    They are those that its kind of run depends on.
+    """
     foreign = foreign_settings(config["kind"])
     return without_paths({name: value for name, value in config.items() if name not in foreign})
 
@@ -113,10 +125,10 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without `LOCATIONS`."""
     found = dict(settings)
-    for group in LOCATIONS.keys() & settings:
-        found[group] = {
-            name: value for name, value in settings[group].items() if name not in LOCATIONS[group]
-        }
+    for group, location in LOCATIONS.items():
+        if group in found:
+            found[group] = dict(found[group])
+            found[group].pop(location, None)
     return found
 
 
@@ -125,11 +137,10 @@ def flat(settings: Mapping[str, Any], separator: str = ".", prefix: str = "") ->
     found: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
-        found |= (
-            flat(value, separator, name + separator)
-            if isinstance(value, Mapping)
-            else {name: value}
-        )
+        if isinstance(value, Mapping):
+            found |= flat(value, separator, name + separator)
+        else:
+            found[name] = value
     return found
 
 
@@ -140,55 +151,66 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     They tell apart the table rows of one method and label. Settings with a column of their own are
     left out.
     """
-    foreign = foreign_settings(config.kind)
+    left_out = foreign_settings(config.kind) | IN_COLUMNS
     defaults = _defaults(config)
     found = {}
     for name, value in flat(plain(config)).items():
         group, _, rest = name.partition(".")
-        if {name, group}.isdisjoint(foreign | IN_COLUMNS) and value != defaults.get(name):
-            found[rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")] = (
-                value
-            )
+        if name in left_out or group in left_out or value == defaults.get(name):
+            continue
+        shown = rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")
+        found[shown] = value
     if config.size_is_measured:
         found[SIZED_ON] = "calibration text"
     return found
 
 
+def in_words(settings: Mapping[str, Any]) -> str:
+    """Settings as tables show them, `a=[1, 2], b=3`."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
 def _defaults(config: RunConfig) -> dict[str, Any]:
     """By flat name: of the dataclasses, and for a shipped method of its file in `conf/method`."""
-
-    def of(group: Any) -> dict[str, Any]:
-        return {
-            each.name: None if each.default is MISSING else each.default for each in fields(group)
-        }
-
-    found = of(config)
-    found |= {
-        name: of(getattr(config, name)) for name in found if is_dataclass(getattr(config, name))
-    }
+    found = _defaults_of(config)
+    for name in found:
+        group = getattr(config, name)
+        if is_dataclass(group):
+            found[name] = _defaults_of(group)
     path = CONF_DIR / "method" / f"{config.method_name}.yaml"
-    own = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    found |= {name: value for name, value in own.items() if name in found}
-    found["method"] |= {name: value for name, value in own.items() if name in found["method"]}
+    if path.is_file():
+        preset = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for name, value in preset.items():
+            if name in found:
+                found[name] = value
+            if name in found["method"]:
+                found["method"][name] = value
     return flat(jsonable(found))
 
 
+def _defaults_of(group: Any) -> dict[str, Any]:
+    """The defaults of a dataclass; None where there is none."""
+    found = {field.name: field.default for field in fields(group)}
+    return {name: None if value is MISSING else value for name, value in found.items()}
+
+
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
-    """Sixteen hex digits of the settings that decide numbers and of the input data, whatever the
-    code.
+    """Sixteen hex digits of the settings that decide numbers and of the data, whatever the code.
 
     inputs: sha256 of every input by name.
     """
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
-    return text_sha256(
-        json.dumps({"config": deciding(plain(config)), "inputs": read}, sort_keys=True)
-    )[:16]
+    return _digest_of({"config": deciding(plain(config)), "inputs": read})[:16]
 
 
 def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
     """The `settings_id`, and eight hex digits of the code among the inputs."""
     made_by = {name: digest for name, digest in inputs.items() if name.startswith(CODE)}
-    return f"{settings_id(config, inputs)}-{text_sha256(json.dumps(made_by, sort_keys=True))[:8]}"
+    return f"{settings_id(config, inputs)}-{_digest_of(made_by)[:8]}"
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return text_sha256(json.dumps(content, sort_keys=True))
 
 
 def settings_of(run: str) -> str:
@@ -199,6 +221,9 @@ def settings_of(run: str) -> str:
 def record_path(results_dir: str | Path, experiment: str, run: str) -> Path:
     """Path of the record of run `run`."""
     return Path(results_dir) / "runs" / experiment / run / "record.json"
+
+
+# Reading
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -260,32 +285,38 @@ def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def made_by_other_code(path: Path) -> str | None:
-    """The run_id of the newest finished record of the same settings and data as the run at `path`,
-    made by other code."""
-    others = sorted(
-        set(path.parents[1].glob(f"{settings_of(path.parent.name)}-*/record.json")) - {path}
-    )
-    finished = [record for record in _readable(others) if record["status"] == "finished"]
-    return max(finished, key=lambda record: record["started"])["run_id"] if finished else None
+    """The run_id of the newest finished record of the run at `path`, made by other code."""
+    same_settings = path.parents[1].glob(f"{settings_of(path.parent.name)}-*/record.json")
+    others = _readable(set(same_settings) - {path})
+    finished = [record for record in others if record["status"] == "finished"]
+    newest = max(finished, key=lambda record: record["started"], default=None)
+    return None if newest is None else newest["run_id"]
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """Finished records, in order, one for each run of settings and data: made by the present code,
-    else the newest."""
+    """Finished records, in order, one for each run of settings and data.
 
-    def rank(record: Record) -> tuple[bool, str]:
-        try:
-            here = code(record["method_module"], find(record["kind"]).code)
-        except (UserError, OSError):  # its method or kind no longer exists
-            return False, record["started"]
-        return here.items() <= record["inputs"].items(), record["started"]
-
+    The one made by the present code counts, else the newest.
+    """
     best: dict[tuple[str, str], Record] = {}
     for record in records:
-        key = (record["experiment"], record["settings_id"])
-        if record["status"] == "finished" and (key not in best or rank(record) > rank(best[key])):
-            best[key] = record
+        if record["status"] == "finished":
+            key = (record["experiment"], record["settings_id"])
+            if key not in best or _rank(record) > _rank(best[key]):
+                best[key] = record
     return list(best.values())
+
+
+def _rank(record: Record) -> tuple[bool, str]:
+    """Sort key of records of one run: whether the present code made it, and when."""
+    try:
+        here = code(record["method_module"], find(record["kind"]).code)
+    except (UserError, OSError):  # its method or kind no longer exists
+        return False, record["started"]
+    return here.items() <= record["inputs"].items(), record["started"]
+
+
+# Writing
 
 
 def aside(path: Path) -> Path:
@@ -306,16 +337,20 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def require_finite(value: Any, name: str = "") -> None:
-    """Raise UserError, naming the metric, for a NaN or infinite number in nested mappings and
-    lists."""
+    """Raise UserError, naming the metric, for a NaN or infinite number in mappings and lists."""
     if isinstance(value, float) and not math.isfinite(value):
         metric = name.removeprefix("metrics/")
         raise UserError(
-            f"{metric}={value}: is not finite; the model or the method computes NaN or infinite numbers"
+            f"{metric}={value}: is not finite; the model or the method computes NaN or infinite "
+            "numbers"
         )
-    if isinstance(value, Mapping | list | tuple):
-        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            require_finite(item, f"{name}/{key}".removeprefix("/"))
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, item in items:
+        require_finite(item, f"{name}/{key}".removeprefix("/"))
 
 
 def jsonable(value: Any) -> Any:
@@ -324,4 +359,6 @@ def jsonable(value: Any) -> Any:
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
+    if isinstance(value, float) and math.isinf(value):
+        return str(value)
+    return value

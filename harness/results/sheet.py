@@ -56,13 +56,16 @@ class Sheet(NamedTuple):
 
 def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]]:
     """Mark one's own runs in the column `name` where other rows are shipped; with a note on it."""
-    is_shipped = [bool(row.get("shipped")) for row in rows]
-    if all(is_shipped) or not any(is_shipped):
-        return rows, []
     marked = []
+    num_shipped = 0
     for row in rows:
-        own = {} if row.get("shipped") else {name: f"{row[name]} {OWN}"}
-        marked.append(row | own)
+        if row.get("shipped"):
+            num_shipped += 1
+            marked.append(row)
+        else:
+            marked.append(row | {name: f"{row[name]} {OWN}"})
+    if num_shipped in (0, len(rows)):
+        return rows, []
     return marked, [OWN_NOTE]
 
 

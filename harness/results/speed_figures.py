@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from harness.results.columns import TableRow, grouped
+from harness.results.columns import TableRow, grouped, values
 
 TableRows = Sequence[TableRow]
 MACHINE = ("model", "platform", "source")
@@ -26,10 +26,15 @@ def _widest_sweep(rows: TableRows, axis: str, least: int = 1) -> TableRows:
     setup_of, machine_of = _without(SHAPE, axis), _without(MACHINE, axis)
     num_values, most = {}, {}
     for setup, of_setup in grouped(rows, setup_of).items():
-        num_values[setup] = len({row[axis] for row in of_setup})
+        num_values[setup] = len(set(values(of_setup, axis)))
     for machine, of_machine in grouped(rows, machine_of).items():
         most[machine] = max(num_values[setup_of(row)] for row in of_machine)
-    return [row for row in rows if num_values[setup_of(row)] == max(least, most[machine_of(row)])]
+    found = []
+    for row in rows:
+        wanted = max(least, most[machine_of(row)])
+        if num_values[setup_of(row)] == wanted:
+            found.append(row)
+    return found
 
 
 def _largest(rows: TableRows, axis: str) -> TableRows:
@@ -37,7 +42,7 @@ def _largest(rows: TableRows, axis: str) -> TableRows:
     setup_of = _without(SHAPE, axis)
     largest = {}
     for setup, of_setup in grouped(rows, setup_of).items():
-        largest[setup] = max(row[axis] for row in of_setup)
+        largest[setup] = max(values(of_setup, axis))
     return [row for row in rows if row[axis] == largest[setup_of(row)]]
 
 

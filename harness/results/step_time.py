@@ -7,7 +7,7 @@ compute; `late_bytes`, selected by a layer's own query, are waited for.
 
 from collections.abc import Mapping
 
-from harness.results.columns import TableRow
+from harness.results.columns import TableRow, picked
 from harness.results.record import Record
 
 AS_TIMED = ("platform", "batch_size", "prompt_len", "link_bytes_per_s")
@@ -30,7 +30,7 @@ def step_of(row: TableRow, timed: Record) -> TableRow:
     if metrics["h2d_bytes"] is None:
         return {}
     steps = metrics["gen_len"] - 1
-    step = {name: metrics[name] for name in AS_TIMED}
+    step = picked(metrics, AS_TIMED)
     step["compute_s"] = (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps
     step["link_bytes"] = metrics["h2d_bytes"] / steps
     step["late_bytes"] = metrics["late_bytes"] / steps

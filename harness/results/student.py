@@ -17,8 +17,8 @@ _BISECTIONS = 60
 
 
 def critical_value(num_contexts: float | None, confidence: float = CONFIDENCE_95) -> float:
-    """Standard errors to each side of a two-sided interval: Student's t with `num_contexts` - 1
-    degrees of freedom.
+    """Standard errors to either side of an interval: Student's t, `num_contexts` - 1 degrees of
+    freedom.
 
     num_contexts: independent values, which are windows, prompts, or contexts whose questions are
     one cluster. Infinite with fewer than two. None where a table does not say: the normal
@@ -30,8 +30,10 @@ def critical_value(num_contexts: float | None, confidence: float = CONFIDENCE_95
 def detectable(
     num_contexts: float | None, confidence: float = CONFIDENCE_95, power: float = 0.8
 ) -> float:
-    """Standard errors of the smallest difference that a test at `confidence` detects with `power`:
-    the sum of both quantiles, 2.8 with many contexts."""
+    """Standard errors of the smallest difference that a test at `confidence` detects with `power`.
+
+    It is the sum of both quantiles, 2.8 with many contexts.
+    """
     return critical_value(num_contexts, confidence) + _of_contexts(num_contexts, power)
 
 
@@ -50,9 +52,8 @@ def t_quantile(degrees: int | None, probability: float) -> float:
     here.
     """
     if not 0.5 <= probability < 1 or (degrees is not None and degrees < 1):
-        raise ValueError(
-            f"t_quantile({degrees}, {probability}): degrees from 1 on, probability from 0.5 to 1"
-        )
+        allowed = "degrees from 1 on, probability from 0.5 to 1"
+        raise ValueError(f"t_quantile({degrees}, {probability}): {allowed}")
     low, high = 0.0, math.pi / 2
     for _ in range(_BISECTIONS):
         angle = (low + high) / 2
@@ -64,13 +65,11 @@ def t_quantile(degrees: int | None, probability: float) -> float:
 
 
 def _probability_below(angle: float, degrees: int | None) -> float:
-    """P(T <= t) with t = tan(angle) * sqrt(degrees): Abramowitz and Stegun 26.7.3 and 26.7.4,
-    finite sums."""
+    """P(T <= t), t = tan(angle) * sqrt(degrees): Abramowitz and Stegun 26.7.3 and 26.7.4."""
     if degrees is None:
         return (1 + math.erf(math.tan(angle) / math.sqrt(2))) / 2
     cosine = math.cos(angle)
-    # The powers of the cosine are odd and begin with cos(angle) where the degrees are odd, else
-    # even and with 1.
+    # Odd degrees take odd powers of the cosine, from cos(angle) on; even ones even powers, from 1.
     power = 1 if degrees % 2 else 0
     term = cosine if power else 1.0
     total = 0.0

@@ -6,8 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.results.columns import OF_SOME_RUNS, TABLES, TableRow, check, grouped
-from harness.results.record import BAD_VALUE_ERRORS, Record, current
+from harness.results.columns import (
+    OF_SOME_RUNS,
+    TABLES,
+    TableRow,
+    check,
+    grouped,
+    having,
+    picked,
+    values,
+)
+from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
 from harness.results.samples import (
     Baselines,
     Difference,
@@ -78,7 +87,7 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
         "model": config["model"]["name"],
         "method": config["method_name"],
         "label": config["label"],
-        "settings": ", ".join(f"{name}={value}" for name, value in record["settings"].items()),
+        "settings": in_words(record["settings"]),
         "run_id": record["run_id"],
     }
     if record["table"] == "latency":
@@ -150,17 +159,17 @@ def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
 
 def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
     """A row for each length in tokens and depth of the needle; none for a task without needles."""
-    needles = [sample for sample in samples if sample.get("depth") is not None]
+    needles = having(samples, "depth")
     for (length, part), of_part in sorted(grouped(needles, _length_and_part).items()):
-        values = [sample[str(length)] for sample in of_part]
+        scores = values(of_part, str(length))
         first = DEPTH_PERCENT * part
         yield {
             "task": f"{task}[{length}, {first}-{first + DEPTH_PERCENT} %]",
             "metric": str(length),
-            "value": sum(values) / len(values),
-            "stderr": clustered_stderr(values, range(len(values))),
-            "num_samples": len(values),
-            "num_contexts": len(values),
+            "value": sum(scores) / len(scores),
+            "stderr": clustered_stderr(scores, range(len(scores))),
+            "num_samples": len(scores),
+            "num_contexts": len(scores),
         }
 
 
@@ -190,7 +199,7 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     """
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
-    row = {name: entries.get(name) for name in CONDITIONS}
+    row = picked(entries, CONDITIONS)
     row["seq_len"] = entries.get("seq_len", seq_len)
     row["source"] = "measured"
     row["task"] = Path(name).name.translate(ROUND)

@@ -26,7 +26,7 @@ from harness.results.record import Record, read_records
 from harness.results.samples import full_runs
 from harness.results.shipped import merged
 from harness.results.speed_figures import OF_FIGURE
-from harness.results.table_rows import with_rows
+from harness.results.table_rows import Pairs, with_rows
 from harness.settings.kinds import find
 from harness.settings.schema import kind_of
 
@@ -54,17 +54,22 @@ def update(results_dir: str | Path, experiment: str) -> Path:
             shape = find(kind).table
         elif pairs:
             shape = pairs[0][0]["table"]
-        own: list[TableRow] = []
-        for record, rows_of_record in pairs:
-            if record["table"] == shape:
-                own += rows_of_record
-        rows = _ordered(shape, merged(path, shape, own))
+        rows = _ordered(shape, merged(path, shape, _of_shape(pairs, shape)))
         _write(path, shape, rows)
         if experiment == TIMED_CELLS:
             _write_speed_figures(path, rows)
         if experiment in (leaderboard.SCORES, leaderboard.TIMES):
             leaderboard.write(Path(results_dir), leaderboard.rows_of_records(results_dir))
     return path
+
+
+def _of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
+    """The rows of the records whose tables have this shape."""
+    found: list[TableRow] = []
+    for record, rows in pairs:
+        if record["table"] == shape:
+            found += rows
+    return found
 
 
 def _write_speed_figures(path: Path, rows: TableRows) -> None:
@@ -86,13 +91,11 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
     elsewhere: returns further records, in which the full cache's are looked for too. Returns "" if
     no record is finished.
     """
-    rows: dict[str, list[TableRow]] = {shape: [] for shape in TABLES}
-    for record, own in with_rows(records, elsewhere):
-        rows[record["table"]] += own
-    shown: list[TableRow] = []
-    for shape, of_shape in rows.items():
-        shown += _ordered(shape, of_shape)
-    return render_terminal(shown)
+    pairs = with_rows(records, elsewhere)
+    rows: list[TableRow] = []
+    for shape in TABLES:
+        rows += _ordered(shape, _of_shape(pairs, shape))
+    return render_terminal(rows)
 
 
 def ship(results_dir: Path) -> None:
