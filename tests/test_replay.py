@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 
 import pytest
@@ -27,7 +27,7 @@ from replaying import (
 )
 
 from harness.errors import UserError
-from harness.model.attach import Attached, DensePrompts, attach
+from harness.model.attach import Attached, DensePrompts, attach, held_prompt
 from harness.model.sizes import ReadStats
 from harness.replay import session as passes
 from methods import attention
@@ -305,11 +305,11 @@ def test_a_prompt_that_no_run_asks_for_any_more_leaves_for_another(monkeypatch):
     real = torch.ones_like(one, dtype=torch.bool)
     with attach(tiny("gqa")) as attached:
         room = DensePrompts(2**20)
-        room.get(attached, one, real)
+        room.get(one, real, partial(held_prompt, attached, one, real, attached.new_cache()))
         prompts = DensePrompts(2**20 - room.free)  # room for one of them
         runs = [(one, True), (one, False), (other, True), (other, True), (other, False), (one, True)]
         for prompts.run, (asked, is_run) in enumerate(runs):
             del passes[:]
-            prompts.get(attached, asked, real)
+            prompts.get(asked, real, partial(held_prompt, attached, asked, real, attached.new_cache()))
             assert bool(passes) == is_run, f"run {prompts.run}"
             assert prompts.free == 0

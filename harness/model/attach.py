@@ -692,12 +692,14 @@ class DensePrompts:
         self.run = 0
         self._kept: dict[tuple[Any, ...], _KeptPrompt] = {}
 
-    def get(self, attached: Attached, ids: Tensor, real: Tensor) -> tuple[PrefilledPrompt, Tensor]:
+    def get(
+        self, ids: Tensor, real: Tensor, run: Callable[[], tuple[PrefilledPrompt, Tensor]]
+    ) -> tuple[PrefilledPrompt, Tensor]:
         """The pass over left-padded prompts ids, real [batch, prompt], and final hidden states of
-        all their columns."""
+        all their columns. run: makes both, where they are not kept."""
         key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
         if key not in self._kept:
-            found = held_prompt(attached, ids, real, attached.new_cache())
+            found = run()
             num_bytes = found[1].nbytes + sum(
                 states.nbytes for layer in found[0].layers for states in layer
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,8 @@ def run_prompts(
         return attached.forward(ids, positions_of(real), with_inputs, model_cache, real)
     passes = planned(attached, method, ids, real) if method.rereads else []
     if attached.prompts is not None:
-        prompt, hidden = attached.prompts.get(attached, ids, real)
+        run = partial(held_prompt, attached, ids, real, attached.new_cache())
+        prompt, hidden = attached.prompts.get(ids, real, run)
     elif method.rereads:
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:
