@@ -27,7 +27,8 @@ from torch import Tensor
 
 from harness.data.text import offline_text, token_ids
 from harness.errors import UserError, exit_code
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load

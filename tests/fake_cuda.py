@@ -42,9 +42,11 @@ from harness import files
 from harness.live import memory, session
 from harness.live import store as copies
 from harness.live.memory import PinnedSlab
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.attention import Rotary
-from harness.model.decoder import Layer, read_decoder
+from harness.model.decoder import read_decoder
+from harness.model.trace import Layer
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / folder}/" for folder in ("harness", "methods"))
@@ -313,9 +315,9 @@ class Trace(TorchDispatchMode):
         try:
             with pytest.MonkeyPatch.context() as patch:  # there are no numbers to check
                 patch.setattr("harness.model.attach.check_decoder", lambda *_: None)
-                patch.setattr("harness.model.attach.require_in_range", lambda *_: None)
-                patch.setattr("harness.model.attach.require_embedded", lambda *_: None)
-                patch.setattr("harness.model.attach.rotary_of", whole_heads)
+                patch.setattr("harness.model.attached.require_in_range", lambda *_: None)
+                patch.setattr("harness.model.attached.require_embedded", lambda *_: None)
+                patch.setattr("harness.model.attached.rotary_of", whole_heads)
                 with attach(model) as attached:
                     yield attached
         finally:

@@ -16,7 +16,8 @@ from harness.checks.contract import STEPS, TOLERANCE, Result, force, largest_dif
 from harness.live.links import EmulatedLink, Link, Ticket
 from harness.live.session import LiveSession
 from harness.live.store import Chosen, KVStore, RowFormat, SlotRequest
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup

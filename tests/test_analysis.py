@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.attach import Handler, attach
+from harness.model.attach import attach
+from harness.model.attached import Handler
 from harness.model.attention import dense_attention
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel, model_config

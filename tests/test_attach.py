@@ -19,10 +19,14 @@ from harness.checks.families import tiny_family
 from harness.errors import UserError
 from harness.live.session import LiveSession
 from harness.model import attach as checks
-from harness.model.attach import Attached, PromptPass, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.calibration import calibrate
-from harness.model.decoder import Decoder, Latent
+from harness.model.decoder import Decoder
+from harness.model.prompts import PromptPass
+from harness.model.split_rows import in_parts
 from harness.model.tiny import tiny_model
+from harness.model.trace import Latent
 from harness.replay import session as passes
 from harness.replay.setup import Setup
 from methods.full import Full
@@ -128,7 +132,7 @@ def test_a_network_that_gets_its_rows_by_name_or_gives_those_of_all_sequences_in
         assert hidden_states.shape[1] <= 2
         return hidden_states * factor, hidden_states.flatten(0, 1)
 
-    output, logits = checks._in_parts(decoder, network, hidden_states=hidden, factor=hidden[..., :1])
+    output, logits = in_parts(decoder, network, hidden_states=hidden, factor=hidden[..., :1])
     assert torch.equal(output, hidden * hidden[..., :1]) and torch.equal(logits, hidden.flatten(0, 1))
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from living import attached_with_link, force, open_live, tiny, token_batch
 from replaying import open_session, watched
 
-from harness.model.attach import PromptPass, attach
+from harness.model.attach import attach
+from harness.model.prompts import PromptPass
 from harness.replay.session import DecodePass
 from methods.codec import (
     CODEC_NAMES,

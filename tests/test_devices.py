@@ -27,7 +27,8 @@ from harness.live.session import LiveSession
 from harness.live.step import Timeline
 from harness.live.weights import streamed_weights
 from harness.model import load
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.decoder import read_decoder
 from harness.model.load import load_model
 from harness.model.tiny import tiny_model

@@ -22,7 +22,8 @@ import harness
 from harness.api.cached_model import CachedModel
 from harness.checks.families import tiny_family
 from harness.errors import UserError
-from harness.model.attach import attach, run_prompt
+from harness.model.attach import attach
+from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
 
 NEW = 6

@@ -10,7 +10,7 @@ import torch
 
 from harness.checks import families
 from harness.checks.families import TABLE, check_family, early_queries, main, methods_agree, own_logits, tiny_family
-from harness.model.attach import Attached
+from harness.model.attached import Attached
 
 VERDICTS = {  # the verdict, the kinds of layers, and what is said
     "gpt2": ("works", "full", ""),

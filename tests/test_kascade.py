@@ -14,8 +14,9 @@ from living import attached_with_link, calibration_of, force, open_live, setup_o
 from reference import softmax
 from replaying import LENGTH, PROMPT, run, token_ids, watched
 
-from harness.model.attach import PromptPass, attach
+from harness.model.attach import attach
 from harness.model.calibration import calibrate
+from harness.model.prompts import PromptPass
 from harness.replay import session as passes
 from methods.base import Geometry, Lengths, TokenCounts
 from methods.kascade import Kascade, best_anchors

@@ -17,7 +17,7 @@ from harness.live.hot_rows import missing_rows
 from harness.live.memory import Tuning
 from harness.live.step import attend_by_scores
 from harness.live.store import KeyValue, RowFormat
-from harness.model.attach import Attached
+from harness.model.attached import Attached
 from methods import compiled as switch
 from methods.attention import Softmax
 from methods.codec import ChannelCodec, Codec, SplitCodec

@@ -20,7 +20,9 @@ from test_leaderboard import SMALL, board
 
 from harness.checks.contract import Trial, live_is_replay, open_replay, padded_is_alone, size_is_its_closed_form
 from harness.errors import UserError
-from harness.model.attach import DensePrompts, attach, run_prompt
+from harness.model.attach import attach
+from harness.model.dense_prompts import DensePrompts
+from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.results.record import plain

@@ -13,8 +13,9 @@ from reference import softmax
 from replaying import PROMPT, open_session, pad, token_ids
 
 from harness.errors import UserError
-from harness.model.attach import PromptPass, attach
+from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.model.prompts import PromptPass
 from harness.model.rereading import output_factor
 from harness.model.tiny import tiny_ids, tiny_model
 from harness.replay.setup import tokenized

@@ -11,7 +11,7 @@ from harness.live import step as timelines
 from harness.live.cache import LayerCache
 from harness.live.session import LiveSession, generate
 from harness.live.step import SEGMENTS, Timeline
-from harness.model.attach import run_prompt
+from harness.model.prompts import run_prompt
 from harness.model.sampling import Draft
 from methods.full import Full
 from methods.h2o import H2O

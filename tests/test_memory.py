@@ -34,9 +34,10 @@ from harness.live.memory import (
     layer_bytes,
     require_session,
 )
-from harness.model.attach import attach, prompt_bytes, run_prompt
+from harness.model.attach import attach
 from harness.model.decoder import read_decoder
 from harness.model.load import LoadedModel
+from harness.model.prompts import prompt_bytes, run_prompt
 from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
 from harness.results.step_time import step_of

@@ -7,7 +7,8 @@ import torch
 from tokens import byte_tokenizer
 
 from harness.errors import UserError
-from harness.model.attach import Handler, attach
+from harness.model.attach import attach
+from harness.model.attached import Handler
 from harness.model.tiny import tiny_model
 from harness.run.cli import main
 from harness.scoring import perplexity

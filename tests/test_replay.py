@@ -27,7 +27,10 @@ from replaying import (
 )
 
 from harness.errors import UserError
-from harness.model.attach import Attached, DensePrompts, attach, held_prompt
+from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.dense_prompts import DensePrompts
+from harness.model.prompts import held_prompt
 from harness.model.sizes import ReadStats
 from harness.replay import session as passes
 from methods import attention

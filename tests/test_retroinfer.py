@@ -13,8 +13,9 @@ from cases import Case
 from living import attached_with_link, live, replay, tiny
 from replaying import LENGTH, PROMPT, run, token_ids, watched
 
-from harness.model.attach import PromptPass, attach
+from harness.model.attach import attach
 from harness.model.attention import with_rest
+from harness.model.prompts import PromptPass
 from harness.replay import session as passes
 from methods.attention import Softmax
 from methods.base import Geometry, Lengths, PromptRows, Rest, TokenCounts

@@ -21,8 +21,9 @@ from living import calibration, tiny
 from reference import softmax
 from replaying import LENGTH, PROMPT, run, token_ids, watched
 
-from harness.model.attach import PromptPass, attach
+from harness.model.attach import attach
 from harness.model.calibration import calibrate
+from harness.model.prompts import PromptPass
 from harness.replay import session as passes
 from methods.base import Geometry, TokenCounts
 from methods.infinigen import InfiniGen

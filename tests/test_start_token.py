@@ -5,7 +5,8 @@ from tokens import starting_tokenizer
 
 import harness
 from harness.data.text import offline_text, token_ids
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.tiny import tiny_model
 from harness.scoring.long_decode import run_long_decode
 from harness.speed.latency import run_latency

@@ -18,7 +18,8 @@ from tokens import byte_tokenizer
 
 from harness.data import ruler
 from harness.errors import UserError
-from harness.model.attach import attach, run_prompt
+from harness.model.attach import attach
+from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.results.samples import clustered_stderr

@@ -25,59 +25,42 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, NamedTuple
-from weakref import WeakSet, finalize
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from harness.api.arguments import (
+    ONLY,
+    by_name,
+    checked_ids,
+    first_given,
+    new_tokens,
+    real_tokens,
+    require_continued,
+    require_count,
+    require_handled,
+    require_positions,
+    settings_of,
+    short,
+)
+from harness.api.outputs import MethodCache, PartialLogits, Usage
 from harness.errors import UserError
 from harness.live.links import Links
 from harness.live.session import LiveSession
-from harness.model.attach import Attached, positions_of
-from harness.model.decoder import ModelCache, replaced_forward, replaced_method
+from harness.model.attached import Attached
+from harness.model.calls import replaced_forward, replaced_method
+from harness.model.prompts import positions_of
 from harness.model.sizes import sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
 from methods.codec import AnyCodec
 
-ONLY: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "use_cache": (True,),
-    "guidance_scale": (1,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-    "use_mtp": (False,),
-    "assistant_model": (),
-    "assistant_early_exit": (),
-    "speculation_type": (),
-    "prompt_lookup_num_tokens": (),
-    "prefill_chunk_size": (),
-    "cache_implementation": (),
-    "past_key_values": (),
-    "inputs_embeds": (),
-    "custom_generate": (),
-    "penalty_alpha": (),
-    "dola_layers": (),
-}
-"""Settings of transformers' `generate` that a live cache does not take, and the values besides None
-that it does."""
-
-HANDLED = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "labels", "use_cache", "logits_to_keep",
-    "num_logits_to_keep", "return_dict", "cache_position", "num_items_in_batch",
-}  # fmt: skip
-"""Arguments of a model's `forward` that an attached model takes. `cache_position` follows from the
-cache."""
-
 IGNORED_LABEL = -100
-TRANSFORMERS_NEW_TOKENS = 20
-"""What transformers' `generate` makes where nothing says how many tokens."""
 SCORED = (
     "the text before was scored as a whole (prefill_len=); where it is a prompt to go on from, call the model with "
     "use_cache=True"
@@ -87,154 +70,6 @@ SCORE_WITH = (
     "harness.lm(model, ...), which knows them of each request"
 )
 ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
-
-
-class Usage(NamedTuple):
-    """What one `generate`, or one batch of decode steps, took.
-
-    steps: decode steps, one less than the new tokens of a generated sequence; of a scored text the
-    rows that the method decoded. seconds: from the first decode step to the last; of a scored text
-    the whole call's. size: share of the full cache that a step read; None without a step.
-    h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back, as
-    `experiment=latency` counts them. device_bytes: cache and method, on the device at the end. The
-    bytes of a scored text are 0: replay moves nothing.
-    """
-
-    steps: int
-    seconds: float
-    size: float | None
-    h2d_bytes: int
-    d2h_bytes: int
-    device_bytes: int
-
-
-class MethodCache(ModelCache):
-    """The `past_key_values` of an attached model: a handle of the method's live cache of one batch.
-
-    The keys and values lie in a `LiveSession`, which is closed with the last reference to this
-    object, and at the end of `harness.attach` at the latest. max_new_tokens: room for tokens behind
-    the prompt. in_generate: transformers' `generate` asked for it. why_closed: what a call is told
-    that comes too late.
-    """
-
-    def __init__(
-        self, attached: Attached, max_new_tokens: int, *, in_generate: bool = False
-    ) -> None:
-        super().__init__(attached.decoder.stack.config)
-        self.max_new_tokens = max_new_tokens
-        self.in_generate = in_generate
-        self.session: LiveSession | None = None
-        self.why_closed: str | None = None
-        self.began = self.ended = 0.0
-        self._finalizer: finalize[Any, Any] | None = None
-
-    def open(self, session: LiveSession) -> None:
-        """Take over a session whose prompt has run."""
-        self.session = session
-        self.layers = (
-            session.model_cache.layers
-        )  # transformers looks there for the states of recurrent layers
-        self._finalizer = finalize(self, session.close)
-        self._finalizer.atexit = False
-        self.began = self.ended = time.perf_counter()
-        self.advance()
-
-    def advance(self) -> None:
-        """Note the columns that the session has, and the time."""
-        assert self.session is not None, "only an open cache advances"
-        self.num_columns = self.session.model_cache.num_columns
-        self.ended = time.perf_counter()
-
-    def close(self, why: str) -> None:
-        """Free the session. Idempotent."""
-        self.why_closed = self.why_closed or why
-        self.session = None
-        if self._finalizer is not None:
-            self._finalizer()
-
-    @property
-    def usage(self) -> Usage:
-        """What the steps so far took. Raises UserError once the cache is closed."""
-        session = self.require_open()
-        session.drain()
-        size = session.reads.size if session.steps else None
-        moved = session.h2d_bytes, session.d2h_bytes
-        return Usage(session.steps, self.ended - self.began, size, *moved, session.device_bytes)
-
-    def require_open(self) -> LiveSession:
-        """The session; UserError where there is none any more."""
-        if self.session is None:
-            raise UserError(f"past_key_values: {self.why_closed}")
-        return self.session
-
-    # What transformers' own code, or a user's, may do to a cache that stores keys and values
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        self.require_open()
-        raise UserError(
-            "past_key_values: the cache of an attached model grows by the model's calls alone; it is not cropped, "
-            "copied, reordered, saved or filled by hand"
-        )
-
-    update = update_conv_state = update_recurrent_state = get_mask_sizes = _refuse
-    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = fork = join = (
-        _refuse
-    )
-    __reduce_ex__ = __iter__ = __getitem__ = _refuse
-
-
-class PartialLogits(Tensor):
-    """Logits [batch, rows, vocab] of which some rows may not be read: a prompt's, which the method
-    did not decode.
-
-    hidden: bool [batch, rows], the rows that may not be read; why: what a reader of them is told.
-    Indexing that leaves them out gives a plain tensor. Everything else that could read them raises
-    UserError, so that no program scores the dense model unawares.
-    """
-
-    hidden: Tensor
-    why: str
-
-    @classmethod
-    def of(cls, logits: Tensor, hidden: Tensor, why: str) -> PartialLogits:
-        """The same logits, guarded."""
-        guarded = logits.as_subclass(cls)
-        guarded.hidden, guarded.why = hidden, why
-        return guarded
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # inside, these are plain tensors
-            if func in OF_SHAPE:
-                return func(*args, **(kwargs or {}))
-            guarded = next(part for part in tree_leaves((args, kwargs)) if isinstance(part, cls))
-            if (
-                func is Tensor.__getitem__
-                and guarded is args[0]
-                and not guarded._reads_hidden(args[1])
-            ):
-                return guarded.as_subclass(Tensor)[args[1]]
-            raise UserError(guarded.why)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PartialLogits({tuple(self.shape)}: {self.why})"
-
-    def _reads_hidden(self, index: Any) -> bool:
-        """Whether an index reaches a hidden row. The index of the vocabulary, the third one, does
-        not matter."""
-        parts = list(index) if isinstance(index, tuple) else [index]
-        if parts[0] is Ellipsis:
-            parts = [slice(None)] * max(0, 3 - len(parts[1:])) + parts[1:]
-        try:
-            return bool(self.hidden[tuple(parts[:2])].any())
-        except (IndexError, RuntimeError):  # an index over all three axes
-            return True
-
-
-ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
-OF_SHAPE = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
-OF_SHAPE |= {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
-"""What may be asked of guarded logits as a whole."""
 
 
 @dataclass(eq=False)
@@ -330,24 +165,24 @@ class CachedModel:
         right, and lengths beyond the model's limit.
         """
         self._require_open()
-        asked = _by_name(inspect.signature(self._own_generate), args, settings)
-        ids = _checked_ids(
+        asked = by_name(inspect.signature(self._own_generate), args, settings)
+        ids = checked_ids(
             "input_ids",
-            _first(asked.pop("inputs", None), asked.pop("input_ids", None)),
+            first_given(asked.pop("inputs", None), asked.pop("input_ids", None)),
             self.attached,
         )
         own_config = self.attached.model.generation_config
-        configs = [asked, _settings_of(asked.get("generation_config")), _settings_of(own_config)]
+        configs = [asked, settings_of(asked.get("generation_config")), settings_of(own_config)]
         for name, allowed in ONLY.items():
-            value = _first(*(config.get(name) for config in configs))
+            value = first_given(*(config.get(name) for config in configs))
             if value is not None and value not in allowed:
                 raise UserError(
-                    f"{name}={_short(value)}: a method's live cache does not take it; allowed: "
+                    f"{name}={short(value)}: a method's live cache does not take it; allowed: "
                     f"{' or '.join(map(repr, (*allowed, None)))}"
                 )
         if "max_new_tokens" in asked:
-            _require_count("max_new_tokens", asked["max_new_tokens"])
-        cache = self._new_cache(_new_tokens(configs, ids.shape[1]), in_generate=True)
+            require_count("max_new_tokens", asked["max_new_tokens"])
+        cache = self._new_cache(new_tokens(configs, ids.shape[1]), in_generate=True)
         asked |= {"past_key_values": cache, "use_cache": True}
         try:
             made = self._own_generate(ids, **asked)
@@ -373,7 +208,7 @@ class CachedModel:
         with self._turns:
             self._require_open()
             try:
-                return self._forward(_by_name(self._parameters, args, kwargs))
+                return self._forward(by_name(self._parameters, args, kwargs))
             except ValueError as error:
                 if isinstance(error, UserError) or not str(error).startswith("method."):
                     raise
@@ -391,7 +226,7 @@ class CachedModel:
             )
         if cache is not None and not isinstance(cache, MethodCache):
             raise UserError(
-                f"past_key_values={_short(cache)}: an attached model makes its own cache; leave it out of the first "
+                f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out of the first "
                 "call, and give later calls the past_key_values that it returned"
             )
         in_generate = cache is not None and cache.in_generate
@@ -401,8 +236,8 @@ class CachedModel:
                 "input_ids"
             ]  # a token that transformers has chosen: no look at it, which would wait for a GPU
         else:
-            _require_handled(given)
-            ids = _checked_ids("input_ids", given.get("input_ids"), self.attached)
+            require_handled(given)
+            ids = checked_ids("input_ids", given.get("input_ids"), self.attached)
         ids = ids.to(self.attached.device)
         mask = given.get("attention_mask")
         positions = None if in_generate else given.get("position_ids")
@@ -421,14 +256,15 @@ class CachedModel:
         else:
             cache = self._new_cache(self.max_new_tokens) if cache is None else cache
             logits = self._prefill(cache, ids, mask, positions)
-        keep = _first(given.get("logits_to_keep"), given.get("num_logits_to_keep"), 0)
+        keep = first_given(given.get("logits_to_keep"), given.get("num_logits_to_keep"), 0)
         if isinstance(keep, Tensor):
             logits = logits[:, keep]
         elif keep:
             logits = logits[:, -keep:]
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         wants_tuple = (
-            _first(given.get("return_dict"), getattr(model.config, "return_dict", True)) is False
+            first_given(given.get("return_dict"), getattr(model.config, "return_dict", True))
+            is False
         )
         return output.to_tuple() if wants_tuple else output
 
@@ -445,12 +281,12 @@ class CachedModel:
     ) -> Tensor:
         """Run prompts [batch, prompt], and open their cache. Returns guarded logits: only the last
         row's are read."""
-        real = _real_tokens(ids, mask)
+        real = real_tokens(ids, mask)
         if not bool(real[:, -1].all()) or bool((real.long().diff() < 0).any()):
             raise UserError(
                 "attention_mask: the padding of a live batch lies on the left; set padding_side='left'"
             )
-        _require_positions(positions, positions_of(real), real)
+        require_positions(positions, positions_of(real), real)
         longest = int(real.sum(-1).max())
         max_new_tokens = cache.max_new_tokens
         if self.max_length is not None:
@@ -501,9 +337,9 @@ class CachedModel:
         if (
             not cache.in_generate
         ):  # there transformers makes masks and positions, and looking would wait for a GPU
-            _require_continued(mask, session, num_rows)
+            require_continued(mask, session, num_rows)
             steps = torch.arange(num_rows, device=ids.device)
-            _require_positions(
+            require_positions(
                 positions, session.batch.positions[:, None] + steps, torch.ones_like(ids).bool()
             )
         logits = [session.decode_step(column) for column in ids.unbind(1)]
@@ -521,7 +357,7 @@ class CachedModel:
         """
         began = time.perf_counter()
         prompt, num_rows = self._require_text(ids, mask)
-        real = _real_tokens(ids, mask)
+        real = real_tokens(ids, mask)
         lengths = real.sum(-1)
         starts = real & ~pad(real[:, :-1], (1, 0))
         if bool((starts.sum(-1) > 1).any()):
@@ -540,7 +376,7 @@ class CachedModel:
                 f"input_ids: a text of {longest} tokens, and the model takes {self.max_length}"
             )
         if positions is not None:
-            _require_positions(positions, positions_of(real), real)
+            require_positions(positions, positions_of(real), real)
 
         # Each text's tokens from the first column on
         first = real.long().argmax(-1)
@@ -653,137 +489,3 @@ class CachedModel:
                 nearest=self.nearest,
             )
         return self._sized[key]
-
-
-# Arguments
-
-
-def _first(*values: Any) -> Any:
-    """The first value that is not None."""
-    return next((value for value in values if value is not None), None)
-
-
-def _by_name(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a call by their names."""
-    given = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return given
-
-
-def _settings_of(config: Any) -> Mapping[str, Any]:
-    return {} if config is None else vars(config)
-
-
-def _short(value: Any) -> str:
-    """A value in an error's line."""
-    return (
-        repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-    )
-
-
-def _checked_ids(name: str, ids: Any, attached: Attached) -> Tensor:
-    """Token ids [batch, tokens]; UserError for anything else."""
-    allowed = "allowed: a tensor of token ids, int [batch, tokens]"
-    if not isinstance(ids, Tensor):
-        raise UserError(
-            f"{name}: {'missing' if ids is None else f'a {type(ids).__name__}'}; {allowed}"
-        )
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise UserError(f"{name}: a tensor of {str(ids.dtype).removeprefix('torch.')}; {allowed}")
-    if ids.dim() != 2 or not ids.numel():
-        raise UserError(f"{name}: of shape {tuple(ids.shape)}; {allowed}, none of them 0")
-    num_tokens = attached.decoder.stack.get_input_embeddings().weight.shape[0]
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0 or highest >= num_tokens:
-        outside = lowest if lowest < 0 else highest
-        raise UserError(
-            f"{name}: token {outside}; the model knows the tokens 0 to {num_tokens - 1}"
-        )
-    return ids
-
-
-def _require_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}={_short(value)}: allowed: a number of tokens, 1 or more")
-
-
-def _new_tokens(configs: list[Mapping[str, Any]], num_prompt: int) -> int:
-    """The largest number of new tokens of a `generate`, as transformers resolves it.
-
-    configs: settings by name, those that win first. num_prompt: columns of the prompt.
-    """
-    num_new = _first(*(config.get("max_new_tokens") for config in configs))
-    if num_new is not None:
-        _require_count("max_new_tokens", num_new)
-        return int(num_new)
-    most = _first(*(config.get("max_length") for config in configs))
-    if most is None:
-        return TRANSFORMERS_NEW_TOKENS
-    _require_count("max_length", most)
-    if most <= num_prompt:
-        raise UserError(
-            f"max_length={most}: the prompt has {num_prompt} tokens; raise it, or give max_new_tokens"
-        )
-    return int(most) - num_prompt
-
-
-def _require_handled(given: Mapping[str, Any]) -> None:
-    """Raise UserError for an argument that would change the result and is not taken."""
-    for name, value in given.items():
-        if name in HANDLED:
-            continue
-        changes = bool(value.any()) if isinstance(value, Tensor) else value not in (None, False)
-        if changes:
-            raise UserError(
-                f"{name}={_short(value)}: an attached model does not take it; leave it out"
-            )
-
-
-def _real_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """bool [batch, rows], False for padding. Raises UserError for a mask of another shape."""
-    if mask is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    if mask.shape != ids.shape:
-        raise UserError(
-            f"attention_mask: of shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}; allowed: the same"
-        )
-    real = mask.to(ids.device).bool()
-    if not bool(real.any(-1).all()):
-        raise UserError(
-            "attention_mask: a sequence without tokens; allowed: at least one 1 in each row"
-        )
-    return real
-
-
-def _require_continued(mask: Tensor | None, session: LiveSession, num_rows: int) -> None:
-    """Raise UserError for the mask of a continuation that hides other tokens than the prompt's
-    padding did."""
-    if mask is None:
-        return
-    real = session.batch.real
-    seen = pad(real, (0, session.steps + num_rows), value=True)
-    if mask.shape != seen.shape or not torch.equal(mask.to(seen.device).bool(), seen):
-        raise UserError(
-            f"attention_mask: behind this cache it is the prompt's with ones for all later tokens, of shape "
-            f"{tuple(seen.shape)}; or leave it out"
-        )
-
-
-def _require_positions(given: Tensor | None, expected: Tensor, real: Tensor) -> None:
-    """Raise UserError for positions that are not those of the tokens."""
-    if given is None:
-        return
-    positions = given.to(expected.device)
-    fits = (
-        positions.dim() == 2
-        and positions.shape[1] == expected.shape[1]
-        and positions.shape[0] in (1, len(expected))
-    )
-    if not fits or bool(((positions != expected) & real).any()):
-        raise UserError(
-            "position_ids: an attached model counts a sequence's tokens from 0; leave position_ids out"
-        )

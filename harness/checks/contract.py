@@ -22,7 +22,8 @@ from torch import Tensor
 from harness.errors import UserError, line_in, reason
 from harness.live.links import Link, open_link
 from harness.live.session import LiveSession
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.policies import new_states, policies_of
 from harness.model.sizes import code_width, expected_size, resident_share

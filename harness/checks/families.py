@@ -28,9 +28,11 @@ from transformers.utils import logging
 from harness.checks.contract import SIZE_TOLERANCE, live, replay, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
-from harness.model.attach import Attached, attach, early_difference
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.decoder import read_decoder
+from harness.model.self_check import early_difference
 from harness.model.shape import read_yaml
 from harness.model.tiny import with_no_constants
 from harness.replay.setup import Setup

@@ -26,8 +26,10 @@ from harness.live.memory import DEFAULT_TUNING, PinnedSlab
 from harness.live.resident import LocalCache, ResidualCache, ValuesCache
 from harness.live.step import DecodeStep, Timeline
 from harness.live.store import KVStore, RowFormat
-from harness.model.attach import Attached, PrefilledPrompt, launching_on, prompt_bytes
+from harness.model.attached import Attached, launching_on
+from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.policies import Policy, new_states, policies_of
+from harness.model.prompts import prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
 from harness.model.sizes import StepReads

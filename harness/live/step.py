@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from harness.live.cache import Fetch, LayerCache
 from harness.live.resident import LocalCache
 from harness.live.store import KeyValue
-from harness.model.attach import Handler, launching_on
+from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
 from methods.attention import Softmax
 from methods.base import Rest, Selection

@@ -26,7 +26,7 @@ from harness.files import available_memory
 from harness.live.links import Links, Ticket, link_of
 from harness.live.memory import PinnedSlab, aligned
 from harness.live.step import Timeline
-from harness.model.attach import Attached, launching_on
+from harness.model.attached import Attached, launching_on
 
 
 @contextmanager

@@ -15,14 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.model.decoder import (
-    Decoder,
-    Layer,
-    ModelCache,
-    attention_function,
-    reraise_out_of_memory,
-    stop,
-)
+from harness.model.calls import attention_function, reraise_out_of_memory, stop
+from harness.model.decoder import Decoder
+from harness.model.model_cache import ModelCache
+from harness.model.trace import Layer
 from methods.attention import Softmax, by_matrix
 from methods.base import Rest, Window
 

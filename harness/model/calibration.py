@@ -20,7 +20,8 @@ from torch import Tensor
 
 from harness.errors import UserError, one_line
 from harness.files import replacing, text_sha256
-from harness.model.attach import Attached, PromptPass
+from harness.model.attached import Attached
+from harness.model.prompts import PromptPass
 from methods.base import Calibration, Method
 
 FORMAT = 4

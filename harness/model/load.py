@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from harness.model.attach import DensePrompts
+    from harness.model.dense_prompts import DensePrompts
 
 TEXT_WEIGHTS = {
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",

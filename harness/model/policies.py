@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError, line_in, line_of, message, reason
-from harness.model.attach import Attached
+from harness.model.attached import Attached
 from methods.attention import Softmax
 from methods.base import (
     Calibration,

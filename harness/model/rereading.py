@@ -19,27 +19,20 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.attach import (
-    Attached,
-    Handler,
-    Keep,
-    PrefilledPrompt,
-    PromptPass,
-    held_prompt,
-    positions_of,
-    prompt_bytes,
-)
+from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention
-from harness.model.decoder import (
+from harness.model.calls import (
     Call,
-    Decoder,
-    Layer,
-    ModelCache,
     attention_function,
     first_tensor,
     refusal,
     reraise_out_of_memory,
 )
+from harness.model.decoder import Decoder
+from harness.model.dense_prompts import PrefilledPrompt
+from harness.model.model_cache import ModelCache
+from harness.model.prompts import Keep, PromptPass, held_prompt, positions_of, prompt_bytes
+from harness.model.trace import Layer
 from methods.base import Method, PromptRows, Repetition, RereadRows, State
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}

@@ -68,7 +68,7 @@ class Resources:
             self._last = (config, load_model(config))
         loaded = self._last[1]
         if self.shares_prompts and config.device == "cpu":
-            from harness.model.attach import DensePrompts
+            from harness.model.dense_prompts import DensePrompts
 
             if loaded.prompts is None:
                 loaded = replace(loaded, prompts=DensePrompts(disk_usage(gettempdir()).free // 2))

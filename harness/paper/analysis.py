@@ -20,9 +20,11 @@ from torch import Tensor
 from harness.data.text import calibration_ids, corpus_ids, first_window_offset, start_ids
 from harness.errors import UserError, refused
 from harness.files import cache_dir
-from harness.model.attach import Attached, PromptPass, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel, model_config
+from harness.model.prompts import PromptPass
 from harness.model.shape import WEIGHT_BYTES, count_weights
 from harness.replay.session import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.config import RunConfig

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.live.hot_rows import HotRows, rooms
-from harness.model.attach import Attached, Handler
+from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.policies import new_states, policies_of, select
 from harness.model.rereading import run_prompts

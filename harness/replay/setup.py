@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.data.text import calibration_ids, token_ids
 from harness.errors import UserError, line_of
 from harness.files import cache_dir
-from harness.model.attach import Attached
+from harness.model.attached import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.model.sizes import TOLERANCE, sized_as_stored

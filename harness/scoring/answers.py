@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
 from harness.errors import UserError
-from harness.model.attach import Attached
+from harness.model.attached import Attached
 from harness.model.sampling import Draft, write
 from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from harness.data.text import corpus_ids, first_window_offset, start_ids, window_ids
 from harness.errors import UserError
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.load import LoadedModel
 from harness.model.resources import Memo
 from harness.model.sampling import Draft, write

@@ -46,7 +46,9 @@ from harness.live.links import Links, Transfer
 from harness.live.session import LiveSession
 from harness.live.step import SEGMENTS, Timeline
 from harness.live.weights import StreamedWeights, streamed_weights
-from harness.model.attach import Attached, PrefilledPrompt, run_prompt
+from harness.model.attached import Attached
+from harness.model.dense_prompts import PrefilledPrompt
+from harness.model.prompts import run_prompt
 from harness.settings.config import LatencyConfig, Placement
 from methods.base import Calibration, Method
 from methods.codec import AnyCodec

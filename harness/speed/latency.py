@@ -22,8 +22,10 @@ from harness.data.text import named_text, start_ids, token_ids
 from harness.errors import UserError
 from harness.live.links import Link, open_link
 from harness.live.memory import require_memory, smaller_card
-from harness.model.attach import Attached, attach, prompt_bytes
+from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.load import LoadedModel
+from harness.model.prompts import prompt_bytes
 from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.settings.config import RunConfig

@@ -1,0 +1,164 @@
+"""What an attached model's calls return: its cache, guarded logits, and what they took."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from harness.errors import UserError
+from harness.live.session import LiveSession
+from harness.model.attached import Attached
+from harness.model.model_cache import ModelCache
+
+
+class Usage(NamedTuple):
+    """What one `generate`, or one batch of decode steps, took.
+
+    steps: decode steps, one less than the new tokens of a generated sequence; of a scored text the
+    rows that the method decoded. seconds: from the first decode step to the last; of a scored text
+    the whole call's. size: share of the full cache that a step read; None without a step.
+    h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back, as
+    `experiment=latency` counts them. device_bytes: cache and method, on the device at the end. The
+    bytes of a scored text are 0: replay moves nothing.
+    """
+
+    steps: int
+    seconds: float
+    size: float | None
+    h2d_bytes: int
+    d2h_bytes: int
+    device_bytes: int
+
+
+class MethodCache(ModelCache):
+    """The `past_key_values` of an attached model: a handle of the method's live cache of one batch.
+
+    The keys and values lie in a `LiveSession`, which is closed with the last reference to this
+    object, and at the end of `harness.attach` at the latest. max_new_tokens: room for tokens behind
+    the prompt. in_generate: transformers' `generate` asked for it. why_closed: what a call is told
+    that comes too late.
+    """
+
+    def __init__(
+        self, attached: Attached, max_new_tokens: int, *, in_generate: bool = False
+    ) -> None:
+        super().__init__(attached.decoder.stack.config)
+        self.max_new_tokens = max_new_tokens
+        self.in_generate = in_generate
+        self.session: LiveSession | None = None
+        self.why_closed: str | None = None
+        self.began = self.ended = 0.0
+        self._finalizer: finalize[Any, Any] | None = None
+
+    def open(self, session: LiveSession) -> None:
+        """Take over a session whose prompt has run."""
+        self.session = session
+        self.layers = (
+            session.model_cache.layers
+        )  # transformers looks there for the states of recurrent layers
+        self._finalizer = finalize(self, session.close)
+        self._finalizer.atexit = False
+        self.began = self.ended = time.perf_counter()
+        self.advance()
+
+    def advance(self) -> None:
+        """Note the columns that the session has, and the time."""
+        assert self.session is not None, "only an open cache advances"
+        self.num_columns = self.session.model_cache.num_columns
+        self.ended = time.perf_counter()
+
+    def close(self, why: str) -> None:
+        """Free the session. Idempotent."""
+        self.why_closed = self.why_closed or why
+        self.session = None
+        if self._finalizer is not None:
+            self._finalizer()
+
+    @property
+    def usage(self) -> Usage:
+        """What the steps so far took. Raises UserError once the cache is closed."""
+        session = self.require_open()
+        session.drain()
+        size = session.reads.size if session.steps else None
+        moved = session.h2d_bytes, session.d2h_bytes
+        return Usage(session.steps, self.ended - self.began, size, *moved, session.device_bytes)
+
+    def require_open(self) -> LiveSession:
+        """The session; UserError where there is none any more."""
+        if self.session is None:
+            raise UserError(f"past_key_values: {self.why_closed}")
+        return self.session
+
+    # What transformers' own code, or a user's, may do to a cache that stores keys and values
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        self.require_open()
+        raise UserError(
+            "past_key_values: the cache of an attached model grows by the model's calls alone; it is not cropped, "
+            "copied, reordered, saved or filled by hand"
+        )
+
+    update = update_conv_state = update_recurrent_state = get_mask_sizes = _refuse
+    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = fork = join = (
+        _refuse
+    )
+    __reduce_ex__ = __iter__ = __getitem__ = _refuse
+
+
+class PartialLogits(Tensor):
+    """Logits [batch, rows, vocab] of which some rows may not be read: a prompt's, which the method
+    did not decode.
+
+    hidden: bool [batch, rows], the rows that may not be read; why: what a reader of them is told.
+    Indexing that leaves them out gives a plain tensor. Everything else that could read them raises
+    UserError, so that no program scores the dense model unawares.
+    """
+
+    hidden: Tensor
+    why: str
+
+    @classmethod
+    def of(cls, logits: Tensor, hidden: Tensor, why: str) -> PartialLogits:
+        """The same logits, guarded."""
+        guarded = logits.as_subclass(cls)
+        guarded.hidden, guarded.why = hidden, why
+        return guarded
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # inside, these are plain tensors
+            if func in OF_SHAPE:
+                return func(*args, **(kwargs or {}))
+            guarded = next(part for part in tree_leaves((args, kwargs)) if isinstance(part, cls))
+            if (
+                func is Tensor.__getitem__
+                and guarded is args[0]
+                and not guarded._reads_hidden(args[1])
+            ):
+                return guarded.as_subclass(Tensor)[args[1]]
+            raise UserError(guarded.why)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PartialLogits({tuple(self.shape)}: {self.why})"
+
+    def _reads_hidden(self, index: Any) -> bool:
+        """Whether an index reaches a hidden row. The index of the vocabulary, the third one, does
+        not matter."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if parts[0] is Ellipsis:
+            parts = [slice(None)] * max(0, 3 - len(parts[1:])) + parts[1:]
+        try:
+            return bool(self.hidden[tuple(parts[:2])].any())
+        except (IndexError, RuntimeError):  # an index over all three axes
+            return True
+
+
+ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
+OF_SHAPE = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
+OF_SHAPE |= {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
+"""What may be asked of guarded logits as a whole."""

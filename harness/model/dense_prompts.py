@@ -1,0 +1,93 @@
+"""Dense passes over prompts that the runs of one process share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.model.model_cache import ModelCache
+
+
+@dataclass
+class PrefilledPrompt:
+    """A prompt that has run, from which several methods can start.
+
+    ids, real: [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads,
+    prompt, size]; hidden: final hidden states of the last column [batch, hidden_size]; model_cache:
+    recurrent layers' states. worth: what second readings found, by method and layer, for the runs
+    that share the prompt; None where none do.
+    """
+
+    ids: Tensor
+    real: Tensor
+    layers: list[tuple[Tensor, Tensor, Tensor]]
+    hidden: Tensor
+    model_cache: ModelCache
+    worth: dict[str, dict[int, Tensor]] | None = None
+
+
+class DensePrompts:
+    """Dense passes over prompts that several runs of a process share: one for all methods of a
+    sweep.
+
+    They lie in files that are mapped into memory and deleted at once, so that the system keeps in
+    memory what it has room for, and nothing is left when the process ends.
+
+    most_bytes: of queries, keys and values that are kept. When they are full, what neither this run
+    nor the one before has asked for leaves. A prompt for which there is still no room runs anew
+    each time: sweeps ask for their prompts in turns, so that any other would leave just before its
+    next.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.free = most_bytes
+        self.run = 0
+        self._kept: dict[tuple[Any, ...], _KeptPrompt] = {}
+
+    def get(
+        self, ids: Tensor, real: Tensor, run: Callable[[], tuple[PrefilledPrompt, Tensor]]
+    ) -> tuple[PrefilledPrompt, Tensor]:
+        """The pass over left-padded prompts ids, real [batch, prompt], and final hidden states of
+        all their columns. run: makes both, where they are not kept."""
+        key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
+        if key not in self._kept:
+            found = run()
+            num_bytes = found[1].nbytes + sum(
+                states.nbytes for layer in found[0].layers for states in layer
+            )
+            if num_bytes > self.free:
+                for old in [
+                    old for old, kept in self._kept.items() if kept.last_run < self.run - 1
+                ]:
+                    self.free += self._kept.pop(old).num_bytes
+            if num_bytes > self.free:
+                return found
+            self.free -= num_bytes
+            self._kept[key] = _KeptPrompt(*_mapped(*found), num_bytes)
+        kept = self._kept[key]
+        kept.last_run = self.run
+        return kept.prompt, kept.hidden
+
+
+@dataclass
+class _KeptPrompt:
+    """hidden: [batch, prompt, hidden_size]; last_run: the last that asked for it."""
+
+    prompt: PrefilledPrompt
+    hidden: Tensor
+    num_bytes: int
+    last_run: int = 0
+
+
+def _mapped(prompt: PrefilledPrompt, hidden: Tensor) -> tuple[PrefilledPrompt, Tensor]:
+    """The same, its tensors in a file without a name."""
+    with NamedTemporaryFile(suffix=".pt") as file:
+        torch.save([prompt.layers, hidden], file)
+        file.flush()
+        layers, hidden = torch.load(file.name, mmap=True, weights_only=True)
+    return replace(prompt, layers=layers, hidden=hidden[:, -1], worth={}), hidden

@@ -1,0 +1,187 @@
+"""The check of a model at its first use: our attention under it gives the model's own numbers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.model.attached import LOOK_AT, Attached, Handler, attached_unchecked
+from harness.model.attention import dense_attention
+from harness.model.calls import Call, readable, refusal, reraise_out_of_memory
+from harness.model.decoder import Decoder
+from harness.model.prompts import PromptPass, positions_of
+
+PASSES = (4, 3, 1)
+"""Rows of each pass."""
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
+COARSE = 0.08
+"""Largest difference of a logit over the largest logit; `COARSE` in bfloat16."""
+
+
+@torch.inference_mode()
+def check_decoder(model: Any, decoder: Decoder) -> None:
+    """Raise UserError where our attention under the model gives other logits than the model's own.
+
+    Where only a rehearsal or a padded batch does, the decoder notes why, and only these are
+    refused. Where only a feed-forward network that takes some rows at a time does, it takes all.
+    """
+    ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
+    tolerance = TOLERANCE.get(model.dtype, COARSE)
+    expected = model(ids, use_cache=False).logits.float()
+    if model.dtype != torch.float16 and not (
+        expected.isfinite().all() and expected.any()
+    ):  # else the pass says it
+        raise UserError(
+            f"model family {decoder.family!r}: the model's own logits are all zero or not finite; {LOOK_AT}"
+        )
+    with readable(decoder.family):
+        off = _difference(model, decoder, ids, expected)
+        if decoder.recurrent and not off <= tolerance:
+            decoder.takes_rows = False
+            off = _difference(model, decoder, ids, expected)
+        if any(layer.latent is not None for layer in decoder.layers) and not off <= tolerance:
+            decoder.expand_latents()
+            off = _difference(model, decoder, ids, expected)
+    if not off <= tolerance:
+        raise refusal(
+            decoder.family, f"under our attention its logits are off by {off:.1e} of the largest"
+        )
+    if not _is_row_wise(model, decoder, ids, expected, tolerance):
+        decoder.row_wise = []
+    decoder.no_rehearsal = _why_no_rehearsal(model, decoder, ids, tolerance)
+    decoder.no_padding = _why_no_padding(model, decoder, ids, tolerance)
+    decoder.is_checked = True
+
+
+def _is_row_wise(
+    model: Any, decoder: Decoder, ids: Tensor, expected: Tensor, tolerance: float
+) -> bool:
+    """Whether the logits are the same where modules take two rows at a time."""
+    most, decoder.rows_at_once = decoder.rows_at_once, 2
+    try:
+        return _difference(model, decoder, ids, expected) <= tolerance
+    except (RuntimeError, TypeError, ValueError) as error:
+        reraise_out_of_memory(error)
+        return False
+    finally:
+        decoder.rows_at_once = most
+
+
+def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> float:
+    """The largest error of the logits of several passes, relative to the largest logit."""
+    with attached_unchecked(model, decoder) as attached:
+        handler, cache, logits = _History(attached), attached.new_cache(), []
+        for part in ids.split(PASSES, 1):
+            positions = torch.arange(
+                cache.num_columns, cache.num_columns + part.shape[1], device=ids.device
+            )[None]
+            logits.append(attached.logits(attached.forward(part, positions, handler, cache)))
+    return _relative(torch.cat(logits, 1), expected)
+
+
+def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
+    """Why early queries are refused; None where each is the true one."""
+    for layer in decoder.layers:
+        if any(module in decoder.recurrent for module in layer.module.modules()):
+            return "its queries depend on a state of the sequence"
+        tensors = {name for name, each in layer.call.kwargs.items() if isinstance(each, Tensor)}
+        unknown = sorted(
+            tensors - {"hidden_states", "position_ids", "position_embeddings", "attention_mask"}
+        )
+        if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
+            unknown.append("position_embeddings")
+        if unknown:
+            return f"its queries depend on {', '.join(unknown)}"
+    try:
+        off = early_difference(model, decoder, ids)
+    except RuntimeError as error:
+        reraise_out_of_memory(error)
+        return "the layer before has no input that it could be made of"
+    if not off <= tolerance and any(layer.unused for layer in decoder.layers):
+        for (
+            layer
+        ) in decoder.layers:  # a submodule may matter though no derivative passes through it
+            layer.query_modules, layer.unused = (*layer.query_modules, *layer.unused), {}
+        off = early_difference(model, decoder, ids)
+    return (
+        None
+        if off <= tolerance
+        else f"a query made ahead of its layer is off by {off:.1e} of the largest"
+    )
+
+
+def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
+    """The largest error of early queries, each made of its layer's own input, relative to the
+    largest query.
+
+    Each layer is also rehearsed in the one before, to see that this works.
+    """
+    early: dict[int, Tensor] = {}
+    with attached_unchecked(model, decoder) as attached, ExitStack() as hooks:
+
+        def make_early(index: int, _: Any, args: Any, kwargs: Any) -> None:
+            early[index] = attached.early_query(index, Call(args, kwargs).hidden)
+
+        for index, layer in enumerate(decoder.layers):
+            hook = layer.module.register_forward_pre_hook(
+                partial(make_early, index), with_kwargs=True
+            )
+            hooks.callback(hook.remove)
+        handler = _History(attached, is_rehearsing=True)
+        attached.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], handler)
+    return max(_relative(early[index], query) for index, query in handler.queries.items())
+
+
+def _why_no_padding(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
+    """Why a batch with padding is refused; None where its sequences give the same as each alone."""
+    shorter = ids.shape[1] - 3
+    batch = torch.cat([ids, ids.roll(3, 1)])
+    real = torch.ones_like(batch, dtype=torch.bool)
+    real[1, :3] = False
+    with attached_unchecked(model, decoder) as attached:
+        hidden = attached.forward(batch, positions_of(real), PromptPass(attached, real), real=real)
+        own = torch.arange(shorter, device=ids.device)[None]
+        alone = attached.logits(attached.forward(ids[:, :shorter], own, PromptPass(attached)))
+        together = attached.logits(hidden)
+    off = _relative(together[1:, 3:], alone)
+    return (
+        None
+        if off <= tolerance
+        else f"a sequence beside a longer one is off by {off:.1e} of the largest logit"
+    )
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+class _History(Handler):
+    """Dense attention over all passes so far. queries: by layer, of the last pass."""
+
+    def __init__(self, attached: Attached, *, is_rehearsing: bool = False) -> None:
+        self.attached = attached
+        self.is_rehearsing = is_rehearsing
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self.queries: dict[int, Tensor] = {}
+
+    def rehearses(self, layer: int) -> bool:
+        return self.is_rehearsing
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if layer in self.stored:
+            before = self.stored[layer]
+            key, value = (torch.cat(pair, 2) for pair in zip(before, (key, value), strict=True))
+        self.stored[layer], self.queries[layer] = (key, value), query
+        tokens = torch.arange(key.shape[2], device=key.device)
+        rows = tokens[-query.shape[2] :]
+        visible = tokens <= rows[:, None]
+        window = self.attached.layers[layer].window
+        if window is not None:
+            visible &= tokens >= window.first_visible(rows)[:, None]
+        visible = visible.expand(len(key), 1, *visible.shape)
+        return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)

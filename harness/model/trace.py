@@ -1,0 +1,262 @@
+"""The attention layers of a model, read from one run of two tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function
+
+from harness.model.calls import (
+    Call,
+    attention_function,
+    first_tensor,
+    options_of,
+    readable,
+    refusal,
+)
+from harness.model.model_cache import ModelCache
+from methods.attention import Softmax
+from methods.base import Window
+
+HARMLESS_OPTIONS = {
+    "attention_mask", "cache_position", "cross_attn_layer_idx", "dropout", "encoder_attention_mask",
+    "encoder_hidden_states", "head_mask", "is_causal", "layer_head_mask", "logits_to_keep", "output_attentions",
+    "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values", "per_layer_input",
+    "position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "shared_kv_states", "sliding_window",
+    "softcap", "token_type_ids", "use_cache", "use_kernels",
+}  # fmt: skip
+"""Arguments of an attention function that are handled here, or do not change its result."""
+FAR = 2**20
+"""A position beyond every window: whether a row there sees the first token tells a window from full
+attention."""
+
+
+class PositionSource(NamedTuple):
+    """The submodule that makes a layer's position embeddings, and its arguments that are no
+    tensors."""
+
+    module: nn.Module
+    options: tuple[Any, ...]
+
+
+class Latent(NamedTuple):
+    """The matrices of multi-head latent attention over cached latents: a token has one key for all
+    heads, of `rank` latent elements and its rotary ones (DeepSeek-V2, section 2.1.2, "absorbed"
+    matrices).
+
+    to_query: [heads, head_dim, rank + rotary], turns a head's query into one for this key.
+    to_value: [heads, rank, value_dim], turns a head's mean latent into its output.
+    """
+
+    to_query: Tensor
+    to_value: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Latent elements of a token."""
+        return self.to_value.shape[1]
+
+
+@dataclass
+class Layer:
+    """An attention layer. Its sizes are those of its cache: under latent attention there is one KV
+    head.
+
+    block: the decoder layer around it. window: the tokens that a row sees; None: all earlier ones.
+    before: the mixer of the previous block, whose input stands in for this layer's in a rehearsal;
+    None in the first. positions: the source of its position embeddings; None where it gets none.
+    call: its call in the trace. device: where it computes. prescales: the module multiplies its
+    queries by its own `scaling` and passes a scale of 1; while attached it multiplies by 1, as
+    methods get queries before the scale. unused: submodules that the query does not depend on, and
+    the size of their output. query_modules: the submodules that it depends on. output_factor: see
+    `harness.model.rereading`; None until it is asked for.
+    """
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    softmax: Softmax
+    window: Window | None
+    positions: PositionSource | None
+    call: Call
+    device: torch.device
+    prescales: bool = False
+    block: nn.Module = field(default_factory=nn.Identity)
+    before: nn.Module | None = None
+    unused: dict[str, int] = field(default_factory=dict)
+    query_modules: tuple[str, ...] = ()
+    latent: Latent | None = None
+    output_factor: Tensor | None = None
+
+    @property
+    def elements(self) -> int:
+        """Elements of a token in a KV head's cache."""
+        return self.head_dim + (0 if self.latent else self.value_dim)
+
+
+class Trace:
+    """A run of two tokens through a decoder, with hooks on every module.
+
+    recurrent: modules that wrote a recurrent state. stored: by attention module, its key and value
+    for the cache. output_type: the type that the stack returns.
+    """
+
+    def __init__(self, stack: Any, family: str) -> None:
+        self.stack = stack
+        self.family = family
+        self.device = stack.device
+        self.layers: list[Layer] = []
+        self.recurrent: list[nn.Module] = []
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self.output_type: type = type(None)
+        self._cache = ModelCache(stack.config)
+        self._running: list[nn.Module] = []
+        self._calls: dict[int, Call] = {}
+        """By module. On several devices a block's call has the tensors of which its attention gets
+        copies."""
+        self._made: dict[int, tuple[PositionSource, Any]] = {}
+        self._masks: list[tuple[Tensor, Window | None]] = []
+
+    def run(self) -> list[Layer]:
+        """The attention layers, in order."""
+        stack = self.stack
+        self._cache.on_state = self._note_recurrent
+        ids = torch.ones(1, 2, dtype=torch.long, device=self.device)
+        given = {"input_ids": ids, "position_ids": torch.arange(2, device=self.device)[None]}
+        with ExitStack() as hooks:
+            for module in stack.modules():
+                hooks.callback(
+                    module.register_forward_pre_hook(self._enters, with_kwargs=True).remove
+                )
+                hooks.callback(module.register_forward_hook(self._leaves, with_kwargs=True).remove)
+            hooks.enter_context(readable(self.family))
+            hooks.enter_context(attention_function(stack, self._attend, self._mask))
+            self.output_type = type(stack(**given, past_key_values=self._cache, use_cache=False))
+        if not self.layers:
+            raise refusal(self.family, "its attention is not transformers' attention function")
+        return self.layers
+
+    def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._running.append(module)
+        self._calls[id(module)] = Call(args, dict(kwargs))
+
+    def _leaves(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        self._running.pop()
+        first = first_tensor(output)
+        if first is not None and id(first) not in self._made:
+            source = PositionSource(module, options_of(args, kwargs))
+            self._made[id(first)] = source, output  # kept, so that no other tensor gets its id
+
+    def _note_recurrent(self) -> None:
+        if self._running[-1] not in self.recurrent:
+            self.recurrent.append(self._running[-1])
+
+    def _mask(
+        self, *_: Any, mask_function: Any, local_size: int | None = None, **__: Any
+    ) -> Tensor:
+        """Make a mask of ones, by whose identity the attention call tells its layer's window."""
+        stand_in = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=self.device)
+        self._masks.append((stand_in, self._window(mask_function, local_size)))
+        return stand_in
+
+    def _window(self, mask_function: Any, size: int | None) -> Window | None:
+        """The window of a mask function, found by calling it; None where it hides no earlier
+        token."""
+        if mask_function is causal_mask_function:
+            return None
+        zero = torch.zeros((), dtype=torch.long, device=self.device)
+
+        def visible(row: int) -> Tensor:
+            """Whether a row sees each token, up to the one after its own."""
+            tokens = torch.arange(row + 2, device=zero.device)
+            return mask_function(zero, zero, zero + row, tokens).expand(len(tokens))
+
+        num_seen = int(visible(FAR).sum())
+        if num_seen == FAR + 1:
+            return None
+        for window in (Window(num_seen), Window(size or num_seen, is_chunk=True)):
+            # around its edges, and far from the first token
+            rows = {
+                max(0, times * window.size + step)
+                for times in (0, 1, 2, 5)
+                for step in (-2, -1, 0, 1)
+            } | {FAR}
+            for row in rows:
+                tokens = torch.arange(row + 2, device=zero.device)
+                if not torch.equal(
+                    visible(row), (tokens >= window.first_visible(zero + row)) & (tokens <= row)
+                ):
+                    break
+            else:
+                return window
+        raise refusal(
+            self.family,
+            "a layer sees neither all earlier tokens, nor a sliding window, nor a chunk of them",
+        )
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+    ) -> Any:
+        """Note a layer at its call of the attention function."""
+        given = args[0] if args else options.get("attention_mask")
+        under_way = [self._calls[id(each)] for each in reversed(self._running)]
+        asked = [given, getattr(given, "_base", None)]
+        if isinstance(given, Tensor) and given.device != self.device:
+            asked += [each for call in under_way for each in (*call.args, *call.kwargs.values())]
+        masks = [window for mask, window in self._masks if any(each is mask for each in asked)]
+        odd = sorted(
+            name
+            for name, each in options.items()
+            if name not in HARMLESS_OPTIONS and each is not None
+        )
+        for why, is_so in {
+            f"its attention takes {', '.join(odd) or 'a mask of its own'}": given is not None
+            and not masks
+            or odd,
+            "its attention is not causal": not getattr(module, "is_causal", True),
+            "a layer attends more than once": any(layer.module is module for layer in self.layers),
+            "a layer does not attend to each of the tokens": query.shape[2] != 2
+            or key.shape[2] != 2,
+        }.items():
+            if is_so:
+                raise refusal(self.family, why)
+        call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
+        positions = [id(first_tensor(each.kwargs.get("position_embeddings"))) for each in under_way]
+        source = next((self._made[each] for each in positions if each in self._made), None)
+        scale, sinks, size = (
+            options.get("scaling"),
+            options.get("s_aux"),
+            options.get("sliding_window"),
+        )
+        scale = head_dim**-0.5 if scale is None else scale
+        prescales = scale == 1 and getattr(module, "scaling", 1) != 1
+        layer = Layer(
+            module=module,
+            num_heads=num_heads,
+            num_kv_heads=key.shape[1],
+            head_dim=head_dim,
+            value_dim=value.shape[3],
+            softmax=Softmax(
+                scale=float(module.scaling if prescales else scale),
+                softcap=options.get("softcap"),
+                sinks=None if sinks is None else sinks.detach().float(),
+            ),
+            window=masks[0] if masks else Window(size) if size else None,
+            positions=source and source[0],
+            call=call,
+            device=query.device,
+            prescales=prescales,
+        )
+        self.layers.append(layer)
+        if self._cache.latest is not None:
+            self.stored[id(module)], self._cache.latest = self._cache.latest, None
+        return value.new_zeros(query.shape[0], rows, num_heads, value.shape[3]), None
