@@ -18,11 +18,10 @@ Looks = Mapping[str, style.Look]
 
 
 def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **labels: object) -> None:
-    """A line per series of one metric, with a band of one standard error; many points carry few
-    markers.
+    """A line per series of one metric, with a band of one standard error.
 
-    labels: settings of the axes; y then begins at 0. They end its scaling, so they are left out
-    where points follow.
+    Many points carry few markers. labels: settings of the axes; y then begins at 0. They end its
+    scaling, so they are left out where points follow.
     """
     factor = columns.quantity(rows.metric.iloc[0]).factor
     for name, (color, marker, line, _) in looks.items():
@@ -38,8 +37,8 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **labels: object) 
 
 
 def fig2(tables: data.Tables, name: str) -> Figure | None:
-    """GiB of KV cache and weights in fp16, by sequence length at batch 16, and by batch size at
-    2,048 tokens."""
+    """GiB of KV cache and weights in fp16, by sequence length at batch 16, by batch size at 2,048
+    tokens."""
     words = {
         "seq_len": "sequence length (tokens), batch 16",
         "batch_size": "batch size (sequences), 2,048 tokens each",
@@ -50,74 +49,62 @@ def fig2(tables: data.Tables, name: str) -> Figure | None:
         draw_curves(axes, panel, looks, xlabel=words[panel.x_name.iloc[0]], ylabel="memory (GiB)")
         style.log2_x(axes, panel.x)
 
-    return style.draw_rows(
-        tables.read(name, columns.ANALYSIS), (*SETUP, "x_name"), draw, note="fp16"
-    )
+    rows = tables.read(name, columns.ANALYSIS)
+    return style.draw_rows(rows, (*SETUP, "x_name"), draw, note="fp16")
 
 
 def fig4(tables: data.Tables, name: str) -> Figure | None:
-    """Cosine similarity of attention weights to the full cache's, by token, a panel per layer. The
-    oracle, which picks as many tokens anew at every step, is the paper's "Optimal"."""
+    """Cosine similarity of attention weights to the full cache's, by token, a panel per layer.
+
+    The oracle, which picks as many tokens anew at every step, is the paper's "Optimal".
+    """
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         looks = {name: style.look(name) for name in style.ordered(panel.series)}
-        draw_curves(
-            axes, panel, looks, xlabel="token", ylabel="cosine similarity", ylim=(None, 1.02)
-        )
+        words = "cosine similarity"
+        draw_curves(axes, panel, looks, xlabel="token", ylabel=words, ylim=(None, 1.02))
 
     note = "oracle: the paper's Optimal; bands: one standard error over heads"
     return style.draw_rows(tables.read(name, columns.ANALYSIS), (*SETUP, "layer"), draw, note=note)
 
 
 def fig5(tables: data.Tables, name: str) -> Figure | None:
-    """Key tokens that hold 0.9 of the attention weight: a histogram over queries and heads by
-    layer, and the mean over heads at single queries. The paper's counts (OPT-6.7B, layer 18, PG-19)
-    are hollow, on that layer of that model."""
+    """Key tokens that hold 0.9 of the attention weight.
+
+    A histogram over queries and heads by layer, and the mean over heads at single queries. The
+    paper's counts (OPT-6.7B, layer 18, PG-19) are hollow, on that layer of that model.
+    """
 
     def draw_histogram(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         for name, (color, _, line, _) in looks.items():
             own = panel[panel.series == name].sort_values("x")
             if len(own) > 1:
                 edges = [*own.x, own.x.iloc[-1] + own.x.diff().iloc[-1]]
-                axes.stairs(
-                    100 * own.value.to_numpy(),
-                    edges,
-                    label=name,
-                    color=color,
-                    linestyle=line,
-                    linewidth=1.2,
-                )
+                percent = 100 * own.value.to_numpy()
+                axes.stairs(percent, edges, label=name, color=color, linestyle=line, linewidth=1.2)
         axes.set(xlabel="key tokens for 0.9 of the weight (tokens)", ylabel="queries and heads (%)")
-        style.log_y(
-            axes
-        )  # most queries of a late layer need few tokens; the others would not be seen
+        # Most queries of a late layer need few tokens; the others would not be seen.
+        style.log_y(axes)
 
     def draw_counts(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         draw_curves(axes, panel, looks)
-        for _, point in data.published(
-            "fig5", "key_tokens_for_0.9", panel, {"model": "opt-6.7b"}
-        ).iterrows():
+        points = data.published("fig5", "key_tokens_for_0.9", panel, {"model": "opt-6.7b"})
+        for _, point in points.iterrows():
             if point.series in {*panel.series}:
-                axes.plot(
-                    point.x,
-                    point.value,
-                    marker="o",
-                    label=f"{OF_PG19}, {point.kind}",
-                    **style.HOLLOW,
-                )
-        axes.set(
-            xlabel="query token",
-            ylabel="key tokens for 0.9\nof the weight (tokens)",
-            ylim=(0, None),
-        )
+                words = f"{OF_PG19}, {point.kind}"
+                axes.plot(point.x, point.value, marker="o", label=words, **style.HOLLOW)
+        words = "key tokens for 0.9\nof the weight (tokens)"
+        axes.set(xlabel="query token", ylabel=words, ylim=(0, None))
 
     draws = {"share_of_queries": draw_histogram, "key_tokens_for_0.9": draw_counts}
     return _draw_metrics(tables, name, draws, note="bands: one standard error over heads")
 
 
 def fig7(tables: data.Tables, name: str) -> Figure | None:
-    """Mean magnitude of the columns of Q and K before and after skewing, most important column
-    first. Partial columns are the leftmost."""
+    """Mean magnitude of the columns of Q and K before and after skewing, most important first.
+
+    Partial columns are the leftmost.
+    """
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         looks = style.in_sequence(["before skewing", "after skewing"])
@@ -126,9 +113,8 @@ def fig7(tables: data.Tables, name: str) -> Figure | None:
         draw_curves(axes, panel, looks, xlabel="column of a head, by importance", ylabel=words)
 
     note = "columns in order of |Q| + |K|; bands: one standard error over KV heads"
-    return style.draw_rows(
-        tables.read(name, columns.ANALYSIS), (*SETUP, "layer", "metric"), draw, note=note
-    )
+    rows = tables.read(name, columns.ANALYSIS)
+    return style.draw_rows(rows, (*SETUP, "layer", "metric"), draw, note=note)
 
 
 def fig20(tables: data.Tables, name: str) -> Figure | None:
@@ -158,10 +144,10 @@ def _draw_metrics(
 ) -> Figure | None:
     """A panel per run and metric, drawn as `draws` says; a series looks the same in all panels."""
     rows = tables.read(name, columns.ANALYSIS)
-    metrics = [
-        own.sort_values("layer", kind="stable") for _, own in rows.groupby("metric", sort=False)
-    ]
-    looks = style.in_sequence(name for own in metrics for name in own.series)
+    series: list[str] = []
+    for _, of_metric in rows.groupby("metric", sort=False):
+        series += list(of_metric.sort_values("layer", kind="stable").series)
+    looks = style.in_sequence(series)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         draws[panel.metric.iloc[0]](axes, panel, looks)

@@ -54,21 +54,23 @@ class Tables:
         path = self.folder / f"{name}.csv"
         rows = columns.read_table(path) if path.exists() else []
         needed = columns.names(expected)
-        for column in set(needed).difference(rows[0], columns.OPTIONAL) if rows else ():
-            raise UserError(f"{path}: no column {column}; make the table anew")
-        frame = pd.DataFrame(
-            rows, columns=list(dict.fromkeys([*needed, *(rows[0] if rows else ())]))
-        )
+        header = list(rows[0]) if rows else list(needed)
+        for column in needed:
+            if column not in header and column not in columns.OPTIONAL:
+                raise UserError(f"{path}: no column {column}; make the table anew")
+        frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*needed, *header])))
         numbers = {column.name: float for column in expected if column.digits is not None}
         frame = frame.where(frame != "").astype(numbers)
-        names = [name for name in NAMES if name in needed]
-        return frame.assign(
-            **{name: frame[name].map(self._legible, na_action="ignore") for name in names}
-        )
+        for name in NAMES:
+            if name in needed:
+                frame[name] = frame[name].map(self._legible, na_action="ignore")
+        return frame
 
     def _legible(self, name: str) -> str:
-        """The name as a legend can show it: one line of at most `MAX_LETTERS`, unlike any other
-        name, and not beginning with an underscore, since matplotlib leaves such names out."""
+        """The name as a legend can show it: one line of at most `MAX_LETTERS`, unlike any other.
+
+        It does not begin with an underscore, since matplotlib leaves such names out.
+        """
         if name not in self._shown:
             shown = shortened(printable(name), MAX_LETTERS)
             shown = f"{NARROW_SPACE}{shown}" if shown.startswith("_") else shown
@@ -79,8 +81,7 @@ class Tables:
 
 
 def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
-    """Part the rows by the columns of `setup`, so that different setups or sources never share a
-    panel unmarked.
+    """Part the rows by the columns of `setup`, so that no panel mixes setups or sources.
 
     Returns:
         Words for what all setups share; title and rows of each setup in the order of the table. A
@@ -88,21 +89,37 @@ def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[st
     """
     varying = [name for name in setup if frame[name].nunique(dropna=False) > 1]
     shared = describe(frame.iloc[0], [name for name in setup if name not in varying])
-    frames = [group for _, group in frame.groupby(list(setup), sort=False, dropna=False)]
-    return shared, [(describe(group.iloc[0], varying), group) for group in frames]
+    panels = []
+    for _, group in frame.groupby(list(setup), sort=False, dropna=False):
+        panels.append((describe(group.iloc[0], varying), group))
+    return shared, panels
 
 
 def describe(row: Mapping[Any, Any] | pd.Series, names: Sequence[str]) -> str:
-    """Words for the row's values in the columns `names`, such as "opt-13b, batch 20"; empty cells
-    are left out."""
-    phrases = {name: PHRASES.get(name, columns.column(name).phrase) for name in names}
-    texts = (phrase.format(row[name]) for name, phrase in phrases.items() if not pd.isna(row[name]))
-    return ", ".join(text for text in texts if text)
+    """Words for the row's values in these columns, such as "opt-13b, batch 20", without empty
+    ones."""
+    words = []
+    for name in names:
+        if not pd.isna(row[name]):
+            phrase = PHRASES.get(name, columns.column(name).phrase)
+            words.append(phrase.format(row[name]))
+    return ", ".join(filter(None, words))
 
 
 def of_metrics(rows: pd.DataFrame, metrics: Iterable[str]) -> pd.DataFrame:
     """The rows of these metrics, in the order of the metrics."""
     return pd.concat([rows[rows.metric == metric] for metric in metrics], ignore_index=True)
+
+
+def stderr_of_mean(errors: pd.Series) -> float:
+    """The standard error of a mean of independent values with these."""
+    return float((errors**2).sum() ** 0.5 / len(errors))
+
+
+def size_range(rows: pd.DataFrame) -> str:
+    """The least and the largest size in percent, once where they are equal."""
+    least, most = f"{100 * rows['size'].min():.0f}", f"{100 * rows['size'].max():.0f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def whole_texts(table: pd.DataFrame) -> pd.DataFrame:
@@ -114,7 +131,7 @@ def pivot(frame: pd.DataFrame, index: str, value: str) -> pd.DataFrame:
     """A row per value of `index`, a column per label; NaN where the table has no row.
 
     Raises:
-        UserError: two rows for one cell.
+        UserError: two rows for one value and label.
     """
     refuse_repeats(frame, [index, "label"])
     return frame.pivot(index=index, columns="label", values=value)
@@ -133,8 +150,7 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
 
 
 def of_paper(figure: str) -> pd.DataFrame:
-    """All rows of the paper's numbers for a figure or table; `value` is a number, all else is
-    words."""
+    """The paper's numbers for a figure or table; `value` is a number, all else is words."""
     rows = pd.DataFrame(columns.published_rows())
     return rows[rows.figure == figure].astype({"value": float})
 
@@ -142,18 +158,16 @@ def of_paper(figure: str) -> pd.DataFrame:
 def published(
     figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]
 ) -> pd.DataFrame:
-    """The paper's numbers for a panel in the paper's `setup` (column: value), else no rows: `value`
-    of the label `series` at `x`, a number or a model.
+    """The paper's numbers for a panel in the paper's `setup` (column: value), else no rows.
 
-    Only a panel measured, or modelled for the paper's machine, has them; an emulated panel never
-    has.
+    They are `value` of the label `series` at `x`, a number or a model. Only a panel measured, or
+    modelled for the paper's machine, has them; an emulated panel never has.
     """
-    on_gpu = (panel.source == "measured") | (
-        (panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM)
-    )
-    known = bool(on_gpu.all()) and all(
-        (panel[name] == value).all() for name, value in setup.items()
-    )
+    of_paper_machine = panel.get("platform") == PAPER_PLATFORM
+    on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & of_paper_machine)
+    is_known = on_gpu.all()
+    for name, value in setup.items():
+        is_known = is_known and (panel[name] == value).all()
     rows = of_paper(figure)
-    rows = rows[(rows.metric == metric) & rows.model.isin(panel.model if known else [])]
+    rows = rows[(rows.metric == metric) & rows.model.isin(panel.model if is_known else [])]
     return rows.assign(x=pd.to_numeric(rows.x, errors="coerce").astype(object).fillna(rows.x))

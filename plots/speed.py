@@ -50,17 +50,18 @@ def fig14(tables: data.Tables, name: str) -> Figure | None:
 
 
 def fig15(tables: data.Tables, name: str) -> Figure | None:
-    """Prefill and decode seconds, stacked, by batch size. The paper's rates are drawn as the total
-    that they stand for, batch * 128 / (tokens/s)."""
+    """Prefill and decode seconds, stacked, by batch size.
+
+    The paper's rates are drawn as the total that they stand for, batch * 128 / (tokens/s).
+    """
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         rates = data.published("fig15", "tokens_per_s", panel, PAPER["fig15"])
         _stacked_times(axes, panel, rates.assign(value=rates.x * 128 / rates.value))
         axes.set_xlabel("batch size (sequences)")
 
-    return _draw_timed(
-        _timed(tables, name), ("model", "platform", "source", "prompt_len", "gen_len"), draw
-    )
+    setup = ("model", "platform", "source", "prompt_len", "gen_len")
+    return _draw_timed(_timed(tables, name), setup, draw)
 
 
 def fig16a(tables: data.Tables, name: str) -> Figure | None:
@@ -72,8 +73,11 @@ def fig16a(tables: data.Tables, name: str) -> Figure | None:
 
 
 def fig16b(tables: data.Tables, name: str) -> Figure | None:
-    """Speedup over offload by model. In the paper 30 % of OPT-30B's weights are in host memory,
-    which the cost model takes and a timed run must have been given."""
+    """Speedup over offload by model.
+
+    In the paper 30 % of OPT-30B's weights are in host memory, which the cost model takes and a
+    timed run must have been given.
+    """
     table = _timed(tables, name)
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
@@ -82,8 +86,10 @@ def fig16b(tables: data.Tables, name: str) -> Figure | None:
 
 
 def fig18(tables: data.Tables, name: str) -> Figure | None:
-    """Milliseconds of one transformer block in one decode step, by segment. Transfer is the wait
-    for the link that no compute hides, so the segments sum to the block."""
+    """Milliseconds of one transformer block in one decode step, by segment.
+
+    Transfer is the wait for the link that no compute hides, so the segments sum to the block.
+    """
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         data.refuse_repeats(panel, ["label"])
@@ -92,10 +98,8 @@ def fig18(tables: data.Tables, name: str) -> Figure | None:
         for segment in columns.SEGMENTS:
             height = segment.factor * rows[segment.name].fillna(0)  # a segment that a method lacks
             color, hatch = SEGMENTS[segment.name]
-            axes.bar(
-                range(len(rows)), height, 0.7, bottom=bottom, label=segment.words, color=color, hatch=hatch,
-                edgecolor="white", linewidth=0,
-            )  # fmt: skip
+            look: Any = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+            axes.bar(range(len(rows)), height, 0.7, bottom=bottom, label=segment.words, **look)
             bottom += height
         style.name_bars(axes, range(len(rows)), rows.index)
         axes.grid(visible=False, axis="x")
@@ -103,9 +107,8 @@ def fig18(tables: data.Tables, name: str) -> Figure | None:
         found = {label: np.array([index]) for index, label in enumerate(rows.index)}
         points = data.published("fig18", "block_latency", panel, PAPER["fig18"])
         style.mark_published(axes, found, [PAPER["fig18"]["batch_size"]], points)
-        axes.use_sticky_edges = (
-            False  # an empty segment on top of the tallest stack would end the axis there
-        )
+        # An empty segment on top of the tallest stack would end the axis there.
+        axes.use_sticky_edges = False
         axes.set_ylim(bottom=0)
 
     note = "transfer: the wait that compute does not hide"
@@ -120,38 +123,43 @@ def _timed(tables: data.Tables, name: str) -> pd.DataFrame:
 def _draw_timed(
     rows: pd.DataFrame, setup: Sequence[str], draw: style.DrawPanel, *, note: str = ""
 ) -> Figure | None:
-    """A panel per setup. Where a label takes over `FAR` times as long as offload, a second panel
-    shows offload and the labels that are never slower, whose bars the first shows too small."""
+    """A panel per setup.
+
+    Where a label takes over `FAR` times as long as offload, a second panel shows offload and the
+    labels that are never slower, whose bars the first shows too small.
+    """
     if rows.empty:
         return None
-    shared, panels = data.split(rows, setup)
-    cells = []
-    for title, frame in panels:
+    shared, parts = data.split(rows, setup)
+    panels: list[style.Panel] = []
+    for title, frame in parts:
         longest = frame.groupby("label").total_s.max()
-        cells.append((title, frame, draw))
+        panels.append((title, frame, draw))
         if longest.max() > FAR * longest.get(BASE, float("nan")):
             near = frame[frame.label.map(longest) <= longest[BASE]]
-            cells.append((", ".join(filter(None, [title, "offload and faster"])), near, draw))
-    return style.draw_cells(cells, "; ".join(filter(None, [shared, note])))
+            words = f"{title}, offload and faster" if title else "offload and faster"
+            panels.append((words, near, draw))
+    return style.draw_panels(panels, "; ".join(filter(None, [shared, note])))
 
 
 def _stacked_times(
     axes: Axes, panel: pd.DataFrame, points: pd.DataFrame, *, in_legend: bool = True
 ) -> style.Places:
-    """Prefill seconds, light, below decode seconds, a group of bars per batch size; the paper's
-    totals on the bars."""
-    prefill, decode = (data.pivot(panel, "batch_size", part) for part in ("prefill_s", "decode_s"))
+    """Prefill seconds, light, below decode seconds, a group of bars per batch size.
+
+    The paper's totals stand on the bars.
+    """
+    prefill = data.pivot(panel, "batch_size", "prefill_s")
+    decode = data.pivot(panel, "batch_size", "decode_s")
     batches = list(prefill.index)
-    found, width = style.places(
-        axes, style.ordered(prefill.columns), [f"{batch:.0f}" for batch in batches]
-    )
+    groups = [f"{batch:.0f}" for batch in batches]
+    found, width = style.places(axes, style.ordered(prefill.columns), groups)
     for label, x in found.items():
         color, _, _, hatch = style.look(label)
+        look: Any = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        words = label if in_legend else f"_{label}"
         axes.bar(x, prefill[label], width, **style.PREFILL_BAR)
-        axes.bar(
-            x, decode[label], width, bottom=prefill[label], label=label if in_legend else f"_{label}", color=color,
-            hatch=hatch, edgecolor="white", linewidth=0,
-        )  # fmt: skip
+        axes.bar(x, decode[label], width, bottom=prefill[label], label=words, **look)
     axes.set_ylabel("prefill + decode (s)")
     style.mark_published(axes, found, batches, points)
     return found
@@ -160,9 +168,11 @@ def _stacked_times(
 def _draw_speedups(
     figure: str, table: pd.DataFrame, setup: Sequence[str], *, index: str, words: str, group: str
 ) -> Figure | None:
-    """Offload's seconds over the label's in the same setup: of prefill and decode together, as in
-    the paper, and of decode alone. Without offload's row there is no speedup; None without rows but
-    offload's."""
+    """Offload's seconds over the label's in the same setup; None without rows but offload's.
+
+    Of prefill and decode together, as in the paper, and of decode alone. Without offload's row
+    there is no speedup.
+    """
     if table.empty:
         return None
 
@@ -170,9 +180,7 @@ def _draw_speedups(
         seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
         offload = seconds.get(BASE, pd.Series(float("nan"), seconds.index))
         speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
-        found = style.grouped(
-            axes, speedup, groups=[group.format(value) for value in speedup.index]
-        )
+        found = style.grouped(axes, speedup, groups=list(map(group.format, speedup.index)))
         axes.axhline(1, color=style.GREY, linewidth=0.8)
         axes.set(xlabel=words, ylabel=TIMES[time])
         timed = panel[(panel.model == "opt-30b") & (panel.source != "modelled")]
@@ -181,8 +189,10 @@ def _draw_speedups(
             points = data.published(figure, "speedup_over_offload", panel, PAPER[figure])
             style.mark_published(axes, found, list(speedup.index), points)
 
-    shared, panels = data.split(table, setup)
-    several = [panel for panel in panels if (panel[1].label != BASE).any()]
-    return style.draw_cells(
-        [(*panel, partial(draw, time=time)) for panel in several for time in TIMES], shared
-    )
+    shared, parts = data.split(table, setup)
+    panels: list[style.Panel] = []
+    for title, frame in parts:
+        if (frame.label != BASE).any():
+            for time in TIMES:
+                panels.append((title, frame, partial(draw, time=time)))
+    return style.draw_panels(panels, shared)

@@ -1,14 +1,13 @@
-"""How all figures look: one colour, marker, line and hatch per label, so that black-and-white print
-tells them apart.
+"""How all figures look: one colour, marker, line and hatch per label.
 
-Colours: Okabe and Ito's palette, and four of Paul Tol's for labels that are not listed. Both are
-safe for the common kinds of colour blindness.
+Black-and-white print tells them apart. Colours: Okabe and Ito's palette, and four of Paul Tol's for
+labels that are not listed. Both are safe for the common kinds of colour blindness.
 """
 
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
@@ -40,20 +39,17 @@ FILLED = 0.84
 """Share of a group's width that its bars cover."""
 
 RC: Any = {
-    **{"font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "legend.frameon": False},
-    **{
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-    },
-    **{"grid.color": "#DDDDDD", "grid.linewidth": 0.5, "hatch.linewidth": 0.5},
-    **{"lines.linewidth": 1.2, "lines.markersize": 4.5, "pdf.fonttype": 42},
+    "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.axisbelow": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.5, "hatch.linewidth": 0.5,
+    "lines.linewidth": 1.2, "lines.markersize": 4.5, "pdf.fonttype": 42,
     "svg.hashsalt": "kv-harness",  # equal names of parts on a rerun
     "text.parse_math": False,  # a dollar in a label is a dollar
-}
+}  # fmt: skip
 
 DrawPanel = Callable[[Axes, pd.DataFrame], None]
+Panel = tuple[str, pd.DataFrame, DrawPanel]
+"""The title of a panel, its rows, and what draws them."""
 
 
 class Look(NamedTuple):
@@ -105,25 +101,22 @@ LOOKS = {
     "latency": Look(VERMILION, "s", "--"),
 }
 SEQUENCE = (
-    *(
-        Look(BLUE, "o", "-"),
-        Look(VERMILION, "s", "--"),
-        Look(GREEN, "D", "-."),
-        Look(ORANGE, "v", ":"),
-    ),
-    *(Look(PURPLE, "^", "-"), Look(SKY, "p", "--"), Look(BLACK, "X", "-."), Look(GREY, "P", ":")),
-)
+    Look(BLUE, "o", "-"), Look(VERMILION, "s", "--"), Look(GREEN, "D", "-."),
+    Look(ORANGE, "v", ":"), Look(PURPLE, "^", "-"), Look(SKY, "p", "--"), Look(BLACK, "X", "-."),
+    Look(GREY, "P", ":"),
+)  # fmt: skip
 """Of lines that are no methods."""
-OTHERS = [
-    Look(color, marker, line, hatch)
-    for marker, line, hatch in (
-        ("P", "-", "*"),
-        ("X", "--", "O"),
-        ("h", "-.", "|||"),
-        ("8", ":", "---"),
-    )
-    for color in (WINE, TEAL, INDIGO, OLIVE)
-]
+
+
+def _other_looks() -> Iterator[Look]:
+    shapes = (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))
+    for marker, line, hatch in shapes:
+        for color in (WINE, TEAL, INDIGO, OLIVE):
+            yield Look(color, marker, line, hatch)
+
+
+OTHERS = list(_other_looks())
+"""Of labels that are not listed."""
 _given: dict[str, Look] = {}
 """The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
 
@@ -133,42 +126,56 @@ PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 
 
 def look(label: str) -> Look:
-    """The label's appearance, the same in all figures that are drawn together. A label that is not
-    listed gets a look by its spelling, or the next that no other label has."""
+    """The label's appearance, the same in all figures that are drawn together.
+
+    A label that is not listed gets a look by its spelling, or the next that no other label has.
+    """
     if _listed(label) in LOOKS:
         return LOOKS[_listed(label)]
     if label not in _given:
         first = zlib.crc32(label.encode()) % len(OTHERS)
         in_turn = [*OTHERS[first:], *OTHERS[:first]]
-        _given[label] = next((each for each in in_turn if each not in _given.values()), in_turn[0])
+        taken = set(_given.values())
+        free = [other for other in in_turn if other not in taken]
+        _given[label] = (free or in_turn)[0]
     return _given[label]
 
 
 def ordered(labels: Iterable[str]) -> list[str]:
-    """Distinct labels in the order of legends: listed labels first, then the others as they come,
-    markers last. The part after a comma, a size for example, does not count."""
+    """Distinct labels in the order of legends: listed ones, the others as they come, markers.
+
+    The part after a comma, a size for example, does not count.
+    """
+    return sorted(dict.fromkeys(labels), key=_rank)
+
+
+def _rank(label: str) -> int:
     known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
-    rank = {label: index for index, label in enumerate(known)}
-    return sorted(
-        dict.fromkeys(labels),
-        key=lambda label: rank.get(_listed(label.partition(",")[0]), rank[""]),
-    )
+    name = _listed(label.partition(",")[0])
+    return known.index(name if name in known else "")
 
 
 def _listed(label: str) -> str:
-    """The label of `LOOKS` that stands for this one: several bit widths, such as INT8/4, look like
-    all four."""
+    """The label of `LOOKS` that stands for this one.
+
+    Several bit widths, such as INT8/4, look like all four.
+    """
     return QUANTIZED if re.fullmatch(r"INT\d(/\d)+", label) else label
 
 
 def in_sequence(series: Iterable[str]) -> dict[str, Look]:
-    """A look for each series of a figure, the same in all its panels: a method's own, and for
-    others the next of `SEQUENCE` in a colour that none of these methods has."""
-    names = list(dict.fromkeys(series))
-    own = {name: LOOKS[name] for name in names if name in LOOKS}
-    taken = {each.color for each in own.values()}
-    free = cycle(each for each in SEQUENCE if each.color not in taken)
-    return {name: own.get(name) or next(free) for name in names}
+    """A look for each series of a figure, the same in all its panels.
+
+    A method has its own, another series the next of `SEQUENCE` in a colour that none of these
+    methods has.
+    """
+    names = dict.fromkeys(series)
+    taken = {LOOKS[name].color for name in names if name in LOOKS}
+    free = cycle(look for look in SEQUENCE if look.color not in taken)
+    looks = {}
+    for name in names:
+        looks[name] = LOOKS[name] if name in LOOKS else next(free)
+    return looks
 
 
 def applied() -> AbstractContextManager[None]:
@@ -195,20 +202,23 @@ def new(
 def draw_rows(
     rows: pd.DataFrame, setup: Sequence[str], draw: DrawPanel, *, note: str = ""
 ) -> Figure | None:
-    """A figure with a titled panel per setup; below the panels what they share, then `note`. None
-    without rows."""
+    """A figure with a titled panel per setup; None without rows.
+
+    Below the panels stands what they share, then `note`.
+    """
     if rows.empty:
         return None
-    shared, panels = split(rows, setup)
-    return draw_cells([(*panel, draw) for panel in panels], "; ".join(filter(None, [shared, note])))
+    shared, parts = split(rows, setup)
+    panels = [(title, frame, draw) for title, frame in parts]
+    return draw_panels(panels, "; ".join(filter(None, [shared, note])))
 
 
-def draw_cells(cells: Sequence[tuple[str, pd.DataFrame, DrawPanel]], note: str) -> Figure | None:
-    """A figure with a panel per (title, rows, what draws them); None without panels."""
-    if not cells:
+def draw_panels(panels: Sequence[Panel], note: str) -> Figure | None:
+    """A figure of these panels; None without any."""
+    if not panels:
         return None
-    figure, all_axes = new(len(cells))
-    for axes, (title, frame, draw) in zip(all_axes, cells, strict=True):
+    figure, all_axes = new(len(panels))
+    for axes, (title, frame, draw) in zip(all_axes, panels, strict=True):
         draw(axes, frame)
         axes.set_title(title)
     return finish(figure, note)
@@ -229,25 +239,24 @@ def finish(figure: Figure, note: str) -> Figure:
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
-    lines = "\n".join(
-        line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, letters)
-    )
-    figure.supxlabel(lines, x=0.01, ha="left", fontsize=6, color="#444444")
+    lines: list[str] = []
+    for paragraph in note.split("\n"):
+        lines += textwrap.wrap(paragraph, letters)
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6, color="#444444")
     return figure
 
 
 def error_note(rows: pd.DataFrame) -> str:
-    """What the error bars of `rows` are. KL and agreement compare with the full cache by
-    themselves."""
-    values = rows[
-        (rows.label != FULL) & ~rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])
-    ]
-    paired = values.difference.notna()
+    """What the error bars of `rows` are.
+
+    KL and agreement compare with the full cache by themselves.
+    """
+    by_themselves = rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])
+    paired = rows[(rows.label != FULL) & ~by_themselves].difference.notna()
     if not paired.any():
         return "bars: one standard error"
-    return "bars: standard error of the difference to the full cache" + (
-        "" if paired.all() else ", else of the value"
-    )
+    note = "bars: standard error of the difference to the full cache"
+    return note if paired.all() else f"{note}, else of the value"
 
 
 # Lines
@@ -263,31 +272,26 @@ def error_line(
     like: Look,
     **other: Any,
 ) -> None:
-    """A line with markers and error bars of one standard error, broken where `y` is NaN; `other`
-    changes its look."""
-    looks: Any = {
-        "color": like.color,
-        "marker": like.marker,
-        "linestyle": like.line,
-        "capsize": 2,
-        "elinewidth": 0.8,
-    }
-    axes.errorbar(x, y, yerr=stderr, label=name, **looks | other)
+    """A line with markers and error bars of one standard error, broken where `y` is NaN.
+
+    other: settings that change its look.
+    """
+    looks: Any = {"color": like.color, "marker": like.marker, "linestyle": like.line, **other}
+    axes.errorbar(x, y, yerr=stderr, label=name, capsize=2, elinewidth=0.8, **looks)
 
 
 def joined(labels: Iterable[str]) -> str:
     """The name of the line through the codecs of a figure: INT8/4 where it has these bit widths."""
-    return "INT" + "/".join(
-        sorted({label[3:] for label in labels if WIDTH.fullmatch(label)}, reverse=True)
-    )
+    widths = {label.removeprefix("INT") for label in labels if WIDTH.fullmatch(label)}
+    return "INT" + "/".join(sorted(widths, reverse=True))
 
 
 def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str) -> None:
-    """A line per method, `factor` times the value by size; `codecs` names the line through all bit
-    widths. The full cache, which has no size to vary, is left out.
+    """A line per method, `factor` times the value by size, without the full cache.
 
-    A line joins runs of one kind: where only some of a method's runs were asked for a size, the
-    others, whose size follows from a setting, are a second line of hollow markers.
+    codecs: the name of the line through all bit widths. A line joins runs of one kind: where only
+    some of a method's runs were asked for a size, the others, whose size follows from a setting,
+    are a second line of hollow markers.
     """
     methods = rows[rows.label != FULL]
     names = methods.label.where(~methods.label.str.fullmatch(WIDTH), codecs)
@@ -305,8 +309,10 @@ def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str
 
 
 def log_y(axes: Axes, values: pd.Series | None = None) -> None:
-    """A logarithmic y axis with plain numbers at 1, 2 and 5. Given `values`, only where the largest
-    is over `WIDE` times the smallest."""
+    """A logarithmic y axis with plain numbers at 1, 2 and 5.
+
+    Given `values`, only where the largest is over `WIDE` times the smallest.
+    """
     if values is not None and not values.max() > WIDE * values.min():
         return
     axes.set_yscale("log")
@@ -333,8 +339,10 @@ def log2_x(axes: Axes, values: Iterable[float]) -> None:
 
 
 def full_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
-    """The full cache: for each distinct value of `rows` a dashed line over the whole width, in a
-    band of one standard error where it has one."""
+    """The full cache: for each distinct value of `rows` a dashed line over the whole width.
+
+    It has a band of one standard error where that is known.
+    """
     color, _, line, _ = LOOKS[FULL]
     for value, stderr in factor * rows[["value", "stderr"]].drop_duplicates().to_numpy():
         axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
@@ -354,57 +362,65 @@ Places = dict[str, np.ndarray]
 
 
 def places(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> tuple[Places, float]:
-    """Place a bar per label into every group, and name the groups below the axis; with the width of
-    a bar."""
+    """Place a bar per label into every group, and name the groups below the axis.
+
+    Returns the places, and the width of a bar.
+    """
     width = FILLED / len(labels)
     centres = np.arange(len(groups))
     axes.set_xticks(centres, groups)
     axes.grid(visible=False, axis="x")
-    return {
-        label: centres + (i - (len(labels) - 1) / 2) * width for i, label in enumerate(labels)
-    }, width
+    found = {}
+    for number, label in enumerate(labels):
+        found[label] = centres + (number - (len(labels) - 1) / 2) * width
+    return found, width
 
 
 def grouped(
     axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
 ) -> Places:
-    """One bar per cell of `values` (a row per group, a column per label); NaN is a gap."""
+    """One bar per number of `values` (a row per group, a column per label); NaN is a gap."""
     found, width = places(axes, ordered(values.columns), groups)
     for label, x in found.items():
         color, _, _, hatch = look(label)
         axes.bar(
-            x, values[label], width, yerr=None if errors is None else errors[label], capsize=2, label=label,
-            color=color, hatch=hatch, edgecolor="white", linewidth=0.4, error_kw={"elinewidth": 0.8},
-        )  # fmt: skip
+            x,
+            values[label],
+            width,
+            yerr=None if errors is None else errors[label],
+            capsize=2,
+            label=label,
+            color=color,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.4,
+            error_kw={"elinewidth": 0.8},
+        )
     return found
 
 
 def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> Places:
-    """A bar with its standard error for each row, all in the look of the label `name`; `groups`
-    names the bars."""
-    values, errors = (rows[[column]].set_axis([name], axis=1) for column in ("value", "stderr"))
+    """A bar with its standard error for each row, all in the look of the label `name`.
+
+    groups: the names of the bars.
+    """
+    values = rows[["value"]].set_axis([name], axis=1)
+    errors = rows[["stderr"]].set_axis([name], axis=1)
     return grouped(axes, values, errors=errors, groups=groups)
 
 
 def name_bars(axes: Axes, x: Iterable[float], labels: Iterable[str]) -> None:
     """Slanted labels below single bars, long ones in several lines."""
-    axes.set_xticks(
-        [*x], [textwrap.fill(label, TICK_LETTERS) for label in labels], rotation=35, ha="right"
-    )
+    names = [textwrap.fill(label, TICK_LETTERS) for label in labels]
+    axes.set_xticks([*x], names, rotation=35, ha="right")
 
 
 def mark_published(
     axes: Axes, found: Mapping[str, np.ndarray], groups: Sequence[float | str], points: pd.DataFrame
 ) -> None:
-    """The paper's numbers as hollow markers on the bars of the same label (series) and group (x),
-    by kind."""
+    """The paper's numbers as hollow markers on the bars of their series and group, by kind."""
     for _, point in points.iterrows():
         if point.series in found and point.x in groups:
+            x = found[point.series][groups.index(point.x)]
             words, marker = f"{OF_PAPER}, {point.kind}", PUBLISHED_MARKERS[point.kind]
-            axes.plot(
-                found[point.series][groups.index(point.x)],
-                point.value,
-                label=words,
-                marker=marker,
-                **HOLLOW,
-            )
+            axes.plot(x, point.value, label=words, marker=marker, **HOLLOW)

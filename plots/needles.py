@@ -1,0 +1,112 @@
+"""The figure of needles in a haystack: right answers by the prompt's length and their depth."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from plots import data, style
+
+NEEDLE = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
+"""In tasks: the length and the depths of a needle."""
+BAND = ["model", "setup", "needle"]
+"""What tells the figure's rows of panels apart."""
+SHOWN_BY_TILES = r"(num_samples|metadata\.max_seq_lengths)=(\[[^\]]*\]|[^,]*)(, )?"
+"""Settings that the tiles show by themselves."""
+COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
+LUMINANCE, LIGHT = np.array([0.21, 0.72, 0.07]), 0.45
+"""Weights of red, green and blue, and the luminance from which a tile's text is black."""
+TILE_INCHES = (0.52, 0.24)
+
+
+def ruler(tables: data.Tables, name: str) -> Figure | None:
+    """The share of right answers by the prompt's length and the needle's depth.
+
+    A column per method, a row per task of needles and, where a method's runs differ in further
+    settings, such as `prefill`, per these. A tile holds the percentage and the number of questions:
+    the fewer, the paler; without any it is hatched. Colours: cividis, which colour-blind readers
+    see as well, and which grows lighter in grey too.
+    """
+    table = tables.accuracy(name)
+    rows = table.join(table.task.str.extract(NEEDLE)).dropna(subset="needle")
+    if rows.empty:
+        return None
+    rows = rows.astype({"length": int, "begin": int, "end": int}).assign(setup=_setups(rows))
+    data.refuse_repeats(rows, ["label", "model", "setup", "task"])
+    distinct = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
+    bands = sorted(distinct, key=lambda band: band[:2])
+    labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
+    num_depths = 100 // int((rows.end - rows.begin).min())
+    width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
+    height = len(bands) * (num_depths * TILE_INCHES[1] + 0.2) + 0.9
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(len(bands), len(labels), squeeze=False, sharex=True, sharey=True)
+    models, setups, needles = (set(names) for names in zip(*bands, strict=True))
+    for (model, setup, needle), line in zip(bands, panels, strict=True):
+        of_band = rows[(rows[BAND] == (model, setup, needle)).all(axis=1)]
+        for label, axes in zip(labels, line, strict=True):
+            _draw_needles(axes, of_band[of_band.label == label], lengths, num_depths)
+        words = ["depth (%)"]
+        for name_of_band, others in ((needle, needles), (setup, setups), (model, models)):
+            if name_of_band and len(others) > 1:
+                words.insert(0, name_of_band)
+        line[0].set_ylabel("\n".join(words), fontsize=6)
+    for label, axes in zip(labels, panels[0], strict=True):
+        size = data.size_range(rows[rows.label == label])
+        axes.set_title(f"{label}\nsize {size} %", fontsize=6.5)
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens", fontsize=6)
+    colours = ScalarMappable(PERCENT, COLOURS)
+    shrink = min(1.0, 2 / height)
+    figure.colorbar(colours, ax=panels, label="right answers (%)", shrink=shrink, aspect=12)
+    notes = [
+        "depth: where in the prompt the answer stands",
+        "n: questions (the fewer, the paler; hatched: none)",
+    ]
+    for others in (needles, models):
+        if len(others) == 1:
+            notes.insert(0, *others)
+    return style.finish(figure, "; ".join(notes))
+
+
+def _setups(rows: pd.DataFrame) -> pd.Series:
+    """By row, in words, the settings in which the runs of its label differ."""
+    settings = rows.settings.fillna("").str.replace(SHOWN_BY_TILES, "", regex=True)
+    words = settings.str.split(", ")
+    shared = {}
+    for label, of_label in words.groupby(rows.label):
+        shared[label] = set.intersection(*map(set, of_label))
+    setups = []
+    for words_of_row, label in zip(words, rows.label, strict=True):
+        setups.append(", ".join(word for word in words_of_row if word not in shared[label]))
+    return pd.Series(setups, rows.index)
+
+
+def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], num_depths: int) -> None:
+    """A tile for each length and depth; one without a question shows the hatch."""
+    tiles = np.zeros((num_depths, len(lengths), 4))
+    for _, row in panel.iterrows():
+        depth, column = num_depths * row.begin // 100, lengths.index(row.length)
+        weight = row.num_samples / (row.num_samples + 2)
+        color = 1 - weight * (1 - np.array(COLOURS(PERCENT(100 * row.value))[:3]))
+        tiles[depth, column] = (*color, 1)
+        ink = style.BLACK if color @ LUMINANCE > LIGHT else "white"
+        words: Mapping[str, Any] = {"ha": "center", "va": "center", "color": ink}
+        axes.text(column, depth - 0.12, f"{100 * row.value:.0f}", fontsize=6.5, **words)
+        axes.text(column, depth + 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
+    axes.imshow(tiles, aspect="auto")
+    axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
+    axes.grid(visible=False)
+    right, bottom = len(lengths) - 0.5, num_depths - 0.5
+    axes.hlines(np.arange(1, num_depths) - 0.5, -0.5, right, color="white", linewidth=0.8)
+    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, bottom, color="white", linewidth=0.8)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
+    depths = [f"{100 * edge // num_depths}" for edge in range(num_depths + 1)]
+    axes.set_yticks(np.arange(num_depths + 1) - 0.5, depths, fontsize=5.5)
+    axes.tick_params(length=2, pad=1.5)
