@@ -13,8 +13,10 @@ from test_tables import LATENCY_METRICS, answers, save
 
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
+from harness.report.compared import side_by_side
+from harness.report.explorer import explorer
 from harness.results import write as tables
-from harness.results.columns import BOARD, TableRow, names, read_table, shape_of
+from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table, shape_of
 from harness.results.fastest import fastest
 from harness.results.fronts import GRID, REFERENCES, fronts
 from harness.results.leaderboard import PAPERS_EXEMPT_LAYERS, complete
@@ -286,6 +288,18 @@ def test_a_table_per_size_is_sorted_by_kl_with_its_best_in_bold(results):
     assert ("InfiniGen†", "KL (nats)") in bold and {label for label, _ in bold} == {"InfiniGen†"}
     assert "**0.0500 ± 0.0125**" in (results / "leaderboard.md").read_text() and not own.bold
     assert first.lines[0][first.header.index("kv_recall (%)")] == "25.0 (no difference ≥ 352.1)", "of two contexts"
+
+
+def test_a_metric_stands_wherever_its_declaration_says(results):
+    rows = board(results)
+    (sheet, *_), choices = sheets_of(rows), explorer(rows, {})["choices"]
+    beside = side_by_side({"a": rows, "b": rows}).header
+    for metric in BOARD_METRICS:
+        heading, name = metric.column.heading, metric.column.name
+        assert set(names(metric.columns)) <= set(names(BOARD))
+        assert (heading in sheet.header) == metric.on_page
+        assert (f"{heading}, a" in beside) == metric.compared
+        assert ([*choices["x"]].index(name) < [*choices["y"]].index(name)) == metric.is_cost
 
 
 def test_only_what_is_certain_is_outside_the_references(results):

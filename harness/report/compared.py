@@ -1,7 +1,8 @@
 """Numbers beside numbers: the paper's beside ours, one model's beside another's, and the main
 results of all."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from typing import TypeVar
 
@@ -110,11 +111,12 @@ def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
 
     models: by name, the rows of accuracy tables or of leaderboards.
     """
-    scores: dict[str, dict[str, dict[Key, str]]] = {name: {} for name in models}
+    scores: dict[str, dict[str, dict[Key, str]]] = {}
     for model, rows in models.items():
+        scores[model] = {}
         for name, key, text in _scores(rows):
             scores[model].setdefault(name, {})[key] = text
-    quantities = _shared([list(of_model) for of_model in scores.values()])
+    quantities = _shared(scores.values())
     keys_of_models: list[list[Key]] = []
     for of_model in scores.values():
         found: list[Key] = []
@@ -125,7 +127,7 @@ def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
     if not keys:
         return None
     header = [columns.LABEL.heading, columns.SETTINGS.heading]
-    lines = [list(key) for key in keys]
+    lines = list(map(list, keys))
     for name in quantities:
         for model, of_model in scores.items():
             header.append(f"{name}, {model}")
@@ -135,13 +137,10 @@ def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
     return Sheet(" and ".join(scores), header, lines)
 
 
-def _shared(lists: Sequence[Sequence[T]]) -> list[T]:
+def _shared(lists: Collection[Iterable[T]]) -> list[T]:
     """The items of more than one list, in their order."""
-    shared = []
-    for item in dict.fromkeys(chain.from_iterable(lists)):
-        if sum(item in items for items in lists) > 1:
-            shared.append(item)
-    return shared
+    counts = Counter(chain.from_iterable(map(set, lists)))
+    return [item for item in dict.fromkeys(chain.from_iterable(lists)) if counts[item] > 1]
 
 
 def _scores(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
@@ -175,19 +174,20 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
     for row in columns.having(rows, KL.name, SIZE.name):
         if is_best(row):
             known.append(row)
-    sizes = {row[ASKED_SIZE.name] for row in known} - {None}
+    sizes = set(columns.values(known, ASKED_SIZE.name)) - {None}
     if not sizes:
         return None
     main_size = min(sizes, key=lambda size: abs(size - MAIN_SIZE))
-    sized = [row for row in known if row[ASKED_SIZE.name] == main_size]
-    sized.sort(key=lambda row: row[KL.name])
-    full = [row for row in known if row["method"] == "full"]
+    by_size = columns.grouped(known, lambda row: row[ASKED_SIZE.name])
+    sized = sorted(by_size[main_size], key=lambda row: row[KL.name])
+    by_method = columns.grouped(known, lambda row: row["method"])
     upper, methods = [], []
     for row in sized:
         if row["method"] == REFERENCES["upper"]:
             upper.append(row)
         elif abs(row[SIZE.name] - main_size) < EQUAL:
             methods.append(row)
+    full = by_method.get("full", [])
     paper = [row for row in methods[BEST:] if row["method"] in ALWAYS]
     on_page = [metric.column for metric in BOARD_METRICS if metric.on_page]
     shown = columns.with_values(on_page, sized)

@@ -7,7 +7,7 @@ an expression or of a field name. Colours and shapes are those of the figures
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -75,8 +75,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
             axes[name] = [heading, "log" if metric.logarithmic else "linear"]
             tooltip[f"text_{name}"] = heading
     tooltip["settings"] = "settings"
-    sizes = {point["asked"] for point in points}
-    models = [point["model"] for point in points]
+    sizes = set(columns.values(points, "asked"))
     return {
         "points": points,
         "choices": {
@@ -87,17 +86,17 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
                 **_itself(sorted(sizes - {OWN_SIZE})),
                 **_itself(sizes & {OWN_SIZE}),
             },
-            "model": _itself(models),
+            "model": _itself(columns.values(points, "model")),
         },
         "axes": axes,
         "tooltip": tooltip,
         "fronts": {cost: name for name, cost in COSTS.items()},
-        "families": _looks([point["family"] for point in points], families),
+        "families": _looks(columns.values(points, "family"), families),
     }
 
 
-def _itself(names: Iterable[str]) -> dict[str, str]:
-    return {name: name for name in names}
+def _itself(names: Collection[str]) -> dict[str, str]:
+    return dict(zip(names, names, strict=True))
 
 
 def _looks(found: Sequence[str], families: Mapping[str, Mapping[str, str]]) -> Json:

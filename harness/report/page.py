@@ -103,12 +103,8 @@ class Section(NamedTuple):
         found = []
         for part in self.parts:
             for sheet in itertools.chain.from_iterable(part.sheets.values()):
-                is_score = [heading in sheet.scores for heading in sheet.header]
-                count = 0
-                for line in sheet.lines:
-                    count += list(itertools.compress(line, is_score)).count(MISSING)
-                if count:
-                    found.append(f"{self.entry.name}, {sheet.title}: {count}")
+                if sheet.num_gaps:
+                    found.append(f"{self.entry.name}, {sheet.title}: {sheet.num_gaps}")
         return found
 
 
@@ -180,8 +176,9 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
     names = [entry.name for entry in entries]
     results = []
     for where, folder in folders.items():
-        paths = sorted((folder / "tables").glob("*.csv"))
-        tables = {path.stem: read_table(path) for path in paths}
+        tables = {}
+        for path in sorted((folder / "tables").glob("*.csv")):
+            tables[path.stem] = read_table(path)
         results.append(Results(where, folder, tables, findings(folder / "findings.yaml", names)))
     homes = _homes(entries)
     for entry in entries:
@@ -295,12 +292,15 @@ def environment(records: Sequence[Record]) -> list[tuple[str, str]]:
 
     A value that not all runs share says how many had it.
     """
-    finished = [record for record in records if record["status"] == "finished"]
-    if not finished:
+    described = []
+    seconds = 0.0
+    for record in records:
+        if record["status"] == "finished":
+            described.append(dict(_readable(record["environment"])))
+            seconds += record["seconds"] or 0
+    if not described:
         return []
-    described = [dict(_readable(record["environment"])) for record in finished]
-    minutes = sum(record["seconds"] or 0 for record in finished) / 60
-    lines = [("finished runs", f"{len(finished)}, {minutes:.0f} minutes in total")]
+    lines = [("finished runs", f"{len(described)}, {seconds / 60:.0f} minutes in total")]
     for name in dict.fromkeys(itertools.chain.from_iterable(described)):
         counts = Counter(fields.get(name, "unknown") for fields in described)
         parts = []
@@ -344,16 +344,23 @@ def _render(folder: Path) -> str:
     for section in sections.values():
         pages.setdefault(section.entry.page, []).append(section)
     boards = sections[LEADERBOARD].parts if LEADERBOARD in sections else []
-    rows_of_boards = itertools.chain.from_iterable(part.rows for part in boards)
-    explored = explorer(list(rows_of_boards), REGISTRY["families"])
+    rows_of_boards: list[TableRow] = []
+    main_sheets = []
+    for part in boards:
+        rows_of_boards += part.rows
+        main_sheets.append(main_scores(part.rows))
+    timed = []
+    for name in TIMED:
+        if name in sections:
+            timed.append(sections[name].parts[0].rows)
+    main_sheets.append(main_times(timed))
+    explored = explorer(rows_of_boards, REGISTRY["families"])
     scripts = [(HERE / "report.js").read_text(encoding="utf-8")]
     packed = {}
     if explored:
         scripts.append(library())
         packed["library"] = _packed(library())
         packed["explorer"] = _packed(json.dumps(explored, allow_nan=False))
-    timed = [sections[name].parts[0].rows for name in TIMED if name in sections]
-    main_sheets = [*(main_scores(part.rows) for part in boards), main_times(timed)]
     environment_of_page = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -371,7 +378,7 @@ def _render(folder: Path) -> str:
         sources=SOURCES,
         script=scripts[0],
         packed=packed,
-        digests=[_digest(script) for script in scripts],
+        digests=list(map(_digest, scripts)),
         style=(HERE / "report.css").read_text(encoding="utf-8"),
         missing=_missing(entries, sections, itertools.chain.from_iterable(records.values())),
         environments={where: environment(found) for where, found in records.items()},

@@ -44,8 +44,10 @@ from harness.results.columns import (
     names,
     picked,
     render_csv,
+    values,
 )
 from harness.results.fronts import (
+    COSTS,
     IN_GRID,
     REFERENCES,
     fronts,
@@ -162,8 +164,8 @@ def _by_age(results_dir: str | Path, experiment: str) -> list[Record]:
 def _method(record: Record) -> str:
     """Model, method and codec, whatever the size, as words that compare."""
     config = record["config"]
-    settings = [config["model"]["name"], config["method_name"], config.get("method")]
-    settings += [config.get(name) for name in OF_CODECS]
+    codecs = picked(config, OF_CODECS).values()
+    settings = [config["model"]["name"], config["method_name"], config.get("method"), *codecs]
     return json.dumps(settings, sort_keys=True)
 
 
@@ -198,8 +200,7 @@ def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
 
 def _settings(runs: Sequence[Record]) -> str:
     """All settings of the method as it ran on the text, else on the tasks, and the codec."""
-    on_text = [record for record in runs if record["kind"] != "tasks"]
-    scored = on_text[0] if on_text else runs[0]
+    scored = min(runs, key=lambda record: record["kind"] == "tasks")
     settings = dict(next(iter(scored["methods"].values()), scored["config"]["method"]))
     settings |= picked(scored["config"], ("codec", "value_codec", "size"))
     return in_words({name: value for name, value in settings.items() if value is not None})
@@ -211,7 +212,7 @@ def _family(record: Record) -> str:
         return "oracle" if record["when"] == "true_scores" else "retrieves"
     if record["config"]["size"] is not None:
         return "evicts"
-    sizes = {entries["size"] for entries in record["metrics"].values()}
+    sizes = set(values(record["metrics"].values(), "size"))
     return READS_ALL if sizes <= {1} else "codes"
 
 
@@ -317,7 +318,7 @@ def sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 def _group(row: TableRow) -> str:
     if row["experiment"] == FRONTIER:
-        return "not beaten in size or in step time"
+        return f"not beaten in {' or in '.join(COSTS)}"
     asked = row["asked_size"]
     return "sizes of their own" if asked is None else f"size {ASKED_SIZE.show(asked)} %"
 
@@ -373,11 +374,16 @@ def _shown(column: Column, metric: BoardMetric | None, row: TableRow) -> str:
 
 def _best_lines(metric: BoardMetric, rows: Sequence[TableRow]) -> list[int]:
     """The lines with the best value, of methods at the asked size."""
-    values = {}
+    name = metric.column.name
+    best: float | None = None
+    lines: list[int] = []
     for line, row in enumerate(rows):
-        value = row.get(metric.column.name)
         is_compared = row["asked_size"] is not None and row["method"] not in REFERENCES.values()
-        if value is not None and is_compared and has_its_size(row):
-            values[line] = value
-    best = (max if metric.more_is_better else min)(values.values(), default=None)
-    return [line for line, value in values.items() if value == best]
+        if not is_compared or row.get(name) is None or not has_its_size(row):
+            continue
+        gain = row[name] if metric.more_is_better else -row[name]
+        if best is None or gain > best:
+            best, lines = gain, []
+        if gain == best:
+            lines.append(line)
+    return lines

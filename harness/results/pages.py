@@ -246,7 +246,8 @@ def _lines(rows: Sequence[TableRow], shared: Mapping[Key, Sequence[str]]) -> lis
         first, by_key = of_run[0], {_key(row): row for row in of_run}
         settings = []
         for pair in pairs_of_settings(first.get("settings")):
-            if any(pair not in shared[key] for key in by_key):
+            is_shared = all(pair in shared[key] for key in by_key)
+            if not is_shared:
                 settings.append(pair)
         line = _Line(first["method"], first["label"], ", ".join(settings), by_key)
         for other in lines:

@@ -3,6 +3,7 @@
 Seconds become ms and bytes GiB here (`Column.show`), and only here.
 """
 
+import itertools
 import re
 import shutil
 import textwrap
@@ -52,6 +53,15 @@ class Sheet(NamedTuple):
     bold: Collection[tuple[int, int]] = ()
     notes: Sequence[str] = ()
     details: Sequence[str] = ()
+
+    @property
+    def num_gaps(self) -> int:
+        """How many scores are missing."""
+        is_score = [heading in self.scores for heading in self.header]
+        count = 0
+        for line in self.lines:
+            count += list(itertools.compress(line, is_score)).count(MISSING)
+        return count
 
 
 def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]]:
