@@ -17,10 +17,10 @@ OF_PG19 = "published (PG-19)"
 Looks = Mapping[str, style.Look]
 
 
-def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **labels: object) -> None:
+def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **settings: object) -> None:
     """A line per series of one metric, with a band of one standard error.
 
-    Many points carry few markers. labels: settings of the axes; y then begins at 0. They end its
+    Many points carry few markers. settings: of the axes; y then begins at 0. They end its
     scaling, so they are left out where points follow.
     """
     factor = columns.quantity(rows.metric.iloc[0]).factor
@@ -32,8 +32,8 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **labels: object) 
         every = max(1, len(own) // MAX_MARKERS)
         axes.plot(own.x, y, label=name, color=color, marker=marker, linestyle=line, markevery=every)
         axes.fill_between(own.x, y - stderr, y + stderr, color=color, alpha=0.15, linewidth=0)
-    if labels:
-        axes.set(**{"ylim": (0, None)} | labels)
+    if settings:
+        axes.set(**{"ylim": (0, None)} | settings)
 
 
 def fig2(tables: data.Tables, name: str) -> Figure | None:

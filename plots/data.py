@@ -37,7 +37,7 @@ class Tables:
         """The name in figures, by the name in the tables."""
 
     def accuracy(self, name: str) -> pd.DataFrame:
-        """Rows of (model, label, task, metric). Numbers are floats; an empty cell is NaN.
+        """Rows of (model, label, task, metric). Numbers are floats, NaN where there is none.
 
         `stderr` is that of the difference to the full cache where the table has differences. The
         full cache itself, from which they are taken, then has none.

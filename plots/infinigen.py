@@ -167,7 +167,7 @@ def table2(tables: data.Tables, name: str) -> Figure | None:
     of_models = others.groupby("model", sort=False)
     for axes, (model, points) in zip(all_axes[len(panels) :], of_models, strict=True):
         pools = list(POOLS.values())
-        found, _ = style.places(axes, [NAME], _ticks(pools))
+        found, _ = style.place_bars(axes, [NAME], _ticks(pools))
         style.mark_published(axes, found, pools, points)
         axes.set_title(f"{model}, published")
     for axes in all_axes:

@@ -144,7 +144,7 @@ def _draw_timed(
 
 def _stacked_times(
     axes: Axes, panel: pd.DataFrame, points: pd.DataFrame, *, in_legend: bool = True
-) -> style.Places:
+) -> style.BarCentres:
     """Prefill seconds, light, below decode seconds, a group of bars per batch size.
 
     The paper's totals stand on the bars.
@@ -153,7 +153,7 @@ def _stacked_times(
     decode = data.pivot(panel, "batch_size", "decode_s")
     batches = list(prefill.index)
     groups = [f"{batch:.0f}" for batch in batches]
-    found, width = style.places(axes, style.ordered(prefill.columns), groups)
+    found, width = style.place_bars(axes, style.ordered(prefill.columns), groups)
     for label, x in found.items():
         color, _, _, hatch = style.look(label)
         look: Any = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}

@@ -357,14 +357,16 @@ def chance_line(axes: Axes, value: float) -> None:
 
 # Bars
 
-Places = dict[str, np.ndarray]
+BarCentres = dict[str, np.ndarray]
 """By label, the x of its bar in each group."""
 
 
-def places(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> tuple[Places, float]:
+def place_bars(
+    axes: Axes, labels: Sequence[str], groups: Sequence[str]
+) -> tuple[BarCentres, float]:
     """Place a bar per label into every group, and name the groups below the axis.
 
-    Returns the places, and the width of a bar.
+    Returns the centres of the bars, and their width.
     """
     width = FILLED / len(labels)
     centres = np.arange(len(groups))
@@ -378,9 +380,9 @@ def places(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> tuple[Pl
 
 def grouped(
     axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
-) -> Places:
+) -> BarCentres:
     """One bar per number of `values` (a row per group, a column per label); NaN is a gap."""
-    found, width = places(axes, ordered(values.columns), groups)
+    found, width = place_bars(axes, ordered(values.columns), groups)
     for label, x in found.items():
         color, _, _, hatch = look(label)
         axes.bar(
@@ -399,7 +401,7 @@ def grouped(
     return found
 
 
-def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> Places:
+def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> BarCentres:
     """A bar with its standard error for each row, all in the look of the label `name`.
 
     groups: the names of the bars.

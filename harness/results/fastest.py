@@ -61,9 +61,8 @@ def _timed_rows(results_dir: str | Path, model: str) -> list[TableRow]:
         if is_timed and row["model"] == model and row["method"] != REFERENCES["upper"]:
             timed.append(row)
     if not timed:
-        raise UserError(
-            f"{path}: no timed method of {model} in it; `{COMMAND} grid=leaderboard` adds them"
-        )
+        none = f"{path}: no timed method of {model} in it"
+        raise UserError(f"{none}; `{COMMAND} grid=leaderboard` adds them")
     return timed
 
 

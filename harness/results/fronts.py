@@ -10,19 +10,8 @@ from typing import Any
 
 import yaml
 
-from harness.results.columns import (
-    BOARD_METRICS,
-    KL,
-    NUM_CONTEXTS,
-    NUM_WINDOWS,
-    SIZE,
-    BoardMetric,
-    TableRow,
-    board_metrics,
-    grouped,
-    having,
-    values,
-)
+from harness.results import columns
+from harness.results.columns import BoardMetric, TableRow
 from harness.results.student import ONE_SIGMA, critical_value
 from harness.settings.paths import CONF_DIR
 
@@ -30,7 +19,7 @@ GRID = CONF_DIR / "grid" / "leaderboard.yaml"
 IN_GRID: Mapping[str, Any] = yaml.safe_load(GRID.read_text(encoding="utf-8"))
 REFERENCES: Mapping[str, str] = IN_GRID["references"]
 """Methods that every other should lie between at equal size: `upper`, `lower`."""
-COSTS = {metric.front: metric.column.name for metric in BOARD_METRICS if metric.front}
+COSTS = {metric.front: metric.column.name for metric in columns.BOARD_METRICS if metric.front}
 """Columns of the costs, by the front's name."""
 EQUAL = 0.01
 """Sizes that differ by at most this count as equal, as when a method is sized."""
@@ -42,15 +31,15 @@ SAME_SIZE, SAME_STEP = 0.001, 0.01
 
 def size_of(row: TableRow, metric: BoardMetric) -> float | None:
     """The size at which a metric was measured; None if it was not."""
-    name = f"{metric.column.name}_size" if metric.origin == "task" else SIZE.name
+    name = f"{metric.column.name}_size" if metric.origin == "task" else columns.SIZE.name
     size: float | None = row.get(name)
     return size
 
 
 def sizes_of(row: TableRow) -> list[float | None]:
     """The size on the text, and that on each task."""
-    on_tasks = [size_of(row, metric) for metric in board_metrics("task")]
-    return [row.get(SIZE.name), *on_tasks]
+    on_tasks = [size_of(row, metric) for metric in columns.board_metrics("task")]
+    return [row.get(columns.SIZE.name), *on_tasks]
 
 
 def has_its_size(row: TableRow) -> bool:
@@ -60,7 +49,7 @@ def has_its_size(row: TableRow) -> bool:
 
 def has_its_size_on_text(row: TableRow) -> bool:
     """Whether a method reads its asked size on the text; True if none was asked."""
-    return _is_asked(row, row.get(SIZE.name))
+    return _is_asked(row, row.get(columns.SIZE.name))
 
 
 def _is_asked(row: TableRow, size: float | None) -> bool:
@@ -74,7 +63,7 @@ def _is_asked(row: TableRow, size: float | None) -> bool:
 def fronts(rows: Sequence[TableRow]) -> list[str]:
     """For each row the costs for which it is on the front of its model, as in "size, step time"."""
     costs: dict[int, list[str]] = defaultdict(list)
-    for of_model in grouped(rows, lambda row: row["model"]).values():
+    for of_model in columns.grouped(rows, lambda row: row["model"]).values():
         for name, column in COSTS.items():
             for row in _front(of_model, column):
                 costs[id(row)].append(name)
@@ -88,10 +77,10 @@ def _front(rows: Sequence[TableRow], cost: str) -> list[TableRow]:
     of the front, and no row of the same cost is certainly closer. A row whose own error is large
     thus excludes no other.
     """
-    points = having(rows, cost, KL.name)
+    points = columns.having(rows, cost, columns.KL.name)
     front: list[TableRow] = []
     for row in sorted(points, key=lambda row: row[cost]):
-        tolerance = SAME_SIZE if cost == SIZE.name else SAME_STEP * row[cost]
+        tolerance = SAME_SIZE if cost == columns.SIZE.name else SAME_STEP * row[cost]
         cheaper = [other for other in front if row[cost] - other[cost] > tolerance]
         alike = [other for other in points if abs(row[cost] - other[cost]) <= tolerance]
         closest_cheaper = min(cheaper, key=_kl, default=None)
@@ -103,7 +92,7 @@ def _front(rows: Sequence[TableRow], cost: str) -> list[TableRow]:
 
 
 def _kl(row: TableRow) -> float:
-    kl: float = row[KL.name]
+    kl: float = row[columns.KL.name]
     return kl
 
 
@@ -113,17 +102,18 @@ def _certainly_closer(one: TableRow, other: TableRow) -> bool:
     That is half the width of the interval of the difference that has the confidence of one
     standard error (68 %). Of a single window no error is known, and the numbers decide.
     """
-    error = f"{KL.name}_stderr"
+    error = f"{columns.KL.name}_stderr"
     stderr = math.hypot(one.get(error) or 0, other.get(error) or 0)
     lead = _kl(other) - _kl(one)
     if not stderr:
         return lead > 0
-    return lead > critical_value(_fewest((one, other), NUM_WINDOWS.name), ONE_SIGMA) * stderr
+    num_windows = _fewest((one, other), columns.NUM_WINDOWS.name)
+    return lead > critical_value(num_windows, ONE_SIGMA) * stderr
 
 
 def _fewest(rows: Iterable[TableRow], column: str) -> float | None:
     """The least number of windows or contexts of `rows`; None if no row says."""
-    return min(values(having(rows, column), column), default=None)
+    return min(columns.values(columns.having(rows, column), column), default=None)
 
 
 # References
@@ -134,7 +124,7 @@ def outside(row: TableRow, rows: Sequence[TableRow]) -> Iterator[str]:
 
     Certainly: the 95 % interval of the difference is without zero.
     """
-    for metric in BOARD_METRICS:
+    for metric in columns.BOARD_METRICS:
         if metric.compared:
             for side, method in REFERENCES.items():
                 for reference in rows:
@@ -147,7 +137,7 @@ def _are_alike(row: TableRow, reference: TableRow, metric: BoardMetric) -> bool:
     if reference is row or reference["model"] != row["model"]:
         return False
     name = metric.column.name
-    if len(having((row, reference), name, f"{name}_stderr")) < 2:
+    if len(columns.having((row, reference), name, f"{name}_stderr")) < 2:
         return False
     own, other = size_of(row, metric), size_of(reference, metric)
     return own is not None and other is not None and abs(own - other) <= EQUAL
@@ -160,9 +150,10 @@ def _beyond(row: TableRow, reference: TableRow, metric: BoardMetric, side: str) 
     better_by = gap if metric.more_is_better else -gap
     beyond_by = better_by if side == "upper" else -better_by
     stderr = math.hypot(row[f"{column.name}_stderr"], reference[f"{column.name}_stderr"])
-    of_task = f"{column.name}_{NUM_CONTEXTS.name}"
-    count = _fewest((row, reference), of_task if metric.origin == "task" else NUM_WINDOWS.name)
-    if beyond_by > critical_value(count) * stderr:
+    count = columns.NUM_WINDOWS.name
+    if metric.origin == "task":
+        count = f"{column.name}_{columns.NUM_CONTEXTS.name}"
+    if beyond_by > critical_value(_fewest((row, reference), count)) * stderr:
         word = "better" if better_by > 0 else "worse"
         amount = column.show(abs(gap), stderr)
         yield f"{column.words} {word} than {reference['label']} by {amount}"

@@ -19,33 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import write_atomic
-from harness.results.columns import (
-    ASKED_SIZE,
-    BOARD,
-    BOARD_METRICS,
-    EXEMPT_LAYERS,
-    FRONT,
-    KL,
-    LABEL,
-    MISSING,
-    NLL,
-    NUM_CONTEXTS,
-    NUM_WINDOWS,
-    SIZE,
-    STEP,
-    BoardMetric,
-    Column,
-    TableRow,
-    board_columns,
-    board_metrics,
-    check,
-    grouped,
-    headings,
-    names,
-    picked,
-    render_csv,
-    values,
-)
+from harness.results import columns
+from harness.results.columns import BoardMetric, Column, TableRow
 from harness.results.fronts import (
     COSTS,
     IN_GRID,
@@ -81,7 +56,7 @@ BEST, PAPERS, BOTH = "best", "paper's", "both"
 """What `exempt_choice` says; empty for another number."""
 READS_ALL = "reads all"
 """The family of the full cache."""
-TASKS = [metric.column.name for metric in board_metrics("task")]
+TASKS = [metric.column.name for metric in columns.board_metrics("task")]
 OTHER_SIZE, OUTSIDE_MARK, MODELLED = "§", "†", "‡"
 LEGEND = {
     OUTSIDE_MARK: (
@@ -127,7 +102,7 @@ def write(results_dir: Path, own: Sequence[TableRow]) -> None:
     path = results_dir / "tables" / f"{NAME}.csv"
     rows = complete(merged(path, "board", own))
     for name, shown in ((NAME, rows), (FRONTIER, frontier(rows))):
-        write_atomic(path.with_stem(name), render_csv(BOARD, shown))
+        write_atomic(path.with_stem(name), columns.render_csv(columns.BOARD, shown))
         write_atomic(results_dir / f"{name}.md", markdown(name, NOTE, sheets(shown)))
 
 
@@ -140,12 +115,12 @@ def rows_of_records(results_dir: str | Path) -> list[TableRow]:
     full = Baselines(scores)
     timed = {_method(record): record for record in times}
     rows = []
-    for (method, _), runs in grouped(scores, _method_and_size).items():
+    for (method, _), runs in columns.grouped(scores, _method_and_size).items():
         try:
             row = _row(runs, full)
             if method in timed:
                 row |= step_of(row, timed[method])
-            check(BOARD, [row])
+            columns.check(columns.BOARD, [row])
             rows.append(row)
         except BAD_VALUE_ERRORS as error:
             used = [*runs, timed[method]] if method in timed else runs
@@ -156,15 +131,14 @@ def rows_of_records(results_dir: str | Path) -> list[TableRow]:
 
 def _by_age(results_dir: str | Path, experiment: str) -> list[Record]:
     """The records of an experiment, the oldest first."""
-    return sorted(
-        current(read_records(results_dir, experiment)), key=lambda record: record["started"]
-    )
+    records = current(read_records(results_dir, experiment))
+    return sorted(records, key=lambda record: record["started"])
 
 
 def _method(record: Record) -> str:
     """Model, method and codec, whatever the size, as words that compare."""
     config = record["config"]
-    codecs = picked(config, OF_CODECS).values()
+    codecs = columns.picked(config, OF_CODECS).values()
     settings = [config["model"]["name"], config["method_name"], config.get("method"), *codecs]
     return json.dumps(settings, sort_keys=True)
 
@@ -202,7 +176,7 @@ def _settings(runs: Sequence[Record]) -> str:
     """All settings of the method as it ran on the text, else on the tasks, and the codec."""
     scored = min(runs, key=lambda record: record["kind"] == "tasks")
     settings = dict(next(iter(scored["methods"].values()), scored["config"]["method"]))
-    settings |= picked(scored["config"], ("codec", "value_codec", "size"))
+    settings |= columns.picked(scored["config"], ("codec", "value_codec", "size"))
     return in_words({name: value for name, value in settings.items() if value is not None})
 
 
@@ -212,16 +186,16 @@ def _family(record: Record) -> str:
         return "oracle" if record["when"] == "true_scores" else "retrieves"
     if record["config"]["size"] is not None:
         return "evicts"
-    sizes = set(values(record["metrics"].values(), "size"))
+    sizes = set(columns.values(record["metrics"].values(), "size"))
     return READS_ALL if sizes <= {1} else "codes"
 
 
 def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
     """Sizes and fidelity on a text, with the difference of its negative log-likelihood."""
     nll = nll_difference(record["samples"]["windows"])
-    measured = {**entries, NLL.name: nll.value, f"{NLL.name}_stderr": nll.stderr}
-    found = picked(measured, names(board_columns("size", "text")))
-    return found | {NUM_WINDOWS.name: nll.num_contexts}
+    measured = {**entries, columns.NLL.name: nll.value, f"{columns.NLL.name}_stderr": nll.stderr}
+    found = columns.picked(measured, columns.names(columns.board_columns("size", "text")))
+    return found | {columns.NUM_WINDOWS.name: nll.num_contexts}
 
 
 def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines) -> TableRow:
@@ -230,13 +204,13 @@ def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines
     The standard error is that of the difference, or else that of the value.
     """
     parts: TableRow = {"stderr": entries.get("acc_stderr"), "size": entries["size"]}
-    parts[NUM_CONTEXTS.name] = num_contexts(record["samples"].get(name, ()), "acc")
+    parts[columns.NUM_CONTEXTS.name] = num_contexts(record["samples"].get(name, ()), "acc")
     difference = full.difference(record, name, "acc")
     if difference is not None:
         parts["difference"] = difference.value
         parts["stderr"] = difference.stderr
         parts["detectable"] = difference.detectable
-        parts[NUM_CONTEXTS.name] = difference.num_contexts
+        parts[columns.NUM_CONTEXTS.name] = difference.num_contexts
     return {name: entries["acc"]} | {f"{name}_{part}": value for part, value in parts.items()}
 
 
@@ -250,11 +224,9 @@ def complete(rows: Sequence[TableRow]) -> list[TableRow]:
     has neither front nor outside, and so has one with another number of exempt layers than its
     best.
     """
-    rows = sorted(
-        rows, key=lambda row: (row["model"], row["asked_size"] or 1, row["label"], row["settings"])
-    )
+    rows = sorted(rows, key=_order)
     best = set()
-    for of_method in grouped(rows, _method_at_size).values():
+    for of_method in columns.grouped(rows, _method_at_size).values():
         best.add(id(min(of_method, key=_distance)))
     completed = []
     for row in rows:
@@ -269,6 +241,10 @@ def complete(rows: Sequence[TableRow]) -> list[TableRow]:
     return completed
 
 
+def _order(row: TableRow) -> tuple[Any, ...]:
+    return row["model"], row["asked_size"] or 1, row["label"], row["settings"]
+
+
 def _method_at_size(row: TableRow) -> tuple[Any, ...]:
     return row["model"], row["method"], row["codec"], row["label"], row["asked_size"]
 
@@ -280,7 +256,7 @@ def _distance(row: TableRow) -> tuple[bool, float]:
 
 def _kl(row: TableRow) -> float:
     """The KL, infinite where it was not measured."""
-    kl = row.get(KL.name)
+    kl = row.get(columns.KL.name)
     return math.inf if kl is None else kl
 
 
@@ -308,10 +284,10 @@ def frontier(rows: Sequence[TableRow]) -> list[TableRow]:
 
 def sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """The tables of completed rows, by model and asked size, the smallest KL first."""
-    for model, of_model in grouped(rows, lambda row: str(row["model"])).items():
+    for model, of_model in columns.grouped(rows, lambda row: str(row["model"])).items():
         marked, notes = mark_own(of_model, "label")
         shown = [row for row in marked if row["exempt_choice"]]
-        for group, of_group in grouped(shown, _group).items():
+        for group, of_group in columns.grouped(shown, _group).items():
             sheet = _sheet(f"{model}, {group}", sorted(of_group, key=_kl))
             yield sheet._replace(notes=[*sheet.notes, *notes])
 
@@ -320,15 +296,15 @@ def _group(row: TableRow) -> str:
     if row["experiment"] == FRONTIER:
         return f"not beaten in {' or in '.join(COSTS)}"
     asked = row["asked_size"]
-    return "sizes of their own" if asked is None else f"size {ASKED_SIZE.show(asked)} %"
+    return "sizes of their own" if asked is None else f"size {columns.ASKED_SIZE.show(asked)} %"
 
 
 def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
-    metrics = {metric.column: metric for metric in BOARD_METRICS if metric.on_page}
-    columns = []
-    for column in (EXEMPT_LAYERS, *metrics, FRONT):
+    metrics = {metric.column: metric for metric in columns.BOARD_METRICS if metric.on_page}
+    shown = []
+    for column in (columns.EXEMPT_LAYERS, *metrics, columns.FRONT):
         if any(row.get(column.name) not in (None, "") for row in rows):
-            columns.append(column)
+            shown.append(column)
     marks: set[str] = set()
     lines, details = [], []
     for row in rows:
@@ -337,18 +313,18 @@ def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
             own_marks += OTHER_SIZE
         line = [row["label"] + own_marks]
         marks.update(own_marks)
-        for column in columns:
+        for column in shown:
             text = _shown(column, metrics.get(column), row)
             line.append(text)
             marks.add(text[-1])
         lines.append(line)
         details.append("; ".join(filter(None, [row["settings"], row.get("outside")])))
     bold = set()
-    for at, column in enumerate(columns, start=1):
-        if column in metrics and column != SIZE:
+    for at, column in enumerate(shown, start=1):
+        if column in metrics and column != columns.SIZE:
             for number in _best_lines(metrics[column], rows):
                 bold.add((number, at))
-    header = headings((LABEL, *columns))
+    header = columns.headings((columns.LABEL, *shown))
     notes = [f"{mark} {words}" for mark, words in LEGEND.items() if mark in marks]
     return Sheet(title, header, lines, bold=bold, notes=notes, details=details)
 
@@ -356,18 +332,18 @@ def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
 def _shown(column: Column, metric: BoardMetric | None, row: TableRow) -> str:
     """A row's value of a column as text."""
     value, stderr = row.get(column.name), row.get(f"{column.name}_stderr")
-    if column == FRONT:
-        return value or MISSING
-    if column == EXEMPT_LAYERS:
-        return MISSING if value is None else f"{column.show(value)}, {row['exempt_choice']}"
-    if column == SIZE:  # that of the text and those of the tasks
-        return show_range(SIZE, sizes_of(row))
-    if column == STEP and row.get("step_source") == "modelled":
-        return STEP.show(value) + MODELLED
+    if column == columns.FRONT:
+        return value or columns.MISSING
+    if column == columns.EXEMPT_LAYERS:
+        return columns.MISSING if value is None else f"{column.show(value)}, {row['exempt_choice']}"
+    if column == columns.SIZE:  # that of the text and those of the tasks
+        return show_range(columns.SIZE, sizes_of(row))
+    if column == columns.STEP and row.get("step_source") == "modelled":
+        return columns.STEP.show(value) + MODELLED
     if metric is not None and metric.origin == "task":
         difference = row.get(f"{column.name}_difference")
         detectable = row.get(f"{column.name}_detectable")
-        contexts = row.get(f"{column.name}_{NUM_CONTEXTS.name}")
+        contexts = row.get(f"{column.name}_{columns.NUM_CONTEXTS.name}")
         return show_difference(column, value, stderr, difference, detectable, contexts)
     return column.show(value, stderr)
 

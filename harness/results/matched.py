@@ -17,18 +17,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from harness.errors import UserError, printable, shortened
+from harness.results import columns
 from harness.results.archive import opened
-from harness.results.columns import (
-    DEVICE_FRAC,
-    LATENCY,
-    NUM_CONTEXTS,
-    RESIDENT_FRAC,
-    SIZE,
-    TableRow,
-    grouped,
-    is_part,
-    picked,
-)
+from harness.results.columns import TableRow
 from harness.results.pages import pairs_of_settings
 from harness.results.record import CODE, Record, read_all
 from harness.results.samples import Measured, Sample, paired, same_questions, samples_of
@@ -51,7 +42,7 @@ VALUES = (
 """What is known of a number. standard_errors: of the difference, in units of its `stderr`. outside:
 whether they are more than half the width of the 95 % interval, which depends on `num_contexts`.
 pairs: windows or questions that both were measured on."""
-SIZES = (SIZE, DEVICE_FRAC, RESIDENT_FRAC)
+SIZES = (columns.SIZE, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
@@ -123,9 +114,8 @@ def _numbers_by_key(source: Path) -> dict[Any, Number]:
         for number in _numbers(folder):
             numbers[_values(number, KEYS)] = number
     if not numbers:
-        raise UserError(
-            f"{source}: no finished run in it, and tables alone do not say what was run"
-        )
+        none = "no finished run in it, and tables alone do not say what was run"
+        raise UserError(f"{source}: {none}")
     return numbers
 
 
@@ -138,7 +128,7 @@ def _numbers(folder: Path) -> Iterator[Number]:
     pairs = with_rows(read_all(folder), weights=False)
     for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
         for row in rows:
-            names = picked(row, NAMES)
+            names = columns.picked(row, NAMES)
             for metric, value, stderr in _metrics(row):
                 if isinstance(value, int | float):
                     number = names | {"metric": metric, "value": value, "stderr": stderr}
@@ -151,12 +141,12 @@ def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
     Each column of a timed cell, else the value and, of a whole task or text, the sizes.
     """
     if "metric" not in row:
-        for column in LATENCY:
+        for column in columns.LATENCY:
             if column.digits is not None and column.name not in NAMES:
                 yield column.name, row.get(column.name), None
         return
     yield row["metric"], row["value"], row.get("stderr")
-    if "task" in row and not is_part(row):
+    if "task" in row and not columns.is_part(row):
         for column in SIZES:
             yield column.name, row.get(column.name), None
 
@@ -185,12 +175,12 @@ def _matched_by_settings(first: Sequence[Number], second: Sequence[Number]) -> l
     """
     found = []
     key_of = partial(_values, names=WITHOUT_SETTINGS)
-    of_second = grouped(second, key_of)
-    for key, left in grouped(first, key_of).items():
+    of_second = columns.grouped(second, key_of)
+    for key, left in columns.grouped(first, key_of).items():
         right = of_second.get(key, [])
         shared, changed = _shared_and_changed(left, right)
-        right_by_shared = grouped(right, partial(_setting_values, names=shared))
-        for values, own in grouped(left, partial(_setting_values, names=shared)).items():
+        right_by_shared = columns.grouped(right, partial(_setting_values, names=shared))
+        for values, own in columns.grouped(left, partial(_setting_values, names=shared)).items():
             others = right_by_shared.get(values, [])
             if len(own) == len(others) == 1:
                 words = _words_of_settings(own[0], others[0], shared, changed)
@@ -244,7 +234,7 @@ def _setting_values(number: Number, names: Sequence[str]) -> tuple[str, ...]:
 
 def _of_one(number: Number, side: str) -> dict[str, Any]:
     """A row of the frame for a number of A or B alone."""
-    row = picked(number, KEYS) | dict.fromkeys(VALUES)
+    row = columns.picked(number, KEYS) | dict.fromkeys(VALUES)
     row["before" if side == "left_only" else "after"] = number["value"]
     of_speed = "metric" not in number["row"]
     return row | {"_merge": side, "distance": -1.0, "causes": [], "of_speed": of_speed}
@@ -267,7 +257,7 @@ def _change(pair: Pair) -> dict[str, Any]:
             distance = sigmas / critical
         else:
             distance = math.inf if ratio is None else abs(math.log(ratio))
-    row = picked(before, KEYS)
+    row = columns.picked(before, KEYS)
     causes = [*inputs, *_changed_surroundings(one, two)]
     if settings is not None:
         row["settings"] = settings
@@ -303,7 +293,7 @@ def _changed_surroundings(one: Record, two: Record) -> list[str]:
     words = []
     if one["config"]["model"].get("dtype") != two["config"]["model"].get("dtype"):
         words.append("precision")
-    if picked(one["environment"], MACHINE) != picked(two["environment"], MACHINE):
+    if columns.picked(one["environment"], MACHINE) != columns.picked(two["environment"], MACHINE):
         words.append("environment")
     return words
 
@@ -321,7 +311,7 @@ def _spread(before: Number, after: Number, *, same_data: bool) -> Spread:
         return Spread()
     contexts = []
     for number in (before, after):
-        count = number["row"].get(NUM_CONTEXTS.name)
+        count = number["row"].get(columns.NUM_CONTEXTS.name)
         if count is not None:
             contexts.append(count)
     return Spread(math.hypot(*errors), min(contexts, default=None))
@@ -331,6 +321,6 @@ def _samples(number: Number) -> Sequence[Sample]:
     """The questions, windows or prompts behind a number; [] for a chunk of a text, or if the run
     keeps none."""
     row = number["row"]
-    if "task" not in row or is_part(row):
+    if "task" not in row or columns.is_part(row):
         return []
     return samples_of(number["record"], row["task"])

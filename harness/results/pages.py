@@ -5,38 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from harness.results import leaderboard
-from harness.results.columns import (
-    DEVICE_FRAC,
-    LABEL,
-    LATENCY,
-    LAYER,
-    METRICS,
-    MISSING,
-    NUM_CONTEXTS,
-    NUM_FEWSHOT,
-    NUM_SAMPLES,
-    OF_SOME_RUNS,
-    RESIDENT_FRAC,
-    SEQ_LEN,
-    SETTINGS,
-    SIZE,
-    UNMET_SIZE,
-    Column,
-    TableRow,
-    grouped,
-    having,
-    headings,
-    is_depth,
-    is_part,
-    names,
-    published_rows,
-    quantity,
-    rank,
-    texts,
-    values,
-    with_values,
-)
+from harness.results import columns, leaderboard
+from harness.results.columns import Column, TableRow
 from harness.results.sheet import (
     DIFFERENCE_NOTE,
     SIZE_NOTE,
@@ -96,8 +66,8 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     if rows and _shape(rows[0]) == "board":
         yield from leaderboard.sheets(rows)
         return
-    for title, of_title in grouped(rows, _title).items():
-        for shape, of_shape in grouped(of_title, _shape).items():
+    for title, of_title in columns.grouped(rows, _title).items():
+        for shape, of_shape in columns.grouped(of_title, _shape).items():
             marked, notes = mark_own(of_shape, "series" if shape == "analysis" else "label")
             for sheet in SHEETS[shape](title, marked):
                 yield sheet._replace(notes=[*sheet.notes, *notes])
@@ -122,9 +92,9 @@ def render_markdown(name: str, rows: Sequence[TableRow]) -> str:
     note = NOTES[_shape(rows[0]) if rows else "accuracy"]
     sheets = list(sheets_of(rows))
     lines = []
-    for row in published_rows():
+    for row in columns.published_rows():
         if row["figure"] == name:
-            lines.append([row[column] or MISSING for column in PUBLISHED_HEADER])
+            lines.append([row[column] or columns.MISSING for column in PUBLISHED_HEADER])
     if lines:
         sheets.append(Sheet("the paper's numbers", PUBLISHED_HEADER, lines))
     return markdown(name, note, sheets)
@@ -137,7 +107,7 @@ def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
     """The tables for a terminal, with the most important columns; "" without rows."""
-    hidden = set(names(_numbers_of_speed())).difference(BRIEF_SPEED)
+    hidden = set(columns.names(_numbers_of_speed())).difference(BRIEF_SPEED)
     shown = []
     for row in rows:
         shape = _shape(row)
@@ -150,12 +120,12 @@ def render_terminal(rows: Sequence[TableRow]) -> str:
 
 def is_brief(row: TableRow) -> bool:
     """Whether a terminal shows a row of accuracy."""
-    return not is_part(row) and _is_among(BRIEF, row["metric"])
+    return not columns.is_part(row) and _is_among(BRIEF, row["metric"])
 
 
 def _is_among(metrics: Sequence[str], metric: str) -> bool:
     name = metric.partition(",")[0]
-    return name in metrics or name not in METRICS
+    return name in metrics or name not in columns.METRICS
 
 
 # Settings
@@ -189,9 +159,9 @@ def _accuracy(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """Whole tasks and texts, then chunks of texts, then each task with needles by their depth."""
     whole, chunks, depths = [], [], []
     for row in rows:
-        if is_depth(row):
+        if columns.is_depth(row):
             depths.append(row)
-        elif is_part(row):
+        elif columns.is_part(row):
             chunks.append(row)
         else:
             whole.append(row)
@@ -199,7 +169,7 @@ def _accuracy(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         yield _accuracy_sheet(title, whole)
     if chunks:
         yield _accuracy_sheet(f"{title}, by range of tokens", chunks)
-    for task, of_task in grouped(depths, lambda row: row["task"].partition("[")[0]).items():
+    for task, of_task in columns.grouped(depths, lambda row: row["task"].partition("[")[0]).items():
         words = "right answers (%) by length and depth of the needle"
         yield _accuracy_sheet(f"{title}, {task}: {words}", of_task)
 
@@ -215,21 +185,21 @@ class _Line(NamedTuple):
 
 
 def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
-    columns = grouped(rows, _key)
-    of_key = _headings(columns)
-    shared = {key: _shared_settings(of_column) for key, of_column in columns.items()}
-    beside = (UNMET_SIZE, *OF_SOME_RUNS, DEVICE_FRAC, RESIDENT_FRAC)
-    sizes = [SIZE, *with_values(beside, rows)]
+    by_key = columns.grouped(rows, _key)
+    of_key = _headings(by_key)
+    shared = {key: _shared_settings(of_column) for key, of_column in by_key.items()}
+    beside = (columns.UNMET_SIZE, *columns.OF_SOME_RUNS, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
+    sizes = [columns.SIZE, *columns.with_values(beside, rows)]
     lines = []
     for line in sorted(_lines(rows, shared), key=_order_of_line):
-        shown = [line.label, line.settings or MISSING]
+        shown = [line.label, line.settings or columns.MISSING]
         for column in sizes:
-            known = having(line.rows.values(), column.name)
-            shown.append(show_range(column, values(known, column.name)))
+            known = columns.having(line.rows.values(), column.name)
+            shown.append(show_range(column, columns.values(known, column.name)))
         for key in of_key:
-            shown.append(_value(line.rows[key]) if key in line.rows else MISSING)
+            shown.append(_value(line.rows[key]) if key in line.rows else columns.MISSING)
         lines.append(shown)
-    header = [*headings((LABEL, SETTINGS, *sizes)), *of_key.values()]
+    header = [*columns.headings((columns.LABEL, columns.SETTINGS, *sizes)), *of_key.values()]
     scores = [heading for (_, metric), heading in of_key.items() if _is_among(SCORES, metric)]
     notes = _note_on_settings(itertools.chain.from_iterable(shared.values()))
     return Sheet(title, header, lines, scores=scores, notes=notes)
@@ -242,7 +212,7 @@ def _key(row: TableRow) -> Key:
 def _lines(rows: Sequence[TableRow], shared: Mapping[Key, Sequence[str]]) -> list[_Line]:
     """A line per run; a run joins the first line of its identity that has none of its columns."""
     lines: list[_Line] = []
-    for of_run in grouped(rows, _run_of).values():
+    for of_run in columns.grouped(rows, _run_of).values():
         first, by_key = of_run[0], {_key(row): row for row in of_run}
         settings = []
         for pair in pairs_of_settings(first.get("settings")):
@@ -271,18 +241,18 @@ def _order_of_line(line: _Line) -> tuple[Any, ...]:
     return size < 1, line.label, size, length, line.settings
 
 
-def _headings(columns: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
+def _headings(by_key: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
     """The heading of each column, in the order of the page.
 
     If columns differ in number of samples, shots or length, a heading has what all rows of its
     column share.
     """
     found = {}
-    for key in sorted(columns, key=lambda key: rank(key[1])):
-        found[key] = _heading(columns[key][0])
-    for condition in (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN):
+    for key in sorted(by_key, key=lambda key: columns.rank(key[1])):
+        found[key] = _heading(by_key[key][0])
+    for condition in (columns.NUM_SAMPLES, columns.NUM_FEWSHOT, columns.SEQ_LEN):
         shared = {}
-        for key, rows in columns.items():
+        for key, rows in by_key.items():
             distinct = {row.get(condition.name) for row in rows}
             if len(distinct) == 1 and distinct != {None}:
                 shared[key] = distinct.pop()
@@ -293,17 +263,17 @@ def _headings(columns: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
 
 
 def _heading(row: TableRow) -> str:
-    if is_depth(row) and row["metric"].isdecimal():
+    if columns.is_depth(row) and row["metric"].isdecimal():
         depths = row["task"].partition(", ")[2].removesuffix("]")
         return f"{int(row['metric']):,} tokens, {depths}"
-    return f"{row['task']} {quantity(row['metric']).heading}"
+    return f"{row['task']} {columns.quantity(row['metric']).heading}"
 
 
 def _value(row: TableRow) -> str:
     difference = row.get("difference")
     stderr = row["stderr"] if difference is None else row.get("difference_stderr")
-    detectable, contexts = row.get("detectable"), row.get(NUM_CONTEXTS.name)
-    shown = quantity(row["metric"])
+    detectable, contexts = row.get("detectable"), row.get(columns.NUM_CONTEXTS.name)
+    shown = columns.quantity(row["metric"])
     return show_difference(shown, row["value"], stderr, difference, detectable, contexts)
 
 
@@ -317,18 +287,24 @@ def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     for row in rows:
         own = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shared]
         shown.append(row | {"settings": ", ".join(own)})
-    words = [LABEL, SETTINGS] if any(row["settings"] for row in shown) else [LABEL]
-    beside = with_values((UNMET_SIZE, DEVICE_FRAC, *_numbers_of_speed()), rows)
-    numbers = list(dict.fromkeys((SIZE, *beside)))
+    words = (
+        [columns.LABEL, columns.SETTINGS]
+        if any(row["settings"] for row in shown)
+        else [columns.LABEL]
+    )
+    beside = columns.with_values(
+        (columns.UNMET_SIZE, columns.DEVICE_FRAC, *_numbers_of_speed()), rows
+    )
+    numbers = list(dict.fromkeys((columns.SIZE, *beside)))
     lines = []
     for row in sorted(shown, key=_order_of_cell):
-        names_of_row = [row[column.name] or MISSING for column in words]
-        lines.append([*names_of_row, *texts(numbers, row)])
-    yield Sheet(title, headings((*words, *numbers)), lines, notes=_note_on_settings(shared))
+        names_of_row = [row[column.name] or columns.MISSING for column in words]
+        lines.append([*names_of_row, *columns.texts(numbers, row)])
+    yield Sheet(title, columns.headings((*words, *numbers)), lines, notes=_note_on_settings(shared))
 
 
 def _numbers_of_speed() -> list[Column]:
-    return [column for column in LATENCY if column.digits is not None]
+    return [column for column in columns.LATENCY if column.digits is not None]
 
 
 def _order_of_cell(row: TableRow) -> tuple[Any, ...]:
@@ -341,28 +317,28 @@ def _order_of_cell(row: TableRow) -> tuple[Any, ...]:
 
 
 def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    tables = grouped(rows, lambda row: (row["run_id"], row["metric"], row["x_name"]))
+    tables = columns.grouped(rows, lambda row: (row["run_id"], row["metric"], row["x_name"]))
     for (_, metric, x_name), of_table in tables.items():
-        shown = quantity(metric)
-        columns = _shown_x(of_table)
+        shown = columns.quantity(metric)
+        shown_x = _shown_x(of_table)
         lines = []
         for name, line in _series(of_table, x_name).items():
             of_line = [name]
-            for x in columns:
-                text = MISSING
+            for x in shown_x:
+                text = columns.MISSING
                 if x in line:
                     text = shown.show(line[x]["value"], line[x]["stderr"])
                 of_line.append(text)
             lines.append(of_line)
-        header = [LABEL.heading]
-        header += [shown.heading if x is None else f"{x:,g}" for x in columns]
+        header = [columns.LABEL.heading]
+        header += [shown.heading if x is None else f"{x:,g}" for x in shown_x]
         by = f", by {x_name.replace('_', ' ')}" if x_name else ""
         yield Sheet(f"{title}: {shown.heading}{by}", header, lines)
 
 
 def _shown_x(rows: Sequence[TableRow]) -> list[Any]:
     """At most `MAX_COLUMNS` values of x, evenly spread; [None] where there are none."""
-    found = sorted(set(values(having(rows, "x"), "x")))
+    found = sorted(set(columns.values(columns.having(rows, "x"), "x")))
     count = min(MAX_COLUMNS, len(found))
     last, gaps = len(found) - 1, max(1, count - 1)
     return [found[index * last // gaps] for index in range(count)] or [None]
@@ -378,7 +354,7 @@ def _series(rows: Sequence[TableRow], x_name: str) -> dict[str, dict[Any, TableR
     for row in rows:
         name = row["series"]
         if has_layers and x_name != "layer" and row["layer"] is not None:
-            name += f", {LAYER.phrase.format(row['layer'])}"
+            name += f", {columns.LAYER.phrase.format(row['layer'])}"
         found.setdefault(name, {})[row["x"]] = row
     return found
 

@@ -260,16 +260,20 @@ class Baselines:
         own = _measured(record, task, metric)
         if is_full(record) or not any(metric in sample for sample in own.samples):
             return None
-        for full_runs_of in (lambda: self._here, self._elsewhere):
-            others = sorted(
-                full_runs_of(), key=lambda run: run["experiment"] != record["experiment"]
-            )
-            for full in others:
-                if same_questions(record, full):
-                    found = paired(own, _measured(full, task, metric), metric)
-                    if found:
-                        return found
-        return None
+        found = _first_paired(self._here, record, own, task, metric)
+        return found or _first_paired(self._elsewhere(), record, own, task, metric)
+
+
+def _first_paired(
+    full_runs: Iterable[Record], record: Record, own: Measured, task: str, metric: str
+) -> Difference | None:
+    """The difference to the first run on the same questions; the own experiment's come first."""
+    for full in sorted(full_runs, key=lambda full: full["experiment"] != record["experiment"]):
+        if same_questions(record, full):
+            found = paired(own, _measured(full, task, metric), metric)
+            if found:
+                return found
+    return None
 
 
 def of_windows(record: Record, windows: Sequence[Sample]) -> Difference | None:

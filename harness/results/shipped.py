@@ -71,9 +71,8 @@ def _rows_at(path: Path, shape: str) -> list[TableRow]:
     if source != path:  # of the installation
         raise UserError(f"{damage}; install the project again")
     lost = _lost_rows(path)
-    kept = free_path(
-        path.with_name(f"{path.name}.damaged-*")
-    )  # so that nothing takes it for a table
+    # The end of the name keeps everything from taking it for a table.
+    kept = free_path(path.with_name(f"{path.name}.damaged-*"))
     try:
         path.replace(kept)
     except OSError as error:
@@ -87,7 +86,7 @@ def _rows_at(path: Path, shape: str) -> list[TableRow]:
 
 
 def _lost_rows(path: Path) -> str:
-    """What is said of the shipped rows of a damaged table, which have no records."""
+    """Words on the shipped rows that a damaged table loses; they have no records."""
     try:
         text = path.read_bytes().replace(b"\0", b"").decode(errors="replace")  # NULs: of UTF-16
     except OSError:

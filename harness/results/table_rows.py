@@ -6,16 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.results.columns import (
-    OF_SOME_RUNS,
-    TABLES,
-    TableRow,
-    check,
-    grouped,
-    having,
-    picked,
-    values,
-)
+from harness.results import columns
+from harness.results.columns import TableRow
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
 from harness.results.samples import (
     Baselines,
@@ -37,7 +29,7 @@ ROUND = str.maketrans("[]", "()")
 CONDITIONS = (
     "num_samples", "num_fewshot", "seq_len",
     "size", "size_artifact", "device_frac", "resident_frac",
-    *(column.name for column in OF_SOME_RUNS),
+    *(column.name for column in columns.OF_SOME_RUNS),
 )  # fmt: skip
 """Entries beside the metrics of a task that have columns."""
 NO_METRICS = {*CONDITIONS, "num_truncated", "num_contexts"}
@@ -62,7 +54,7 @@ def with_rows(
     for record in finished:
         try:
             rows = rows_of(record, full)
-            check(TABLES[record["table"]], rows)
+            columns.check(columns.TABLES[record["table"]], rows)
         except BAD_VALUE_ERRORS as error:
             path = f"{record['experiment']}/{record['run_id']}/record.json"
             log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
@@ -103,7 +95,9 @@ def _add_weights(pairs: Pairs) -> None:
 
     A model may be replaced under its name.
     """
-    for of_model in grouped(pairs, lambda pair: pair[0]["config"]["model"]["name"]).values():
+    for of_model in columns.grouped(
+        pairs, lambda pair: pair[0]["config"]["model"]["name"]
+    ).values():
         digests = {record["inputs"].get("model") for record, _ in of_model}
         if len(digests - {None}) < 2:
             continue
@@ -159,9 +153,9 @@ def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
 
 def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
     """A row for each length in tokens and depth of the needle; none for a task without needles."""
-    needles = having(samples, "depth")
-    for (length, part), of_part in sorted(grouped(needles, _length_and_part).items()):
-        scores = values(of_part, str(length))
+    needles = columns.having(samples, "depth")
+    for (length, part), of_part in sorted(columns.grouped(needles, _length_and_part).items()):
+        scores = columns.values(of_part, str(length))
         first = DEPTH_PERCENT * part
         yield {
             "task": f"{task}[{length}, {first}-{first + DEPTH_PERCENT} %]",
@@ -199,7 +193,7 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     """
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
-    row = picked(entries, CONDITIONS)
+    row = columns.picked(entries, CONDITIONS)
     row["seq_len"] = entries.get("seq_len", seq_len)
     row["source"] = "measured"
     row["task"] = Path(name).name.translate(ROUND)
