@@ -71,7 +71,7 @@ def test_the_ring_stays_on_the_device(name):
 
 def copies_of_states(session) -> list[torch.Tensor]:
     """The recurrent states of a session, copied."""
-    return [state.clone() for states in session.model_cache._states() for state in states.values()]
+    return [state.clone() for states in session.model_cache.states() for state in states.values()]
 
 
 def test_a_fork_of_a_session_forks_the_states():

@@ -1,12 +1,7 @@
 """Attach our attention to a loaded Hugging Face decoder, once it is known to give the model's own
 numbers.
 
-While attached, a forward pass hands each attention layer's fresh query, key and value to a
-*handler*, which owns the history. The model itself stores no keys and values, and is given explicit
-positions. All hooks go at the end.
-
-The description of a model by `harness.model.decoder` is not trusted: at the first use
-`check_decoder` compares with the model's own forward.
+`harness.model.attached` has the hooks, which all go at the end, and what they call.
 
     with attach(model) as attached:
         hidden = attached.forward(ids, positions, handler)
@@ -55,15 +50,18 @@ def _claimed(stack: Any) -> Iterator[None]:
     """No other thread, and nothing inside the `with` block, attaches the same decoder. Raises
     UserError if one has."""
     parts = {id(stack), id(stack.config)}
+    this_thread = threading.get_ident()
     with _claims:
         threads = {_claimed_by[part] for part in parts if part in _claimed_by}
         if threads:
-            where = "in this thread" if threading.get_ident() in threads else "by another thread"
+            where = "in this thread" if this_thread in threads else "by another thread"
             raise UserError(
-                f"the model is attached already {where}: it takes one harness.attach, generate, perplexity or tasks at "
-                "a time; wait until that has ended, or load the model a second time"
+                f"the model is attached already {where}: it takes one harness.attach, generate, "
+                "perplexity or tasks at a time; wait until that has ended, or load the model a "
+                "second time"
             )
-        _claimed_by.update(dict.fromkeys(parts, threading.get_ident()))
+        for part in parts:
+            _claimed_by[part] = this_thread
     try:
         yield
     finally:

@@ -1,17 +1,19 @@
-"""A loaded model with our attention under it: the hooks into its forward pass."""
+"""A loaded model with our attention under it: the hooks into its forward pass.
+
+A forward pass hands each attention layer's fresh query, key and value to a *handler*, which owns
+the history. The model itself stores no keys and values, and is given explicit positions.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from harness.errors import UserError
 from harness.model.attention import Rotary, rotary_of
@@ -26,16 +28,18 @@ from harness.model.calls import (
 from harness.model.decoder import Decoder
 from harness.model.dense_prompts import DensePrompts
 from harness.model.model_cache import ModelCache
-from harness.model.split_rows import in_parts, rows_of
+from harness.model.split_rows import RecurrentRows, in_parts
 from harness.model.trace import Layer, PositionSource
+from methods.attention import Softmax
 from methods.base import Geometry, LayerInputs
 
 LOOK_AT = (
     "look at its weights, and at the numbers in its configuration (rope_parameters, eps, scales)"
 )
 ELSEWHERE = (
-    "the model is attached to a KV-cache method, and its decoder cannot be called by itself: inside harness.attach "
-    "call the model or its generate, elsewhere wait until the run that attached it has ended"
+    "the model is attached to a KV-cache method, and its decoder cannot be called by itself: "
+    "inside harness.attach call the model or its generate, elsewhere wait until the run that "
+    "attached it has ended"
 )
 
 
@@ -93,51 +97,58 @@ class Attached:
     def __init__(self, model: Any, decoder: Decoder, prompts: DensePrompts | None = None) -> None:
         self.model = model
         self.decoder = decoder
-        self.prompts = (
-            None if decoder.recurrent else prompts
-        )  # recurrent layers would go on from a prompt's states
+        # Recurrent layers would go on from a prompt's states.
+        self.prompts = None if decoder.recurrent else prompts
         self.layers: list[Layer] = decoder.layers
         self.device: torch.device = model.device
-        self.devices = list(dict.fromkeys(layer.device for layer in self.layers))
+        self.devices = _devices_of(self.layers)
         self.dtype: torch.dtype = model.dtype
         windows = [layer.window for layer in self.layers if layer.window is not None]
-        all_local, number = len(windows) == len(self.layers), count()
+        all_local = len(windows) == len(self.layers)
         self.longest = min(window.size for window in windows) if all_local else None
-        self.numbers = [
-            next(number) if all_local or layer.window is None else None for layer in self.layers
-        ]
-        self._numbered = list(zip(self.layers, self.numbers, strict=True))
+        self.numbers: list[int | None] = []
+        self._counted: list[Layer] = []  # those with a number
+        for layer in self.layers:
+            if all_local or layer.window is None:
+                self.numbers.append(len(self._counted))
+                self._counted.append(layer)
+            else:
+                self.numbers.append(None)
         self.geometry = self._geometry()
-        self.softmaxes = [
-            layer.softmax if number is None else layer.softmax._replace(scale=self.geometry.scale)
-            for layer, number in self._numbered
-        ]
+        self.softmaxes: list[Softmax] = []
+        for layer, number in zip(self.layers, self.numbers, strict=True):
+            softmax = layer.softmax
+            if number is not None:
+                softmax = softmax._replace(scale=self.geometry.scale)
+            self.softmaxes.append(softmax)
         self._index = {id(layer.module): index for index, layer in enumerate(self.layers)}
         self._rotaries: dict[int, Rotary | None] = {}
+        # The model's own: `harness.api.cached_model` puts another in its place.
+        self._forward = model.forward
+        # Of a pass under way
+        self._thread: int | None = None
         self._handler: Handler | None = None
+        self._positions: Tensor | None = None
         self._cache = self.new_cache()
-        self._real = torch.ones(0, 0)
+        self._recurrent_rows: RecurrentRows | None = None
         self._made: dict[PositionSource, Any] = {}
         self._rehearsing = False
-        self._forward = (
-            model.forward
-        )  # the model's own: `harness.api.cached_model` puts another in its place
-        self._thread: int | None = None  # the one that runs a pass
 
     def _geometry(self) -> Geometry:
         """The sizes of the layers that see every token; UserError where they differ."""
-        layers = [layer for layer, number in self._numbered if number is not None]
+        layers = self._counted
         first = layers[0]
-        sizes = {
-            (each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements)
-            for each in layers
-        }
-        if len(sizes) > 1:
-            raise refusal(
-                self.decoder.family, "its layers that see every token have several shapes"
-            )
-        softmaxes = tuple(each.softmax._replace(scale=first.softmax.scale) for each in layers)
-        token = first.num_kv_heads * first.elements
+        if any(_sizes_of(layer) != _sizes_of(first) for layer in layers):
+            why = "its layers that see every token have several shapes"
+            raise refusal(self.decoder.family, why)
+        softmaxes = tuple(layer.softmax._replace(scale=first.softmax.scale) for layer in layers)
+        is_plain = all(softmax.is_plain for softmax in softmaxes)
+        windows = []
+        for layer, number in zip(self.layers, self.numbers, strict=True):
+            if number is None and layer.window is not None:
+                elements = layer.num_kv_heads * layer.elements
+                weight = elements / (first.num_kv_heads * first.elements)
+                windows.append(layer.window._replace(weight=weight))
         return Geometry(
             num_layers=len(layers),
             num_heads=first.num_heads,
@@ -148,26 +159,19 @@ class Attached:
             rotate=self._rotate,
             value_dim=first.value_dim,
             values_in_keys=first.latent is not None,
-            softmaxes=() if all(each.is_plain for each in softmaxes) else softmaxes,
-            windows=tuple(
-                layer.window._replace(weight=layer.num_kv_heads * layer.elements / token)
-                for layer, number in self._numbered
-                if number is None and layer.window is not None
-            ),
+            softmaxes=() if is_plain else softmaxes,
+            windows=tuple(windows),
         )
 
     def method_devices(self, num_exempt_layers: int) -> list[torch.device]:
         """The devices of the layers under a method, each once."""
-        under = [
-            layer
-            for layer, number in self._numbered
-            if number is not None and number >= num_exempt_layers
-        ]
-        return list(dict.fromkeys(layer.device for layer in under))
+        return _devices_of(self._counted[num_exempt_layers:])
 
     def new_cache(self) -> ModelCache:
         """The cache object for one batch, with the states of recurrent layers."""
         return ModelCache(self.decoder.stack.config)
+
+    # Passes
 
     @torch.inference_mode()
     def forward(
@@ -188,10 +192,16 @@ class Attached:
         """
         if ids.shape[1] > 1:
             require_embedded(ids, self.decoder.stack.get_input_embeddings())
-        self._handler, self._positions = handler, positions
+        self._handler = handler
+        self._positions = positions
         self._cache = self.new_cache() if cache is None else cache
-        self._real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
-        self._is_padded = bool(self.decoder.recurrent) and real is not None and not bool(real.all())
+        if self.decoder.recurrent:
+            self._recurrent_rows = RecurrentRows(
+                self._cache,
+                torch.ones_like(ids, dtype=torch.bool) if real is None else real,
+                is_padded=real is not None and not bool(real.all()),
+                takes_rows=self.decoder.takes_rows,
+            )
         try:
             with self._running():
                 output = self.decoder.stack(
@@ -202,6 +212,7 @@ class Attached:
                 )
         finally:
             self._handler = None
+            self._recurrent_rows = None
             self._made.clear()
         self._cache.num_columns += ids.shape[1]
         if ids.shape[1] > 1:
@@ -213,14 +224,11 @@ class Attached:
         """The model's output head over final hidden states [..., hidden_size], its softcap and
         scale included: fp32 [..., vocab]."""
         flat = hidden.reshape(1, -1, hidden.shape[-1])
-        made = self.decoder.output_type(
-            last_hidden_state=flat
-        )  # what the model's own code is given instead
+        any_ids = flat.new_zeros(flat.shape[:2], dtype=torch.long)
+        made = self.decoder.output_type(last_hidden_state=flat)
         with replaced_forward(self.decoder.stack, lambda *_, **__: made), self._running():
-            logits = self._forward(
-                input_ids=flat.new_zeros(flat.shape[:2], dtype=torch.long), use_cache=False
-            ).logits
-        return logits.view(*hidden.shape[:-1], -1).float()
+            output = self._forward(input_ids=any_ids, use_cache=False)
+        return output.logits.view(*hidden.shape[:-1], -1).float()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -237,6 +245,8 @@ class Attached:
         if self._thread != threading.get_ident():
             raise UserError(ELSEWHERE)
 
+    # What a model does not take
+
     def require_length(self, num_tokens: int) -> None:
         """Raise UserError for a sequence that is too long to be decoded as one pass computes it:
         beyond the window of a model with local layers only, or beyond the length from which rotary
@@ -244,19 +254,18 @@ class Attached:
         limits = {"sliding window": self.longest}
         config = self.decoder.stack.config
         parameters = getattr(config, "rope_parameters", None) or {}
-        for rope in (
-            [parameters] if "rope_type" in parameters else filter(None, parameters.values())
-        ):
-            if rope.get("rope_type") in ("longrope", "dynamic"):
-                limit = (
-                    rope.get("original_max_position_embeddings") or config.max_position_embeddings
-                )
-                limits[f"length up to which {rope['rope_type']} rope keeps its positions"] = limit
+        ropes = [parameters] if "rope_type" in parameters else parameters.values()
+        for rope in ropes:
+            kind = rope.get("rope_type") if rope else None
+            if kind in ("longrope", "dynamic"):
+                limit = rope.get("original_max_position_embeddings")
+                limit = limit or config.max_position_embeddings
+                limits[f"length up to which {kind} rope keeps its positions"] = limit
         for name, limit in limits.items():
             if limit and num_tokens > limit:
                 raise UserError(
-                    f"a sequence of {num_tokens} tokens: {limit} is the model's {name}; lower seq_len, or prompt_len, "
-                    "gen_len or max_new_tokens"
+                    f"a sequence of {num_tokens} tokens: {limit} is the model's {name}; "
+                    "lower seq_len, or prompt_len, gen_len or max_new_tokens"
                 )
 
     def require_even(self, real: Tensor) -> None:
@@ -264,27 +273,30 @@ class Attached:
         changes the results."""
         if self.decoder.no_padding and not bool(real.all()):
             raise UserError(
-                f"model family {self.geometry.family!r} takes no batch of prompts of unequal lengths: "
-                f"{self.decoder.no_padding}; run them one by one"
+                f"model family {self.geometry.family!r} takes no batch of prompts of unequal "
+                f"lengths: {self.decoder.no_padding}; run them one by one"
             )
 
     def require_rehearsal(self) -> None:
         """Raise UserError where the model's queries cannot be made ahead of their layer."""
         if self.decoder.no_rehearsal:
             raise UserError(
-                f"model family {self.geometry.family!r} takes no method that rehearses a layer's query "
-                f"(method.when=previous_layer): {self.decoder.no_rehearsal}"
+                f"model family {self.geometry.family!r} takes no method that rehearses a layer's "
+                f"query (method.when=previous_layer): {self.decoder.no_rehearsal}"
             )
+
+    # Queries of a layer, outside of its own call
 
     def early_query(self, layer: int, hidden: Tensor) -> Tensor:
         """The query of `layer` for the input `hidden` [batch, rows, hidden_size], as a handler gets
         it."""
         wanted = self.layers[layer]
+        embeddings = None
+        if wanted.positions is not None:
+            embeddings = self._made.get(wanted.positions)
         call = wanted.call.with_hidden(
             hidden,
-            position_embeddings=None
-            if wanted.positions is None
-            else self._made.get(wanted.positions),
+            position_embeddings=embeddings,
             position_ids=self._positions,
             attention_mask=None,
             past_key_values=self._cache,
@@ -305,9 +317,8 @@ class Attached:
         try:
             with ExitStack() as stack:
                 for name, size in wanted.unused.items():
-                    stack.enter_context(
-                        replaced_forward(wanted.module.get_submodule(name), partial(_zeros, size))
-                    )
+                    unused = wanted.module.get_submodule(name)
+                    stack.enter_context(replaced_forward(unused, partial(_zeros, size)))
                 query = self.decoder.run_to_attention(wanted, call).query
         finally:
             self._rehearsing = False
@@ -317,9 +328,36 @@ class Attached:
         """A module's query as handlers get it: scaled for the softmax that all layers share, and
         for latent keys."""
         known = self.layers[layer]
-        if known.softmax.scale != self.softmaxes[layer].scale:
-            query = query * (known.softmax.scale / self.softmaxes[layer].scale)
-        return query @ known.latent.to_query if known.latent is not None else query
+        own, shared = known.softmax.scale, self.softmaxes[layer].scale
+        if own != shared:
+            query = query * (own / shared)
+        return query if known.latent is None else query @ known.latent.to_query
+
+    def _inputs_of(self, layer: int, call: Call) -> LayerInputs:
+        """The arguments of a layer's attention module, as methods get them."""
+        known = self.layers[layer]
+        given = call.kwargs.get("position_embeddings")
+        embeddings = None
+        if isinstance(given, tuple | list) and len(given) == 2:
+            embeddings = given[0], given[1]
+        rotary = None if known.positions is None else partial(_embedded, known.positions)
+        return LayerInputs(known.module, call.hidden, embeddings, rotary)
+
+    def _rotate(
+        self, states: Tensor, positions: Tensor, inverse: bool = False, layer: int = 0
+    ) -> Tensor:
+        """`Geometry.rotate`."""
+        if layer not in self._rotaries:
+            self._rotaries[layer] = rotary_of(self.decoder, self._counted[layer])
+        rotary = self._rotaries[layer]
+        if rotary is None:
+            raise ValueError(
+                f"model family {self.geometry.family!r} applies its positions in a way that is "
+                "not known"
+            )
+        return rotary.apply(states, positions, inverse)
+
+    # Hooks
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
@@ -332,7 +370,8 @@ class Attached:
         index = self._index[id(module)]
         latent = self.layers[index].latent
         query = self._as_handled(index, query)
-        stored, self._cache.latest = self._cache.latest, None  # not held beyond the layer
+        stored = self._cache.latest
+        self._cache.latest = None  # not held beyond the layer
         with launching_on(query.device):
             if latent is None:
                 del stored
@@ -343,21 +382,12 @@ class Attached:
         return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
 
     def _begins(self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._handler is not None:
-            with launching_on(self.layers[layer].device):
-                if self._handler.needs_inputs:
-                    self._handler.take_inputs(layer, self._inputs_of(layer, Call(args, kwargs)))
-                self._handler.layer_begins(layer)
-
-    def _inputs_of(self, layer: int, call: Call) -> LayerInputs:
-        """The arguments of a layer's attention module, as methods get them."""
-        known = self.layers[layer]
-        given = call.kwargs.get("position_embeddings")
-        embeddings = (
-            (given[0], given[1]) if isinstance(given, tuple | list) and len(given) == 2 else None
-        )
-        rotary = None if known.positions is None else partial(_embedded, known.positions)
-        return LayerInputs(known.module, call.hidden, embeddings, rotary)
+        if self._handler is None:
+            return
+        with launching_on(self.layers[layer].device):
+            if self._handler.needs_inputs:
+                self._handler.take_inputs(layer, self._inputs_of(layer, Call(args, kwargs)))
+            self._handler.layer_begins(layer)
 
     def _ends(self, layer: int, *_: Any) -> None:
         if self._handler is not None:
@@ -368,11 +398,9 @@ class Attached:
         self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Called when the mixer before `layer` has its input."""
-        if (
-            self._handler is not None
-            and self.numbers[layer] is not None
-            and self._handler.rehearses(layer)
-        ):
+        if self._handler is None or self.numbers[layer] is None:
+            return
+        if self._handler.rehearses(layer):
             with launching_on(self.layers[layer].device):
                 self._handler.rehearse(layer, self.early_query(layer, Call(args, kwargs).hidden))
 
@@ -382,59 +410,21 @@ class Attached:
         """Keep the position embeddings of this pass, for rehearsals of other layers."""
         self._made[PositionSource(module, options_of(args, kwargs))] = made
 
-    def _rotate(
-        self, states: Tensor, positions: Tensor, inverse: bool = False, layer: int = 0
-    ) -> Tensor:
-        """`Geometry.rotate`."""
-        if layer not in self._rotaries:
-            self._rotaries[layer] = rotary_of(self.decoder, self.layers[self.numbers.index(layer)])
-        rotary = self._rotaries[layer]
-        if rotary is None:
-            raise ValueError(
-                f"model family {self.geometry.family!r} applies its positions in a way that is not known"
-            )
-        return rotary.apply(states, positions, inverse)
-
     def _recurrent(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a recurrent module. In a padded batch each sequence's own rows run alone, with its
-        own state. Rows run one by one where the module takes only one row after a state."""
-        cache, columns = self._cache, self._real
-        one_by_one = not self.decoder.takes_rows and cache.num_columns > 0 and columns.shape[1] > 1
-        if self._handler is None or not (self._is_padded or one_by_one):
+        """Run a recurrent module, whose code is `forward`."""
+        if self._recurrent_rows is None:
             return forward(*args, **kwargs)
+        return self._recurrent_rows.run(module, forward, Call(args, kwargs))
 
-        def run(cache_of_part: ModelCache, at: slice, rows: Tensor) -> Any:
-            """The module's output for the rows [n] of some sequences."""
 
-            def part(each: Any) -> Any:
-                return cache_of_part if each is cache else rows_of(each, columns.shape, at, rows)
+def _devices_of(layers: Sequence[Layer]) -> list[torch.device]:
+    """The devices of layers, each once, in their order."""
+    return list(dict.fromkeys(layer.device for layer in layers))
 
-            named = {name: part(each) for name, each in kwargs.items() if name != "attention_mask"}
-            return forward(*map(part, args), **named)
 
-        def run_all(cache_of_part: ModelCache, at: slice, rows: Tensor) -> Any:
-            if not one_by_one:
-                return run(cache_of_part, at, rows)
-            return tree_map(
-                lambda *parts: torch.cat(parts, 1),
-                *(run(cache_of_part, at, row) for row in rows.split(1)),
-            )
-
-        if not self._is_padded:
-            return run_all(cache, slice(None), torch.arange(columns.shape[1]))
-        layer, states, outputs = int(module.layer_idx), [], []  # type: ignore[arg-type]
-        for at, real in enumerate(columns):
-            states.append(cache.fork(torch.tensor([at]), layer))
-            if real.any():  # else these are rows after the sequence's end
-                outputs.append(run_all(states[-1], slice(at, at + 1), real.nonzero().flatten()))
-        cache.join(states, layer)
-
-        def padded(*parts: Tensor) -> Tensor:
-            joined = parts[0].new_zeros(*columns.shape, *parts[0].shape[2:])
-            joined[columns.to(joined.device)] = torch.cat([each[0] for each in parts])
-            return joined
-
-        return tree_map(padded, *outputs)
+def _sizes_of(layer: Layer) -> tuple[int, ...]:
+    heads = layer.num_heads, layer.num_kv_heads
+    return *heads, layer.head_dim, layer.value_dim, layer.elements
 
 
 def _embedded(
@@ -449,32 +439,34 @@ def require_embedded(ids: Tensor, embedding: Any) -> None:
     """Raise UserError where a token has no embedding: on a GPU the lookup would end the process's
     use of it."""
     highest = int(ids.max())
-    if highest >= embedding.weight.shape[0]:
+    num_embedded = embedding.weight.shape[0]
+    if highest >= num_embedded:
         raise UserError(
-            f"the text has token {highest}, but the model's embedding has {embedding.weight.shape[0]} tokens: its "
-            "tokenizer has tokens that the model does not know; give the model its own tokenizer, or another text"
+            f"the text has token {highest}, but the model's embedding has {num_embedded} tokens: "
+            "its tokenizer has tokens that the model does not know; give the model its own "
+            "tokenizer, or another text"
         )
 
 
 def require_in_range(hidden: Tensor) -> None:
     """Raise UserError where a pass gives numbers that are infinite or NaN."""
-    if not hidden.sum(dtype=torch.float32).isfinite():
-        if hidden.dtype == torch.float16:
-            raise UserError(
-                "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
-            )
-        raise UserError(f"the model's activations are not finite; {LOOK_AT}")
+    if hidden.sum(dtype=torch.float32).isfinite():
+        return
+    if hidden.dtype == torch.float16:
+        raise UserError(
+            "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose "
+            "bfloat16 or float32"
+        )
+    raise UserError(f"the model's activations are not finite; {LOOK_AT}")
 
 
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
     """The output of a projection that is left out: zeros, allocated once for each shape of a decode
     step."""
     shape = (*states.shape[:-1], size)
-    return (
-        _blank(shape, states.dtype, states.device)
-        if states.shape[-2] == 1
-        else states.new_zeros(shape)
-    )
+    if states.shape[-2] == 1:
+        return _blank(shape, states.dtype, states.device)
+    return states.new_zeros(shape)
 
 
 @cache
@@ -488,37 +480,34 @@ def attached_unchecked(
 ) -> Iterator[Attached]:
     """Run `model` through our attention inside the `with` block, as its `decoder` describes it."""
     attached = Attached(model, decoder, prompts)
-    sources = {
-        id(layer.positions.module): layer.positions.module
-        for layer in decoder.layers
-        if layer.positions
-    }
     with ExitStack() as stack:
-        stack.callback(decoder.stack.register_forward_pre_hook(attached._require_own_call).remove)
+
+        def before(module: nn.Module, hook: Callable[..., Any]) -> None:
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+
+        def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
+            stack.enter_context(replaced_forward(module, forward))
+
+        before(decoder.stack, attached._require_own_call)
+        position_modules = {}
         for index, layer in enumerate(decoder.layers):
-            begins = partial(attached._begins, index)
-            stack.callback(layer.module.register_forward_pre_hook(begins, with_kwargs=True).remove)
-            stack.callback(
-                layer.module.register_forward_hook(partial(attached._ends, index)).remove
-            )
+            before(layer.module, partial(attached._begins, index))
+            ending = layer.module.register_forward_hook(partial(attached._ends, index))
+            stack.callback(ending.remove)
             if layer.before is not None:
-                hook = layer.before.register_forward_pre_hook(
-                    partial(attached._rehearse, index), with_kwargs=True
-                )
-                stack.callback(hook.remove)
+                before(layer.before, partial(attached._rehearse, index))
             if layer.prescales:
                 stack.callback(setattr, layer.module, "scaling", layer.module.scaling)
                 layer.module.scaling = 1.0  # type: ignore[assignment]
-        for module in sources.values():
-            hook = module.register_forward_hook(attached._positions_made, with_kwargs=True)
-            stack.callback(hook.remove)
+            if layer.positions is not None:
+                position_modules[id(layer.positions.module)] = layer.positions.module
+        for module in position_modules.values():
+            making = module.register_forward_hook(attached._positions_made, with_kwargs=True)
+            stack.callback(making.remove)
         for module in decoder.recurrent:
-            stack.enter_context(
-                replaced_forward(module, partial(attached._recurrent, module, module.forward))
-            )
+            replace(module, partial(attached._recurrent, module, module.forward))
         for module in decoder.row_wise:
-            stack.enter_context(
-                replaced_forward(module, partial(in_parts, decoder, module.forward))
-            )
+            replace(module, partial(in_parts, decoder, module.forward))
         stack.enter_context(attention_function(decoder.stack, attached._attend))
         yield attached

@@ -1,4 +1,7 @@
-"""Calls of a model's modules: their arguments, other code in their place, and models that are refused."""
+"""Calls of a model's modules: their arguments, other code in their place, models that are refused.
+
+No code here knows a model family by its name.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,22 @@ class Call(NamedTuple):
         return self.args[0] if self.args else self.kwargs["hidden_states"]
 
     def with_hidden(self, hidden: Tensor, **changed: Any) -> Call:
-        """The same call with another input. changed: new values of keyword arguments; others than
-        the call's go."""
-        kwargs = dict(self.kwargs) | {
-            name: value for name, value in changed.items() if name in self.kwargs
-        }
+        """The same call with another input.
+
+        changed: new values of keyword arguments. Those that the call does not have are left out.
+        """
+        kwargs = dict(self.kwargs)
+        for name, value in changed.items():
+            if name in kwargs:
+                kwargs[name] = value
         if not self.args:
-            return Call((), kwargs | {"hidden_states": hidden})
+            kwargs["hidden_states"] = hidden
+            return Call((), kwargs)
         # A module that takes the inputs of query, key and value separately gets the same tensor
         # three times.
-        return Call(tuple(hidden if each is self.hidden else each for each in self.args), kwargs)
+        before = self.hidden
+        args = [hidden if value is before else value for value in self.args]
+        return Call(tuple(args), kwargs)
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -48,7 +57,7 @@ def first_tensor(output: Any) -> Tensor | None:
 
 def options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a call that are strings or whole numbers."""
-    return tuple(each for each in (*args, *kwargs.values()) if isinstance(each, str | int))
+    return tuple(value for value in (*args, *kwargs.values()) if isinstance(value, str | int))
 
 
 def stack_of(model: Any) -> Any:
@@ -56,7 +65,8 @@ def stack_of(model: Any) -> Any:
     decoder's."""
     stack = model.get_decoder()
     if stack is model or not isinstance(stack, PreTrainedModel):
-        stack = next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
+        inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+        stack = inner[0] if inner else None
     if stack is None or "position_ids" not in inspect.signature(stack.forward).parameters:
         raise refusal(model.config.model_type, "its decoder is given no positions")
     return stack
@@ -93,13 +103,13 @@ _names = (f"kv_harness_{number}" for number in count())
 def attention_function(
     model: Any, attend: Callable[..., Any], mask: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Inside the `with` block `attend` is the model's attention function, and `mask` makes its
-    masks.
+    """Inside the `with` block `attend` is the model's attention function, and `mask` makes masks.
 
     Without a `mask` transformers makes none: its code would read the positions of every step and so
     wait for the device. `attend` then masks by itself.
     """
-    name, before = next(_names), model.config._attn_implementation
+    name = next(_names)
+    before = model.config._attn_implementation
     AttentionInterface.register(name, attend)
     if mask is not None:
         AttentionMaskInterface.register(name, mask)
@@ -116,7 +126,9 @@ class Reached(Exception):  # noqa: N818 - no error: it ends a module's run
     """Ends the run of an attention module at its call of the attention function."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        self.query, self.key, self.value = query, key, value
+        self.query = query
+        self.key = key
+        self.value = value
 
 
 def stop(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:

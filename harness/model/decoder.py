@@ -1,10 +1,8 @@
-"""The layers of a decoder, read from the loaded model itself: no code here knows a model family by
-its name.
+"""The layers of a decoder, read from the loaded model itself, and runs of a layer's parts.
 
-The model runs two tokens once. The arguments of its calls to transformers' attention function tell
-the number of heads, the softmax, and the tokens that each layer sees. The arguments of its calls to
-the cache tell how a token is stored. `harness.model.attach` compares the result with the model's
-own logits before anything runs.
+`harness.model.trace` runs two tokens through the model. Here the layers get what follows from
+running their modules again: which submodules make a query, and how latents become keys and values.
+`harness.model.self_check` compares the result with the model's own logits before anything runs.
 
     decoder = read_decoder(model)
     decoder.layers[3].window, decoder.layers[3].softmax, decoder.recurrent
@@ -34,6 +32,7 @@ from harness.model.trace import Latent, Layer, Trace
 ROWS_AT_ONCE = 2048
 """Rows of a prompt that a feed-forward network takes at once, so that what it makes on the way does
 not grow with the prompt."""
+
 _decoders: WeakKeyDictionary[Any, Decoder] = WeakKeyDictionary()
 
 
@@ -66,6 +65,7 @@ class Decoder:
         self.takes_rows = True
         self.no_rehearsal: str | None = None
         self.no_padding: str | None = None
+        self.rows_at_once = ROWS_AT_ONCE
         with torch.no_grad():
             trace = Trace(self.stack, self.family)
             self.layers: list[Layer] = trace.run()
@@ -73,41 +73,24 @@ class Decoder:
             self.output_type = trace.output_type
             self.blocks = self._find_blocks()
             self.row_wise = self._find_row_wise()
-            self.rows_at_once = ROWS_AT_ONCE
             with attention_function(self.stack, stop):
                 for layer in self.layers:
                     self._find_unused(layer)
                     layer.latent = self._read_latent(layer, trace.stored.get(id(layer.module)))
         for layer in self.layers:
             if layer.latent is not None:
-                layer.num_kv_heads, layer.head_dim, layer.value_dim = (
-                    1,
-                    layer.latent.to_query.shape[2],
-                    layer.latent.rank,
-                )
-
-    def _find_row_wise(self) -> list[nn.Module]:
-        """The blocks' children with several matrices that hold neither attention nor a recurrent
-        module."""
-        mixers = {id(layer.module) for layer in self.layers} | {
-            id(module) for module in self.recurrent
-        }
-        children = [child for block in self.blocks for child in block.children()]
-        return [
-            child
-            for child in children
-            if sum(weight.dim() > 1 for weight in child.parameters()) > 1
-            and not mixers & {id(module) for module in child.modules()}
-        ]
+                layer.num_kv_heads = 1
+                layer.head_dim = layer.latent.to_query.shape[2]
+                layer.value_dim = layer.latent.rank
 
     def expand_latents(self) -> None:
-        """Store keys and values of every head, where latents do not give the model's own
-        numbers."""
+        """Store keys and values of every head, where latents do not give the model's numbers."""
         for layer in self.layers:
             if layer.latent is not None:
                 to_query, to_value = layer.latent
                 layer.num_kv_heads, layer.head_dim = to_query.shape[:2]
-                layer.value_dim, layer.latent = to_value.shape[2], None
+                layer.value_dim = to_value.shape[2]
+                layer.latent = None
 
     def run_to_attention(self, layer: Layer, call: Call) -> Reached:
         """Run an attention module up to the attention function, which is `stop` or raises `Reached`
@@ -121,11 +104,12 @@ class Decoder:
     def query_parameters(self, layer: Layer) -> list[nn.Parameter]:
         """The weights that make a layer's query; a rehearsal reads them while the previous layer
         computes."""
-        return [
-            each
-            for name in layer.query_modules
-            for each in layer.module.get_submodule(name).parameters()
-        ]
+        parameters: list[nn.Parameter] = []
+        for name in layer.query_modules:
+            parameters += layer.module.get_submodule(name).parameters()
+        return parameters
+
+    # Reading
 
     def _find_blocks(self) -> list[nn.Module]:
         """The list of modules that holds all attention modules. Sets `block` and `before` of each
@@ -137,91 +121,105 @@ class Decoder:
         for blocks in self.stack.modules():
             if not isinstance(blocks, nn.ModuleList):
                 continue
-            if not attentions.keys() <= {
-                id(inner) for block in blocks for inner in block.modules()
-            }:
+            held = {id(inner) for inner in blocks.modules()}
+            if not attentions.keys() <= held:
                 continue
             previous: nn.Module | None = None
             for block in blocks:
-                inside = [
-                    attentions[id(each)] for each in block.modules() if id(each) in attentions
-                ]
-                for layer in inside:
-                    layer.block, layer.before = block, previous
+                inside = [id(inner) for inner in block.modules() if id(inner) in attentions]
+                for attention in inside:
+                    layer = attentions[attention]
+                    layer.block = block
+                    layer.before = previous
                     previous = layer.module
                 if not inside:
-                    previous = next(
-                        (each for each in block.children() if hasattr(each, "layer_idx")), previous
-                    )
+                    indexed = [child for child in block.children() if hasattr(child, "layer_idx")]
+                    previous = indexed[0] if indexed else previous
             return list(blocks)
         raise refusal(self.family, "its layers are in no list")
+
+    def _find_row_wise(self) -> list[nn.Module]:
+        """The blocks' children with several matrices that hold neither attention nor a recurrent
+        module."""
+        mixers = {layer.module for layer in self.layers} | set(self.recurrent)
+        found = []
+        for block in self.blocks:
+            for child in block.children():
+                num_matrices = sum(weight.dim() > 1 for weight in child.parameters())
+                if num_matrices > 1 and mixers.isdisjoint(child.modules()):
+                    found.append(child)
+        return found
 
     def _find_unused(self, layer: Layer) -> None:
         """Find the submodules that the query does not depend on by autograd's graph; a rehearsal
         leaves them out."""
         outputs: dict[str, Tensor] = {}
-        names = {
-            each: name
-            for name, each in layer.module.named_modules()
-            if name and not list(each.children())
-        }
+        leaves: dict[nn.Module, str] = {}
+        for name, module in layer.module.named_modules():
+            if name and not list(module.children()):
+                leaves[module] = name
 
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if isinstance(output, Tensor):
-                outputs[names[module]] = output
+                outputs[leaves[module]] = output
 
         with ExitStack() as hooks, torch.enable_grad():
-            for module in names:
+            for module in leaves:
                 hooks.callback(module.register_forward_hook(note).remove)
             hidden = layer.call.hidden.clone().requires_grad_()
             call = layer.call.with_hidden(hidden, past_key_values=ModelCache(self.stack.config))
             query = self.run_to_attention(layer, call).query
-        ancestors: set[Any] = {None}  # None: made of nothing that autograd follows
-        todo: list[Any] = [query.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node not in ancestors:
-                ancestors.add(node)
-                todo += [before for before, _ in node.next_functions]
-        unused = {
-            name
-            for name, each in outputs.items()
-            if query.requires_grad and each.grad_fn not in ancestors
-        }
-        layer.unused = {name: each.shape[-1] for name, each in outputs.items() if name in unused}
-        layer.query_modules = tuple(name for name in outputs if name not in unused)
+        ancestors = _ancestors(query)
+        used = []
+        for name, output in outputs.items():
+            if not query.requires_grad or output.grad_fn in ancestors:
+                used.append(name)
+            else:
+                layer.unused[name] = output.shape[-1]
+        layer.query_modules = tuple(used)
 
     def _read_latent(self, layer: Layer, cached: tuple[Tensor, Tensor] | None) -> Latent | None:
         """The matrices that turn a stored latent into every head's key and value: the output of the
         module's own code for unit latents. None where the module stores the keys and values that it
         attends to."""
-        if (
-            cached is None
-            or cached[0].shape[1] == layer.num_kv_heads
-            or any(each.shape[1] != 1 for each in cached)
-        ):
+        if cached is None or cached[0].shape[1] == layer.num_kv_heads:
             return None
-        rank, rotary = (
-            torch.eye(each.shape[-1], dtype=each.dtype, device=each.device)[None, None]
-            for each in cached
-        )
+        if cached[0].shape[1] != 1 or cached[1].shape[1] != 1:
+            return None
+        latents, rotaries = (_unit_rows(stored) for stored in cached)
+        num_latents, num_rotaries = latents.shape[2], rotaries.shape[2]
 
         def expanded(latents: Tensor, rotaries: Tensor) -> Reached:
             cache = ModelCache(self.stack.config)
             cache.instead = latents, rotaries
-            return self.run_to_attention(
-                layer, layer.call.with_hidden(layer.call.hidden, past_key_values=cache)
-            )
+            call = layer.call.with_hidden(layer.call.hidden, past_key_values=cache)
+            return self.run_to_attention(layer, call)
 
         try:
-            of_rank = expanded(rank, rank.new_zeros(1, 1, rank.shape[2], rotary.shape[2]))
-            of_rotary = expanded(rotary.new_zeros(1, 1, rotary.shape[2], rank.shape[2]), rotary)
-        except (
-            RuntimeError
-        ) as error:  # its code takes no other number of tokens than that of its queries
+            of_latents = expanded(latents, latents.new_zeros(1, 1, num_latents, num_rotaries))
+            of_rotaries = expanded(rotaries.new_zeros(1, 1, num_rotaries, num_latents), rotaries)
+        except RuntimeError as error:  # its code takes as many tokens as queries, no others
             reraise_out_of_memory(error)
             return None
-        to_query = torch.cat(
-            [of_rank.key[0], of_rotary.key[0]], 1
-        ).mT  # [heads, head_dim, rank + rotary]
-        return Latent(to_query.contiguous(), of_rank.value[0].contiguous())
+        keys = torch.cat([of_latents.key[0], of_rotaries.key[0]], 1)
+        to_query = keys.mT.contiguous()  # [heads, head_dim, rank + rotary]
+        return Latent(to_query, of_latents.value[0].contiguous())
+
+
+def _ancestors(output: Tensor) -> set[Any]:
+    """The nodes of autograd's graph that a tensor is made from, and None, which stands for all that
+    autograd does not follow."""
+    ancestors: set[Any] = {None}
+    waiting: list[Any] = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return ancestors
+
+
+def _unit_rows(stored: Tensor) -> Tensor:
+    """A unit vector for each element of a stored token, [1, 1, size, size]."""
+    size = stored.shape[-1]
+    return torch.eye(size, dtype=stored.dtype, device=stored.device)[None, None]

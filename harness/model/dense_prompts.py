@@ -1,4 +1,4 @@
-"""Dense passes over prompts that the runs of one process share."""
+"""Dense passes over prompts that the runs of one process share: one for all methods of a sweep."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ class PrefilledPrompt:
 
 
 class DensePrompts:
-    """Dense passes over prompts that several runs of a process share: one for all methods of a
-    sweep.
+    """Dense passes over prompts that several runs of a process share.
 
     They lie in files that are mapped into memory and deleted at once, so that the system keeps in
     memory what it has room for, and nothing is left when the process ends.
 
-    most_bytes: of queries, keys and values that are kept. When they are full, what neither this run
-    nor the one before has asked for leaves. A prompt for which there is still no room runs anew
-    each time: sweeps ask for their prompts in turns, so that any other would leave just before its
-    next.
+    most_bytes: of queries, keys and values that are kept. When they are full, prompts leave that
+    the last two runs did not ask for. A prompt for which there is still no room runs anew each
+    time: sweeps ask for their prompts in turns, so that any other would leave just before its next.
+    free: bytes of `most_bytes` that are left. run: number of the present run.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -56,22 +55,26 @@ class DensePrompts:
         all their columns. run: makes both, where they are not kept."""
         key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
         if key not in self._kept:
-            found = run()
-            num_bytes = found[1].nbytes + sum(
-                states.nbytes for layer in found[0].layers for states in layer
-            )
+            prompt, hidden = run()
+            num_bytes = hidden.nbytes
+            for query, keys, values in prompt.layers:
+                num_bytes += query.nbytes + keys.nbytes + values.nbytes
             if num_bytes > self.free:
-                for old in [
-                    old for old, kept in self._kept.items() if kept.last_run < self.run - 1
-                ]:
-                    self.free += self._kept.pop(old).num_bytes
+                self._drop_unused()
             if num_bytes > self.free:
-                return found
+                return prompt, hidden
             self.free -= num_bytes
-            self._kept[key] = _KeptPrompt(*_mapped(*found), num_bytes)
+            self._kept[key] = _mapped(prompt, hidden, num_bytes)
         kept = self._kept[key]
         kept.last_run = self.run
         return kept.prompt, kept.hidden
+
+    def _drop_unused(self) -> None:
+        """Forget the prompts that neither this run nor the one before has asked for."""
+        for key, kept in list(self._kept.items()):
+            if kept.last_run < self.run - 1:
+                self.free += kept.num_bytes
+                del self._kept[key]
 
 
 @dataclass
@@ -84,10 +87,11 @@ class _KeptPrompt:
     last_run: int = 0
 
 
-def _mapped(prompt: PrefilledPrompt, hidden: Tensor) -> tuple[PrefilledPrompt, Tensor]:
-    """The same, its tensors in a file without a name."""
+def _mapped(prompt: PrefilledPrompt, hidden: Tensor, num_bytes: int) -> _KeptPrompt:
+    """The prompt, its tensors in a file without a name."""
     with NamedTemporaryFile(suffix=".pt") as file:
         torch.save([prompt.layers, hidden], file)
         file.flush()
         layers, hidden = torch.load(file.name, mmap=True, weights_only=True)
-    return replace(prompt, layers=layers, hidden=hidden[:, -1], worth={}), hidden
+    mapped = replace(prompt, layers=layers, hidden=hidden[:, -1], worth={})
+    return _KeptPrompt(mapped, hidden, num_bytes)

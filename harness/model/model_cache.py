@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from typing import Any
 
@@ -12,8 +12,7 @@ from transformers import DynamicCache
 
 
 class ModelCache(DynamicCache):
-    """The cache object of one batch: it keeps the states of recurrent layers, and stores no keys
-    and values.
+    """The cache object of one batch.
 
     Replay and live decoding store keys and values, which they get from the attention function.
     Linear attention, state-space and convolution layers keep transformers' own states here, one set
@@ -50,37 +49,48 @@ class ModelCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the recurrent states."""
-        return sum(
-            state.nbytes
-            for states in self._states()
-            for state in states.values()
-            if isinstance(state, Tensor)
-        )
+        num_bytes = 0
+        for states in self.states():
+            for state in states.values():
+                if isinstance(state, Tensor):
+                    num_bytes += state.nbytes
+        return num_bytes
 
-    def fork(self, index: Tensor, layer: int | None = None) -> ModelCache:
-        """A cache with the states of the sequences `index` int [new_batch]; layer: copy only this
-        one."""
-        child = copy(self)
-        child.layers = [
-            each if layer not in (None, at) else deepcopy(each)
-            for at, each in enumerate(self.layers)
-        ]
-        for each in child.layers if layer is None else [child.layers[layer]]:
-            each.reorder_cache(index)
-        return child
+    def states(self) -> Iterator[dict[int, Any]]:
+        """The recurrent states of all layers, by their numbers in a layer."""
+        for layer in self.layers:
+            yield from _states_of(layer)
 
-    def join(self, parts: list[ModelCache], layer: int) -> None:
-        """Take a layer's states from `parts`: one fork for each sequence of the batch, in order."""
-        self.layers[layer] = parts[0].layers[layer]
-        for states, *others in zip(
-            *(part._states(layer) for part in (self, *parts[1:])), strict=True
-        ):
+    def fork(self, index: Tensor) -> ModelCache:
+        """A cache with copies of the states of the sequences `index` int [new_batch]."""
+        forked = copy(self)
+        forked.layers = deepcopy(self.layers)
+        for layer in forked.layers:
+            layer.reorder_cache(index)
+        return forked
+
+    def fork_layer(self, layer: int, index: Tensor) -> ModelCache:
+        """As `fork`, but of one layer; the others are shared with this cache."""
+        forked = copy(self)
+        forked.layers = list(self.layers)
+        forked.layers[layer] = deepcopy(self.layers[layer])
+        forked.layers[layer].reorder_cache(index)
+        return forked
+
+    def join_layer(self, layer: int, forks: Sequence[ModelCache]) -> None:
+        """Take a layer's states from `forks`: one for each sequence of the batch, in order."""
+        joined = forks[0].layers[layer]
+        of_forks = [_states_of(fork.layers[layer]) for fork in forks]
+        for of_sequences in zip(*of_forks, strict=True):
+            states = of_sequences[0]
             for name, state in states.items():
                 if isinstance(state, Tensor):
-                    states[name] = torch.cat([state, *(other[name] for other in others)])
+                    states[name] = torch.cat([sequence[name] for sequence in of_sequences])
+        self.layers[layer] = joined
 
-    def _states(self, layer: int | None = None) -> Iterator[dict[int, Any]]:
-        for each in self.layers if layer is None else [self.layers[layer]]:
-            for kind in ("conv_states", "recurrent_states"):
-                if hasattr(each, kind):
-                    yield getattr(each, kind)
+
+def _states_of(layer: Any) -> Iterator[dict[int, Any]]:
+    """The states of a recurrent layer; a layer of keys and values has none."""
+    for kind in ("conv_states", "recurrent_states"):
+        if hasattr(layer, kind):
+            yield getattr(layer, kind)

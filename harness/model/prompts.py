@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -43,11 +43,13 @@ class PromptPass(Handler):
         self.inputs = inputs
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.keep is not None:
-            inputs = (self.inputs,) if self.needs_inputs else ()
-            self.keep(layer, query, key, value, *inputs)
+        if self.keep is not None and self.needs_inputs:
+            self.keep(layer, query, key, value, self.inputs)
             self.inputs = None  # not held beyond the layer
-        softmax, window = self.attached.softmaxes[layer], self.attached.layers[layer].window
+        elif self.keep is not None:
+            self.keep(layer, query, key, value)
+        softmax = self.attached.softmaxes[layer]
+        window = self.attached.layers[layer].window
         return prompt_attention(query, key, value, softmax, self.padding, window)
 
 
@@ -70,16 +72,15 @@ def held_prompt(
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def alone(states: Tensor) -> Tensor:
-        """Copied where it is a part of a larger tensor, a fused projection, that would be kept with
-        it."""
-        return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
+        """A copy of a part of a larger tensor, a fused projection, that would be kept with it."""
+        is_part = states.untyped_storage().nbytes() > states.nbytes
+        return states.clone() if is_part else states
 
     def keep(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         layers.append((alone(query), alone(key), alone(value)))
 
-    hidden = attached.forward(
-        ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real
-    )
+    handler = PromptPass(attached, real, keep)
+    hidden = attached.forward(ids, positions_of(real), handler, model_cache, real)
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
@@ -91,27 +92,39 @@ def prompt_bytes(attached: Attached, num_tokens: int) -> int:
     activations. Attention makes query, key, value and output, the query once more, and the packed
     row and a copy. An FFN that takes some rows at a time holds the activations of these.
     """
-    layer, geometry = attached.layers[0], attached.geometry
+    layer = attached.layers[0]
+    geometry, decoder = attached.geometry, attached.decoder
     hidden = layer.call.hidden.shape[-1]
-    of_attention = {id(each) for each in layer.module.parameters()}
-    attention = sum(each.numel() for each in layer.module.parameters() if each.dim() == 2) // hidden
+    of_attention = list(layer.module.parameters())
+    attention = sum(weight.numel() for weight in of_attention if weight.dim() == 2) // hidden
     attention += geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
-    ffn = [each for each in layer.block.parameters() if id(each) not in of_attention]
-    matrices = [weight for weight in ffn if weight.dim() == 2]
+    matrices, experts = [], []
+    for weight in _without(layer.block.parameters(), of_attention):
+        if weight.dim() == 2:
+            matrices.append(weight)
+        elif weight.dim() == 3:
+            experts.append(weight)
     # Of a tensor of experts a token meets a few. A product of two matrices in one stays as long as
     # its halves are used.
-    num_experts = getattr(attached.decoder.stack.config, "num_experts_per_tok", None) or 1
-    activations = num_experts * sum(max(weight.shape[1:]) for weight in ffn if weight.dim() == 3)
+    num_experts = getattr(decoder.stack.config, "num_experts_per_tok", None) or 1
+    activations = num_experts * sum(max(weight.shape[1:]) for weight in experts)
     if matrices:
-        fused = max(weight.shape[0] for weight in matrices) - max(
-            weight.shape[1] for weight in matrices
-        )
-        activations += sum(weight.numel() for weight in matrices) // hidden + max(0, fused)
-    in_parts = {id(each) for module in attached.decoder.row_wise for each in module.parameters()}
+        longest_output = max(weight.shape[0] for weight in matrices)
+        longest_input = max(weight.shape[1] for weight in matrices)
+        activations += sum(weight.numel() for weight in matrices) // hidden
+        activations += max(0, longest_output - longest_input)
+    in_parts: list[Tensor] = []
+    for module in decoder.row_wise:
+        in_parts += module.parameters()
     rows = num_tokens
-    if {id(weight) for weight in matrices} <= in_parts:
-        rows = min(num_tokens, attached.decoder.rows_at_once)
-    elements = num_tokens * (4 * hidden + 4 * geometry.head_dim) + max(
-        num_tokens * attention, rows * activations
-    )
+    if not _without(matrices, in_parts):
+        rows = min(num_tokens, decoder.rows_at_once)
+    elements = num_tokens * (4 * hidden + 4 * geometry.head_dim)
+    elements += max(num_tokens * attention, rows * activations)
     return elements * attached.dtype.itemsize
+
+
+def _without(weights: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """The weights that are not among `others`."""
+    left_out = {id(weight) for weight in others}
+    return [weight for weight in weights if id(weight) not in left_out]

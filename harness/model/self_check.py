@@ -1,4 +1,8 @@
-"""The check of a model at its first use: our attention under it gives the model's own numbers."""
+"""The check of a model at its first use: our attention under it gives the model's own numbers.
+
+What `harness.model.decoder` has read off a model is not trusted, so it is compared with the model's
+own forward pass. A model that fails is refused, wholly or where it would be rehearsed or padded.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,11 @@ from harness.model.prompts import PromptPass, positions_of
 PASSES = (4, 3, 1)
 """Rows of each pass."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
+"""Largest difference of a logit over the largest logit."""
 COARSE = 0.08
-"""Largest difference of a logit over the largest logit; `COARSE` in bfloat16."""
+"""`TOLERANCE` in bfloat16."""
+REMADE = {"hidden_states", "position_ids", "position_embeddings", "attention_mask"}
+"""Tensors that an attention module is given and an early query is given anew."""
 
 
 @torch.inference_mode()
@@ -33,24 +40,24 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
     ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
     tolerance = TOLERANCE.get(model.dtype, COARSE)
     expected = model(ids, use_cache=False).logits.float()
-    if model.dtype != torch.float16 and not (
-        expected.isfinite().all() and expected.any()
-    ):  # else the pass says it
+    has_numbers = expected.isfinite().all() and expected.any()
+    if not has_numbers and model.dtype != torch.float16:  # in float16 the pass says it
         raise UserError(
-            f"model family {decoder.family!r}: the model's own logits are all zero or not finite; {LOOK_AT}"
+            f"model family {decoder.family!r}: the model's own logits are all zero or not finite; "
+            f"{LOOK_AT}"
         )
+    has_latents = any(layer.latent is not None for layer in decoder.layers)
     with readable(decoder.family):
         off = _difference(model, decoder, ids, expected)
         if decoder.recurrent and not off <= tolerance:
             decoder.takes_rows = False
             off = _difference(model, decoder, ids, expected)
-        if any(layer.latent is not None for layer in decoder.layers) and not off <= tolerance:
+        if has_latents and not off <= tolerance:
             decoder.expand_latents()
             off = _difference(model, decoder, ids, expected)
     if not off <= tolerance:
-        raise refusal(
-            decoder.family, f"under our attention its logits are off by {off:.1e} of the largest"
-        )
+        why = f"under our attention its logits are off by {off:.1e} of the largest"
+        raise refusal(decoder.family, why)
     if not _is_row_wise(model, decoder, ids, expected, tolerance):
         decoder.row_wise = []
     decoder.no_rehearsal = _why_no_rehearsal(model, decoder, ids, tolerance)
@@ -58,11 +65,25 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
     decoder.is_checked = True
 
 
+def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> float:
+    """The largest error of the logits of several passes, relative to the largest logit."""
+    logits = []
+    with attached_unchecked(model, decoder) as attached:
+        handler, cache = _History(attached), attached.new_cache()
+        for part in ids.split(PASSES, 1):
+            end = cache.num_columns + part.shape[1]
+            positions = torch.arange(cache.num_columns, end, device=ids.device)[None]
+            hidden = attached.forward(part, positions, handler, cache)
+            logits.append(attached.logits(hidden))
+    return _relative(torch.cat(logits, 1), expected)
+
+
 def _is_row_wise(
     model: Any, decoder: Decoder, ids: Tensor, expected: Tensor, tolerance: float
 ) -> bool:
     """Whether the logits are the same where modules take two rows at a time."""
-    most, decoder.rows_at_once = decoder.rows_at_once, 2
+    most = decoder.rows_at_once
+    decoder.rows_at_once = 2
     try:
         return _difference(model, decoder, ids, expected) <= tolerance
     except (RuntimeError, TypeError, ValueError) as error:
@@ -72,27 +93,15 @@ def _is_row_wise(
         decoder.rows_at_once = most
 
 
-def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> float:
-    """The largest error of the logits of several passes, relative to the largest logit."""
-    with attached_unchecked(model, decoder) as attached:
-        handler, cache, logits = _History(attached), attached.new_cache(), []
-        for part in ids.split(PASSES, 1):
-            positions = torch.arange(
-                cache.num_columns, cache.num_columns + part.shape[1], device=ids.device
-            )[None]
-            logits.append(attached.logits(attached.forward(part, positions, handler, cache)))
-    return _relative(torch.cat(logits, 1), expected)
-
-
 def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
     """Why early queries are refused; None where each is the true one."""
     for layer in decoder.layers:
         if any(module in decoder.recurrent for module in layer.module.modules()):
             return "its queries depend on a state of the sequence"
-        tensors = {name for name, each in layer.call.kwargs.items() if isinstance(each, Tensor)}
-        unknown = sorted(
-            tensors - {"hidden_states", "position_ids", "position_embeddings", "attention_mask"}
-        )
+        unknown = []
+        for name, value in sorted(layer.call.kwargs.items()):
+            if isinstance(value, Tensor) and name not in REMADE:
+                unknown.append(name)
         if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
             unknown.append("position_embeddings")
         if unknown:
@@ -103,16 +112,14 @@ def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: floa
         reraise_out_of_memory(error)
         return "the layer before has no input that it could be made of"
     if not off <= tolerance and any(layer.unused for layer in decoder.layers):
-        for (
-            layer
-        ) in decoder.layers:  # a submodule may matter though no derivative passes through it
-            layer.query_modules, layer.unused = (*layer.query_modules, *layer.unused), {}
+        # A submodule may matter though no derivative passes through it.
+        for layer in decoder.layers:
+            layer.query_modules = (*layer.query_modules, *layer.unused)
+            layer.unused = {}
         off = early_difference(model, decoder, ids)
-    return (
-        None
-        if off <= tolerance
-        else f"a query made ahead of its layer is off by {off:.1e} of the largest"
-    )
+    if off <= tolerance:
+        return None
+    return f"a query made ahead of its layer is off by {off:.1e} of the largest"
 
 
 def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
@@ -128,32 +135,30 @@ def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
             early[index] = attached.early_query(index, Call(args, kwargs).hidden)
 
         for index, layer in enumerate(decoder.layers):
-            hook = layer.module.register_forward_pre_hook(
-                partial(make_early, index), with_kwargs=True
-            )
-            hooks.callback(hook.remove)
+            make = partial(make_early, index)
+            hooks.callback(layer.module.register_forward_pre_hook(make, with_kwargs=True).remove)
         handler = _History(attached, is_rehearsing=True)
-        attached.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], handler)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        attached.forward(ids, positions, handler)
     return max(_relative(early[index], query) for index, query in handler.queries.items())
 
 
 def _why_no_padding(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
     """Why a batch with padding is refused; None where its sequences give the same as each alone."""
-    shorter = ids.shape[1] - 3
+    shorter = ids[:, :-3]
     batch = torch.cat([ids, ids.roll(3, 1)])
     real = torch.ones_like(batch, dtype=torch.bool)
     real[1, :3] = False
     with attached_unchecked(model, decoder) as attached:
-        hidden = attached.forward(batch, positions_of(real), PromptPass(attached, real), real=real)
-        own = torch.arange(shorter, device=ids.device)[None]
-        alone = attached.logits(attached.forward(ids[:, :shorter], own, PromptPass(attached)))
+        padded_pass = PromptPass(attached, real)
+        hidden = attached.forward(batch, positions_of(real), padded_pass, real=real)
+        positions = torch.arange(shorter.shape[1], device=ids.device)[None]
+        alone = attached.logits(attached.forward(shorter, positions, PromptPass(attached)))
         together = attached.logits(hidden)
     off = _relative(together[1:, 3:], alone)
-    return (
-        None
-        if off <= tolerance
-        else f"a sequence beside a longer one is off by {off:.1e} of the largest logit"
-    )
+    if off <= tolerance:
+        return None
+    return f"a sequence beside a longer one is off by {off:.1e} of the largest logit"
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:
@@ -174,9 +179,11 @@ class _History(Handler):
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if layer in self.stored:
-            before = self.stored[layer]
-            key, value = (torch.cat(pair, 2) for pair in zip(before, (key, value), strict=True))
-        self.stored[layer], self.queries[layer] = (key, value), query
+            earlier_key, earlier_value = self.stored[layer]
+            key = torch.cat([earlier_key, key], 2)
+            value = torch.cat([earlier_value, value], 2)
+        self.stored[layer] = key, value
+        self.queries[layer] = query
         tokens = torch.arange(key.shape[2], device=key.device)
         rows = tokens[-query.shape[2] :]
         visible = tokens <= rows[:, None]

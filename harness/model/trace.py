@@ -1,4 +1,10 @@
-"""The attention layers of a model, read from one run of two tokens."""
+"""The attention layers of a model, read from one run of two tokens: no code here knows a model
+family by its name.
+
+The arguments of the model's calls to transformers' attention function tell the number of heads, the
+softmax, and the tokens that each layer sees. The arguments of its calls to the cache tell how a
+token is stored.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +31,11 @@ from methods.base import Window
 
 HARMLESS_OPTIONS = {
     "attention_mask", "cache_position", "cross_attn_layer_idx", "dropout", "encoder_attention_mask",
-    "encoder_hidden_states", "head_mask", "is_causal", "layer_head_mask", "logits_to_keep", "output_attentions",
-    "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values", "per_layer_input",
-    "position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "shared_kv_states", "sliding_window",
-    "softcap", "token_type_ids", "use_cache", "use_kernels",
+    "encoder_hidden_states", "head_mask", "is_causal", "layer_head_mask", "logits_to_keep",
+    "output_attentions", "output_hidden_states", "output_router_logits", "past_key_value",
+    "past_key_values", "per_layer_input", "position_embeddings", "position_ids", "return_dict",
+    "s_aux", "scaling", "shared_kv_states", "sliding_window", "softcap", "token_type_ids",
+    "use_cache", "use_kernels",
 }  # fmt: skip
 """Arguments of an attention function that are handled here, or do not change its result."""
 FAR = 2**20
@@ -129,16 +136,22 @@ class Trace:
         stack = self.stack
         self._cache.on_state = self._note_recurrent
         ids = torch.ones(1, 2, dtype=torch.long, device=self.device)
-        given = {"input_ids": ids, "position_ids": torch.arange(2, device=self.device)[None]}
+        positions = torch.arange(2, device=self.device)[None]
         with ExitStack() as hooks:
             for module in stack.modules():
-                hooks.callback(
-                    module.register_forward_pre_hook(self._enters, with_kwargs=True).remove
-                )
-                hooks.callback(module.register_forward_hook(self._leaves, with_kwargs=True).remove)
+                entering = module.register_forward_pre_hook(self._enters, with_kwargs=True)
+                hooks.callback(entering.remove)
+                leaving = module.register_forward_hook(self._leaves, with_kwargs=True)
+                hooks.callback(leaving.remove)
             hooks.enter_context(readable(self.family))
             hooks.enter_context(attention_function(stack, self._attend, self._mask))
-            self.output_type = type(stack(**given, past_key_values=self._cache, use_cache=False))
+            output = stack(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=False,
+            )
+            self.output_type = type(output)
         if not self.layers:
             raise refusal(self.family, "its attention is not transformers' attention function")
         return self.layers
@@ -160,10 +173,13 @@ class Trace:
         if self._running[-1] not in self.recurrent:
             self.recurrent.append(self._running[-1])
 
+    # Windows
+
     def _mask(
         self, *_: Any, mask_function: Any, local_size: int | None = None, **__: Any
     ) -> Tensor:
-        """Make a mask of ones, by whose identity the attention call tells its layer's window."""
+        """Make a mask of ones. The attention call receives this same object, which tells its
+        layer's window."""
         stand_in = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=self.device)
         self._masks.append((stand_in, self._window(mask_function, local_size)))
         return stand_in
@@ -180,83 +196,106 @@ class Trace:
             tokens = torch.arange(row + 2, device=zero.device)
             return mask_function(zero, zero, zero + row, tokens).expand(len(tokens))
 
+        def is_described_by(window: Window) -> bool:
+            for row in _telling_rows(window.size):
+                tokens = torch.arange(row + 2, device=zero.device)
+                first = window.first_visible(zero + row)
+                if not torch.equal(visible(row), (tokens >= first) & (tokens <= row)):
+                    return False
+            return True
+
         num_seen = int(visible(FAR).sum())
         if num_seen == FAR + 1:
             return None
         for window in (Window(num_seen), Window(size or num_seen, is_chunk=True)):
-            # around its edges, and far from the first token
-            rows = {
-                max(0, times * window.size + step)
-                for times in (0, 1, 2, 5)
-                for step in (-2, -1, 0, 1)
-            } | {FAR}
-            for row in rows:
-                tokens = torch.arange(row + 2, device=zero.device)
-                if not torch.equal(
-                    visible(row), (tokens >= window.first_visible(zero + row)) & (tokens <= row)
-                ):
-                    break
-            else:
+            if is_described_by(window):
                 return window
-        raise refusal(
-            self.family,
-            "a layer sees neither all earlier tokens, nor a sliding window, nor a chunk of them",
-        )
+        why = "a layer sees neither all earlier tokens, nor a sliding window, nor a chunk of them"
+        raise refusal(self.family, why)
+
+    def _windows_of(self, mask: Any, under_way: list[Call]) -> list[Window | None]:
+        """The windows of the masks that `_mask` made and an attention call received, itself or as
+        a view of it. On another device it received a copy, and the blocks' calls the mask."""
+        candidates = [mask, getattr(mask, "_base", None)]
+        if isinstance(mask, Tensor) and mask.device != self.device:
+            for call in under_way:
+                candidates += [*call.args, *call.kwargs.values()]
+        known = {id(candidate) for candidate in candidates}
+        return [window for stand_in, window in self._masks if id(stand_in) in known]
+
+    # The attention call
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
     ) -> Any:
         """Note a layer at its call of the attention function."""
-        given = args[0] if args else options.get("attention_mask")
-        under_way = [self._calls[id(each)] for each in reversed(self._running)]
-        asked = [given, getattr(given, "_base", None)]
-        if isinstance(given, Tensor) and given.device != self.device:
-            asked += [each for call in under_way for each in (*call.args, *call.kwargs.values())]
-        masks = [window for mask, window in self._masks if any(each is mask for each in asked)]
-        odd = sorted(
-            name
-            for name, each in options.items()
-            if name not in HARMLESS_OPTIONS and each is not None
-        )
-        for why, is_so in {
-            f"its attention takes {', '.join(odd) or 'a mask of its own'}": given is not None
-            and not masks
-            or odd,
-            "its attention is not causal": not getattr(module, "is_causal", True),
-            "a layer attends more than once": any(layer.module is module for layer in self.layers),
-            "a layer does not attend to each of the tokens": query.shape[2] != 2
-            or key.shape[2] != 2,
-        }.items():
-            if is_so:
-                raise refusal(self.family, why)
-        call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
-        positions = [id(first_tensor(each.kwargs.get("position_embeddings"))) for each in under_way]
-        source = next((self._made[each] for each in positions if each in self._made), None)
-        scale, sinks, size = (
-            options.get("scaling"),
-            options.get("s_aux"),
-            options.get("sliding_window"),
-        )
-        scale = head_dim**-0.5 if scale is None else scale
+        mask = args[0] if args else options.get("attention_mask")
+        under_way = [self._calls[id(running)] for running in reversed(self._running)]
+        windows = self._windows_of(mask, under_way)
+        unknown = []
+        for name, option in options.items():
+            if name not in HARMLESS_OPTIONS and option is not None:
+                unknown.append(name)
+        if unknown:
+            raise refusal(self.family, f"its attention takes {', '.join(sorted(unknown))}")
+        if mask is not None and not windows:
+            raise refusal(self.family, "its attention takes a mask of its own")
+        if not getattr(module, "is_causal", True):
+            raise refusal(self.family, "its attention is not causal")
+        if any(layer.module is module for layer in self.layers):
+            raise refusal(self.family, "a layer attends more than once")
+        if query.shape[2] != 2 or key.shape[2] != 2:
+            raise refusal(self.family, "a layer does not attend to each of the tokens")
+
+        window = windows[0] if windows else None
+        window_size = options.get("sliding_window")
+        if not windows and window_size:
+            window = Window(window_size)
+        batch, num_heads, num_rows, head_dim = query.shape
+        scale = options.get("scaling")
+        if scale is None:
+            scale = head_dim**-0.5
         prescales = scale == 1 and getattr(module, "scaling", 1) != 1
+        if prescales:
+            scale = module.scaling
+        sinks = options.get("s_aux")
+        softmax = Softmax(
+            scale=float(scale),
+            softcap=options.get("softcap"),
+            sinks=None if sinks is None else sinks.detach().float(),
+        )
         layer = Layer(
             module=module,
             num_heads=num_heads,
             num_kv_heads=key.shape[1],
             head_dim=head_dim,
             value_dim=value.shape[3],
-            softmax=Softmax(
-                scale=float(module.scaling if prescales else scale),
-                softcap=options.get("softcap"),
-                sinks=None if sinks is None else sinks.detach().float(),
-            ),
-            window=masks[0] if masks else Window(size) if size else None,
-            positions=source and source[0],
-            call=call,
+            softmax=softmax,
+            window=window,
+            positions=self._position_source(under_way),
+            call=self._calls[id(module)],
             device=query.device,
             prescales=prescales,
         )
         self.layers.append(layer)
         if self._cache.latest is not None:
-            self.stored[id(module)], self._cache.latest = self._cache.latest, None
-        return value.new_zeros(query.shape[0], rows, num_heads, value.shape[3]), None
+            self.stored[id(module)] = self._cache.latest
+            self._cache.latest = None
+        return value.new_zeros(batch, num_rows, num_heads, value.shape[3]), None
+
+    def _position_source(self, under_way: list[Call]) -> PositionSource | None:
+        """What made the position embeddings of the innermost call that has any known ones."""
+        for call in under_way:
+            embeddings = first_tensor(call.kwargs.get("position_embeddings"))
+            if id(embeddings) in self._made:
+                return self._made[id(embeddings)][0]
+        return None
+
+
+def _telling_rows(size: int) -> set[int]:
+    """Rows around the edges of a window of this size, and one far from the first token."""
+    rows = {FAR}
+    for multiple in (0, size, 2 * size, 5 * size):
+        for row in range(multiple - 2, multiple + 2):
+            rows.add(max(0, row))
+    return rows
