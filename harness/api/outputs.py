@@ -104,9 +104,8 @@ class MethodCache(ModelCache):
         )
 
     update = update_conv_state = update_recurrent_state = get_mask_sizes = _refuse
-    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = fork = fork_layer = join_layer = (
-        _refuse
-    )
+    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    fork = fork_layer = join_layer = _refuse
     __reduce_ex__ = __iter__ = __getitem__ = _refuse
 
 
