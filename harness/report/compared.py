@@ -57,15 +57,15 @@ def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
 
 
 def _published_line(number: Mapping[str, str], rows: Sequence[TableRow]) -> list[str]:
-    setup = f"{number['x_name']} {number['x']}".strip() or "all"
-    words = [number["series"], setup, number["metric"]]
+    series, metric = number["series"].replace("_", " "), number["metric"].replace("_", " ")
+    setup = f"{number['x_name']} {number['x']}".strip().replace("_", " ") or "all"
     value = f"{number['value']} {number['unit']}".strip()
     ours = our_value(number, rows)
     beside = [MISSING, MISSING]
     if ours is not None:
         beside = [f"{ours:.4g}", f"{ours / float(number['value']):.2f}"]
-    spelled = [word.replace("_", " ") for word in words]
-    return [number["model"], *spelled, value, number["kind"], *beside, number["note"]]
+    named = [number["model"], series, setup, metric]
+    return [*named, value, number["kind"], *beside, number["note"]]
 
 
 def our_value(number: Mapping[str, str], rows: Sequence[TableRow]) -> float | None:

@@ -332,7 +332,8 @@ def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _render(folder: Path) -> str:
     """Results of another model that lie within the folder stand beside its own."""
     folders = {"": folder}
-    for inner in sorted({path.parents[1] for path in folder.glob("*/tables/*.csv")}):
+    for path in sorted(folder.glob("*/tables/*.csv")):
+        inner = path.parents[1]
         folders[inner.name] = inner
     records = {where: list(read_all(inner)) for where, inner in folders.items()}
     entries = entries_of([*folders.values()])

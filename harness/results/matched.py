@@ -120,7 +120,7 @@ def _numbers_by_key(source: Path) -> dict[Any, Number]:
 
 
 def _values(number: Number, names: Sequence[str]) -> tuple[Any, ...]:
-    return tuple(number[name] for name in names)
+    return tuple(columns.picked(number, names).values())
 
 
 def _numbers(folder: Path) -> Iterator[Number]:

@@ -289,7 +289,7 @@ def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         shown.append(row | {"settings": ", ".join(own)})
     words = (
         [columns.LABEL, columns.SETTINGS]
-        if any(row["settings"] for row in shown)
+        if any(columns.values(shown, "settings"))
         else [columns.LABEL]
     )
     beside = columns.with_values(

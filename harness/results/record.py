@@ -190,8 +190,10 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 def _defaults_of(group: Any) -> dict[str, Any]:
     """The defaults of a dataclass; None where there is none."""
-    found = {field.name: field.default for field in fields(group)}
-    return {name: None if value is MISSING else value for name, value in found.items()}
+    found = {}
+    for field in fields(group):
+        found[field.name] = None if field.default is MISSING else field.default
+    return found
 
 
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:

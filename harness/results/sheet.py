@@ -159,12 +159,15 @@ def terminal(sheet: Sheet) -> str:
 
 def _parts(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[list[int]]:
     """The columns in parts that fit the terminal."""
-    widths = []
+    widths, words = [], []
     for at, heading in enumerate(header):
-        of_heading = HEADING_PADDING + max(map(len, _wrapped(heading)))
-        widths.append(GAP + max([of_heading, *(len(line[at]) for line in lines)]))
+        width = HEADING_PADDING + max(map(len, _wrapped(heading)))
+        for line in lines:
+            width = max(width, len(line[at]))
+        widths.append(GAP + width)
+        if heading in WORDS:
+            words.append(at)
     max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
-    words = [at for at, heading in enumerate(header) if heading in WORDS]
     parts = [words]
     for at, heading in enumerate(header):
         if heading in WORDS:

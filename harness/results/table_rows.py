@@ -95,9 +95,8 @@ def _add_weights(pairs: Pairs) -> None:
 
     A model may be replaced under its name.
     """
-    for of_model in columns.grouped(
-        pairs, lambda pair: pair[0]["config"]["model"]["name"]
-    ).values():
+    by_model = columns.grouped(pairs, lambda pair: pair[0]["config"]["model"]["name"])
+    for of_model in by_model.values():
         digests = {record["inputs"].get("model") for record, _ in of_model}
         if len(digests - {None}) < 2:
             continue

@@ -133,7 +133,7 @@ def _ordered(shape: str, rows: TableRows) -> TableRows:
 def _sort_key(row: TableRow) -> tuple[Any, ...]:
     """Chunks by their position, a missing number first, the run's id last."""
     task, _, chunk = str(row.get("task", "")).partition("[")
-    position = [int(number) for number in re.findall(r"\d+", chunk)]
+    position = list(map(int, re.findall(r"\d+", chunk)))
     shape = [row.get(name) or 0 for name in ("batch_size", "prompt_len", "gen_len", "seq_len")]
     size = row.get("size") or 0
     metric = rank(str(row.get("metric", "")))
