@@ -42,16 +42,17 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
     own, texts = tables.accuracy(name), tables.accuracy("perplexity")
     if own.empty:
         return None
-    metrics = ["acc", "kl_nats", "top1_agreement"]
-    rows = data.of_metrics(pd.concat([own, texts[texts.metric.isin(metrics[1:])]]), metrics)
+    fidelity = ["kl_nats", "top1_agreement"]
+    both = pd.concat([own, texts[texts.metric.isin(fidelity)]])
+    rows = data.of_metrics(both, ["acc", *fidelity])
     codecs = style.joined(rows.label)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
         factor = columns.METRICS[metric].factor
         axes.set(xlabel=style.SIZE_AXIS, ylabel=AXES[metric])
-        if metric == "kl_nats":
-            style.log_y(axes)  # without the full cache, whose divergence from itself is 0
+        if metric == "kl_nats":  # the full cache's is 0
+            style.log_y(axes)
         else:
             style.full_lines(axes, panel[panel.label == style.FULL], factor)
         if task in CHANCE:
@@ -91,9 +92,10 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
             notes.append(shared)
             for title, panel in of_half:
                 panels.append((title, panel, draw))
-    single = " (n = 1: a single window has none)" if by_length.num_samples.eq(1).any() else ""
-    note = "\n".join(notes)
-    return style.draw_panels(panels, f"{note}; {style.error_note(rows)}{single}")
+    note = "\n".join(notes) + f"; {style.error_note(rows)}"
+    if by_length.num_samples.eq(1).any():
+        note += " (n = 1: a single window has none)"
+    return style.draw_panels(panels, note)
 
 
 def _draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
@@ -103,8 +105,8 @@ def _draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
     lines = pd.concat([full, panel[panel.metric == "perplexity"]])
     for name in style.ordered(lines.name):
         line = lines[lines.name == name].sort_values("seq_len")
-        look = style.look(name)
-        style.error_line(axes, line.seq_len, line.value, line.stderr, name=name, like=look)
+        x, look = line.seq_len, style.look(name)
+        style.error_line(axes, x, line.value, line.stderr, name=name, like=look)
     windows = panel.groupby("seq_len").num_samples.max()
     style.log2_x(axes, windows.index)
     ticks = []
@@ -128,7 +130,8 @@ def index(tables: data.Tables, name: str) -> Figure | None:
 
 def ablation(tables: data.Tables, name: str) -> Figure | None:
     """What each change from InfiniGen to InfiniGen2 gives, by the share that is read."""
-    return _by_share(tables, name, columns.SIZE.name, "read (% of full cache)", log_kl=True)
+    words = "read (% of full cache)"
+    return _by_share(tables, name, columns.SIZE.name, words, log_kl=True)
 
 
 def _by_share(
@@ -138,7 +141,8 @@ def _by_share(
 
     share: a column of the table. The error takes tasks as independent.
     """
-    rows = data.of_metrics(data.whole_texts(tables.accuracy(name)), ["kl_nats", "acc"])
+    table = data.whole_texts(tables.accuracy(name))
+    rows = data.of_metrics(table, ["kl_nats", "acc"])
     looks = style.in_sequence(rows.label)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
@@ -146,7 +150,9 @@ def _by_share(
         factor = columns.METRICS[metric].factor
         runs = panel.groupby(["label", "run_id"], sort=False, as_index=False)
         points = runs.agg(
-            x=(share, "mean"), y=("value", "mean"), stderr=("stderr", data.stderr_of_mean)
+            x=(share, "mean"),
+            y=("value", "mean"),
+            stderr=("stderr", data.stderr_of_mean),
         )
         for label, look in looks.items():
             line = points[points.label == label].sort_values("x")
@@ -184,7 +190,8 @@ def long_decode(tables: data.Tables, name: str) -> Figure | None:
 
     The full cache has no distance from itself.
     """
-    rows = data.of_metrics(_chunks(tables.accuracy(name)), ["kl_nats", "text_perplexity"])
+    table = _chunks(tables.accuracy(name))
+    rows = data.of_metrics(table, ["kl_nats", "text_perplexity"])
     rows = rows[(rows.label != style.FULL) | (rows.metric != "kl_nats")]
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
@@ -233,7 +240,8 @@ def long(tables: data.Tables, name: str) -> Figure | None:
     table = data.whole_texts(tables.accuracy(name))
     needles = table[table.metric.astype(str).str.isdecimal()]
     needles = needles.assign(length=needles.metric.astype(float))
-    by_length = needles.groupby(["model", "source", "label", "length"], sort=False, as_index=False)
+    keys = ["model", "source", "label", "length"]
+    by_length = needles.groupby(keys, sort=False, as_index=False)
     asked = by_length.agg(value=("value", "mean"), stderr=("stderr", data.stderr_of_mean))
     texts = table[(table.metric == "kl_nats") & (table.value > 0)]
     rows = pd.concat([texts.assign(length=texts.seq_len), asked.assign(metric="acc")])
@@ -268,7 +276,8 @@ def long(tables: data.Tables, name: str) -> Figure | None:
         if metric == "kl_nats":
             style.log_x(axes)
 
-    note = f"right answers: mean of {', '.join(sorted(set(needles.task)))}; bars one standard error"
+    tasks = ", ".join(sorted(set(needles.task)))
+    note = f"right answers: mean of {tasks}; bars one standard error"
     return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)
 
 

@@ -1,6 +1,7 @@
 """Figures of the analyses, from tables of (series, x, value): 2, 4, 5, 7 and 20."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -30,8 +31,10 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **settings: object
             continue
         y, stderr = factor * own.value, factor * own.stderr.fillna(0)
         every = max(1, len(own) // MAX_MARKERS)
-        axes.plot(own.x, y, label=name, color=color, marker=marker, linestyle=line, markevery=every)
-        axes.fill_between(own.x, y - stderr, y + stderr, color=color, alpha=0.15, linewidth=0)
+        look: Any = {"color": color, "marker": marker, "linestyle": line}
+        axes.plot(own.x, y, label=name, markevery=every, **look)
+        low, high = y - stderr, y + stderr
+        axes.fill_between(own.x, low, high, color=color, alpha=0.15, linewidth=0)
     if settings:
         axes.set(**{"ylim": (0, None)} | settings)
 
@@ -39,14 +42,15 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **settings: object
 def fig2(tables: data.Tables, name: str) -> Figure | None:
     """GiB of KV cache and weights in fp16, by sequence length at batch 16, by batch size at 2,048
     tokens."""
-    words = {
+    axis = {
         "seq_len": "sequence length (tokens), batch 16",
         "batch_size": "batch size (sequences), 2,048 tokens each",
     }
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         looks = style.in_sequence(["KV cache", "weights"])
-        draw_curves(axes, panel, looks, xlabel=words[panel.x_name.iloc[0]], ylabel="memory (GiB)")
+        words = axis[panel.x_name.iloc[0]]
+        draw_curves(axes, panel, looks, xlabel=words, ylabel="memory (GiB)")
         style.log2_x(axes, panel.x)
 
     rows = tables.read(name, columns.ANALYSIS)
@@ -64,8 +68,9 @@ def fig4(tables: data.Tables, name: str) -> Figure | None:
         words = "cosine similarity"
         draw_curves(axes, panel, looks, xlabel="token", ylabel=words, ylim=(None, 1.02))
 
+    rows = tables.read(name, columns.ANALYSIS)
     note = "oracle: the paper's Optimal; bands: one standard error over heads"
-    return style.draw_rows(tables.read(name, columns.ANALYSIS), (*SETUP, "layer"), draw, note=note)
+    return style.draw_rows(rows, (*SETUP, "layer"), draw, note=note)
 
 
 def fig5(tables: data.Tables, name: str) -> Figure | None:
@@ -81,14 +86,17 @@ def fig5(tables: data.Tables, name: str) -> Figure | None:
             if len(own) > 1:
                 edges = [*own.x, own.x.iloc[-1] + own.x.diff().iloc[-1]]
                 percent = 100 * own.value.to_numpy()
-                axes.stairs(percent, edges, label=name, color=color, linestyle=line, linewidth=1.2)
-        axes.set(xlabel="key tokens for 0.9 of the weight (tokens)", ylabel="queries and heads (%)")
+                look: Any = {"color": color, "linestyle": line, "linewidth": 1.2}
+                axes.stairs(percent, edges, label=name, **look)
+        axes.set_xlabel("key tokens for 0.9 of the weight (tokens)")
+        axes.set_ylabel("queries and heads (%)")
         # Most queries of a late layer need few tokens; the others would not be seen.
         style.log_y(axes)
 
     def draw_counts(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         draw_curves(axes, panel, looks)
-        points = data.published("fig5", "key_tokens_for_0.9", panel, {"model": "opt-6.7b"})
+        setup = {"model": "opt-6.7b"}
+        points = data.published("fig5", "key_tokens_for_0.9", panel, setup)
         for _, point in points.iterrows():
             if point.series in {*panel.series}:
                 words = f"{OF_PG19}, {point.kind}"
@@ -97,7 +105,8 @@ def fig5(tables: data.Tables, name: str) -> Figure | None:
         axes.set(xlabel="query token", ylabel=words, ylim=(0, None))
 
     draws = {"share_of_queries": draw_histogram, "key_tokens_for_0.9": draw_counts}
-    return _draw_metrics(tables, name, draws, note="bands: one standard error over heads")
+    note = "bands: one standard error over heads"
+    return _draw_metrics(tables, name, draws, note=note)
 
 
 def fig7(tables: data.Tables, name: str) -> Figure | None:
@@ -109,8 +118,9 @@ def fig7(tables: data.Tables, name: str) -> Figure | None:
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         looks = style.in_sequence(["before skewing", "after skewing"])
         matrix = {"query_magnitude": "Q", "key_magnitude": "K"}[panel.metric.iloc[0]]
-        words = f"mean |{matrix}| of the column"
-        draw_curves(axes, panel, looks, xlabel="column of a head, by importance", ylabel=words)
+        x_words = "column of a head, by importance"
+        y_words = f"mean |{matrix}| of the column"
+        draw_curves(axes, panel, looks, xlabel=x_words, ylabel=y_words)
 
     note = "columns in order of |Q| + |K|; bands: one standard error over KV heads"
     rows = tables.read(name, columns.ANALYSIS)
@@ -128,7 +138,8 @@ def fig20(tables: data.Tables, name: str) -> Figure | None:
 
     def draw_weights(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         where = f"query token, layer {panel.layer.iloc[0]:.0f}"
-        draw_curves(axes, panel, looks, xlabel=where, ylabel="attention weight of a key (%)")
+        words = "attention weight of a key (%)"
+        draw_curves(axes, panel, looks, xlabel=where, ylabel=words)
 
     draws = {"share_of_sparse_queries": draw_shares, "attention_weight": draw_weights}
     note = "attends to: needs for 0.9 of its weight; bands: one standard error over heads"

@@ -19,6 +19,8 @@ NARROW_SPACE = "\u2009"
 TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 """The setup of a timed run."""
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
+Parts = list[tuple[str, pd.DataFrame]]
+"""Rows of a table, with a title."""
 PHRASES = {"kept": "{} tokens kept"}
 """How a value reads that no table has as a column."""
 
@@ -45,9 +47,11 @@ class Tables:
         rows = self.read(name, columns.ACCURACY)
         paired = rows.difference.notna()
         measured = rows.metric.replace("perplexity_full", "perplexity")
-        compared = paired.groupby([rows.model, rows.task, measured], dropna=False).transform("any")
-        full = compared & ~paired & ((rows.method == "full") | (rows.metric == "perplexity_full"))
-        return rows.assign(stderr=rows.stderr.where(~paired, rows.difference_stderr).mask(full))
+        groups = paired.groupby([rows.model, rows.task, measured], dropna=False)
+        compared = groups.transform("any") & ~paired
+        is_full = (rows.method == "full") | (rows.metric == "perplexity_full")
+        stderr = rows.stderr.where(~paired, rows.difference_stderr)
+        return rows.assign(stderr=stderr.mask(compared & is_full))
 
     def read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
         """The rows of a table, with all of the `expected` columns."""
@@ -80,7 +84,7 @@ class Tables:
         return self._shown[name]
 
 
-def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
+def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, Parts]:
     """Part the rows by the columns of `setup`, so that no panel mixes setups or sources.
 
     Returns:
@@ -108,7 +112,8 @@ def describe(row: Mapping[Any, Any] | pd.Series, names: Sequence[str]) -> str:
 
 def of_metrics(rows: pd.DataFrame, metrics: Iterable[str]) -> pd.DataFrame:
     """The rows of these metrics, in the order of the metrics."""
-    return pd.concat([rows[rows.metric == metric] for metric in metrics], ignore_index=True)
+    parts = [rows[rows.metric == metric] for metric in metrics]
+    return pd.concat(parts, ignore_index=True)
 
 
 def stderr_of_mean(errors: pd.Series) -> float:
@@ -163,11 +168,13 @@ def published(
     They are `value` of the label `series` at `x`, a number or a model. Only a panel measured, or
     modelled for the paper's machine, has them; an emulated panel never has.
     """
-    of_paper_machine = panel.get("platform") == PAPER_PLATFORM
-    on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & of_paper_machine)
-    is_known = on_gpu.all()
+    modelled = panel.source == "modelled"
+    of_paper_machine = modelled & (panel.get("platform") == PAPER_PLATFORM)
+    is_known = ((panel.source == "measured") | of_paper_machine).all()
     for name, value in setup.items():
         is_known = is_known and (panel[name] == value).all()
     rows = of_paper(figure)
-    rows = rows[(rows.metric == metric) & rows.model.isin(panel.model if is_known else [])]
-    return rows.assign(x=pd.to_numeric(rows.x, errors="coerce").astype(object).fillna(rows.x))
+    models = list(panel.model) if is_known else []
+    rows = rows[(rows.metric == metric) & rows.model.isin(models)]
+    numbers = pd.to_numeric(rows.x, errors="coerce").astype(object)
+    return rows.assign(x=numbers.fillna(rows.x))

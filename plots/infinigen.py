@@ -16,7 +16,12 @@ SETTING = r"^(?P<setting>\w+)=(?P<x>[\d.]+)$"
 """In labels: the varied setting."""
 SWEPT = {"alpha": "alpha (scaled logits)", "partial_weight_ratio": "partial weight ratio"}
 """Axis labels of the varied settings."""
-POOLS = {"full_pool": "100 %", "fifo": "80 % fifo", "lru": "80 % lru", "counter": "80 % counter"}
+POOLS = {
+    "full_pool": "100 %",
+    "fifo": "80 % fifo",
+    "lru": "80 % lru",
+    "counter": "80 % counter",
+}
 """Table 2: the paper's pools, and how a label names them."""
 
 
@@ -29,7 +34,8 @@ def fig13(tables: data.Tables, name: str) -> Figure | None:
     """
     own, full = tables.accuracy(name), tables.accuracy("fig11")
     setup = ["model", "metric", "source"]
-    rows = data.of_metrics(pd.concat([own, full[full.label == style.FULL]]), ["acc", "kl_nats"])
+    both = pd.concat([own, full[full.label == style.FULL]])
+    rows = data.of_metrics(both, ["acc", "kl_nats"])
     is_unskewed = rows.label.str.endswith(UNSKEWED)
     has_unskewed = is_unskewed.groupby([rows[name] for name in setup]).transform("any")
     rows = rows[has_unskewed.astype(bool)]
@@ -48,7 +54,8 @@ def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
         samples = data.describe(pair.iloc[0], ["num_samples"])
         groups.append(f"{pair.task.iloc[0]}\nsize {' / '.join(sizes)} %\n{samples}")
     style.grouped(axes, values, errors=errors, groups=groups)
-    full = panel[(panel.label == style.FULL) & (panel.metric == "acc")]  # its KL to itself is 0
+    # The full cache's KL to itself is 0.
+    full = panel[(panel.label == style.FULL) & (panel.metric == "acc")]
     for index, (_, pair) in enumerate(pairs.groupby("pair")):
         ends = [index - 0.45, index + 0.45]
         for value in _with_same(full, pair.iloc[0]).value.unique():
@@ -91,11 +98,13 @@ def fig17(tables: data.Tables, name: str) -> Figure | None:
     table = table[table.metric == "acc"]
     accuracy = _with_setting(table)
     latency = _with_setting(tables.read(f"{name}-latency", columns.LATENCY))
-    swept = [setting for setting in SWEPT if setting in {*accuracy.setting, *latency.setting}]
+    varied = {*accuracy.setting, *latency.setting}
+    swept = [setting for setting in SWEPT if setting in varied]
     if not swept:
         return None
     of_accuracy = ("model", "task", *ASKED[:2], "source")
-    figure, all_axes = style.new(len(swept), panel_inches=(4.2, 2.5))  # room for the second axis
+    # The panels have room for the second axis.
+    figure, all_axes = style.new(len(swept), panel_inches=(4.2, 2.5))
     for axes, setting in zip(all_axes, swept, strict=True):
         axes.set(xlabel=SWEPT[setting], ylabel="accuracy (%)")
         style.full_lines(axes, table[table.label == style.FULL], 100)
@@ -151,7 +160,8 @@ def table2(tables: data.Tables, name: str) -> Figure | None:
     panel.
     """
     table = data.whole_texts(tables.accuracy(name))
-    rows = table.assign(pool=table.label.str.extract(rf"^{NAME}, pool (\d+ %.*)$", expand=False))
+    pool = table.label.str.extract(rf"^{NAME}, pool (\d+ %.*)$", expand=False)
+    rows = table.assign(pool=pool)
     rows = rows[rows.pool.notna() & rows.metric.isin(["perplexity", "perplexity_full"])]
     if rows.empty:
         return None
@@ -159,7 +169,8 @@ def table2(tables: data.Tables, name: str) -> Figure | None:
     published = published[published.x == "wikitext2"]
     published = published.assign(series=NAME, x=published.series.map(POOLS))
     others = published[~published.model.isin(rows.model)]
-    shared, panels = data.split(rows, ("model", "task", "num_samples", "seq_len", "source"))
+    setup = ("model", "task", "num_samples", "seq_len", "source")
+    shared, panels = data.split(rows, setup)
     figure, all_axes = style.new(len(panels) + others.model.nunique())
     for axes, (title, panel) in zip(all_axes, panels, strict=False):
         _draw_pools(axes, panel, published)
@@ -172,7 +183,8 @@ def table2(tables: data.Tables, name: str) -> Figure | None:
         axes.set_title(f"{model}, published")
     for axes in all_axes:
         axes.margins(y=0.1)
-        axes.tick_params(axis="x", labelsize=5.5)  # with the artifact's evictions there are seven
+        # With the artifact's evictions there are seven ticks.
+        axes.tick_params(axis="x", labelsize=5.5)
         axes.set(xlabel="KV pool, of the sequence", ylabel="perplexity", ylim=(0, None))
     note = f"{shared}; {style.error_note(rows)}. Published: WikiText-2, 2,048 tokens"
     return style.finish(figure, note)
@@ -183,7 +195,8 @@ def _draw_pools(axes: Axes, panel: pd.DataFrame, published: pd.DataFrame) -> Non
     own = panel[panel.metric == "perplexity"]
     data.refuse_repeats(own, ["label"])
     own = own.set_index("pool")
-    pools = [pool for pool in dict.fromkeys([*POOLS.values(), *own.index]) if pool in own.index]
+    in_order = dict.fromkeys([*POOLS.values(), *own.index])
+    pools = [pool for pool in in_order if pool in own.index]
     found = style.bars_of_one(axes, own.loc[pools], name=NAME, groups=_ticks(pools))
     style.full_lines(axes, panel[panel.metric == "perplexity_full"])
     if (panel.task == "wikitext2").all() and (panel.seq_len == 2048).all():
@@ -207,8 +220,9 @@ def choices(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         data.refuse_repeats(panel, ["label"])
-        changed = panel.label.str.removeprefix(NAME).str.removeprefix(", ").replace("", "default")
-        style.bars_of_one(axes, panel, name=NAME, groups=list(changed.str.replace(", ", ",\n")))
+        changed = panel.label.str.removeprefix(NAME).str.removeprefix(", ")
+        groups = changed.replace("", "default").str.replace(", ", ",\n")
+        style.bars_of_one(axes, panel, name=NAME, groups=list(groups))
         for text in axes.get_xticklabels():
             text.set(rotation=40, ha="right", rotation_mode="anchor")
         if panel.metric.iloc[0] == "perplexity":

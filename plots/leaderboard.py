@@ -54,7 +54,8 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     rows = tables.read("leaderboard", columns.BOARD)
     is_shipped = rows.shipped.fillna("") != ""
     rows["own"] = (~is_shipped) & bool(is_shipped.any())
-    rows = rows[rows[KL].notna() & rows.family.notna() & rows.exempt_choice.isin(["best", "both"])]
+    is_best = rows.exempt_choice.isin(["best", "both"])
+    rows = rows[rows[KL].notna() & rows.family.notna() & is_best]
     if not (rows[KL] > LEAST_KL).any():
         return None
     shared, panels = data.split(rows, ["model", "source"])
@@ -64,8 +65,8 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         of_lines = LINE_INCHES * frame.label.nunique() + 0.8
         heights.append(max(of_lines, COST_INCHES * len(of_panel)))
     figure = Figure(figsize=(sum(WIDTHS), sum(heights) + 0.6), layout="constrained")
-    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, (title, frame), of_panel in zip(parts, panels, costs, strict=True):
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+    for part, (title, frame), of_panel in zip(parts[:, 0], panels, costs, strict=True):
         _draw_panel(part, title, frame, of_panel)
     notes = [
         shared,
@@ -103,7 +104,8 @@ def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
         of_label = of_label.sort_values("size")
         y = lines[label]
         color, marker = _look(of_label)
-        axes.plot(of_label[KL], [y] * len(of_label), color=color, linewidth=0.6, alpha=0.5)
+        line = [y] * len(of_label)
+        axes.plot(of_label[KL], line, color=color, linewidth=0.6, alpha=0.5)
         for _, row in of_label.iterrows():
             fill = 1.0
             if not pd.isna(row.asked_size):
@@ -143,13 +145,13 @@ def _by_distance(points: pd.DataFrame, sizes: Sequence[float]) -> pd.Index:
 
 def _explain_markers(axes: Axes, sizes: Sequence[float], has_other_sizes: bool) -> None:
     """Entries of the legend for the sizes, and for methods at another size than asked."""
+    look: Any = {"color": style.GREY, "markersize": 4}
     for number, size in enumerate(sizes, start=1):
         face = _paler(style.GREY, number / len(sizes))
         words = f"size {100 * size:.0f} %"
-        axes.plot([], [], "o", color=style.GREY, markerfacecolor=face, markersize=4, label=words)
+        axes.plot([], [], "o", markerfacecolor=face, label=words, **look)
     if has_other_sizes:
-        words = "not the size asked for"
-        axes.plot([], [], OTHER_SIZE, color=style.GREY, markersize=4, label=words)
+        axes.plot([], [], OTHER_SIZE, label="not the size asked for", **look)
 
 
 def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: BoardMetric) -> None:
@@ -164,12 +166,13 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: BoardMetric) -> None:
         # The bytes over the link are never modelled.
         hollow = (of_label.step_source == "modelled") & (cost.column == STEP)
         for part, face in ((of_label[hollow], "none"), (of_label[~hollow], color)):
-            words = label if len(part) else None
-            axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=words)
+            look: Any = {"color": color, "markerfacecolor": face}
+            axes.plot(part.x, part[KL], marker, label=label if len(part) else None, **look)
     words = AXES.get(cost.column, cost.column.heading)
     if cost.column == STEP:
+        dashed: Any = {"color": style.BLACK, "linestyle": "--", "linewidth": 1}
         for x in panel[panel.family == ALL].x:
-            axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
+            axes.axvline(x, label=style.FULL, **dashed)
         sources = sorted({*panel.step_source.dropna()} - {"modelled"})
         if sources:
             words += f", {' and '.join(sources)}"
@@ -180,7 +183,8 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: BoardMetric) -> None:
         closer = (front.x <= ALIKE * x) & (front[KL] < kl)
         is_lowest.append(not closer.any())
     lowest = front.loc[is_lowest]
-    axes.plot(lowest.x, lowest[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
+    line: Any = {"color": style.GREY, "linewidth": 0.8, "zorder": 0}
+    axes.plot(lowest.x, lowest[KL], label="front", **line)
     _name(axes, front)
     style.log_y(axes)
     style.log_x(axes, "{x:,.0f}")
@@ -207,8 +211,8 @@ def _name(axes: Axes, front: pd.DataFrame) -> None:
         for _, row in close.iterrows():
             size = "" if pd.isna(row.asked_size) else f" {100 * row['size']:.0f} %"
             names.append(row.label + size)
-        place = close.x.min(), close[KL].iloc[0]
-        words = axes.annotate("\n".join(names), place, (-4, -2), textcoords="offset points")
+        text, place = "\n".join(names), (close.x.min(), close[KL].iloc[0])
+        words = axes.annotate(text, place, (-4, -2), textcoords="offset points")
         words.set(fontsize=5.5, linespacing=1.0, ha="right", va="top")
 
 

@@ -37,7 +37,8 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
     rows = table.join(table.task.str.extract(NEEDLE)).dropna(subset="needle")
     if rows.empty:
         return None
-    rows = rows.astype({"length": int, "begin": int, "end": int}).assign(setup=_setups(rows))
+    rows = rows.astype({"length": int, "begin": int, "end": int})
+    rows = rows.assign(setup=_setups(rows))
     data.refuse_repeats(rows, ["label", "model", "setup", "task"])
     distinct = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
     bands = sorted(distinct, key=lambda band: band[:2])
@@ -46,16 +47,18 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
     width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
     height = len(bands) * (num_depths * TILE_INCHES[1] + 0.2) + 0.9
     figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(len(bands), len(labels), squeeze=False, sharex=True, sharey=True)
+    shape = len(bands), len(labels)
+    panels = figure.subplots(*shape, squeeze=False, sharex=True, sharey=True)
     models, setups, needles = (set(names) for names in zip(*bands, strict=True))
     for (model, setup, needle), line in zip(bands, panels, strict=True):
         of_band = rows[(rows[BAND] == (model, setup, needle)).all(axis=1)]
         for label, axes in zip(labels, line, strict=True):
             _draw_needles(axes, of_band[of_band.label == label], lengths, num_depths)
         words = ["depth (%)"]
-        for name_of_band, others in ((needle, needles), (setup, setups), (model, models)):
-            if name_of_band and len(others) > 1:
-                words.insert(0, name_of_band)
+        parts = ((needle, needles), (setup, setups), (model, models))
+        for part, others in parts:
+            if part and len(others) > 1:
+                words.insert(0, part)
         line[0].set_ylabel("\n".join(words), fontsize=6)
     for label, axes in zip(labels, panels[0], strict=True):
         size = data.size_range(rows[rows.label == label])
@@ -63,8 +66,13 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
     for axes in panels[-1]:
         axes.set_xlabel("tokens", fontsize=6)
     colours = ScalarMappable(PERCENT, COLOURS)
-    shrink = min(1.0, 2 / height)
-    figure.colorbar(colours, ax=panels, label="right answers (%)", shrink=shrink, aspect=12)
+    figure.colorbar(
+        colours,
+        ax=panels,
+        label="right answers (%)",
+        shrink=min(1.0, 2 / height),
+        aspect=12,
+    )
     notes = [
         "depth: where in the prompt the answer stands",
         "n: questions (the fewer, the paler; hatched: none)",
@@ -84,7 +92,8 @@ def _setups(rows: pd.DataFrame) -> pd.Series:
         shared[label] = set.intersection(*map(set, of_label))
     setups = []
     for words_of_row, label in zip(words, rows.label, strict=True):
-        setups.append(", ".join(word for word in words_of_row if word not in shared[label]))
+        different = [word for word in words_of_row if word not in shared[label]]
+        setups.append(", ".join(different))
     return pd.Series(setups, rows.index)
 
 
@@ -98,15 +107,18 @@ def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], num_d
         tiles[depth, column] = (*color, 1)
         ink = style.BLACK if color @ LUMINANCE > LIGHT else "white"
         words: Mapping[str, Any] = {"ha": "center", "va": "center", "color": ink}
-        axes.text(column, depth - 0.12, f"{100 * row.value:.0f}", fontsize=6.5, **words)
-        axes.text(column, depth + 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
+        percent, count = f"{100 * row.value:.0f}", f"n = {row.num_samples:.0f}"
+        axes.text(column, depth - 0.12, percent, fontsize=6.5, **words)
+        axes.text(column, depth + 0.27, count, fontsize=4.5, **words)
     axes.imshow(tiles, aspect="auto")
     axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
     axes.grid(visible=False)
     right, bottom = len(lengths) - 0.5, num_depths - 0.5
-    axes.hlines(np.arange(1, num_depths) - 0.5, -0.5, right, color="white", linewidth=0.8)
-    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, bottom, color="white", linewidth=0.8)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
+    line: Any = {"color": "white", "linewidth": 0.8}
+    axes.hlines(np.arange(1, num_depths) - 0.5, -0.5, right, **line)
+    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, bottom, **line)
+    words_of_lengths = [f"{length:,}" for length in lengths]
+    axes.set_xticks(range(len(lengths)), words_of_lengths, fontsize=5.5)
     depths = [f"{100 * edge // num_depths}" for edge in range(num_depths + 1)]
     axes.set_yticks(np.arange(num_depths + 1) - 0.5, depths, fontsize=5.5)
     axes.tick_params(length=2, pad=1.5)

@@ -96,10 +96,12 @@ def fig18(tables: data.Tables, name: str) -> Figure | None:
         rows = panel.set_index("label").loc[style.ordered(panel.label)]
         bottom = pd.Series(0.0, rows.index)
         for segment in columns.SEGMENTS:
-            height = segment.factor * rows[segment.name].fillna(0)  # a segment that a method lacks
+            seconds = rows[segment.name].fillna(0)  # of a segment that a method lacks
+            height = segment.factor * seconds
             color, hatch = SEGMENTS[segment.name]
-            look: Any = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-            axes.bar(range(len(rows)), height, 0.7, bottom=bottom, label=segment.words, **look)
+            look: Any = {"color": color, "hatch": hatch, **style.BAR}
+            words = segment.words
+            axes.bar(range(len(rows)), height, 0.7, bottom=bottom, label=words, **look)
             bottom += height
         style.name_bars(axes, range(len(rows)), rows.index)
         axes.grid(visible=False, axis="x")
@@ -156,7 +158,7 @@ def _stacked_times(
     found, width = style.place_bars(axes, style.ordered(prefill.columns), groups)
     for label, x in found.items():
         color, _, _, hatch = style.look(label)
-        look: Any = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        look: Any = {"color": color, "hatch": hatch, **style.BAR}
         words = label if in_legend else f"_{label}"
         axes.bar(x, prefill[label], width, **style.PREFILL_BAR)
         axes.bar(x, decode[label], width, bottom=prefill[label], label=words, **look)
@@ -180,11 +182,13 @@ def _draw_speedups(
         seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
         offload = seconds.get(BASE, pd.Series(float("nan"), seconds.index))
         speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
-        found = style.grouped(axes, speedup, groups=list(map(group.format, speedup.index)))
+        groups = list(map(group.format, speedup.index))
+        found = style.grouped(axes, speedup, groups=groups)
         axes.axhline(1, color=style.GREY, linewidth=0.8)
         axes.set(xlabel=words, ylabel=TIMES[time])
         timed = panel[(panel.model == "opt-30b") & (panel.source != "modelled")]
-        as_there = figure == "fig16a" or ((timed.weights_on_device - 0.7).abs() < 0.01).all()
+        has_papers_share = (timed.weights_on_device - 0.7).abs() < 0.01
+        as_there = figure == "fig16a" or has_papers_share.all()
         if time == "total_s" and as_there:
             points = data.published(figure, "speedup_over_offload", panel, PAPER[figure])
             style.mark_published(axes, found, list(speedup.index), points)

@@ -120,6 +120,8 @@ OTHERS = list(_other_looks())
 _given: dict[str, Look] = {}
 """The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
 
+BAR: Any = {"edgecolor": "white", "linewidth": 0}
+"""Of bars that stand on one another."""
 PREFILL_BAR: Any = {"color": "#F2F2F2", "edgecolor": GREY, "linewidth": 0.5, "label": PREFILL}
 HOLLOW: Any = {"linestyle": "", "markerfacecolor": "none", "markeredgecolor": BLACK}
 PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
