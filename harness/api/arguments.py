@@ -1,4 +1,4 @@
-"""Arguments of an attached model's calls: by their names, and refused where they cannot be taken."""
+"""Arguments of an attached model's calls: found by name, and refused where they are not taken."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
 """Settings of transformers' `generate` that a live cache does not take, and the values besides None
 that it does."""
 HANDLED = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "labels", "use_cache", "logits_to_keep",
-    "num_logits_to_keep", "return_dict", "cache_position", "num_items_in_batch",
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "labels", "use_cache",
+    "logits_to_keep", "num_logits_to_keep", "return_dict", "cache_position", "num_items_in_batch",
 }  # fmt: skip
 """Arguments of a model's `forward` that an attached model takes. `cache_position` follows from the
 cache."""
@@ -47,8 +47,11 @@ TRANSFORMERS_NEW_TOKENS = 20
 
 
 def first_given(*values: Any) -> Any:
-    """The first value that is not None."""
-    return next((value for value in values if value is not None), None)
+    """The first value that is not None; None where all are."""
+    for value in values:
+        if value is not None:
+            return value
+    return None
 
 
 def by_name(
@@ -62,24 +65,20 @@ def by_name(
     return given
 
 
-def settings_of(config: Any) -> Mapping[str, Any]:
-    return {} if config is None else vars(config)
-
-
 def short(value: Any) -> str:
     """A value in an error's line."""
-    return (
-        repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-    )
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def checked_ids(name: str, ids: Any, attached: Attached) -> Tensor:
     """Token ids [batch, tokens]; UserError for anything else."""
     allowed = "allowed: a tensor of token ids, int [batch, tokens]"
+    if ids is None:
+        raise UserError(f"{name}: missing; {allowed}")
     if not isinstance(ids, Tensor):
-        raise UserError(
-            f"{name}: {'missing' if ids is None else f'a {type(ids).__name__}'}; {allowed}"
-        )
+        raise UserError(f"{name}: a {type(ids).__name__}; {allowed}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise UserError(f"{name}: a tensor of {str(ids.dtype).removeprefix('torch.')}; {allowed}")
     if ids.dim() != 2 or not ids.numel():
@@ -88,35 +87,67 @@ def checked_ids(name: str, ids: Any, attached: Attached) -> Tensor:
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= num_tokens:
         outside = lowest if lowest < 0 else highest
-        raise UserError(
-            f"{name}: token {outside}; the model knows the tokens 0 to {num_tokens - 1}"
-        )
+        known = f"the model knows the tokens 0 to {num_tokens - 1}"
+        raise UserError(f"{name}: token {outside}; {known}")
     return ids
 
 
-def require_count(name: str, value: Any) -> None:
+# Settings of generate
+
+
+class GenerateSettings:
+    """Settings of a call of transformers' `generate`: the call's own, else those of the
+    `generation_config` that it was given, else those of the model's."""
+
+    def __init__(self, asked: Mapping[str, Any], own_config: Any) -> None:
+        self.asked = asked
+        self.configs = [asked]
+        for config in (asked.get("generation_config"), own_config):
+            if config is not None:
+                self.configs.append(vars(config))
+
+    def get(self, name: str) -> Any:
+        """The value of a setting; None where nothing says it."""
+        return first_given(*[config.get(name) for config in self.configs])
+
+    def require_supported(self) -> None:
+        """Raise UserError for a setting that a live cache does not take."""
+        for name, allowed in ONLY.items():
+            value = self.get(name)
+            if value is not None and value not in allowed:
+                choices = " or ".join(map(repr, (*allowed, None)))
+                raise UserError(
+                    f"{name}={short(value)}: a method's live cache does not take it; "
+                    f"allowed: {choices}"
+                )
+
+    def num_new_tokens(self, num_prompt: int) -> int:
+        """The largest number of new tokens, as transformers resolves it, behind a prompt of
+        `num_prompt` columns."""
+        if "max_new_tokens" in self.asked:
+            _require_count("max_new_tokens", self.asked["max_new_tokens"])
+        num_new = self.get("max_new_tokens")
+        if num_new is not None:
+            return _require_count("max_new_tokens", num_new)
+        most = self.get("max_length")
+        if most is None:
+            return TRANSFORMERS_NEW_TOKENS
+        _require_count("max_length", most)
+        if most <= num_prompt:
+            raise UserError(
+                f"max_length={most}: the prompt has {num_prompt} tokens; raise it, or give "
+                "max_new_tokens"
+            )
+        return most - num_prompt
+
+
+def _require_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{name}={short(value)}: allowed: a number of tokens, 1 or more")
+    return value
 
 
-def new_tokens(configs: list[Mapping[str, Any]], num_prompt: int) -> int:
-    """The largest number of new tokens of a `generate`, as transformers resolves it.
-
-    configs: settings by name, those that win first. num_prompt: columns of the prompt.
-    """
-    num_new = first_given(*(config.get("max_new_tokens") for config in configs))
-    if num_new is not None:
-        require_count("max_new_tokens", num_new)
-        return int(num_new)
-    most = first_given(*(config.get("max_length") for config in configs))
-    if most is None:
-        return TRANSFORMERS_NEW_TOKENS
-    require_count("max_length", most)
-    if most <= num_prompt:
-        raise UserError(
-            f"max_length={most}: the prompt has {num_prompt} tokens; raise it, or give max_new_tokens"
-        )
-    return int(most) - num_prompt
+# Arguments of forward
 
 
 def require_handled(given: Mapping[str, Any]) -> None:
@@ -124,11 +155,10 @@ def require_handled(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in HANDLED:
             continue
-        changes = bool(value.any()) if isinstance(value, Tensor) else value not in (None, False)
+        changes = value.any() if isinstance(value, Tensor) else value not in (None, False)
         if changes:
-            raise UserError(
-                f"{name}={short(value)}: an attached model does not take it; leave it out"
-            )
+            why = "an attached model does not take it; leave it out"
+            raise UserError(f"{name}={short(value)}: {why}")
 
 
 def real_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -137,7 +167,8 @@ def real_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.shape != ids.shape:
         raise UserError(
-            f"attention_mask: of shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}; allowed: the same"
+            f"attention_mask: of shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}; "
+            "allowed: the same"
         )
     real = mask.to(ids.device).bool()
     if not bool(real.any(-1).all()):
@@ -156,8 +187,8 @@ def require_continued(mask: Tensor | None, session: LiveSession, num_rows: int) 
     seen = pad(real, (0, session.steps + num_rows), value=True)
     if mask.shape != seen.shape or not torch.equal(mask.to(seen.device).bool(), seen):
         raise UserError(
-            f"attention_mask: behind this cache it is the prompt's with ones for all later tokens, of shape "
-            f"{tuple(seen.shape)}; or leave it out"
+            "attention_mask: behind this cache it is the prompt's with ones for all later tokens, "
+            f"of shape {tuple(seen.shape)}; or leave it out"
         )
 
 
@@ -166,12 +197,10 @@ def require_positions(given: Tensor | None, expected: Tensor, real: Tensor) -> N
     if given is None:
         return
     positions = given.to(expected.device)
-    fits = (
-        positions.dim() == 2
-        and positions.shape[1] == expected.shape[1]
-        and positions.shape[0] in (1, len(expected))
-    )
+    batch, num_rows = expected.shape
+    fits = positions.shape in ((1, num_rows), (batch, num_rows))
     if not fits or bool(((positions != expected) & real).any()):
         raise UserError(
-            "position_ids: an attached model counts a sequence's tokens from 0; leave position_ids out"
+            "position_ids: an attached model counts a sequence's tokens from 0; leave position_ids "
+            "out"
         )

@@ -1,8 +1,8 @@
 """A transformers model whose own calls run on a method's live cache: `harness.attach` makes one.
 
-with attach(model) as attached, CachedModel(attached, method) as cached:
-    ids = model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=True,
-    top_p=0.9) print(cached.usage)
+    with attach(model) as attached, CachedModel(attached, method) as cached:
+        ids = model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=True)
+        print(cached.usage)
 
 Inside the `with` block the model's `forward` and `generate` are those of `CachedModel`, so that
 pipelines, streamers and lm-eval's `HFLM` run on the method's cache without knowing of it. A call of
@@ -34,17 +34,14 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.api.arguments import (
-    ONLY,
+    GenerateSettings,
     by_name,
     checked_ids,
     first_given,
-    new_tokens,
     real_tokens,
     require_continued,
-    require_count,
     require_handled,
     require_positions,
-    settings_of,
     short,
 )
 from harness.api.outputs import MethodCache, PartialLogits, Usage
@@ -62,14 +59,15 @@ from methods.codec import AnyCodec
 
 IGNORED_LABEL = -100
 SCORED = (
-    "the text before was scored as a whole (prefill_len=); where it is a prompt to go on from, call the model with "
-    "use_cache=True"
+    "the text before was scored as a whole (prefill_len=); where it is a prompt to go on from, "
+    "call the model with use_cache=True"
 )
 SCORE_WITH = (
-    "give harness.attach prefill_len=N, the tokens of a text's prompt (1: the method decodes every row), or use "
-    "harness.lm(model, ...), which knows them of each request"
+    "give harness.attach prefill_len=N, the tokens of a text's prompt (1: the method decodes every "
+    "row), or use harness.lm(model, ...), which knows them of each request"
 )
 ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
+GENERATED = "the cache of a generate that has ended; a prompt's is returned by the model's own call"
 
 
 @dataclass(eq=False)
@@ -134,7 +132,7 @@ class CachedModel:
         with self._turns:  # a pass of another thread ends first
             self._is_open = False
             self._in_place.close()
-            with ExitStack() as stack:  # each is closed, also where another's transfer has failed
+            with ExitStack() as stack:  # all are closed, also where one's transfer has failed
                 for cache in list(self._caches):
                     stack.callback(cache.close, ENDED)
 
@@ -166,33 +164,20 @@ class CachedModel:
         """
         self._require_open()
         asked = by_name(inspect.signature(self._own_generate), args, settings)
-        ids = checked_ids(
-            "input_ids",
-            first_given(asked.pop("inputs", None), asked.pop("input_ids", None)),
-            self.attached,
-        )
-        own_config = self.attached.model.generation_config
-        configs = [asked, settings_of(asked.get("generation_config")), settings_of(own_config)]
-        for name, allowed in ONLY.items():
-            value = first_given(*(config.get(name) for config in configs))
-            if value is not None and value not in allowed:
-                raise UserError(
-                    f"{name}={short(value)}: a method's live cache does not take it; allowed: "
-                    f"{' or '.join(map(repr, (*allowed, None)))}"
-                )
-        if "max_new_tokens" in asked:
-            require_count("max_new_tokens", asked["max_new_tokens"])
-        cache = self._new_cache(new_tokens(configs, ids.shape[1]), in_generate=True)
-        asked |= {"past_key_values": cache, "use_cache": True}
+        given_ids = first_given(asked.pop("inputs", None), asked.pop("input_ids", None))
+        ids = checked_ids("input_ids", given_ids, self.attached)
+        chosen = GenerateSettings(asked, self.attached.model.generation_config)
+        chosen.require_supported()
+        cache = self._new_cache(chosen.num_new_tokens(ids.shape[1]), in_generate=True)
+        asked["past_key_values"] = cache
+        asked["use_cache"] = True
         try:
             made = self._own_generate(ids, **asked)
             cache.require_open().drain()
             cache.ended = time.perf_counter()
             self.usage = cache.usage
         finally:
-            cache.close(
-                "the cache of a generate that has ended; a prompt's is returned by the model's own call"
-            )
+            cache.close(GENERATED)
         return made
 
     # forward
@@ -217,64 +202,79 @@ class CachedModel:
     def _forward(self, given: Mapping[str, Any]) -> Any:
         """`forward`, of arguments by name."""
         model: Any = self.attached.model
-        cache, labels, use_cache = (
-            given.get(name) for name in ("past_key_values", "labels", "use_cache")
-        )
         if model.training:
             raise UserError(
-                "the model is in training mode: an attached model computes no gradients; call its eval()"
+                "the model is in training mode: an attached model computes no gradients; call its "
+                "eval()"
             )
+        cache = given.get("past_key_values")
         if cache is not None and not isinstance(cache, MethodCache):
             raise UserError(
-                f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out of the first "
-                "call, and give later calls the past_key_values that it returned"
+                f"past_key_values={short(cache)}: an attached model makes its own cache; leave it "
+                "out of the first call, and give later calls the past_key_values that it returned"
             )
         in_generate = cache is not None and cache.in_generate
-        follows = cache is not None and (cache.session is not None or cache.why_closed is not None)
+        follows = cache is not None and cache.follows_prompt
         if in_generate and follows:
-            ids = given[
-                "input_ids"
-            ]  # a token that transformers has chosen: no look at it, which would wait for a GPU
+            # A token that transformers has chosen: to look at it would wait for a GPU.
+            ids = given["input_ids"]
         else:
             require_handled(given)
             ids = checked_ids("input_ids", given.get("input_ids"), self.attached)
         ids = ids.to(self.attached.device)
-        mask = given.get("attention_mask")
+        mask, labels = given.get("attention_mask"), given.get("labels")
         positions = None if in_generate else given.get("position_ids")
-        is_text = (
-            labels is not None
-            or use_cache is False
-            or (self.prefill_len is not None and use_cache is None)
-        )
+
         loss = None
         if cache is not None and follows:
             logits = self._decode(cache, ids, mask, positions)
             loss = None if labels is None else self._loss(logits, labels)
-        elif is_text and not in_generate:
+        elif not in_generate and self._is_text(given):
             logits, loss = self._score(ids, mask, positions, labels)
-            cache = None if use_cache is False else self._new_cache(0, why_closed=SCORED)
+            cache = None
+            if given.get("use_cache") is not False:
+                cache = self._new_cache(0, why_closed=SCORED)
         else:
-            cache = self._new_cache(self.max_new_tokens) if cache is None else cache
+            if cache is None:
+                cache = self._new_cache(self.max_new_tokens)
             logits = self._prefill(cache, ids, mask, positions)
-        keep = first_given(given.get("logits_to_keep"), given.get("num_logits_to_keep"), 0)
-        if isinstance(keep, Tensor):
-            logits = logits[:, keep]
-        elif keep:
-            logits = logits[:, -keep:]
+
+        last_rows = first_given(given.get("logits_to_keep"), given.get("num_logits_to_keep"), 0)
+        if isinstance(last_rows, Tensor):
+            logits = logits[:, last_rows]
+        elif last_rows:
+            logits = logits[:, -last_rows:]
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        wants_tuple = (
-            first_given(given.get("return_dict"), getattr(model.config, "return_dict", True))
-            is False
-        )
-        return output.to_tuple() if wants_tuple else output
+        own_setting = getattr(model.config, "return_dict", True)
+        if first_given(given.get("return_dict"), own_setting) is False:
+            return output.to_tuple()
+        return output
+
+    def _is_text(self, given: Mapping[str, Any]) -> bool:
+        """Whether a call without a prompt before it scores a whole text, instead of running a
+        prompt to go on from."""
+        use_cache = given.get("use_cache")
+        if given.get("labels") is not None or use_cache is False:
+            return True
+        return self.prefill_len is not None and use_cache is None
 
     def _new_cache(
         self, max_new_tokens: int, *, in_generate: bool = False, why_closed: str | None = None
     ) -> MethodCache:
-        cache = MethodCache(self.attached, max_new_tokens, in_generate=in_generate)
-        cache.why_closed = why_closed
+        cache = MethodCache(
+            self.attached, max_new_tokens, in_generate=in_generate, why_closed=why_closed
+        )
         self._caches.add(cache)
         return cache
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The model's own loss."""
+        model: Any = self.attached.model
+        return model.loss_function(
+            logits=logits, labels=labels.to(logits.device), vocab_size=logits.shape[-1]
+        )
+
+    # A prompt
 
     def _prefill(
         self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
@@ -284,21 +284,11 @@ class CachedModel:
         real = real_tokens(ids, mask)
         if not bool(real[:, -1].all()) or bool((real.long().diff() < 0).any()):
             raise UserError(
-                "attention_mask: the padding of a live batch lies on the left; set padding_side='left'"
+                "attention_mask: the padding of a live batch lies on the left; set "
+                "padding_side='left'"
             )
         require_positions(positions, positions_of(real), real)
-        longest = int(real.sum(-1).max())
-        max_new_tokens = cache.max_new_tokens
-        if self.max_length is not None:
-            room = self.max_length - longest
-            if not cache.in_generate:
-                max_new_tokens = min(max_new_tokens, room)
-            if max_new_tokens > room or room < 1:
-                raise UserError(
-                    f"a prompt of {longest} tokens and max_new_tokens={cache.max_new_tokens}: together at most "
-                    f"{self.max_length}, the model's limit"
-                )
-        session = self.open_session(real, max_new_tokens)
+        session = self.open_session(real, self._room(cache, int(real.sum(-1).max())))
         try:
             last = session.prefill(ids, real)
         except BaseException:
@@ -311,12 +301,29 @@ class CachedModel:
             return logits
         hidden = torch.ones_like(ids, dtype=torch.bool)
         hidden[:, -1] = False
-        return PartialLogits.of(
-            logits.expand(-1, num_rows, -1),
-            hidden,
-            f"logits of a prompt of {num_rows} rows: it ran densely, so only logits[:, -1] may be read; to score a "
-            f"text by the method {SCORE_WITH}",
+        why = (
+            f"logits of a prompt of {num_rows} rows: it ran densely, so only logits[:, -1] may be "
+            f"read; to score a text by the method {SCORE_WITH}"
         )
+        return PartialLogits.of(logits.expand(-1, num_rows, -1), hidden, why)
+
+    def _room(self, cache: MethodCache, num_prompt: int) -> int:
+        """The tokens for which a cache gets room behind a prompt; UserError where the model's limit
+        leaves too few."""
+        if self.max_length is None:
+            return cache.max_new_tokens
+        room = self.max_length - num_prompt
+        max_new_tokens = cache.max_new_tokens
+        if not cache.in_generate:
+            max_new_tokens = min(max_new_tokens, room)
+        if max_new_tokens > room or room < 1:
+            raise UserError(
+                f"a prompt of {num_prompt} tokens and max_new_tokens={cache.max_new_tokens}: "
+                f"together at most {self.max_length}, the model's limit"
+            )
+        return max_new_tokens
+
+    # Decode rows
 
     def _decode(
         self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
@@ -325,26 +332,30 @@ class CachedModel:
         vocab]."""
         session = cache.require_open()
         batch, num_rows = ids.shape
-        if batch != len(session.batch.prompts):
+        num_sequences = len(session.batch.prompts)
+        if batch != num_sequences:
             raise UserError(
-                f"input_ids: {batch} sequences, and past_key_values of {len(session.batch.prompts)}; they must agree"
+                f"input_ids: {batch} sequences, and past_key_values of {num_sequences}; they must "
+                "agree"
             )
-        if session.steps + num_rows > session.max_new_tokens:
+        steps = session.steps + num_rows
+        if steps > session.max_new_tokens:
             raise UserError(
-                f"max_new_tokens={session.max_new_tokens}: the cache of this prompt has room for so many tokens, and "
-                f"this is number {session.steps + num_rows}; give harness.attach a larger max_new_tokens"
+                f"max_new_tokens={session.max_new_tokens}: the cache of this prompt has room for "
+                f"so many tokens, and this is number {steps}; give harness.attach a larger "
+                "max_new_tokens"
             )
-        if (
-            not cache.in_generate
-        ):  # there transformers makes masks and positions, and looking would wait for a GPU
+        # Inside generate transformers makes masks and positions; to look would wait for a GPU.
+        if not cache.in_generate:
             require_continued(mask, session, num_rows)
-            steps = torch.arange(num_rows, device=ids.device)
-            require_positions(
-                positions, session.batch.positions[:, None] + steps, torch.ones_like(ids).bool()
-            )
+            rows = torch.arange(num_rows, device=ids.device)
+            expected = session.batch.positions[:, None] + rows
+            require_positions(positions, expected, torch.ones_like(ids, dtype=torch.bool))
         logits = [session.decode_step(column) for column in ids.unbind(1)]
         cache.advance()
         return torch.stack(logits, 1).clone()  # no longer a tensor of inference mode
+
+    # A whole text
 
     def _score(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None
@@ -356,118 +367,106 @@ class CachedModel:
         them, though it is not given: lm-eval's `HFLM` leaves it out.
         """
         began = time.perf_counter()
-        prompt, num_rows = self._require_text(ids, mask)
-        real = real_tokens(ids, mask)
-        lengths = real.sum(-1)
-        starts = real & ~pad(real[:, :-1], (1, 0))
-        if bool((starts.sum(-1) > 1).any()):
-            raise UserError(
-                "attention_mask: a text's tokens follow one another; allowed: padding at its ends"
-            )
-        shortest = int(lengths.min())
-        if shortest <= prompt:
-            raise UserError(
-                f"prefill_len={prompt}: a text of {shortest} tokens leaves no row that the method decodes; give longer "
-                "texts, or past_key_values where these tokens continue a prompt"
-            )
-        longest = int(lengths.max())
-        if self.max_length is not None and longest > self.max_length:
-            raise UserError(
-                f"input_ids: a text of {longest} tokens, and the model takes {self.max_length}"
-            )
+        prompt = self._require_prefill_len(ids, mask)
+        texts = _Texts(ids, real_tokens(ids, mask))
+        self._require_lengths(texts, prompt)
         if positions is not None:
-            require_positions(positions, positions_of(real), real)
-
-        # Each text's tokens from the first column on
-        first = real.long().argmax(-1)
-        columns = first[:, None] + torch.arange(longest, device=ids.device)
-        within = columns < (first + lengths)[:, None]
-        columns = columns.clamp(max=num_rows - 1)
-        tokens = ids.gather(1, columns)
-
-        final_lengths = (
-            lengths if labels is not None else lengths + 1
-        )  # else the last row predicts one more token
+            require_positions(positions, positions_of(texts.real), texts.real)
+        final_lengths = texts.lengths
+        if labels is None:  # the last row predicts one more token
+            final_lengths = texts.lengths + 1
         session = ReplaySession(
             self.attached,
             self._method_at([(prompt, final) for final in final_lengths.tolist()]),
             final_lengths=final_lengths,
-            num_columns=longest,
+            num_columns=texts.longest,
             codec=self.codec,
             calibration=self.calibration,
             device_rows=self.device_rows,
             prefetch=self.prefetch,
         )
-        last = session.prefill(tokens[:, :prompt], within[:, :prompt])[:, -1:]
-        rows = session.decode(tokens[:, prompt:], within[:, prompt:])
+        dense = session.prefill(texts.tokens[:, :prompt], texts.within[:, :prompt])
+        decoded = session.decode(texts.tokens[:, prompt:], texts.within[:, prompt:])
         session.reads.check_fired()
-        found = self.attached.logits(torch.cat([last, rows], 1))
-        num_decoded, seconds = int(lengths.sum()) - prompt * len(ids), time.perf_counter() - began
-        self.usage = Usage(num_decoded, seconds, session.reads.size, 0, 0, 0)
+        found = self.attached.logits(torch.cat([dense[:, -1:], decoded], 1))
+        self.usage = Usage(
+            steps=int(texts.lengths.sum()) - prompt * len(ids),
+            seconds=time.perf_counter() - began,
+            size=session.reads.size,
+            h2d_bytes=0,
+            d2h_bytes=0,
+            device_bytes=0,
+        )
+        logits = texts.in_place(found, prompt)
 
-        # Back to the columns that they came from
-        logits = found.new_zeros(*ids.shape, found.shape[-1])
-        for at, (start, length) in enumerate(zip(first.tolist(), lengths.tolist(), strict=True)):
-            logits[at, start + prompt - 1 : start + length] = found[at, : length - prompt + 1]
-        in_prompt = (
-            real.long().cumsum(-1) < prompt
-        )  # all but its last row, whose logits predict the first decode row
-        hidden, decoded = real & in_prompt, real & ~in_prompt
+        # The prompt's rows are hidden, but for its last, which predicts the first decode row.
+        in_prompt = texts.real.long().cumsum(-1) < prompt
+        hidden = texts.real & in_prompt
         loss = None
         if labels is not None:
-            targets = pad(labels.to(ids.device)[:, 1:] != IGNORED_LABEL, (0, 1))
-            predicted = decoded & pad(real[:, 1:], (0, 1))
-            if bool((targets & ~predicted).any()):
-                raise UserError(
-                    f"labels: the tokens of the prompt (prefill_len={prompt}) and padding are not predicted by the "
-                    f"method; set their labels to {IGNORED_LABEL}"
-                )
+            _require_predicted(labels.to(ids.device), texts.real, texts.real & ~in_prompt, prompt)
             loss = self._loss(logits, labels)
         if not bool(hidden.any()):
             return logits.clone(), loss
         logits = logits.masked_fill(hidden[:, :, None], float("nan")).clone()
         why = (
-            f"logits of a prompt's rows: with prefill_len={prompt} the first {prompt} tokens of a text ran densely, so "
-            f"only logits[:, {prompt - 1}:] may be read; with prefill_len=1 all rows may"
+            f"logits of a prompt's rows: with prefill_len={prompt} the first {prompt} tokens of a "
+            f"text ran densely, so only logits[:, {prompt - 1}:] may be read; with prefill_len=1 "
+            "all rows may"
         )
         return PartialLogits.of(logits, hidden, why), loss
 
-    def _require_text(self, ids: Tensor, mask: Tensor | None) -> tuple[int, int]:
-        """The tokens of a whole text's prompt, and its rows. Raises UserError where they are not
-        known."""
+    def _require_prefill_len(self, ids: Tensor, mask: Tensor | None) -> int:
+        """The tokens of a whole text's prompt. Raises UserError where they, or the text's own, are
+        not known."""
         batch, num_rows = ids.shape
         if self.prefill_len is None:
             raise UserError(
-                f"a text of {num_rows} rows without a cache: which of them are its prompt is not known; to score it by "
-                f"the method {SCORE_WITH}; a prompt to go on from takes use_cache=True and no labels"
+                f"a text of {num_rows} rows without a cache: which of them are its prompt is not "
+                f"known; to score it by the method {SCORE_WITH}; a prompt to go on from takes "
+                "use_cache=True and no labels"
             )
         if mask is None and batch > 1 and not self.method.reads_all:
             raise UserError(
-                f"a batch of {batch} texts without attention_mask: padding on the right looks like tokens, and T, on "
-                "which the method's budget depends, would count it; give attention_mask, or one text a call (lm-eval's "
-                "HFLM: batch_size=1)"
+                f"a batch of {batch} texts without attention_mask: padding on the right looks like "
+                "tokens, and T, on which the method's budget depends, would count it; give "
+                "attention_mask, or one text a call (lm-eval's HFLM: batch_size=1)"
             )
-        return self.prefill_len, num_rows
+        return self.prefill_len
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The model's own loss."""
-        model: Any = self.attached.model
-        return model.loss_function(
-            logits=logits, labels=labels.to(logits.device), vocab_size=logits.shape[-1]
-        )
+    def _require_lengths(self, texts: _Texts, prompt: int) -> None:
+        """Raise UserError for texts without a row that the method decodes, or beyond the model's
+        limit."""
+        shortest = int(texts.lengths.min())
+        if shortest <= prompt:
+            raise UserError(
+                f"prefill_len={prompt}: a text of {shortest} tokens leaves no row that the method "
+                "decodes; give longer texts, or past_key_values where these tokens continue a "
+                "prompt"
+            )
+        if self.max_length is not None and texts.longest > self.max_length:
+            raise UserError(
+                f"input_ids: a text of {texts.longest} tokens, and the model takes "
+                f"{self.max_length}"
+            )
 
     # The method at the lengths of a call
 
     def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
         """The session of a batch; real: bool [batch, prompt], False for padding."""
-        method = self._method_at(
-            [(prompt, prompt + max_new_tokens) for prompt in real.sum(-1).tolist()]
-        )
+        prompts = real.sum(-1).tolist()
         return LiveSession(
-            self.attached, method, max_new_tokens=max_new_tokens, codec=self.codec, placement=self.placement,
-            link=self.link, calibration=self.calibration, device_rows=self.device_rows, prefetch=self.prefetch,
+            self.attached,
+            self._method_at([(prompt, prompt + max_new_tokens) for prompt in prompts]),
+            max_new_tokens=max_new_tokens,
+            codec=self.codec,
+            placement=self.placement,
+            link=self.link,
+            calibration=self.calibration,
+            device_rows=self.device_rows,
+            prefetch=self.prefetch,
             pinned=self.pinned,
-        )  # fmt: skip
+        )
 
     def _method_at(self, lengths: list[tuple[int, int]]) -> Method:
         """The method of the asked size for sequences of (prompt tokens, T)."""
@@ -475,11 +474,10 @@ class CachedModel:
             return self.method
         key = tuple(sorted(lengths))
         if key not in self._sized:
-            rows = [
-                TokenCounts(cached, prompt, final)
-                for prompt, final in lengths
-                for cached in range(prompt, max(prompt + 1, final - 1))
-            ]
+            rows = []
+            for prompt, final in lengths:
+                for cached in range(prompt, max(prompt + 1, final - 1)):
+                    rows.append(TokenCounts(cached, prompt, final))
             self._sized[key] = sized_as_stored(
                 self.method,
                 self.codec,
@@ -489,3 +487,50 @@ class CachedModel:
                 nearest=self.nearest,
             )
         return self._sized[key]
+
+
+class _Texts:
+    """Whole texts of a call, ids [batch, rows] padded at either end, from the first column on.
+
+    real: bool [batch, rows], False for padding. lengths: [batch]; longest: of them. tokens, within:
+    [batch, longest]; within is False behind a text's end. Raises UserError for padding within a
+    text.
+    """
+
+    def __init__(self, ids: Tensor, real: Tensor) -> None:
+        self.real = real
+        starts = real & ~pad(real[:, :-1], (1, 0))
+        if bool((starts.sum(-1) > 1).any()):
+            raise UserError(
+                "attention_mask: a text's tokens follow one another; allowed: padding at its ends"
+            )
+        self.lengths = real.sum(-1)
+        self.longest = int(self.lengths.max())
+        self._first = real.long().argmax(-1)
+        columns = self._first[:, None] + torch.arange(self.longest, device=ids.device)
+        ends = self._first + self.lengths
+        self.within = columns < ends[:, None]
+        self.tokens = ids.gather(1, columns.clamp(max=ids.shape[1] - 1))
+
+    def in_place(self, found: Tensor, prompt: int) -> Tensor:
+        """Logits [batch, rows, vocab] in the columns that the texts came from, zeros elsewhere.
+
+        found: [batch, longest - prompt + 1, vocab], of the prompt's last row and all later ones.
+        """
+        logits = found.new_zeros(*self.real.shape, found.shape[-1])
+        texts = zip(self._first.tolist(), self.lengths.tolist(), strict=True)
+        for at, (start, length) in enumerate(texts):
+            rows = slice(start + prompt - 1, start + length)
+            logits[at, rows] = found[at, : length - prompt + 1]
+        return logits
+
+
+def _require_predicted(labels: Tensor, real: Tensor, decoded: Tensor, prompt: int) -> None:
+    """Raise UserError for labels [batch, rows] of tokens that no decoded row predicts."""
+    targets = pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
+    predicted = decoded & pad(real[:, 1:], (0, 1))
+    if bool((targets & ~predicted).any()):
+        raise UserError(
+            f"labels: the tokens of the prompt (prefill_len={prompt}) and padding are not "
+            f"predicted by the method; set their labels to {IGNORED_LABEL}"
+        )

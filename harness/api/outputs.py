@@ -41,29 +41,40 @@ class MethodCache(ModelCache):
     The keys and values lie in a `LiveSession`, which is closed with the last reference to this
     object, and at the end of `harness.attach` at the latest. max_new_tokens: room for tokens behind
     the prompt. in_generate: transformers' `generate` asked for it. why_closed: what a call is told
-    that comes too late.
+    that comes too late; None while the cache may be used. began, ended: times of the first decode
+    step's begin and the last one's end.
     """
 
     def __init__(
-        self, attached: Attached, max_new_tokens: int, *, in_generate: bool = False
+        self,
+        attached: Attached,
+        max_new_tokens: int,
+        *,
+        in_generate: bool = False,
+        why_closed: str | None = None,
     ) -> None:
         super().__init__(attached.decoder.stack.config)
         self.max_new_tokens = max_new_tokens
         self.in_generate = in_generate
         self.session: LiveSession | None = None
-        self.why_closed: str | None = None
-        self.began = self.ended = 0.0
+        self.why_closed = why_closed
+        self.began = 0.0
+        self.ended = 0.0
         self._finalizer: finalize[Any, Any] | None = None
+
+    @property
+    def follows_prompt(self) -> bool:
+        """Whether a prompt has run, so that a call with this cache is one of decode rows."""
+        return self.session is not None or self.why_closed is not None
 
     def open(self, session: LiveSession) -> None:
         """Take over a session whose prompt has run."""
         self.session = session
-        self.layers = (
-            session.model_cache.layers
-        )  # transformers looks there for the states of recurrent layers
+        # transformers looks here for the states of recurrent layers.
+        self.layers = session.model_cache.layers
         self._finalizer = finalize(self, session.close)
         self._finalizer.atexit = False
-        self.began = self.ended = time.perf_counter()
+        self.began = time.perf_counter()
         self.advance()
 
     def advance(self) -> None:
@@ -84,9 +95,14 @@ class MethodCache(ModelCache):
         """What the steps so far took. Raises UserError once the cache is closed."""
         session = self.require_open()
         session.drain()
-        size = session.reads.size if session.steps else None
-        moved = session.h2d_bytes, session.d2h_bytes
-        return Usage(session.steps, self.ended - self.began, size, *moved, session.device_bytes)
+        return Usage(
+            steps=session.steps,
+            seconds=self.ended - self.began,
+            size=session.reads.size if session.steps else None,
+            h2d_bytes=session.h2d_bytes,
+            d2h_bytes=session.d2h_bytes,
+            device_bytes=session.device_bytes,
+        )
 
     def require_open(self) -> LiveSession:
         """The session; UserError where there is none any more."""
@@ -99,8 +115,8 @@ class MethodCache(ModelCache):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         self.require_open()
         raise UserError(
-            "past_key_values: the cache of an attached model grows by the model's calls alone; it is not cropped, "
-            "copied, reordered, saved or filled by hand"
+            "past_key_values: the cache of an attached model grows by the model's calls alone; it "
+            "is not cropped, copied, reordered, saved or filled by hand"
         )
 
     update = update_conv_state = update_recurrent_state = get_mask_sizes = _refuse
@@ -125,7 +141,8 @@ class PartialLogits(Tensor):
     def of(cls, logits: Tensor, hidden: Tensor, why: str) -> PartialLogits:
         """The same logits, guarded."""
         guarded = logits.as_subclass(cls)
-        guarded.hidden, guarded.why = hidden, why
+        guarded.hidden = hidden
+        guarded.why = why
         return guarded
 
     @classmethod
@@ -134,11 +151,8 @@ class PartialLogits(Tensor):
             if func in OF_SHAPE:
                 return func(*args, **(kwargs or {}))
             guarded = next(part for part in tree_leaves((args, kwargs)) if isinstance(part, cls))
-            if (
-                func is Tensor.__getitem__
-                and guarded is args[0]
-                and not guarded._reads_hidden(args[1])
-            ):
+            is_indexed = func is Tensor.__getitem__ and guarded is args[0]
+            if is_indexed and not guarded._reads_hidden(args[1]):
                 return guarded.as_subclass(Tensor)[args[1]]
             raise UserError(guarded.why)
 
@@ -150,7 +164,8 @@ class PartialLogits(Tensor):
         not matter."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if parts[0] is Ellipsis:
-            parts = [slice(None)] * max(0, 3 - len(parts[1:])) + parts[1:]
+            num_whole = max(0, 3 - len(parts[1:]))
+            parts = [slice(None)] * num_whole + parts[1:]
         try:
             return bool(self.hidden[tuple(parts[:2])].any())
         except (IndexError, RuntimeError):  # an index over all three axes
