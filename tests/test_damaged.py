@@ -16,7 +16,7 @@ from test_tables import LATENCY_METRICS, save
 
 import plots.drawing
 from harness.errors import UserError
-from harness.report import page
+from harness.report import sections
 from harness.results import record as records
 from harness.results import write as tables
 from harness.results.columns import read_table
@@ -121,4 +121,4 @@ def test_a_damaged_table_is_refused_or_drawn_and_shown(tmp_path, monkeypatch):
         with at_most_refused(f"{name} seed {seed}"):
             plots.draw_figures(tmp_path)
         with at_most_refused(f"{name} seed {seed}"):
-            page.sheets(path, read_table(path))
+            sections.sheets(path, read_table(path))

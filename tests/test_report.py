@@ -26,7 +26,7 @@ from harness.report import page as report_page
 from harness.report.__main__ import main as report_main
 from harness.report.compared import main_scores, main_times, published_sheet, side_by_side
 from harness.report.explorer import explorer
-from harness.report.page import MODELLED, REGISTRY, entries_of
+from harness.report.sections import MODELLED, REGISTRY, entries_of
 from harness.results import archive
 from harness.results import write as tables
 from harness.results.columns import ACCURACY, MISSING, TableRow, names
