@@ -1,5 +1,4 @@
-"""Attention of many rows, as replay, prompts and calibration compute it, and rotary positions of
-keys.
+"""Attention of many rows, as replay, prompts and calibration compute it; rotary positions of keys.
 
 Heads are grouped-query heads throughout. No code here knows a model family by its name: rotary
 positions are put on and taken off in the layout of the model's own code, which `rotary_of` finds by
@@ -25,8 +24,7 @@ from methods.base import Rest, Window
 ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""
 READ_AHEAD_BYTES = 5 * 2**18
-"""Rows that `_read_ahead_attention` reads at once: about a second-level cache of a server's
-core."""
+"""Rows that `_read_ahead_attention` reads at once: a second-level cache of a server's core."""
 LINE_BYTES = 64
 """Bytes of a cache line: reading one number reads all of its line."""
 
@@ -69,9 +67,8 @@ def _attention_by_scores(
             hidden = tokens > tokens[rows, None]
         else:
             hidden = ~visible[:, None, :, rows]
-        outputs.append(
-            weighted_values(scores.masked_fill_(hidden, float("-inf")), value, softmax)[0]
-        )
+        scores.masked_fill_(hidden, float("-inf"))
+        outputs.append(weighted_values(scores, value, softmax)[0])
     return heads_last(torch.cat(outputs, 3))
 
 
@@ -87,10 +84,10 @@ def row_attention(
     """
     stacked = query.reshape(*key.shape[:2], -1, query.shape[3])
     if query.device.type == "cpu" and torch.get_num_threads() == 1:
-        return _read_ahead_attention(stacked, key, value, scale, mask).unsqueeze(3)
-    return F.scaled_dot_product_attention(
-        stacked, key, value, attn_mask=mask, scale=scale
-    ).unsqueeze(3)
+        output = _read_ahead_attention(stacked, key, value, scale, mask)
+    else:
+        output = F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
+    return output.unsqueeze(3)
 
 
 def _read_ahead_attention(
@@ -103,23 +100,22 @@ def _read_ahead_attention(
     values between them, and waits for memory each time (see "One thread" in benchmarks/NOTES.md).
     Shapes as in `row_attention`, heads of a group as its rows.
     """
-    queries, keys, values = (each.flatten(0, 1).unsqueeze(0) for each in (query, key, value))
-    span = (keys.shape[2] - 1) * keys.stride(2) + keys.shape[
-        3
-    ]  # numbers from a head's first key to its last
+    queries, keys, values = (states.flatten(0, 1)[None] for states in (query, key, value))
+    # Elements from a head's first key to its last
+    span = (keys.shape[2] - 1) * keys.stride(2) + keys.shape[3]
     line = LINE_BYTES // keys.element_size()
-    heads = max(1, READ_AHEAD_BYTES // (span * keys.element_size()))
+    num_heads = max(1, READ_AHEAD_BYTES // (span * keys.element_size()))
     if mask is not None:
-        mask = mask.expand(*query.shape[:2], -1, -1).flatten(0, 1).unsqueeze(0)
+        mask = mask.expand(*query.shape[:2], -1, -1).flatten(0, 1)[None]
     outputs = []
-    for first in range(0, keys.shape[1], heads):
-        part = slice(first, first + heads)
-        rows = keys[:, part]
+    for first in range(0, keys.shape[1], num_heads):
+        heads = slice(first, first + num_heads)
+        rows = keys[:, heads]
         rows.as_strided((rows.shape[1], span // line), (rows.stride(1), line)).sum()
-        visible = None if mask is None else mask[:, part]
+        visible = None if mask is None else mask[:, heads]
         outputs.append(
             F.scaled_dot_product_attention(
-                queries[:, part], rows, values[:, part], visible, scale=scale
+                queries[:, heads], rows, values[:, heads], visible, scale=scale
             )
         )
     return torch.cat(outputs, 1).view(*query.shape[:3], -1)
@@ -144,9 +140,8 @@ def prompt_attention(
     output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     for at, first in enumerate(padding):
         own = slice(at, at + 1), slice(None), slice(first, None)
-        output[at : at + 1, first:] = _causal_attention(
-            query[own], key[own], value[own], softmax, window
-        )
+        attended = _causal_attention(query[own], key[own], value[own], softmax, window)
+        output[at : at + 1, first:] = attended
     return output
 
 
@@ -159,15 +154,19 @@ def _causal_attention(
         return dense_attention(query, key, value, softmax)
     outputs = []
     for begin in range(0, num_rows, ROWS):
-        rows = torch.arange(begin, min(begin + ROWS, num_rows), device=query.device)
-        first_visible = window.first_visible(rows)
-        seen = slice(int(window.first_visible(torch.tensor(begin))), int(rows[-1]) + 1)
-        tokens = torch.arange(seen.start, seen.stop, device=query.device)
-        visible = (tokens >= first_visible[:, None]) & (tokens <= rows[:, None])
-        of_rows = query[:, :, begin : begin + ROWS], key[:, :, seen], value[:, :, seen]
-        outputs.append(
-            dense_attention(*of_rows, softmax, visible.expand(len(key), 1, *visible.shape))
+        end = min(begin + ROWS, num_rows)
+        first_seen = int(window.first_visible(torch.tensor(begin)))
+        rows = torch.arange(begin, end, device=query.device)[:, None]
+        tokens = torch.arange(first_seen, end, device=query.device)
+        visible = (tokens >= window.first_visible(rows)) & (tokens <= rows)
+        output = dense_attention(
+            query[:, :, begin:end],
+            key[:, :, first_seen:end],
+            value[:, :, first_seen:end],
+            softmax,
+            visible.expand(len(key), 1, *visible.shape),
         )
+        outputs.append(output)
     return torch.cat(outputs, 1)
 
 
@@ -190,11 +189,9 @@ def with_rest(output: Tensor, rest: Rest | None) -> Tensor:
     if rest is None:
         return output
     assert rest.share is not None, "a log-mass becomes a share where the scores are known"
-    return torch.lerp(
-        output,
-        rest.value.to(output.dtype).expand_as(output),
-        rest.share.unsqueeze(-1).to(output.dtype),
-    )
+    value = rest.value.to(output.dtype).expand_as(output)
+    share = rest.share.unsqueeze(-1).to(output.dtype)
+    return torch.lerp(output, value, share)
 
 
 def heads_last(output: Tensor) -> Tensor:
@@ -205,8 +202,9 @@ def heads_last(output: Tensor) -> Tensor:
 # Rotary positions
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Largest difference of a key over the largest key."""
 COARSE = 0.03
-"""The tolerance of keys in half precision."""
+"""`TOLERANCE` in half precision."""
 
 
 class Rotary(NamedTuple):
@@ -228,20 +226,20 @@ class Rotary(NamedTuple):
         positions off."""
         if not self.size:
             return states
-        cos, sin = (
-            each[..., self.planes].to(states)[:, None]
-            for each in angles(self.layer, states, positions)
-        )
-        turned = states[..., self.start : self.start + self.size]
-        first, second = (
-            (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
-        )
-        sin = -sin if inverse else sin
+        cos, sin = angles(self.layer, states, positions)
+        cos = cos[..., self.planes].to(states)[:, None]
+        sin = sin[..., self.planes].to(states)[:, None]
+        if inverse:
+            sin = -sin
+        end = self.start + self.size
+        turned = states[..., self.start : end]
+        if self.interleaved:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+        else:
+            first, second = turned.chunk(2, -1)
         pair = first * cos - second * sin, second * cos + first * sin
         turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
-        return torch.cat(
-            [states[..., : self.start], turned, states[..., self.start + self.size :]], -1
-        )
+        return torch.cat([states[..., : self.start], turned, states[..., end:]], -1)
 
 
 def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,13 +247,15 @@ def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Ten
     makes them; a scale of both, which long-context variants have, is left out."""
     assert layer.positions is not None
     begin = torch.zeros_like(positions[:, :1])
-    made = layer.positions.module.forward(  # past the hooks of a pass under way
+    # `forward` goes past the hooks of a pass under way.
+    made = layer.positions.module.forward(
         states.to(layer.device).float(),
         torch.cat([begin, positions], 1).to(layer.device),
         *layer.positions.options,
     )
     cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made[:2]
-    cos, sin = (each.expand(len(positions), -1, -1).float() for each in (cos, sin))
+    cos = cos.expand(len(positions), -1, -1).float()
+    sin = sin.expand(len(positions), -1, -1).float()
     scale = cos[:, :1]  # at position 0
     return (cos / scale)[:, 1:], (sin / scale)[:, 1:]
 
@@ -265,26 +265,30 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
     """The rotary layout of a layer's stored keys; None where no layout fits."""
     if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
         return None
+    like = layer.call.hidden
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, layer.call.hidden.shape[-1], generator=generator).to(
-        layer.call.hidden
-    )
+    hidden = torch.randn(1, 4, like.shape[-1], generator=generator).to(like)
 
     def keys(positions: Tensor) -> Tensor:
         """The keys [1, num_kv_heads, 4, head_dim] that the layer stores of `hidden` at `positions`
         [1, 4]."""
-        positions, cache, made = positions.to(hidden.device), ModelCache(decoder.stack.config), None
+        positions = positions.to(hidden.device)
+        cache = ModelCache(decoder.stack.config)
+        embeddings = None
         if layer.positions is not None:
-            made = layer.positions.module.forward(hidden, positions, *layer.positions.options)
+            source = layer.positions
+            embeddings = source.module.forward(hidden, positions, *source.options)
         call = layer.call.with_hidden(
             hidden,
-            position_embeddings=made,
+            position_embeddings=embeddings,
             position_ids=positions,
             attention_mask=None,
             past_key_values=cache,
         )
         key = decoder.run_to_attention(layer, call).key
-        return key if layer.latent is None or cache.latest is None else torch.cat(cache.latest, -1)
+        if layer.latent is None or cache.latest is None:
+            return key
+        return torch.cat(cache.latest, -1)
 
     positions = torch.tensor([[1, 5, 11, 40]])
     try:
@@ -298,8 +302,9 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
         return Rotary(layer)
     if layer.positions is None:
         return None
-    cos, planes = angles(layer, bare, positions)[0], slice(None)
+    cos, _ = angles(layer, bare, positions)
     half = cos.shape[-1] // 2
+    planes = slice(None)
     if torch.equal(cos[..., :half], cos[..., half:]):  # every plane's angle is there twice
         planes = slice(half)
     elif torch.equal(cos[..., 0::2], cos[..., 1::2]):

@@ -1,9 +1,8 @@
-"""Offline calibration: a method's measurement of a model on a text (`Method.calibrate`), made once
-and kept on disk.
+"""Offline calibration: what a method measures of a model on a text, made once and kept on disk.
 
-One dense forward over the calibration text hands each layer's queries and keys to the method. It
-runs on one thread: the order of sums, and so the last digits of a decomposition, depends on the
-number of threads.
+One dense forward over the calibration text hands each layer's queries and keys to
+`Method.calibrate`. It runs on one thread: the order of sums, and so the last digits of a
+decomposition, depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -40,29 +39,25 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
 
     def measure(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         if attached.numbers[layer] is not None:
-            earlier = [
-                {name: each.to(key.device) for name, each in before.items()} for before in layers
-            ]
+            earlier = [_on_device(tensors, key.device) for tensors in layers]
             layers.append(method.calibrate(query[0], key[0], attached.geometry, earlier))
 
-    positions, num_threads = (
-        torch.arange(len(ids), device=attached.device)[None],
-        torch.get_num_threads(),
-    )
+    positions = torch.arange(len(ids), device=attached.device)[None]
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         attached.forward(tokens, positions, PromptPass(attached, keep=measure))
     finally:
         torch.set_num_threads(num_threads)
-    measured = {
-        name: torch.stack([layer[name].to(attached.device) for layer in layers])
-        for name in layers[0]
-    }
-    for name, tensor in measured.items():
+    measured = {}
+    for name in layers[0]:
+        tensor = torch.stack([layer[name].to(attached.device) for layer in layers])
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(
-                f"calibration: {name} of {method.title} is not finite; are the model's weights whole?"
+                f"calibration: {name} of {method.title} is not finite; are the model's weights "
+                "whole?"
             )
+        measured[name] = tensor
     return measured
 
 
@@ -72,17 +67,10 @@ def cached_calibration(
     """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype, ids, method
     and settings."""
     settings = [getattr(method, name) for name in method.calibration_settings]
-    own = (type(method).calibrate, sys.modules[type(method).__module__])
-    code = [inspect.getsource(each) for each in own]
-    identity = (
-        FORMAT,
-        fingerprint,
-        str(attached.dtype),
-        list(ids),
-        type(method).__name__,
-        settings,
-        code,
-    )
+    module = sys.modules[type(method).__module__]
+    code = [inspect.getsource(type(method).calibrate), inspect.getsource(module)]
+    dtype, name = str(attached.dtype), type(method).__name__
+    identity = FORMAT, fingerprint, dtype, list(ids), name, settings, code
     path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
     try:
         found = load_file(path)
@@ -95,6 +83,11 @@ def cached_calibration(
         except (OSError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or one_line(error)
             raise UserError(
-                f"the cache {cache_dir} cannot be written ({why}); set KV_HARNESS_CACHE to a folder with room"
+                f"the cache {cache_dir} cannot be written ({why}); set KV_HARNESS_CACHE to a "
+                "folder with room"
             ) from error
-    return {name: tensor.to(attached.device) for name, tensor in found.items()}
+    return _on_device(found, attached.device)
+
+
+def _on_device(tensors: Calibration, device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

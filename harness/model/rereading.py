@@ -1,10 +1,9 @@
-"""Prompts that the model reads twice, for a method that learns from the second reading what to keep
-(`Method.rereads`).
+"""Prompts that the model reads twice: the second reading tells a method which tokens to keep.
 
-After the dense pass the model runs over the rows that the method lists (`Method.repetitions`). They
-follow the prompt: each sees all of it and the rows before it in its own pass, and none is kept.
-Sequences run one by one, so that each is what it is alone. Every layer's prompt is held until then,
-since a method may share a budget between layers.
+After the dense pass of a method that rereads (`Method.rereads`) the model runs over the rows that
+the method lists (`Method.repetitions`). They follow the prompt: each sees all of it and the rows
+before it in its own pass, and none is kept. Sequences run one by one, so that each is what it is
+alone. Every layer's prompt is held until then, since a method may share a budget between layers.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ from harness.model.trace import Layer
 from methods.base import Method, PromptRows, Repetition, RereadRows, State
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Largest difference of an output projection's output over the largest output."""
 COARSE = 0.03
-"""The tolerance of an output projection in half precision."""
+"""`TOLERANCE` in half precision."""
 
 
 @torch.inference_mode()
@@ -68,13 +68,12 @@ def run_prompts(
     elif method.rereads:
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:
-        return attached.forward(
-            ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real
-        )
+        handler = PromptPass(attached, real, keep)
+        return attached.forward(ids, positions_of(real), handler, model_cache, real)
     if method.rereads:
         read_again(attached, method, states, prompt, passes)
-    for layer, of_layer in enumerate(prompt.layers):
-        keep(layer, *of_layer)
+    for layer, (query, key, value) in enumerate(prompt.layers):
+        keep(layer, query, key, value)
     return hidden
 
 
@@ -99,10 +98,12 @@ def planned(attached: Attached, method: Method, ids: Tensor, real: Tensor) -> li
     for at, length in enumerate(real.sum(-1).tolist()):
         first = ids.shape[1] - length
         for repetition in method.repetitions(length):
-            parts = [
-                ids[at, first:][part] if isinstance(part, slice) else ids.new_tensor(part)
-                for part in repetition.parts
-            ]
+            parts = []
+            for part in repetition.parts:
+                if isinstance(part, slice):
+                    parts.append(ids[at, first:][part])
+                else:
+                    parts.append(ids.new_tensor(part))
             rows = torch.cat(parts)[None]
             _require_positions(attached, method, length, rows.shape[1])
             positions = torch.arange(length, length + rows.shape[1], device=ids.device)[None]
@@ -127,14 +128,16 @@ def read_again(
         worth = _worth(attached, method, prompt, passes)
     else:
         of_all = _of_all_sizes(method)
-        if repr(of_all) not in prompt.worth:
-            prompt.worth[repr(of_all)] = _worth(attached, of_all, prompt, passes)
-        of_layers = prompt.worth[repr(of_all)].items()
-        worth = {number: each for number, each in of_layers if number >= method.num_exempt_layers}
+        key = repr(of_all)
+        if key not in prompt.worth:
+            prompt.worth[key] = _worth(attached, of_all, prompt, passes)
+        worth = {}
+        for number, of_layer in prompt.worth[key].items():
+            if number >= method.num_exempt_layers:
+                worth[number] = of_layer
     for state in states:
-        state.take_worth(
-            worth, PromptRows(prompt.real.to(state.lengths.prompt.device), prompt.real.shape[1])
-        )
+        real = prompt.real.to(state.lengths.prompt.device)
+        state.take_worth(worth, PromptRows(real, real.shape[1]))
 
 
 def _of_all_sizes(method: Method) -> Method:
@@ -149,15 +152,14 @@ def _worth(
 ) -> dict[int, Tensor]:
     """The worth of each token by layer under the method, fp32 [batch, num_kv_heads, prompt]."""
     batch, num_columns = prompt.real.shape
-    worth = {
-        number: torch.zeros(batch, attached.geometry.num_kv_heads, num_columns, device=layer.device)
-        for layer, number in zip(attached.layers, attached.numbers, strict=True)
-        if number is not None and number >= method.num_exempt_layers
-    }
+    shape = batch, attached.geometry.num_kv_heads, num_columns
+    worth = {}
+    for layer, number in zip(attached.layers, attached.numbers, strict=True):
+        if number is not None and number >= method.num_exempt_layers:
+            worth[number] = torch.zeros(shape, device=layer.device)
     for at, first, ids, positions, repetition in passes:
-        alone = [
-            tuple(part[at : at + 1, :, first:] for part in of_layer) for of_layer in prompt.layers
-        ]
+        own = slice(at, at + 1), slice(None), slice(first, None)
+        alone = [(query[own], key[own], value[own]) for query, key, value in prompt.layers]
         handler = _RereadPass(attached, method, alone, repetition)
         cache = prompt.model_cache.fork(torch.arange(at, at + 1, device=ids.device))
         with handler.hooks():
@@ -171,11 +173,10 @@ def _worth(
 def held_bytes(attached: Attached, num_tokens: int) -> int:
     """Bytes of the queries, keys and values of all layers of so many tokens, and of a pass over
     them."""
-    row = sum(
-        each.num_heads * each.head_dim + each.num_kv_heads * each.elements
-        for each in attached.layers
-    )
-    return num_tokens * row * attached.dtype.itemsize + prompt_bytes(attached, num_tokens)
+    elements = 0
+    for layer in attached.layers:
+        elements += layer.num_heads * layer.head_dim + layer.num_kv_heads * layer.elements
+    return num_tokens * elements * attached.dtype.itemsize + prompt_bytes(attached, num_tokens)
 
 
 def _require_positions(attached: Attached, method: Method, prompt: int, rows: int) -> None:
@@ -183,8 +184,9 @@ def _require_positions(attached: Attached, method: Method, prompt: int, rows: in
     most = getattr(attached.decoder.stack.config, "max_position_embeddings", None)
     if most and prompt + rows > most:
         raise UserError(
-            f"method {method.label}: a prompt of {prompt} tokens and the {rows} in which a part of it is repeated take "
-            f"{prompt + rows} positions, and the model has {most}; lower the prompt's length or method.chunk_size"
+            f"method {method.label}: a prompt of {prompt} tokens and the {rows} in which a part of "
+            f"it is repeated take {prompt + rows} positions, and the model has {most}; lower the "
+            "prompt's length or method.chunk_size"
         )
 
 
@@ -199,11 +201,13 @@ class _RereadPass(Handler):
         self,
         attached: Attached,
         method: Method,
-        prompt: Sequence[Sequence[Tensor]],
+        prompt: Sequence[tuple[Tensor, Tensor, Tensor]],
         repetition: Repetition,
     ) -> None:
-        self.attached, self.method = attached, method
-        self.prompt, self.repetition = prompt, repetition
+        self.attached = attached
+        self.method = method
+        self.prompt = prompt
+        self.repetition = repetition
         self.worth: dict[int, Tensor] = {}
         self.input_norms: Tensor | None = None
 
@@ -211,10 +215,10 @@ class _RereadPass(Handler):
         """Inside the `with` block the lengths of the attention inputs are noted, if the method
         needs them."""
         stack = ExitStack()
-        for layer in self.attached.layers if self.method.needs_norms else ():
-            stack.callback(
-                layer.module.register_forward_pre_hook(self._note_input, with_kwargs=True).remove
-            )
+        if self.method.needs_norms:
+            for layer in self.attached.layers:
+                hook = layer.module.register_forward_pre_hook(self._note_input, with_kwargs=True)
+                stack.callback(hook.remove)
         return stack
 
     def _note_input(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -224,21 +228,30 @@ class _RereadPass(Handler):
         _, prompt_key, prompt_value = self.prompt[layer]
         softmax, number = self.attached.softmaxes[layer], self.attached.numbers[layer]
         if number is not None and number >= self.method.num_exempt_layers:
-            norms: tuple[Tensor | None, Tensor | None] = (None, None)
+            input_norms, value_norms = None, None
             if self.method.needs_norms:
-                values = prompt_value[0, :, self.repetition.chunk].float()
-                factor = output_factor(self.attached.decoder, self.attached.layers[layer])
-                of_heads = values.repeat_interleave(len(factor) // len(values), 0)
-                norms = self.input_norms, (of_heads @ factor.mT).norm(dim=-1)
-            rows = RereadRows(query, key, prompt_key, self.repetition.chunk, *norms)
+                input_norms = self.input_norms
+                value_norms = self._value_norms(layer, prompt_value)
+            chunk = self.repetition.chunk
+            rows = RereadRows(query, key, prompt_key, chunk, input_norms, value_norms)
             self.worth[number] = self.method.reread(rows, softmax)
-        keys, values = torch.cat([prompt_key, key], 2), torch.cat([prompt_value, value], 2)
+        keys = torch.cat([prompt_key, key], 2)
+        values = torch.cat([prompt_value, value], 2)
         tokens = torch.arange(keys.shape[2], device=keys.device)
         own = tokens[-query.shape[2] :, None]
-        visible, window = tokens <= own, self.attached.layers[layer].window
+        visible = tokens <= own
+        window = self.attached.layers[layer].window
         if window is not None:
             visible &= tokens >= window.first_visible(own)
         return dense_attention(query, keys, values, softmax, visible[None, None])
+
+    def _value_norms(self, layer: int, prompt_value: Tensor) -> Tensor:
+        """Lengths of the chunk's values behind each head's part of the output projection, fp32
+        [heads, chunk]."""
+        values = prompt_value[0, :, self.repetition.chunk].float()
+        factor = output_factor(self.attached.decoder, self.attached.layers[layer])
+        of_heads = values.repeat_interleave(len(factor) // len(values), 0)
+        return (of_heads @ factor.mT).norm(dim=-1)
 
 
 def output_factor(decoder: Decoder, layer: Layer) -> Tensor:
@@ -285,14 +298,16 @@ def _output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
         nothing, of_any, *units = torch.cat([output(part) for part in attended.split(256)])
     except RuntimeError as error:
         reraise_out_of_memory(error)
-        raise refusal(
-            decoder.family, "its output projection cannot be run alone, which KVzip+ needs"
-        ) from error
+        why = "its output projection cannot be run alone, which KVzip+ needs"
+        raise refusal(decoder.family, why) from error
     by_row = torch.stack(units) - nothing  # [size, rows, hidden_size]
     matrix = by_row[:, 0]
     expected, got = any_row.float() @ matrix, of_any - nothing
     close = TOLERANCE.get(like.dtype, COARSE) * float(expected.abs().max())
     if not torch.allclose(got, expected.expand_as(got), atol=close):
-        why = "its attention's output passes more than a projection, such as a gate, of which KVzip+ does not know"
-        raise refusal(decoder.family, why)
+        raise refusal(
+            decoder.family,
+            "its attention's output passes more than a projection, such as a gate, of which KVzip+ "
+            "does not know",
+        )
     return matrix.view(heads, value_dim, -1)

@@ -1,5 +1,4 @@
-"""What the runs of one process share: the loaded model, and results of it that more than one run
-needs.
+"""What the runs of one process share: the loaded model, and results that several runs need.
 
 Made once a process and handed to each run. A run's numbers do not depend on what is there.
 """
@@ -60,18 +59,18 @@ class Resources:
         if self._last is None or self._last[0] != config:
             from harness.model.load import load_model
 
-            self._last, self.references, self.prompts = (
-                None,
-                Memo(),
-                Memo(limit=1),
-            )  # frees memory for the next one
+            # Free memory for the next model.
+            self._last = None
+            self.references = Memo()
+            self.prompts = Memo(limit=1)
             self._last = (config, load_model(config))
         loaded = self._last[1]
         if self.shares_prompts and config.device == "cpu":
             from harness.model.dense_prompts import DensePrompts
 
             if loaded.prompts is None:
-                loaded = replace(loaded, prompts=DensePrompts(disk_usage(gettempdir()).free // 2))
+                half = disk_usage(gettempdir()).free // 2
+                loaded = replace(loaded, prompts=DensePrompts(half))
                 self._last = (config, loaded)
             assert loaded.prompts is not None, "just made"
             loaded.prompts.run += 1

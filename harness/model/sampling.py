@@ -77,11 +77,13 @@ def write(
 def _next_tokens(drafts: Sequence[Draft], logits: Tensor) -> list[int]:
     """The next token of each text; of one that has ended, any."""
     tokens = logits.argmax(-1)
-    drawing = [
-        at for at, draft in enumerate(drafts) if draft.sampling.temperature and not draft.ended
-    ]
+    drawing, drawn = [], []
+    for at, draft in enumerate(drafts):
+        if draft.sampling.temperature and not draft.ended:
+            drawing.append(at)
+            drawn.append(draft.draw(logits[at]))
     if drawing:
-        tokens[drawing] = torch.stack([drafts[at].draw(logits[at]) for at in drawing])
+        tokens[drawing] = torch.stack(drawn)
     return tokens.tolist()
 
 
@@ -97,13 +99,13 @@ def sample(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
         return logits.argmax(-1)
     scores = (logits.double() - logits.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(scores):
-        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], float("-inf"))
+        lowest = scores.topk(sampling.top_k).values[-1]
+        scores = scores.masked_fill(scores < lowest, float("-inf"))
     probabilities = scores.softmax(-1)
     if sampling.top_p < 1:
         ordered, index = probabilities.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        probabilities = torch.zeros_like(ordered).scatter(
-            0, index, ordered.masked_fill(before >= sampling.top_p, 0)
-        )
+        ordered = ordered.masked_fill(before >= sampling.top_p, 0)
+        probabilities = torch.zeros_like(ordered).scatter(0, index, ordered)
     reached = probabilities.cumsum(-1)
     return (reached / reached[-1] <= number).sum(-1)

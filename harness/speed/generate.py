@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -133,13 +133,16 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             with closing(session):
                 write(prompt)
                 continuation = _Continuation(config, loaded.reader.eos_token_id)
-                text, times = _stream(session, ids, continuation, loaded.reader, write, weights)
+                streamed = _stream(session, ids, continuation, loaded.reader, write, weights)
                 session.drain()
                 return Generated(
                     prompt=prompt,
-                    text=text,
+                    text=streamed.text,
                     num_prompt_tokens=len(ids),
-                    **times,
+                    num_tokens=streamed.num_tokens,
+                    prefill_s=streamed.prefill_s,
+                    decode_s=streamed.decode_s,
+                    weight_bytes=streamed.weight_bytes,
                     rows=session.rows_loaded,
                     steps=session.steps,
                     h2d_bytes=session.h2d_bytes,
@@ -162,6 +165,16 @@ class _Continuation(Draft):
         return self.tokens[-1] == self.eos
 
 
+class _Streamed(NamedTuple):
+    """A text that has been written, and what it took. Fields as in `Generated`."""
+
+    text: str
+    num_tokens: int
+    prefill_s: float
+    decode_s: float
+    weight_bytes: int
+
+
 def _stream(
     session: LiveSession,
     ids: Sequence[int],
@@ -169,31 +182,34 @@ def _stream(
     tokenizer: Any,
     write: Callable[[str], Any],
     weights: StreamedWeights | None,
-) -> tuple[str, dict[str, Any]]:
-    """Write the text as it grows. Returns it, with the number of tokens, the times of prefill and
-    decoding, and the bytes of weights that the decode steps streamed."""
+) -> _Streamed:
+    """Write the text as it grows."""
     prompt = torch.tensor([ids], device=session.attached.device)
     last = list(ids[-1:])
     before = str(tokenizer.decode(last))
+    shown = ""
     began = time.perf_counter()
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
-    of_prompt = weights.num_bytes if weights else 0
-    first_s, shown = 0.0, ""
+    prompt_weight_bytes = 0 if weights is None else weights.num_bytes
+    decoding_began = 0.0
     for _ in generate(session, logits, [text]):
-        first_s = first_s or time.perf_counter()
+        if len(text.tokens) == 1:
+            decoding_began = time.perf_counter()
         if text.ends_itself():  # the end-of-text token is no part of the text
             text.tokens.pop()
             break
-        # Behind the prompt's last token, as some tokenizers drop the space at the beginning of a
-        # text.
+        # Decoded behind the prompt's last token, as some tokenizers drop the space at the beginning
+        # of a text; and without a character whose bytes are not all there yet.
         so_far = str(tokenizer.decode([*last, *text.tokens])).removeprefix(before)
-        so_far = so_far.rstrip("\ufffd")  # without a character whose bytes are not all there yet
+        so_far = so_far.rstrip("\ufffd")
         write(so_far.removeprefix(shown))
         shown = so_far
-    decode_s = time.perf_counter() - first_s
-    return shown, {
-        "num_tokens": len(text.tokens),
-        "prefill_s": first_s - began,
-        "decode_s": decode_s,
-        "weight_bytes": weights.num_bytes - of_prompt if weights else 0,
-    }
+    ended = time.perf_counter()
+    weight_bytes = 0 if weights is None else weights.num_bytes
+    return _Streamed(
+        text=shown,
+        num_tokens=len(text.tokens),
+        prefill_s=decoding_began - began,
+        decode_s=ended - decoding_began,
+        weight_bytes=weight_bytes - prompt_weight_bytes,
+    )
