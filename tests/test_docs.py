@@ -26,7 +26,8 @@ import harness
 from harness.model.tiny import tiny_model
 from harness.run.cli import main
 from harness.run.cluster import Cluster
-from harness.run.compose import OF_THE_FILE, compose
+from harness.run.compose import compose
+from harness.run.parse import OF_THE_FILE
 from harness.settings.schema import CONF_DIR, build
 from methods.base import Method, State, TokenCounts
 from methods.selection import Selecting

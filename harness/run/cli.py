@@ -51,9 +51,10 @@ from harness.results import archive
 from harness.run import runner, status, tracking
 from harness.run.cells import run_cells
 from harness.run.cluster import Batch
-from harness.run.compose import asks_status, parse, read_override
+from harness.run.compose import read_override
 from harness.run.grid import read_plan
 from harness.run.kinds import measurement_of
+from harness.run.parse import asks_status, parse
 from harness.settings import schema
 from harness.settings.kinds import find
 from harness.settings.paths import PROGRAM

@@ -41,7 +41,8 @@ from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
 from harness.results.board_cells import cells_of_tasks
 from harness.run.cells import counted, groups
-from harness.run.compose import Composer, chosen_model, compose, load, override
+from harness.run.compose import Composer, compose, load, override
+from harness.run.parse import chosen_model
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from harness.settings.schema import Positive, Text, build, options, setting_of

@@ -1,4 +1,4 @@
-"""The settings of a run: frozen dataclasses. `harness.run.compose` makes them from a command line.
+"""The settings of a run: frozen dataclasses. `harness.run.parse` makes them from a command line.
 
 `harness.settings.schema` checks types and ranges. Each class refuses settings that contradict one
 another, and `harness.run.kinds` those that a kind of run cannot have. Imports neither Hydra nor

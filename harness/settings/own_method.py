@@ -10,7 +10,7 @@ Its settings are the fields of its dataclass. Its name is the file's; if the cla
 `file.Class` or the dotted path. Hydra asks `OwnMethods` for what `conf/method` does not have, so
 such a choice goes wherever the name of a shipped method goes: sweeps, grids, `--cfg job`. The file
 is run only if it is named. Hydra asks for `grid=DIR/my_grid.yaml` in the same way. A codec is no
-group of Hydra's: `harness.run.compose` asks `find_codec`.
+group of Hydra's: `harness.run.parse` asks `find_codec`.
 """
 
 from __future__ import annotations

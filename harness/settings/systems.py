@@ -10,6 +10,7 @@ transfers to CUDA's driver. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -62,15 +63,14 @@ COUNTED = tuple(label for label, system in LABELS.items() if system.placement !=
 counted."""
 
 
-def apply(
+def with_system(
     settings: dict[str, Any], given: set[str], method_file: Callable[[str], dict[str, Any]]
-) -> None:
-    """Give `settings`, a composed run, what its label stands for if it names a system.
+) -> dict[str, Any]:
+    """The settings of a composed run, and what its label stands for if it names a system.
 
     given: names of the settings on the command line. method_file: reads the YAML of a method by
-    name.
-    Raises UserError for a given setting that contradicts the label, or an unknown label without a
-    method.
+    name. Raises UserError for a given setting that contradicts the label, or an unknown label
+    without a method.
     """
     label = settings.get("label")
     if label not in LABELS:
@@ -78,16 +78,16 @@ def apply(
         if label and (not has_method or question(label, LABELS, 0.8)):
             own = "or give method= and a label of its own"
             raise UserError(f"label={label}: is no system; {nearest(label, LABELS)}; {own}")
-        return
+        return settings
+    settings = deepcopy(settings)
     system, method = LABELS[label], settings["method"]["name"]
     if method != system.method:
         if "method" in given:
             raise _contradiction("method", method, label, system.method)
         for name in given:
             if name.startswith("method."):
-                raise UserError(
-                    f"{name}: label={label} stands for method={system.method}; leave one of them out"
-                )
+                stands = f"stands for method={system.method}; leave one of them out"
+                raise UserError(f"{name}: label={label} {stands}")
         settings["method"] = method_file(system.method)
     for name, wanted in system.settings().items():
         group, _, key = name.rpartition(".")
@@ -95,6 +95,7 @@ def apply(
         if name in given and node[key] != wanted:
             raise _contradiction(name, node[key], label, wanted)
         node[key] = wanted
+    return settings
 
 
 def _contradiction(name: str, value: object, label: str, wanted: object) -> UserError:
@@ -104,18 +105,30 @@ def _contradiction(name: str, value: object, label: str, wanted: object) -> User
 def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
     """The label of a run: its system, else its settings in words. method: of a preset, the method
     behind it."""
-    platform = config.platform
-    rows = config.device_rows, config.prefetch
-    system = System(
-        method, config.placement, config.codec_name, *rows, platform.overlap, platform.pinned
+    ran = System(
+        method,
+        config.placement,
+        config.codec_name,
+        config.device_rows,
+        config.prefetch,
+        config.platform.overlap,
+        config.platform.pinned,
     )
-    for label, each in LABELS.items():
-        if each == system:
+    for label, system in LABELS.items():
+        if system == ran:
             return label
-    rows_in_words = f"rows{config.device_rows:g}" if config.device_rows else None
-    parts = [method, config.codec_name, rows_in_words, "prefetch" if config.prefetch else None]
-    words = "+".join(filter(None, [*parts, None if platform.overlap else "no overlap"]))
-    return words if is_own and config.placement == "host" else f"{words} ({config.placement})"
+    words = method
+    if config.codec_name:
+        words += f"+{config.codec_name}"
+    if config.device_rows:
+        words += f"+rows{config.device_rows:g}"
+    if config.prefetch:
+        words += "+prefetch"
+    if not config.platform.overlap:
+        words += "+no overlap"
+    if is_own and config.placement == "host":
+        return words
+    return f"{words} ({config.placement})"
 
 
 def check_combination(method: Method, placement: str, device_rows: float, prefetch: bool) -> None:
@@ -125,33 +138,28 @@ def check_combination(method: Method, placement: str, device_rows: float, prefet
     if method.replay_only:
         raise UserError(method.replay_only)
     if placement == "host" and method.when == "true_scores":
-        raise UserError(
-            f"placement=host: {method.title} selects by the true scores of all keys; use placement=device"
-        )
+        scores = "selects by the true scores of all keys; use placement=device"
+        raise UserError(f"placement=host: {method.title} {scores}")
     check_hot_rows(method, device_rows, prefetch)
     if device_rows and placement != "host":
-        raise UserError(
-            f"device_rows={device_rows:g}: placement={placement} fetches no rows; needs placement=host"
-        )
+        no_rows = f"placement={placement} fetches no rows; needs placement=host"
+        raise UserError(f"device_rows={device_rows:g}: {no_rows}")
 
 
 def check_hot_rows(method: Method, device_rows: float, prefetch: bool) -> None:
     """Raise UserError where no fetched row can stay on the device, or none can be fetched early."""
+    setting = f"device_rows={device_rows:g}"
     if device_rows and device_rows < 1:
-        raise UserError(
-            f"device_rows={device_rows:g}: must be 0, or 1 and more, times the rows that a step reads"
-        )
+        raise UserError(f"{setting}: must be 0, or 1 and more, times the rows that a step reads")
     if device_rows and not method.names_rows:
-        raise UserError(
-            f"device_rows={device_rows:g}: {method.title} selects no rows; needs a method that retrieves"
-        )
+        retrieves = "selects no rows; needs a method that retrieves"
+        raise UserError(f"{setting}: {method.title} {retrieves}")
     if prefetch and not device_rows:
         raise UserError("prefetch=true: needs device_rows of 1 or more, which it fetches into")
     if prefetch and not method.prefetches(LATE_LAYER):
+        no_rows = f"{method.title} tells no rows before its own query"
         allowed = "needs a method of method.when=own_query whose selection changes nothing"
-        raise UserError(
-            f"prefetch=true: {method.title} tells no rows before its own query; {allowed}"
-        )
+        raise UserError(f"prefetch=true: {no_rows}; {allowed}")
 
 
 def check_live(config: RunConfig) -> None:
@@ -159,17 +167,13 @@ def check_live(config: RunConfig) -> None:
     method, placement, platform = config.method, config.placement, config.platform
     check_combination(method, placement, config.device_rows, config.prefetch)
     if placement == "managed" and platform.name != "cuda":
-        raise UserError(
-            f"placement=managed: needs platform=cuda; allowed on {platform.name}: device, host"
-        )
+        cuda = f"needs platform=cuda; allowed on {platform.name}: device, host"
+        raise UserError(f"placement=managed: {cuda}")
+    no_link = f"placement={placement} uses no link; use placement=host"
     if placement != "host" and not platform.overlap:
-        raise UserError(
-            f"platform.overlap=false: placement={placement} uses no link; use placement=host"
-        )
+        raise UserError(f"platform.overlap=false: {no_link}")
     if placement != "host" and platform.weights_on_device < 1:
-        share = f"platform.weights_on_device={platform.weights_on_device}"
-        raise UserError(f"{share}: placement={placement} uses no link; use placement=host")
+        raise UserError(f"platform.weights_on_device={platform.weights_on_device}: {no_link}")
     if placement != "managed" and platform.device_gib is not None:
-        raise UserError(
-            f"platform.device_gib={platform.device_gib:g}: is for placement=managed; leave it null"
-        )
+        setting = f"platform.device_gib={platform.device_gib:g}"
+        raise UserError(f"{setting}: is for placement=managed; leave it null")

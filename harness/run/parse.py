@@ -1,0 +1,410 @@
+"""From a composed configuration to the checked and frozen settings of a run.
+
+`parse` is a sequence of steps. Each takes what it reads and returns what it makes. The only heavy
+module that it imports is the chosen method's, so that a wrong setting is refused before a model
+library loads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+
+from omegaconf import DictConfig, OmegaConf
+
+from harness.errors import UserError, nearest
+from harness.run.kinds import measurement_of
+from harness.settings import config as configs
+from harness.settings import own_method, schema, systems
+from harness.settings.config import (
+    CODEC_WORDS,
+    CPU_DTYPE,
+    GENERATED_TASKS,
+    PAPER_TASKS,
+    RunConfig,
+    codec_words,
+)
+from harness.settings.kinds import Kind, find
+from harness.settings.schema import build, group, kind_of, options, setting_of
+
+if TYPE_CHECKING:
+    from methods.base import Method
+
+T = TypeVar("T")
+
+OF_THE_CODEC = ("codec", "value_codec", "rotation", "key_groups")
+DEFAULTS = ("group_size", "residual", "device_rows", "prefetch")
+"""Keys of a method's YAML for which a setting of the same name may be given."""
+OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
+"""Keys of a method's YAML that make it that method. They cannot be changed under its name."""
+ON_HOST = ("device_rows", "prefetch")
+"""Those that need rows behind a link."""
+
+NO_SETTINGS = {"export": "runs nothing", "cluster": "says where a command runs"}
+"""What a command may say besides the settings of its runs, and why it is none of these."""
+AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
+"""Classes whose settings stand at the top of `conf/config.yaml`, not in a group."""
+
+
+def method_file(name: object) -> dict[str, Any]:
+    """The YAML of a shipped method. Raises OSError if there is none."""
+    return _plain(_read(schema.CONF_DIR / "method" / f"{name}.yaml"))
+
+
+_read = cache(OmegaConf.load)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return {str(key): value for key, value in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore
+
+
+@own_method.faults()
+def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
+    """Check a composed configuration and freeze it.
+
+    Args:
+        config: what Hydra composed.
+        overrides: the user's own. They tell a given `model.hub_id` from that of the chosen entry.
+
+    Raises:
+        UserError: a setting that is unknown, of a wrong type, out of range or contradicts another.
+    """
+    settings = _plain(config)
+    given = set(map(setting_of, overrides))
+    _refuse_no_settings(settings)
+    # `build` says that the kind is missing.
+    kind = find(settings["kind"]) if "kind" in settings else Kind()
+    latency = _repeated(configs.LatencyConfig, settings, counts=kind.table == "latency")
+    sampling = _repeated(configs.SamplingConfig, settings, counts=kind.table != "latency")
+    task = _task(settings)
+    if kind.live:
+        settings = systems.with_system(settings, given, method_file)
+    platform = _platform(settings, kind)
+    model = _model(group(settings, "model"), platform.name, given)
+    data = build(configs.DataConfig, group(settings, "data"), "data")
+    corpus = _text("corpus", configs.CorpusConfig, settings, model)
+    calibration = _text("calibration", configs.CalibrationConfig, settings, model)
+    analysis = build(configs.AnalysisConfig, group(settings, "analysis"), "analysis")
+    chosen = _method(group(settings, "method"), given)
+    cache_settings = _cache_settings(settings, chosen)
+    tasks = settings.get("tasks")
+    if tasks is None:
+        tasks = GENERATED_TASKS if data.name == "offline" else PAPER_TASKS
+    label = settings.get("label")
+    made = {
+        "latency": latency,
+        "sampling": sampling,
+        "task": task,
+        "platform": platform,
+        "model": model,
+        "data": data,
+        "corpus": corpus,
+        "calibration": calibration,
+        "analysis": analysis,
+        "method": chosen.method,
+        "method_name": chosen.name,
+        "tasks": tasks,
+        "label": "" if label is None else label,
+        "label_given": bool(label),
+    }
+    sized = _size(settings.get("size"), chosen.method, cache_settings.get("codec"))
+    checked = build(RunConfig, _taken_as_written(settings) | made | cache_settings | sized)
+    _check_together(checked, kind, given)
+    return checked if checked.label else replace(checked, label=_label(checked, kind, chosen.file))
+
+
+def asks_status(given: object) -> bool:
+    """True if a command only asks how far its runs are. Raises UserError unless `status` is true or
+    false."""
+    if not isinstance(given, bool):
+        raise UserError(f"status={given}: must be true or false")
+    return given
+
+
+def chosen_model(config: DictConfig, overrides: Sequence[str]) -> configs.ModelConfig:
+    """The model of a composed configuration, from the user's own source where one is given."""
+    node = _with_source(_plain(config.model), set(map(setting_of, overrides)))
+    return build(configs.ModelConfig, node, "model")
+
+
+def _refuse_no_settings(settings: Mapping[str, Any]) -> None:
+    asks_status(settings.get("status", False))
+    for name, does in NO_SETTINGS.items():
+        value = settings.get(name)
+        if value is not None:
+            raise UserError(f"{name}={value}: {does}, so it is no setting of a run")
+
+
+def _taken_as_written(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `RunConfig` has under the same name, and unknown ones, for `build` to
+    refuse."""
+    read = {"grid", "status", *NO_SETTINGS, "codec_settings", *OF_THE_CODEC, *DEFAULTS}
+    for cls in AT_TOP:
+        read.update(field.name for field in fields(cls))
+    return {name: value for name, value in settings.items() if name not in read}
+
+
+def _at_top(cls: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a class of `AT_TOP`."""
+    names = [field.name for field in fields(cls)]
+    return {name: settings[name] for name in names if name in settings}
+
+
+def _repeated(cls: type[T], settings: Mapping[str, Any], *, counts: bool) -> T:
+    """`LatencyConfig` or `SamplingConfig`. Both have `repeats`: of the timed steps of a cell, or
+    answers to each question. counts: it is meant here."""
+    own = _at_top(cls, settings)
+    repeats = own.pop("repeats", None)
+    if counts and repeats is not None:
+        own["repeats"] = repeats
+    return build(cls, own)
+
+
+def _task(settings: Mapping[str, Any]) -> configs.TaskConfig:
+    own = _at_top(configs.TaskConfig, settings)
+    metadata = own.get("metadata")
+    if isinstance(metadata, Mapping):
+        own["metadata"] = {name: value for name, value in metadata.items() if value is not None}
+    return build(configs.TaskConfig, own)
+
+
+def _platform(settings: Mapping[str, Any], kind: Kind) -> configs.PlatformConfig:
+    node = group(settings, "platform")
+    if node.get("kind") == "modelled":
+        refusal = "is modelled, nothing runs there; allowed here: cpu, cuda"
+        raise UserError(f"platform={node['name']}: {refusal}")
+    platform = build(configs.PlatformConfig, node, "platform")
+    if platform.weights_on_device < 1 and not kind.live:
+        share = f"platform.weights_on_device={platform.weights_on_device}"
+        no_link = f"experiment={settings.get('experiment')} decodes through no link; leave it out"
+        raise UserError(f"{share}: {no_link}")
+    return platform
+
+
+def _model(
+    node: dict[str, Any], platform: Literal["cpu", "cuda"], given: set[str]
+) -> configs.ModelConfig:
+    """The model on the platform's device, in the precision that the user gave, else its entry's, or
+    a CPU's."""
+    model = build(configs.ModelConfig, _with_source(node, given), "model")
+    setting = f"model.device={model.device}"
+    if model.device == "map" and platform != "cuda":
+        raise UserError(f"{setting}: needs platform=cuda; allowed on {platform}: auto, {platform}")
+    if model.device not in ("auto", "map", platform):
+        raise UserError(f"{setting}: contradicts platform={platform}; leave one of them out")
+    if model.device == "auto":
+        model = replace(model, device=platform)
+    if platform == "cpu" and "model.dtype" not in given:
+        model = replace(model, dtype=CPU_DTYPE)
+    return model
+
+
+def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """A source that the user gave replaces the chosen entry's: the name follows it, the shape is
+    dropped.
+
+    A copy of the very file that the entry names is still the entry's model.
+    """
+    sources = [
+        key for key in ("path", "hub_id") if f"model.{key}" in given and model.get(key) is not None
+    ]
+    if len(sources) == 2:
+        both = f"model.path={model['path']} and model.hub_id={model['hub_id']}"
+        raise UserError(f"{both}: give one of them")
+    if not sources:
+        return model
+    source = str(model[sources[0]])
+    model |= {"path": None, "hub_id": None, sources[0]: source}
+    if sources == ["path"] and model.get("gguf_file") == Path(source).name:
+        return model | {"gguf_file": None}
+    model["shape"] = None
+    if "model.gguf_file" not in given:
+        model["gguf_file"] = None
+    if "model.name" not in given:
+        model["name"] = Path(os.path.realpath(source)).name.removesuffix(".gguf")
+    return model
+
+
+def _text(name: str, cls: Any, settings: Mapping[str, Any], model: configs.ModelConfig) -> Any:
+    """The corpus or the calibration text. For random weights it is random token ids, which need no
+    tokenizer."""
+    text = build(cls, group(settings, name), name)
+    is_random = model.weights == "random"
+    if is_random and text.path is not None:
+        reads = "model.weights=random reads random token ids"
+        raise UserError(
+            f"{name}.path={text.path}: {reads}; leave it out, or model.weights=pretrained"
+        )
+    if not is_random and text.name == "random":
+        raise UserError(f"{name}.name=random: needs model.weights=random; allowed: offline")
+    return replace(text, name="random") if is_random else text
+
+
+class ChosenMethod(NamedTuple):
+    """file: the method's YAML; of a user's own method, its title if any."""
+
+    name: str
+    method: Method
+    file: dict[str, Any]
+
+
+def _method(node: dict[str, Any], given: set[str]) -> ChosenMethod:
+    """Make the method of its group of settings: `method.alpha` is a field of the class that
+    `_target_` names, as `methods.infinigen.InfiniGen` in `conf/method/infinigen.yaml`.
+
+    given: names of the settings on the command line.
+    """
+    name, target = node.pop("name", None), str(node.get("_target_"))
+    file: dict[str, Any] = {}
+    if ":" in target and not given & {"method._target_", "method.name"}:
+        del node["_target_"]
+        if name in options("method"):
+            raise UserError(f"method={target}: {name} is a method of conf/method; rename the file")
+        cls, _ = own_method.find(target)  # another process may have composed it
+        own_names = vars(cls)  # without those of the class from which it derives
+        if "title" not in own_names and "label" not in own_names:
+            file = {"title": name}
+    else:
+        if name not in options("method"):
+            raise UserError(f"method.name={name}: {nearest(name, options('method'))}")
+        file = method_file(name)
+        for key in OF_THE_FILE:
+            value, own = node.pop(key, None), file.get(key)
+            if value != own:
+                has = f"method={name} has {own}; choose another by method=NAME"
+                raise UserError(f"method.{key}={value}: {has}")
+        module, _, cls_name = str(file["_target_"]).rpartition(".")
+        cls = getattr(importlib.import_module(module), cls_name)
+    return ChosenMethod(str(name), build(cls, node, "method"), file)
+
+
+def _cache_settings(settings: Mapping[str, Any], chosen: ChosenMethod) -> dict[str, Any]:
+    """How rows are stored: as given, else as the method's YAML says. What neither says has the
+    default of `RunConfig`."""
+    found: dict[str, Any] = {}
+    on_host = settings.get("placement", "host") == "host"
+    for key in (*OF_THE_CODEC, *DEFAULTS):
+        value = settings.get(key)
+        in_file = key in chosen.file
+        if key in OF_THE_CODEC and in_file and value not in (None, chosen.file[key]):
+            contradicts = f"contradicts method={chosen.name}: leave it out, or method=full"
+            raise UserError(f"{key}={value} {contradicts}")
+        if value is not None:
+            found[key] = value
+        elif in_file and (on_host or key not in ON_HOST):
+            found[key] = chosen.file[key]
+    return found | _own_codec(found.get("codec"), settings.get("codec_settings") or {})
+
+
+def _own_codec(codec: Any, given: Any) -> dict[str, Any]:
+    """The codec of the user's own that `codec` names, of its settings. Empty for a shipped one."""
+    if not isinstance(codec, str) or not own_method.is_own(codec):
+        if given:
+            has_none = f"are those of a codec of your own; codec={codec} has none"
+            raise UserError(f"codec_settings={given}: {has_none}")
+        return {}
+    cls, name = own_method.find_codec(codec)
+    if name in get_args(configs.CodecName):
+        raise UserError(f"codec={codec}: {name} is a codec of this project; rename the file")
+    return {"codec": name, "own_codec": build(cls, given, "codec_settings")}
+
+
+def _size(given: Any, method: Method, codec: Any) -> dict[str, Any]:
+    """`size` and `sizing` of what the user gave: a share of the full cache such as 0.16 or 16%, or
+    the nearest possible one, `nearest:0.16`. Empty where nothing is given.
+
+    The full cache has no size to set and runs as it is, so that a sweep may name it. Under
+    `nearest` so does every method without a size, such as a codec's preset.
+    """
+    if given is None:
+        return {}
+    sizing, share = "exact", given
+    if isinstance(given, str):
+        rule, _, words = given.rpartition(":")
+        share = _share_in(words)
+        if share is None or rule not in ("", "nearest"):
+            allowed = "a share of the full cache such as 0.16 or 16%, or nearest:0.16"
+            raise UserError(f"size={given}: must be {allowed}")
+        sizing = rule or sizing
+    if isinstance(share, int | float) and not 0 < share <= 1:
+        raise UserError(f"size={share}: must be above 0 and at most 1")
+    if method.reads_all and codec is None:
+        return {"size": None, "sizing": "exact"}  # the full cache: the same run at every size
+    if sizing == "nearest" and not _has_size(method):
+        share = None
+    return {"size": share, "sizing": sizing}
+
+
+def _share_in(words: str) -> float | None:
+    """The number in `0.16` or `16%`; None where there is none."""
+    is_percent = words.endswith("%")
+    try:
+        number = float(words.removesuffix("%"))
+    except ValueError:
+        return None
+    return number / 100 if is_percent else number
+
+
+def _has_size(method: Method) -> bool:
+    """Whether a method can be set to a size."""
+    try:
+        method.with_size(1.0)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
+    """Raise UserError for settings that contradict one another, or make no sense in this
+    experiment."""
+    if config.size is not None:
+        _check_given_of_sized(config.method, config.size, given)
+    usual_kind = kind_of(config.experiment)
+    if usual_kind is not None and find(usual_kind).table != kind.table:
+        others = [name for name in options("experiment") if kind_of(name) == config.kind]
+        raise UserError(
+            f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
+            f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
+        )
+    systems.check_hot_rows(config.method, config.device_rows, config.prefetch)
+    measurement_of(config.kind).check(config)
+    if config.tracker != "none" and not kind.keeps_record:
+        no_record = f"experiment={config.experiment} keeps no record to send"
+        raise UserError(f"tracker={config.tracker}: {no_record}")
+
+
+def _check_given_of_sized(method: Method, size: float, given: set[str]) -> None:
+    """Raise UserError for a given setting of the method that `size` sets to another value."""
+    sized = method.with_size(size)
+    for field in fields(method):
+        setting = f"method.{field.name}"
+        value = getattr(method, field.name)
+        if setting not in given or value is None:
+            continue
+        if getattr(sized, field.name) != value:
+            raise UserError(f"{setting}={value}: size={size:g} sets it; leave one of them out")
+
+
+def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
+    """The name of a run that the user gave none: its system, or its method and codec."""
+    codec_of_file = None
+    if "codec" in file:
+        codec_of_file = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file})
+    if kind.live:
+        behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else config.method_name
+        return systems.name_of(behind_preset, config, is_own="_target_" not in file)
+    title = file.get("title") or config.method.label
+    if not isinstance(title, str) or not title.isprintable():
+        refusal = f"its label is {title!r}; must be text in one line"
+        raise UserError(f"method={config.method_name}: {refusal}")
+    parts: list[str | None] = [title]
+    if config.codec_name != codec_of_file:
+        parts.append(config.codec_name)
+    if config.device_rows != file.get("device_rows", 0):
+        parts.append(f"{config.device_rows:g}x rows on the device")
+    return " + ".join(filter(None, parts))
