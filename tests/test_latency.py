@@ -20,7 +20,6 @@ from harness.model.random_ids import RandomIds
 from harness.results import columns
 from harness.results.record import settings_id
 from harness.run import cells
-from harness.run.cells import groups
 from harness.run.cli import main
 from harness.run.compose import compose
 from harness.run.grid import read_plan
@@ -303,15 +302,6 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     monkeypatch.setattr(cells, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
     assert list(cells.run_cells(configs)) == paths
     assert "3 of 3 cells were finished before" in capsys.readouterr().out
-
-
-def test_cells_of_a_shape_are_grouped_whatever_their_order():
-    a, b = (["batch_size=2"], ["batch_size=3"])
-    cells = [(shape, label) for label in ("ideal", "offload") for shape in (a, b)]
-    configs = [load(["experiment=latency", *shape, f"label={label}"]) for shape, label in cells]
-    configs.append(load(["experiment=perplexity"]))
-    found = [[(c.latency.batch_size, c.label) for c in group] for group in groups(configs, lambda config: config)]
-    assert found == [[(2, "ideal"), (2, "offload")], [(3, "ideal"), (3, "offload")], [(4, "InfiniGen")]]
 
 
 def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch, tmp_path):

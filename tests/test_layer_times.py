@@ -20,7 +20,7 @@ from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
 from methods.base import Method, Selection, State
 from methods.infinigen import InfiniGen
-from methods.quest import Quest, QuestState
+from methods.quest import Quest
 
 
 @dataclass(frozen=True)
@@ -140,22 +140,6 @@ def test_each_layers_time_is_on_record(name):
     assert [policy.when for policy in policies if policy.kind == "method"] == expected
     assert [policy.kind for policy in policies] == ["full"] * (4 - len(expected)) + ["method"] * len(expected)
     assert [policy.number for policy in policies] == [0, 1, 2, 3]
-
-
-def test_replay_selects_block_by_block_and_layer_by_layer(monkeypatch):
-    """In the order that `State.select` promises."""
-    asked: list[tuple[int, list[int]]] = []
-    select = QuestState.select
-
-    def noting(state, layer, rows):
-        asked.append((layer, rows.positions[0].tolist()))
-        return select(state, layer, rows)
-
-    monkeypatch.setattr(QuestState, "select", noting)
-    with attached_with_link() as (attached, _):
-        replay(attached, CASES["quest"], (24,), rows_per_block=4)
-    blocks = [[24, 25, 26, 27], [28, 29, 30, 31], [32, 33]]
-    assert asked == [(layer, block) for layer in (2, 3) for block in blocks]
 
 
 # Calibration that compares layers

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from test_own_codec import HEAD as CODEC_HEAD
+from test_own_codec import MINE as CODEC
 from test_tables import LATENCY_METRICS, answers, save
 
 from harness.errors import UserError
@@ -16,12 +18,12 @@ from harness.model.tiny import tiny_model
 from harness.report.compared import side_by_side
 from harness.report.explorer import explorer
 from harness.results import write as tables
-from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table, shape_of
+from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table
 from harness.results.fastest import fastest
 from harness.results.fronts import GRID, REFERENCES, fronts
 from harness.results.leaderboard import PAPERS_EXEMPT_LAYERS, complete
 from harness.results.leaderboard import write as write_leaderboard
-from harness.results.pages import render_markdown, sheets_of
+from harness.results.pages import sheets_of
 from harness.results.samples import clustered_stderr
 from harness.results.step_time import step_of, step_seconds
 from harness.run import cli, new_method
@@ -125,12 +127,6 @@ def test_a_method_without_a_size_runs_once_a_number_of_exempt_layers(plan):
     assert {cell.kind for cell in plan.cells} == {"perplexity"}
 
 
-def test_a_method_of_ones_own_has_every_number_of_exempt_layers_once(plan):
-    own = read_plan(compose(["grid=leaderboard"]).grid, ["grid=leaderboard", "method=h2o"]).cells  # not one of the few
-    cells = [(cell.method_name, cell.size, cell.method.num_exempt_layers) for cell in own]
-    assert cells == [("h2o", None, 2), *product(["h2o"], (0.05, 0.1, 0.16), range(3))]
-
-
 def test_tasks_and_steps_are_of_the_best_and_the_papers_number_of_exempt_layers(results, other):
     rows = board(results)
     quest = row_of(rows, "InfiniGen") | {"method": "quest", "label": "Quest", "asked_size": 0.1, "size": 0.1}
@@ -142,18 +138,12 @@ def test_tasks_and_steps_are_of_the_best_and_the_papers_number_of_exempt_layers(
     plan = read_plan(compose(asked).grid, asked)
 
     def of(kind: str) -> list[tuple[Any, ...]]:
-        return [
-            (each.method_name, each.size, each.method.num_exempt_layers) for each in plan.cells if each.kind == kind
-        ]
+        cells = [cell for cell in plan.cells if cell.kind == kind]
+        return [(cell.method_name, cell.size, cell.method.num_exempt_layers) for cell in cells]
 
-    assert [each for each in of("tasks") if each[0] == "quest"] == [
-        ("quest", 0.05, 0),
-        ("quest", 0.1, 0),
-        ("quest", 0.1, 2),
-    ]
-    assert (
-        of("tasks")[0] == ("full", None, 2) and ("int4", None, 2) in of("tasks") and ("oracle", 0.16, 2) in of("tasks")
-    )
+    asked = of("tasks")
+    assert [cell for cell in asked if cell[0] == "quest"] == [("quest", 0.05, 0), ("quest", 0.1, 0), ("quest", 0.1, 2)]
+    assert asked[0] == ("full", None, 2) and {("int4", None, 2), ("oracle", 0.16, 2)} <= {*asked}
     timed = [("full", None, 2), ("quest", 0.1, 0), ("quest", 0.1, 2), ("infinigen", 0.1, 2), ("streaming", 0.1, 2)]
     assert of("latency") == [*timed, ("int4", None, 2)], "each once, whatever its sizes"
 
@@ -266,16 +256,6 @@ def test_only_a_methods_best_is_compared_with_the_references(results):
 
 
 # Pages
-
-
-def test_the_csv_gives_the_page_that_the_records_gave(results):
-    for name in ("leaderboard", "frontier"):
-        header = (results / "tables" / f"{name}.csv").read_text().splitlines()[0].split(",")
-        assert shape_of(header) == "board" and header == list(names(BOARD))
-        page = (results / f"{name}.md").read_text()
-        assert render_markdown(name, board(results, name)) == page
-        headers = [line for line in page.splitlines() if line.startswith("| label")]
-        assert len(headers) == page.count("\n## ") and all(line.count("|") - 1 <= 8 for line in headers)
 
 
 def test_a_table_per_size_is_sorted_by_kl_with_its_best_in_bold(results):
@@ -404,10 +384,7 @@ def test_what_cannot_be_answered_is_one_line(other, tmp_path, capsys):
     for asked, message in (
         (["max_kl=0.1"], "link_gbps=null: must be above 0"),
         (["link_gbps=1", "max_kl=0"], "max_kl=0: must be above 0"),
-        (
-            ["link_gbps=1", "max_kl=1", "model=opt-125m"],
-            "no timed method of opt-125m in it; `python run.py grid=leaderboard` adds",
-        ),
+        (["link_gbps=1", "max_kl=1", "model=opt-125m"], "opt-125m in it; `python run.py grid=leaderboard` adds"),
     ):
         assert ask(other, *asked) == 2
         assert message in capsys.readouterr().err
@@ -421,36 +398,8 @@ def test_what_cannot_be_answered_is_one_line(other, tmp_path, capsys):
         fastest([row, row | {"label": "Streaming", "kl_nats": 0.5}], 1.0, 0.1)
 
 
-def test_a_damaged_leaderboard_is_set_aside_and_made_anew(other, caplog):
-    path = other / "tables" / "leaderboard.csv"
-    whole = path.read_text()
-    path.write_text(whole.replace(",", ";"))
-    tables.update(other, "leaderboard-scores")
-    assert path.read_text() == whole and path.with_name("leaderboard.csv.damaged-1").exists()
-    assert "leaderboard.csv: not a table of results" in caplog.text
-
-
 # One's own method or codec beside the shipped ones
 
-CODEC = """
-from dataclasses import dataclass
-
-from methods.codec import RowCodec
-import torch
-
-@dataclass(frozen=True)
-class Half(RowCodec):
-    bits = 16
-
-    def row_bytes(self, head_dim):
-        return 2 * head_dim
-
-    def encode(self, x):
-        return x.to(torch.float16).contiguous().view(torch.uint8)
-
-    def decode(self, packed, head_dim, dtype):
-        return packed.view(torch.float16).to(dtype)
-"""
 SMALL = [
     "seq_len=200", "prefill_len=150", "num_windows=1", "num_samples=2", "tasks=[passkey]", "too_long=truncate",
     "calibration.num_tokens=64", "batch_size=1", "prompt_len=24", "gen_len=6", "warmup_steps=1", "timed_steps=1",
@@ -466,16 +415,16 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monke
     shutil.copytree(ROOT / "results" / "tables", "results/tables")
     shipped = board(Path("results"))
     assert new_method.main(["page_means"]) == 0
-    Path("half.py").write_text(CODEC)
+    Path("mine.py").write_text(CODEC_HEAD + CODEC)
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
     for grid, own in product(
-        ("leaderboard", "leaderboard-tasks"), (["method=full"], ["method=./page_means.py", "codec=./half.py"])
+        ("leaderboard", "leaderboard-tasks"), (["method=full"], ["method=./page_means.py", "codec=./mine.py"])
     ):
         assert cli.main([f"grid={grid}", *settings, *own]) == 0, capsys.readouterr().err
     rows = [row for row in board(Path("results")) if row["model"] == "smollm2-135m"]
     mine = {row["label"]: row for row in rows if row["shipped"] != "yes"}
-    label = "Page means + half"
-    assert set(mine) == {"Full cache", label} and mine[label]["codec"] == "half"
+    label = "Page means + mine"
+    assert set(mine) == {"Full cache", label} and mine[label]["codec"] == "mine"
     others = {row["label"] for row in shipped if row["model"] == "smollm2-135m"}
     assert {row["label"] for row in rows} == {*mine, *others} and len(others) > 25
     asked = [(row["asked_size"], row["exempt_layers"]) for row in rows if row["label"] == label]
@@ -484,9 +433,8 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monke
     assert mine[label]["step_s"] > 0 and mine[label]["passkey_difference"] is not None
     page = Path("results/leaderboard.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
-    assert len([line for line in page.splitlines() if re.match(r"\| \W*Page means \+ half \W*\*", line)]) == 4, (
-        "one is of its own size"
-    )
+    of_mine = [line for line in page.splitlines() if re.match(r"\| \W*Page means \+ mine \W*\*", line)]
+    assert len(of_mine) == 4, "one is of its own size"
     with style.applied():
         figure = draw_leaderboard(data.Tables(Path("results/tables")), "frontier")
     ticks = {tick.get_text(): tick.get_color() for tick in figure.axes[0].get_yticklabels()}

@@ -37,28 +37,6 @@ def test_copies_begin_where_the_kernel_is_never_faster_again(kernel_s, copy_s, e
     assert choose_min_copy(*by_size) == expected
 
 
-def test_every_candidate_is_measured_by_moving_all_of_its_rows(monkeypatch):
-    """On the CPU, with a clock that reads what is moved: the kernel is fastest at 64 programs, and up to 8 KiB."""
-    moved = []
-
-    def seconds(move):
-        options, arguments = move.keywords, move.args
-        move()
-        tuning, rows = options.get("tuning"), arguments[-1]
-        moved.append(rows.numel())
-        if rows.shape[-1] == rates.GATHERED[-1]:
-            return 1.0 + (tuning.num_programs != 64) + (tuning.tile_bytes != 4096)
-        return 1.0 if tuning else 8 * KIB / (rows.shape[2] * rates.COPIED_SLOT_BYTES)
-
-    monkeypatch.setattr(rates, "_seconds", seconds)
-    monkeypatch.setattr(rates, "GATHERED", (2, 64, 144))
-    monkeypatch.setattr(rates, "COPIED_BYTES", 2**18)
-    assert rates.measure_tuning(CPU) == Tuning(64, 256 * KIB, 8 * KIB)
-    assert Tuning(64, 256 * KIB).tile_bytes == 4 * KIB
-    candidates = len(rates.NUM_PROGRAMS) * len(rates.TILE_BYTES)
-    assert moved == [2 * 32 * 144] * candidates + [2**18] * 2 * len(rates.PIECE_BYTES)
-
-
 @pytest.fixture
 def measured(monkeypatch):
     """Devices whose links are measured by a counter."""

@@ -46,9 +46,8 @@ def test_rows_that_were_read_last_do_not_cross_again(name, device_rows, prefetch
 
     monkeypatch.setattr(LayerCache, "_request_missing", spy)
     with attached_with_link() as (attached, link):
-        session = open_live(
-            attached, CASES[name], placement="host", link=link, device_rows=device_rows, prefetch=prefetch
-        )
+        options = {"device_rows": device_rows, "prefetch": prefetch}
+        session = open_live(attached, CASES[name], placement="host", link=link, **options)
         force(session, EVEN)
         counted = session.h2d_bytes, session.d2h_bytes
         rooms, late = session.caches[2].stage.rooms, int(session.late_bytes)
@@ -185,12 +184,7 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
         (InfiniGen(), {"device_rows": 1}, UserError, "device_rows=1: placement=device.*placement=host"),
         (H2O(), {"placement": "host", "device_rows": 1}, UserError, "device_rows=1: H2O selects no rows"),
         (Full(), {"placement": "host", "device_rows": 2}, UserError, "device_rows=2: Full cache selects no rows"),
-        (
-            InfiniGen(when="own_query"),
-            {"placement": "host", "prefetch": True},
-            UserError,
-            "prefetch=true: needs device_rows",
-        ),
+        (InfiniGen(when="own_query"), {"placement": "host", "prefetch": True}, UserError, "prefetch=true: needs dev"),
         (InfiniGen(), {"placement": "host", "device_rows": 2, "prefetch": True}, UserError, "prefetch=true: InfiniGen"),
         (InfiniGen(pool_frac=0.5, eviction="artifact"), {}, UserError, "method.eviction=artifact.*replay"),
         (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, managed"),

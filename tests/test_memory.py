@@ -7,7 +7,7 @@ import sys
 import weakref
 from contextlib import closing
 from dataclasses import replace
-from itertools import count, product
+from itertools import count
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from harness.errors import UserError
 from harness.live import memory
-from harness.live import session as sessions
 from harness.live.cache import LayerCache
 from harness.live.memory import (
     ALIGNMENT,
@@ -187,15 +186,6 @@ def test_each_memory_is_asked_by_itself(needed, device, message, monkeypatch):
             require_session(needed, device)
 
 
-def test_a_session_that_does_not_fit_makes_nothing(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda home: 1000)
-    with attached_with_link() as (attached, link):
-        session = open_live(attached, CASES["full"], placement="host", link=link)
-        with pytest.raises(UserError, match="live decoding needs"):
-            force(session, PROMPTS["even"])
-        assert session.caches == [] and session.device_bytes == 0
-
-
 # On a fake GPU: OPT-13B, batch 20, 1,920 + 128 tokens. Fake tensors have sizes and are freed as real ones are. Four
 # layers stand for forty: a further one adds its store, and where rows stay its buffer, to both sides alike.
 
@@ -272,16 +262,6 @@ def test_a_session_locks_what_its_stores_take_and_no_more(runtime):
         assert session.pinned_bytes == slots == sum(runtime.locked.values())
         session.close()
         assert not runtime.locked and session.pinned_bytes == 0
-
-
-def test_only_what_a_gpu_reads_over_the_link_is_locked(monkeypatch):
-    monkeypatch.setattr(sessions, "Timeline", lambda device: None)
-    with attached_with_link() as (attached, link):
-        for case in product(("cuda", "cpu"), ("host", "device"), (True, False)):
-            device, placement, pinned = case
-            monkeypatch.setattr(attached, "device", torch.device(device))
-            session = open_live(attached, CASES["full"], placement=placement, link=link, pinned=pinned)
-            assert session.pinned is (case == ("cuda", "host", True)), case
 
 
 # Managed memory

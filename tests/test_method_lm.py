@@ -105,17 +105,6 @@ def test_log_likelihoods_and_texts_are_those_of_experiment_tasks(model, folder, 
     assert f"mine_long: Streaming read {sizes['mine_long']:.1%} of the cache" in capfd.readouterr().err
 
 
-def test_a_sampled_text_follows_the_seed(model, folder):
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-
-    def texts(seed: int) -> list[str]:
-        lm = harness.lm(model, method="full", temperature=1.0, seed=seed)
-        found = lm_eval.simple_evaluate(model=lm, tasks=["mine_text"], task_manager=manager, bootstrap_iters=0)
-        return [sample["resps"][0][0] for sample in found["samples"]["mine_text"]]
-
-    assert texts(1) == texts(1) != texts(2)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

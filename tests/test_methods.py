@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -199,13 +200,6 @@ def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):
     assert method.label == label
 
 
-def test_freekv_is_quest_by_the_query_of_the_step_before():
-    method = load(["method=freekv"]).method
-    assert isinstance(method, Quest) and method.when == "previous_step"
-    assert load(["experiment=perplexity", "method=freekv"]).label == "FreeKV"
-    assert method.tokens_read(TokenCounts(1024, 512, 2048), 2) == 5 * 32  # six pages, the unfinished one among them
-
-
 @pytest.mark.parametrize(
     ("method", "needs"),
     [(SparQ(), False), (Quest(), False), (InfiniGen(), True), (InfiniGen(skew=False), False), (Loki(), True),
@@ -373,12 +367,8 @@ def test_a_sample_is_unbiased_where_few_tokens_hold_most_of_the_attention(spread
 def test_random_numbers_are_even_and_independent_of_each_other():
     positions, tokens = torch.arange(40, 60)[None], torch.arange(2000).expand(1, 1, -1)
     rows = QueryRows(None, positions, positions >= 0, tokens, positions[:, None], None)
-    parts = [
-        random_numbers(seed, layer, rows, 3, sample).flatten(1, 2)
-        for seed in (0, 1)
-        for layer in (0, 1)
-        for sample in (FINAL_SAMPLE, BASE_SAMPLE)
-    ]
+    draws = product((0, 1), (0, 1), (FINAL_SAMPLE, BASE_SAMPLE))
+    parts = [random_numbers(seed, layer, rows, 3, sample).flatten(1, 2) for seed, layer, sample in draws]
     numbers = torch.cat(parts, 1)[0].double() / 2**24  # of each seed, layer, sample, set and row
     assert numbers.min() >= 0 and numbers.max() < 1
     assert (numbers.mean(-1) - 0.5).abs().max() < 0.03
@@ -449,10 +439,8 @@ def test_a_mean_that_all_keys_share_costs_no_bits(bits, one_code):
         state = method.new_state(SHAPE, lengths_of([40], [48]))
         state.prompt(0, query, key, key, rows)
         positions = torch.full((1, 1), 40)
-        asked = QueryRows(
-            query[:, :, -1:], positions, positions >= 0, rows.positions[:, None], positions[None], torch.empty
-        )
-        scores = state.scores(0, asked)
+        places = rows.positions[:, None], positions[None]
+        scores = state.scores(0, QueryRows(query[:, :, -1:], positions, positions >= 0, *places, torch.empty))
         found.append(scores - scores.mean(-1, keepdim=True))
         width = 5 * bits + 32  # ceil(0.3 * 16) numbers and their scales
         assert state.index_read(0, positions).item() == pytest.approx(40 * width / 16 / 32)

@@ -69,14 +69,6 @@ def test_a_table_has_every_label_as_it_is(name, results):
     assert not any("\x1b" in line for line in lines)
 
 
-def test_what_a_terminal_shows_is_one_line_a_run_and_fits(results, monkeypatch):
-    for width in (80, 120):
-        monkeypatch.setenv("COLUMNS", str(width))
-        said = tables.summary(records.read_records(results, "latency"))
-        assert max(map(len, said.splitlines())) <= width and "\x1b" not in said
-        assert len(re.findall(r"^a\\nb ", said, re.MULTILINE)) == 1 + said.count(", continued")
-
-
 @pytest.mark.parametrize("name", ["fig11", "fig12", "fig14", "fig16a"])
 def test_a_figure_has_every_label(name, results):
     shown = data.Tables(results / "tables")

@@ -63,18 +63,12 @@ def test_a_file_is_chosen_like_any_codec():
 
 
 REFUSED = [
-    ("./none.py", None, "there is no file none.py"),
     ("./mine.py", "\nclass Mine(:\n", "{here}/mine.py:6: SyntaxError: invalid syntax"),
-    ("./mine.py", "\n1 / 0\n", "{here}/mine.py:6: ZeroDivisionError: division by zero"),
     ("./mine.py", "", "no class in it derives from methods.codec.RowCodec"),
-    ("./mine.py", MINE + MINE.replace("Mine", "Other"), "defines Mine, Other; choose one, as codec=./mine.py:Mine"),
-    ("./mine.py:Mime", MINE, "did you mean 'Mine'? allowed: Mine"),
     ("./mine.py", MINE.replace("@dataclass(frozen=True)", ""), "Mine must be a @dataclass(frozen=True)"),
     ("./mine.py", MINE.replace("def encode", "def pack"), "Mine lacks encode; methods/codec.py says what it is"),
     ("./mine.py", MINE.replace("    bits = 8\n", ""), "Mine lacks bits"),
-    ("./mine.py", MINE.replace("levels: int = 127", "levels: int"), "Mine.levels needs a default"),
     ("./int4.py", MINE, "int4 is a codec of this project; rename the file"),
-    ("./my-own.py", MINE, "the file's name must be a Python name, as my_codec.py is"),
 ]  # fmt: skip
 
 
@@ -92,10 +86,7 @@ def test_what_is_wrong_with_a_file_is_one_line(choice, text, expected, own_folde
     [
         (["codec=mine"], "allowed: fp32, fp16"),
         (["codec=./mine.py", "+codec_settings.levels=few"], "codec_settings.levels=few: must be a whole number"),
-        (
-            ["codec=./mine.py", "+codec_settings.level=3"],
-            "unknown setting codec_settings.level: did you mean 'levels'?",
-        ),
+        (["codec=./mine.py", "+codec_settings.level=3"], "setting codec_settings.level: did you mean 'levels'?"),
         (["codec=int4", "+codec_settings.levels=3"], "codec=int4 has none"),
         (["codec=./mine.py", "group_size=32"], "group_size=32: codec=mine has no groups"),
         (["codec=./mine.py", "rotation=hadamard"], "rotation=hadamard: codec=mine is not turned"),
@@ -179,10 +170,3 @@ def test_a_mistake_is_found(mistake, own_folder, capsys):
     printed = capsys.readouterr()
     assert re.search(expected.replace("{here}", re.escape(str(own_folder))), printed.out), printed.out
     assert "error: method=full codec=mine: " in printed.err
-
-
-def test_an_error_in_a_run_names_the_files_line(own_folder, monkeypatch, capsys):
-    write(MISTAKES["an error"][0])
-    texts = reading(monkeypatch, own_folder, tiny_loaded())
-    assert main(["method=full", "codec=./mine.py", *texts, "seq_len=400", "prefill_len=150", "num_windows=1"]) == 2
-    assert f"codec=mine: {own_folder}/mine.py:20: ZeroDivisionError" in capsys.readouterr().err

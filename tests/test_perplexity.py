@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from contextlib import closing
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import reference as plain
 import torch
-from cases import CASES
-from living import open_live, setup_of, tiny
+from living import tiny
 from tokens import byte_tokenizer
 
 from harness.errors import UserError
-from harness.live.session import generate
-from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.resources import Memo
-from harness.model.sampling import Draft
 from harness.model.tiny import tiny_model
 from harness.run.kinds import measurement_of
 from harness.scoring import long_decode, perplexity
 from harness.scoring.evaluation import _lm_eval
-from harness.scoring.long_decode import Pair, Text, curve, decode_freely, repetition, run_long_decode, summarize
+from harness.scoring.long_decode import Pair, Text, curve, repetition, run_long_decode, summarize
 from harness.scoring.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig, SamplingConfig
 from harness.settings.kinds import Outcome
@@ -197,22 +192,6 @@ def test_a_perplexity_that_overflows_names_its_window(text):
 
 
 # Texts that are decoded
-
-
-@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "quest", "kivi", "shadowkv"])
-def test_a_text_is_that_of_live_decoding(name):
-    with attach(tiny("gqa")) as attached:
-        prompts = torch.randint(3, 256, (2, PROMPT), generator=torch.Generator().manual_seed(0))
-        ours = decode_freely(attached, setup_of(attached, CASES[name]), prompts.tolist(), [Draft(STEPS), Draft(STEPS)])
-        with closing(open_live(attached, CASES[name], STEPS)) as session:
-            logits = session.prefill(prompts, torch.ones_like(prompts, dtype=torch.bool))
-            live = [Draft(STEPS), Draft(STEPS)]
-            for _ in generate(session, logits, live):
-                pass
-            size = session.reads.size
-    assert ours.tokens.tolist() == [text.tokens for text in live]
-    assert ours.hidden.shape[:2] == (2, STEPS - 1)
-    assert ours.reads.rows == 2 * (STEPS - 1) and ours.reads.size == pytest.approx(size)
 
 
 def test_texts_are_drawn_by_the_same_random_numbers(loaded, text):

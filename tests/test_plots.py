@@ -171,14 +171,8 @@ def needles() -> Iterator[TokenCounts]:
 def board() -> Iterator[TokenCounts]:
     """Methods of every family at three sizes, the step timed at the middle one, and a method with its own size."""
     common = {"kl_nats_stderr": 0.001, "exempt_choice": "best"}
-    yield common | {
-        "label": "H2O",
-        "family": "evicts",
-        "asked_size": 0.1,
-        "size": 0.1,
-        "kl_nats": 9,
-        "exempt_choice": "",
-    }
+    not_best = {"exempt_choice": "", "kl_nats": 9}
+    yield common | not_best | {"label": "H2O", "family": "evicts", "asked_size": 0.1, "size": 0.1}
     yield common | {"label": "Full cache", "family": "reads all", "size": 1, "kl_nats": 0, "step_s": 0.12}
     yield common | {"label": "INT4", "family": "codes", "size": 0.33, "kl_nats": 0.1, "step_s": 0.053}
     families = (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "oracle", 0.3))
@@ -359,9 +353,7 @@ MODELLED = [f"{name}-modelled" for name in costmodel.FIGURES]
 UNITS = ("%", "(s)", "(ms)", "(x)", "(nats)", "perplexity", "(GiB)", "(tokens)", "cosine similarity", "mean |")
 
 
-@pytest.mark.parametrize(
-    "name", ["fig11", "fig14", "fig16b", "fig17", "fig18", "table2", "choices", "frontier", "fig5"]
-)
+@pytest.mark.parametrize("name", ["fig11", "fig16b", "fig17", "fig18", "table2", "choices", "frontier", "fig5"])
 def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
     figure = draw(name, results)
     for axes in figure.axes:
@@ -502,19 +494,6 @@ def test_table2_has_a_panel_per_model_and_the_papers_numbers_hollow(results) -> 
     assert hollow_points(others[0]) == [(0, 11.68), (1, 19.64), (2, 11.68), (3, 11.68)], "WikiText-2 alone"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "count"), [("", "", 3), ("wikitext2", "ptb", 0), ("seq_len=2048", "seq_len=1024", 0)]
-)
-def test_table2_of_the_papers_model_has_them_on_its_bars(old, new, count: int, tmp_path) -> None:
-    (text,) = (block for block in TABLES.split("\n\n") if block.startswith("table2"))
-    _, rows = parsed(text.replace(old, new))
-    figure = drawn("table2", tmp_path, rows, model="opt-13b", difference=2.0, difference_stderr=0.5)
-    ours, *others = figure.axes
-    assert len(others) == 4 and hollow_points(ours) == [(0, 10.55), (1, 30.99), (2, 10.55)][:count]
-    np.testing.assert_allclose(ours.collections[0].get_segments()[0][:, 1], [10.5, 11.5])
-    assert "difference to the full cache. Published" in note(figure)
-
-
 def test_choices_have_a_bar_each(results) -> None:
     figure = draw("choices", results)
     kl, perplexity = figure.axes
@@ -651,14 +630,6 @@ def test_fig16_divides_offload_by_the_label_and_orders_models_by_size(results) -
     assert tick_labels(draw("fig16b", results).axes[0]) == ["opt-6.7b", "opt-13b", "opt-30b"]
 
 
-def test_a_close_up_shows_what_slow_labels_dwarf(tmp_path) -> None:
-    slow = time_rows(["offload-pageable"], scale=4)
-    rows = [*time_rows(["offload", "infinigen", "ideal"]), *slow]
-    everything, close_up = drawn("fig14", tmp_path, rows).axes
-    assert "offload-pageable" in tick_labels(everything)
-    assert close_up.get_title() == "offload and faster" and tick_labels(close_up) == ["ideal", "offload", "infinigen"]
-
-
 def test_modelled_figures_have_their_own_rows_and_the_published_numbers(tmp_path) -> None:
     costmodel.write_tables(tmp_path)
     tables = data.Tables(tmp_path / "tables")
@@ -695,14 +666,6 @@ def test_published_points_only_where_the_setup_matches(name, batch, expected, tm
         assert not any(map(hollow_points, figure.axes)), change
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.7004, {1.18, 1.28, 1.34}), (1.0, set()), (None, set())])
-def test_fig16b_published_points_stand_beside_the_papers_share_of_weights(share, expected, tmp_path) -> None:
-    shape = PAPER_SHAPE | {"batch_size": 4}
-    largest = time_rows(**shape | {"model": "opt-30b", "weights_on_device": share})
-    figure = drawn("fig16b", tmp_path, [*time_rows(**shape), *largest])
-    assert {y for _, y in hollow_points(figure.axes[0])} == expected
-
-
 # Looks, damage, files
 
 
@@ -731,9 +694,7 @@ def test_a_table_without_rows_is_no_figure_and_another_table_or_one_without_a_na
     with pytest.raises(UserError, match=r"python run\.py experiment=fig11"):
         plots.main(tmp_path)
     write(tmp_path, "fig11", ROWS["fig11"], label="")
-    with pytest.raises(
-        UserError, match=r"^[^\n]*fig11\.csv: not a table of results \(ValueError: a row without label\); [^\n]*$"
-    ):
+    with pytest.raises(UserError, match=r"^[^\n]*fig11\.csv: not a table of .*: a row without label\); [^\n]*$"):
         plots.main(tmp_path)
     board = columns.names(columns.BOARD)
     row = ",".join(name if name in ("model", "label") else "" for name in board)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.model import attention
-from methods.attention import MANY_ROWS, attention_scores, by_matrix
+from methods.attention import attention_scores
 from methods.base import Geometry, Lengths, PromptRows, QueryRows
 from methods.infinigen import InfiniGen
 from methods.projected import SparQ
@@ -72,15 +72,6 @@ def test_a_gpu_adds_up_in_fp32(dtype):
     strided = torch.cat([keys, keys], -1).cuda()[:, :, :-5, :HEAD_DIM]  # keys and values side by side, read in place
     got = attention_scores(query.cuda(), strided, SCALE)
     torch.testing.assert_close(got.cpu(), attention_scores(query, keys[:, :, :-5], SCALE), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("rows", [MANY_ROWS - 1, MANY_ROWS])
-def test_matrix_by_matrix_is_the_batched_product(rows):
-    generator = torch.Generator().manual_seed(5)
-    left = torch.randn(BATCH, KV_HEADS, rows, HEAD_DIM, generator=generator)
-    right = torch.randn(BATCH, KV_HEADS, TOKENS, 2 * HEAD_DIM, generator=generator)[..., :HEAD_DIM].mT
-    torch.testing.assert_close(by_matrix(left, right), left @ right)
-    torch.testing.assert_close(by_matrix(left, right[:1, :1]), left @ right[:1, :1])
 
 
 @pytest.mark.parametrize("read_ahead_bytes", [1, 2**18, 2**30])

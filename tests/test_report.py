@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-import zipfile
 from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,7 +26,6 @@ from harness.report.__main__ import main as report_main
 from harness.report.compared import main_scores, main_times, published_sheet, side_by_side
 from harness.report.explorer import explorer
 from harness.report.sections import MODELLED, REGISTRY, entries_of
-from harness.results import archive
 from harness.results import write as tables
 from harness.results.columns import ACCURACY, MISSING, TableRow, names
 from plots import drawing
@@ -307,33 +305,6 @@ def test_damaged_input_is_named(file, text, message, tmp_path):
     assert message in refusal(tmp_path)
 
 
-def test_findings_that_are_a_folder_are_named_in_an_archive_too(tmp_path):
-    results = tmp_path / "results"
-    (results / "findings.yaml").mkdir(parents=True)
-    write(results, "fig11", [score("A", 0.1, 0.5)])
-    assert refusal(results) == f"{results}/findings.yaml: cannot be read (Is a directory)"
-    members = {"findings.yaml/x": b"", "tables/fig11.csv": (results / "tables" / "fig11.csv").read_bytes()}
-    manifest = {"schema": archive.SCHEMA, "sha256": {name: archive.sha256(data) for name, data in members.items()}}
-    members[archive.MANIFEST] = json.dumps(manifest).encode()
-    with zipfile.ZipFile(tmp_path / "forged.zip", "w") as forged:
-        for name, data in members.items():
-            forged.writestr(name, data)
-    assert refusal(tmp_path / "forged.zip") == f"{tmp_path}/forged.zip/findings.yaml: cannot be read (Is a directory)"
-
-
-ODD = [[1, [2]], {"a": [3]}, [], {}, "x", 5, 2.5, True, 10**400]
-
-
-@pytest.mark.parametrize("name", [*WHERE, "packages", "commit", "anything"])
-def test_a_record_may_hold_any_environment(name):
-    for value in (*ODD, None):
-        odd = RAN | {"status": "finished", "environment": RAN["environment"] | {name: value}}
-        plain = RAN | {"status": "finished", "seconds": None}
-        lines = report_page.environment([odd, plain])
-        assert lines[0] == ("finished runs", "2, 2 minutes in total")
-        assert all(isinstance(text, str) for line in lines for text in line)
-
-
 def test_the_command_prints_the_path_or_one_line(tmp_path, results, capsys):
     before = (results / "report.html").read_bytes()
     assert report_main(["--results-dir", str(results)]) == 0
@@ -362,16 +333,3 @@ def test_another_models_results_within_the_folder_stand_beside(results, tmp_path
     assert "Scores that a table lacks (2) fig11, first: 1 fig11, second: 1" in text and "without numbers: none." in text
     alone = report.write_report(tmp_path / "second").read_text()
     assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone
-
-
-def test_a_leaderboards_row_without_a_size_is_not_in_the_overview():
-    row = {
-        "model": "m",
-        "method": "quest",
-        "label": "Quest",
-        "exempt_choice": "best",
-        "asked_size": 0.1,
-        "kl_nats": 0.3,
-    }
-    sheet = main_scores([row | {"size": 0.1}, row | {"label": "damaged", "size": None}])
-    assert sheet is not None and [line[0] for line in sheet.lines] == ["Quest"]

@@ -11,15 +11,12 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from test_plots import write
 from test_report import HOSTILE, SVG, Page, digest, place, score
 
 from harness.report import write_report
 
 CHROMIUM = shutil.which("chromium")
-BLUE, BLACK = (0, 114, 178), (0, 0, 0)
-"""Of the family that retrieves, and of the picture."""
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
@@ -144,21 +141,3 @@ def test_the_explorer_answers_and_nothing_else_happens(report, profile, tmp_path
     assert seen["scripts"] == len(page.scripts) + len(page.packed) + 3
     assert seen["wider"] <= 0, "the page scrolls sideways on a phone"
     assert seen["after"] == sorted(seen["before"], key=lambda cell: float(cell.split()[0]))
-
-
-@pytest.mark.parametrize(
-    ("scheme", "background", "page", "color"),
-    [(0, (20, 24, 28), "leaderboard", BLUE), (1, (255, 255, 255), "overview", BLACK)],
-    ids=["dark", "without scripts"],
-)
-def test_a_screenshot_has_the_colours_of_its_scheme(scheme, background, page, color, report, profile, tmp_path):
-    shot, target = tmp_path / "shot.png", tmp_path / "report.html"
-    text = report.read_text()
-    target.write_text(re.sub(r"script-src[^\"]*", "script-src 'none'", text) if page == "overview" else text)
-    settings = (f"--blink-settings=preferredColorScheme={scheme}", "--window-size=500,1400", f"--screenshot={shot}")
-    chromium(profile, *settings, f"{target.as_uri()}#page-{page}")
-    with Image.open(shot) as picture:
-        colors = {found: count for count, found in picture.convert("RGB").getcolors(2**24)}
-    assert max(set(colors) - {BLACK}, key=colors.get) == background
-    near = (count for found, count in colors.items() if max(abs(a - b) for a, b in zip(found, color, strict=True)) < 30)
-    assert sum(near) > 150, "a figure, or points"

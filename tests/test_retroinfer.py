@@ -19,7 +19,7 @@ from harness.model.prompts import PromptPass
 from harness.replay import session as passes
 from methods.attention import Softmax
 from methods.base import Geometry, Lengths, PromptRows, Rest, TokenCounts
-from methods.retroinfer import RetroInfer, clustered
+from methods.retroinfer import RetroInfer
 
 BATCH = ((PROMPT, LENGTH), (11, 40), (14, 33))
 CALLS = (1, 2, 9, 20)
@@ -114,8 +114,9 @@ def plain_row(method: RetroInfer, query, key, value, prompt: int, t: int) -> tup
     return outputs, set(read), len(estimated)
 
 
-@pytest.mark.parametrize("model", ["gqa", "opt"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "model"), [*((name, "gqa") for name in METHODS), ("clusters", "opt"), ("share", "opt")]
+)
 def test_every_row_of_a_padded_batch_attends_as_the_plain_rule(name, model, monkeypatch):
     method, seen, selected = METHODS[name], {}, {}
     original = passes._Block._select
@@ -180,20 +181,10 @@ def test_rows_beside_a_sink_and_a_softcap_share_the_softmax_with_what_is_estimat
         assert torch.allclose(found[0, 0, head, 0], wanted, atol=1e-6)
 
 
-def test_clusters_are_the_same_beside_others():
-    generator = torch.Generator().manual_seed(1)
-    key, value = torch.randn(2, 3, 40, 8, generator=generator), torch.randn(2, 3, 40, 8, generator=generator)
-    together, alone = clustered(key, value, 6, 2, 10), clustered(key[1:], value[1:], 6, 2, 10)
-    assert torch.equal(together.members[1:], alone.members)
-    assert torch.allclose(together.centroids[1:], alone.centroids) and together.sizes.sum(-1).eq(40).all()
-
-
 def test_sizes_by_hand():
     """A prompt of 1,000 tokens has 932 in clusters of 16: 58. 24 tokens have come, so none has been clustered."""
-    row, later = (
-        TokenCounts(cached=1024, prompt=1000, final=1100),
-        TokenCounts(cached=1000 + 1024 + 5, prompt=1000, final=2100),
-    )
+    row = TokenCounts(cached=1024, prompt=1000, final=1100)
+    later = TokenCounts(cached=1000 + 1024 + 5, prompt=1000, final=2100)
     method = RetroInfer()
     assert method.num_clusters(1000) == 58 and method.clusters_of_update == 64
     assert method.num_clusters(4 + 64 + 20_000) == 2 * (10_000 // 16)
@@ -239,7 +230,5 @@ def test_settings_are_checked():
         with pytest.raises(ValueError, match=f"method.{field}={value}: must be "):
             replace(RetroInfer(), **{field: value})
     lengths = Lengths(torch.tensor([68]), torch.tensor([80]))
-    with pytest.raises(
-        ValueError, match="method.num_recent=64: must be below 64, so that a prompt of 68 tokens has cl"
-    ):
+    with pytest.raises(ValueError, match="method.num_recent=64: must be below 64, so that a prompt of 68 tokens has"):
         RetroInfer().new_state(Geometry(3, 4, 2, 8, 1.0, "llama"), lengths)

@@ -20,7 +20,6 @@ from harness.data import ruler
 from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
 from harness.data.tasks import load_suite
 from harness.errors import UserError
-from harness.results.table_rows import depth_rows
 from harness.scoring.evaluation import run_tasks
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
 from tests.composed import load
@@ -169,22 +168,6 @@ def test_the_full_cache_writes_and_scores_as_stock_hflm():
     assert [each["text"] for each in ours] == [each["resps"][0][0] for each in theirs["samples"]["niah_single_1"]]
     assert outcome.metrics["niah_single_1"]["1400"] == theirs["results"]["niah_single_1"]["1400,none"]
     assert {each["length"] for each in ours} == {1400} and all(0 < each["depth"] < 1 for each in ours)
-
-
-# Tables
-
-
-def test_rows_by_depth():
-    found = [(1024, 0.1, 1.0), (1024, 0.19, 0.0), (2048, 1.0, 1.0), (1024, 0.2, 1.0)]
-    samples = [{"length": length, "depth": depth, str(length): value} for length, depth, value in found]
-    rows = depth_rows("niah_single_1", samples)
-    assert [(row["task"], row["metric"], row["value"], row["stderr"], row["num_samples"]) for row in rows] == [
-        ("niah_single_1[1024, 0-20 %]", "1024", 0.5, 0.5, 2),
-        ("niah_single_1[1024, 20-40 %]", "1024", 1.0, None, 1),
-        ("niah_single_1[2048, 80-100 %]", "2048", 1.0, None, 1),
-    ]
-    assert not list(depth_rows("ruler_vt", [{"length": 1024, "depth": None, "1024": 1.0}]))
-    assert not list(depth_rows("passkey", [{"acc": 1.0}]))
 
 
 # Refusals

@@ -142,19 +142,6 @@ def test_a_size_that_depends_on_the_data_is_refused():
 # What replay and live decoding report
 
 
-@pytest.mark.parametrize("decode", [replay, live])
-def test_a_target_is_met_by_what_is_reported_with_the_codecs_bits(decode):
-    """H2O over int4 at 0.30 of the cache, of which the exempt layers alone would be half on a tiny model."""
-    codec = Codec("int4", 16)
-    with attached_with_link() as (attached, _):
-        width = codec.bits_per_element(attached.geometry.head_dim) / 16
-        rows = [TokenCounts(PROMPT + step, PROMPT, PROMPT + STEPS) for step in range(STEPS)]
-        method = sized_as_stored(H2O(num_exempt_layers=0), codec, attached.geometry, rows, 0.30, nearest=False)
-        found = decode(attached, Case(method, codec), (PROMPT,)).size
-    assert found == pytest.approx(0.30, abs=TOLERANCE)
-    assert width < 0.4 and method.heavy_frac + method.recent_frac > 0.5, "without the codec it would be 0.30"
-
-
 CACHED = range(PROMPT, PROMPT + STEPS)
 
 

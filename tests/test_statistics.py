@@ -125,19 +125,6 @@ def test_the_quantiles_are_those_of_the_tables():
         student.t_quantile(0, 0.975)
 
 
-def test_an_interval_of_few_values_holds_the_mean_as_often_as_it_says():
-    """By simulation, 4,000 times: with 1.96 standard errors it would be 70 % of two values and 86 % of four."""
-    draw = random.Random(1)
-    for count in (2, 4):
-        held = 0
-        for _ in range(4000):
-            values = [draw.gauss(0, 1) for _ in range(count)]
-            stderr = clustered_stderr(values, range(count))
-            assert stderr is not None
-            held += abs(statistics.fmean(values)) <= student.critical_value(count) * stderr
-        assert held / 4000 == pytest.approx(0.95, abs=0.011)
-
-
 @pytest.mark.parametrize(("num_windows", "said"), [(2, "no difference"), (3, "no difference"), (8, "± 0.100")])
 def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows, said):
     cell = sheets.show_difference(Column("perplexity", "", 1, 3), 10.0, 0.1, 0.3, 0.5, num_windows)

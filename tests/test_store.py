@@ -13,11 +13,13 @@ from living import CPU, PROMPTS, LatestLink, attached_with_link, live, make_stor
 
 from harness.errors import UserError
 from harness.live import store as rows_module
-from harness.live.hot_rows import HotRows, missing_rows
+from harness.live.hot_rows import HotRows, missing_rows, rooms
 from harness.live.links import EmulatedLink
 from harness.live.memory import Tuning
 from harness.live.store import chosen
+from harness.model.policies import policies_of
 from methods.codec import CODEC_NAMES, Codec
+from methods.infinigen import InfiniGen
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -273,15 +275,40 @@ def test_rows_leave_by_least_recent_use(data):
         assert (fetch.slots >= 0).sum(-1).flatten().tolist() == expected
         for number, kept in enumerate(hot.slots.flatten(0, 1).tolist()):
             sequence, head = divmod(number, 2)
-            assert sorted(slot for slot in kept if slot >= 0) == sorted(
-                slot for slot in recent[sequence][head] if slot is not None
-            )
+            there = recent[sequence][head]
+            assert sorted(slot for slot in kept if slot >= 0) == sorted(slot for slot in there if slot is not None)
         assert present.sum(-1).flatten().tolist() == [*map(len, wanted)]
         if data.draw(st.booleans()):  # a slot is written anew
             written = data.draw(st.integers(0, slots - 1))
             hot.forget(torch.full((len(rooms), 2, 1), written))
             for there in (head for sequence in recent for head in sequence):
                 there[:] = [None if slot == written else slot for slot in there]  # its row leaves in its turn
+
+
+def test_room_is_rounded_up_and_never_more_than_the_sequence():
+    """The method reads 5 tokens at most."""
+    method = InfiniGen(fixed_fetch=5)
+    with attached_with_link() as (attached, _):
+        policies = policies_of(attached, method)
+    assert rooms(method, policies, 1.5, [(20, 30), (3, 6)]) == [8, 6]
+    assert rooms(method, policies, 0, [(20, 30)]) is None
+
+
+def test_a_fork_keeps_the_rows_and_ages_of_its_own_sequences():
+    def ask(rows: HotRows, *slots: int) -> list[bool]:
+        """Whether each sequence's slot must be fetched."""
+        mask = torch.zeros(len(slots), 1, 4, dtype=torch.bool)
+        mask[range(len(slots)), 0, slots] = True
+        fetch, _ = rows.request(mask, torch.arange(4).expand(len(slots), 1, -1).int(), 1)
+        return (fetch.slots >= 0).flatten().tolist()
+
+    trunk = HotRows([2, 2], 1, torch.device("cpu"))
+    for slots in ((0, 0), (1, 1), (1, 0)):  # slot 0 is the older one in the first sequence, slot 1 in the second
+        ask(trunk, *slots)
+    child = trunk.fork(torch.tensor([1, 0]))
+    assert ask(child, 2, 2) == [True, True]
+    assert ask(child, 0, 1) == [False, False], "the younger one stays"
+    assert ask(trunk, 0, 1) == [False, False], "the trunk is as it was"
 
 
 # Fetches

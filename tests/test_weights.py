@@ -87,16 +87,6 @@ def test_the_share_is_met_within_a_matrix(family, link):
                 assert weights.host_bytes == round((1 - weights.on_device) * whole)
 
 
-def test_what_whole_matrices_leave_open_is_made_up_for_later(attached, link):
-    """2.7 of a layer's 9 square matrices are to go: the FFN's are two each, key and value one half."""
-    gate, key, output = "mlp.gate_proj.weight", "self_attn.k_proj.weight", "self_attn.o_proj.weight"
-    names = {id(each): name.split(".", 3)[-1] for name, each in attached.model.named_parameters()}
-    with streamed_weights(attached, link, 0.7) as weights:
-        chosen = [[names[id(each)] for each in layer.parameters] for layer in weights._layers]
-        assert chosen == [[gate, key], [gate, key], [gate, output], [gate, key]]
-        assert weights.host_bytes == 10.5 * MATRIX and weights.device_bytes == 2 * 3 * MATRIX
-
-
 @pytest.mark.parametrize(("family", "least"), [("llama", 0.11), ("opt", 0.15), ("phi3", 0.23), ("gpt_neox", 0.39)])
 def test_what_a_rehearsal_reads_must_stay(family, least, link):
     with attach(tiny(family)) as attached:
