@@ -11,18 +11,13 @@ import pytest
 import torch
 from cases import Case
 from living import attached_with_link, live, replay, tiny
-from replaying import LENGTH, PROMPT, run, token_ids, watched
+from test_rules import BATCH, replayed
 
-from harness.model.attach import attach
 from harness.model.attention import with_rest
-from harness.model.prompts import PromptPass
-from harness.replay import session as passes
 from methods.attention import Softmax
 from methods.base import Geometry, Lengths, PromptRows, Rest, TokenCounts
 from methods.retroinfer import RetroInfer
 
-BATCH = ((PROMPT, LENGTH), (11, 40), (14, 33))
-CALLS = (1, 2, 9, 20)
 SMALL = {"num_sinks": 1, "num_recent": 3, "cluster_size": 2, "update": 4}
 METHODS = {
     "clusters": RetroInfer(retrieval_frac=0.3, estimation_frac=0.4, **SMALL),
@@ -117,48 +112,27 @@ def plain_row(method: RetroInfer, query, key, value, prompt: int, t: int) -> tup
 @pytest.mark.parametrize(
     ("name", "model"), [*((name, "gqa") for name in METHODS), ("clusters", "opt"), ("share", "opt")]
 )
-def test_every_row_of_a_padded_batch_attends_as_the_plain_rule(name, model, monkeypatch):
-    method, seen, selected = METHODS[name], {}, {}
-    original = passes._Block._select
-
-    def note(layer, query, key, value, output):
-        seen.setdefault(layer, []).append([query.double(), key.double(), value.double(), output.transpose(1, 2)])
-
-    def select(block, exact):
-        found = original(block, exact)
-        selected.setdefault(block.layer, []).append((found, block.real[:, block.rows]))
-        return found
-
-    monkeypatch.setattr(passes._Block, "_select", select)
-    sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(BATCH)]
-    with attach(tiny(model)) as attached, watched(note, (PromptPass, passes.DecodePass)):
-        run(attached, Case(method), sequences, [prompt for prompt, _ in BATCH], calls=CALLS)
-        geometry = attached.geometry
+def test_every_row_of_a_padded_batch_attends_as_the_plain_rule(name, model):
+    method = METHODS[name]
+    geometry, found = replayed(tiny(model), Case(method))
     estimates = set()
-    for layer in range(method.num_exempt_layers, geometry.num_layers):
-        query, key, value, output = (torch.cat(parts, 2).numpy() for parts in zip(*seen[layer], strict=True))
-        for at, (prompt, length) in enumerate(BATCH):
-            columns = slice(PROMPT - prompt, PROMPT - prompt + length)
-            counts = [
-                (float(found.num_read[at, row]), float(found.side[at, row]))
-                for found, real in selected[layer]
-                for row in real[at].nonzero().flatten().tolist()
-            ]
+    for layer, sequences in found.items():
+        for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
             read, sides = np.zeros(length - prompt), np.zeros(length - prompt)
-            for kv in range(geometry.num_kv_heads):
+            for kv, (keys, values) in enumerate(zip(sequence.key, sequence.value, strict=True)):
                 heads = slice(kv * geometry.group, (kv + 1) * geometry.group)
-                queries, outputs = query[at, heads, columns] * geometry.scale, output[at, heads, columns]
                 for t in range(prompt, length):
-                    keys, values = key[at, kv, columns], value[at, kv, columns]
-                    wanted, tokens, estimated = plain_row(method, queries[:, t], keys, values, prompt, t)
-                    assert np.abs(outputs[:, t] - wanted).max() < 1e-5, f"layer {layer}, prompt {prompt}, row {t}"
+                    queries = sequence.query[heads, t]
+                    wanted, tokens, estimated = plain_row(method, queries, keys, values, prompt, t)
+                    difference = np.abs(sequence.output[heads, t] - wanted).max()
+                    assert difference < 1e-5, f"layer {layer}, prompt {prompt}, row {t}"
                     number = len(clusters_at(method, keys, values, prompt, t)[0])
                     index = number * (geometry.head_dim + 32 / 16) + estimated * geometry.head_dim
                     read[t - prompt] += len(tokens) / geometry.num_kv_heads
                     sides[t - prompt] += index / (2 * geometry.head_dim) / geometry.num_kv_heads
                     estimates.add(estimated)
-            assert [each[0] for each in counts] == pytest.approx(read)
-            assert [each[1] for each in counts] == pytest.approx(sides)
+            assert sequence.num_read == pytest.approx(read)
+            assert sequence.side == pytest.approx(sides)
             for t, mean in enumerate(read, prompt):
                 row = TokenCounts(t, prompt, length)
                 assert mean <= method.max_tokens_read(row, layer) <= t

@@ -48,15 +48,18 @@ Read = list[list[set[int]]]
 class Sequence(NamedTuple):
     """One sequence in one layer, without its padding.
 
-    query: [heads, tokens, head_dim], scaled; key, value: [num_kv_heads, tokens, head_dim]. rest: of each decode row,
-    share [num_kv_heads, group] and value [num_kv_heads, head_dim].
+    query: [heads, tokens, head_dim], scaled; key, value: [num_kv_heads, tokens, head_dim]; output: like query. side: of
+    each decode row, tokens read of an index. rest: of each decode row, share [num_kv_heads, group] and value
+    [num_kv_heads, head_dim].
     """
 
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
+    output: np.ndarray
     read: Read
     num_read: list[float]
+    side: list[float]
     rest: list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -80,12 +83,13 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
     selected: dict[int, list[tuple]] = {}
 
     def note(layer, query, key, value, output):
-        seen.setdefault(layer, []).append((query.double(), key.double(), value.double()))
+        parts = query.double(), key.double(), value.double(), output.transpose(1, 2).double()
+        seen.setdefault(layer, []).append(parts)
 
     def select(block, exact):
         selection = original(block, exact)
         mask = selection.mask.clone().expand(-1, block.key.shape[1], -1, -1)
-        found = mask, block.tokens[:, : block.stop], block.real[:, block.rows], selection.num_read, selection.rest
+        found = mask, block.tokens[:, : block.stop], block.real[:, block.rows], selection
         selected.setdefault(block.layer, []).append(found)
         return selection
 
@@ -97,21 +101,24 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
         geometry = attached.geometry
     found: dict[int, list[Sequence]] = {}
     for layer, blocks in selected.items():
-        query, key, value = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
+        query, key, value, output = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
         for b, (prompt, length) in enumerate(BATCH):
             read: Read = [[] for _ in range(key.shape[1])]
             num_read: list[float] = []
+            sides: list[float] = []
             rest = []
-            for masks, tokens, rows, counts, of_unread in blocks:
+            for masks, tokens, rows, selection in blocks:
+                side, of_unread = selection.side, selection.rest
                 for row in rows[b].nonzero().flatten().tolist():
-                    num_read.append(float(counts[b, row]))
-                    if of_unread is not None:
+                    num_read.append(float(selection.num_read[b, row]))
+                    sides.append(0.0 if side is None else float(side[b, row]))
+                    if of_unread is not None and of_unread.share is not None:
                         rest.append((of_unread.share[b, :, :, row].numpy(), of_unread.value[b, :, 0, row].numpy()))
                     for head, mask in enumerate(masks[b, :, row]):
                         read[head].append(set(tokens[b][mask].tolist()))
             columns = slice(PROMPT - prompt, PROMPT - prompt + length)  # padded before the prompt and behind the rows
-            own = [part[b][:, columns].numpy() for part in (query * geometry.scale, key, value)]
-            found.setdefault(layer, []).append(Sequence(*own, read, num_read, rest))
+            own = [part[b][:, columns].numpy() for part in (query * geometry.scale, key, value, output)]
+            found.setdefault(layer, []).append(Sequence(*own, read, num_read, sides, rest))
     assert sorted(found) == list(range(case.method.num_exempt_layers, 4))
     return geometry, found
 
@@ -634,15 +641,8 @@ def test_a_method_reads_what_its_plain_rule_reads(name, model, monkeypatch):
 @pytest.mark.parametrize("model", ["gqa", "opt"])
 def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
     method = ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2, rank_frac=0.2)
-    seen = []
-
-    def note(layer, query, key, value, output):
-        if layer == 3:
-            seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
-
-    with attach(tiny(model)) as attached, watched(note, REPLAYING):
-        run(attached, Case(method), [token_ids(LENGTH)], [PROMPT])
-    query, key, value, output = (torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True))
+    _, found = replayed(tiny(model), Case(method))
+    query, key, value, output, *_ = found[3][0]
     with attach(tiny(model)) as attached:
         geometry, positions = attached.geometry, torch.arange(PROMPT)[None]
         heads, _, head_dim = key.shape
@@ -652,9 +652,9 @@ def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
         product = ((left * scale)[:, :rank] @ right[:rank]).reshape(PROMPT, heads, head_dim).transpose(1, 0, 2)
         low = geometry.rotate(torch.tensor(product).float()[None], positions)[0].double().numpy()
     assert np.abs(low - key[:, :PROMPT]).max() > 0.1
-    for head, own in enumerate(query * geometry.scale):
+    for head, own in enumerate(query):
         kv = head // geometry.group
-        group = query[kv * geometry.group : (kv + 1) * geometry.group] * geometry.scale
+        group = query[kv * geometry.group : (kv + 1) * geometry.group]
         chunks, row = selectable(method, key[kv], PROMPT), shadowkv(method, Of(geometry, 3, kv, PROMPT, group, key[kv]))
         for t in range(PROMPT, len(own)):
             fetched = row(t)
@@ -665,17 +665,9 @@ def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
 
 @pytest.mark.parametrize("name", ["vattention", "vattention-true"])
 def test_a_sampled_token_counts_as_many_times_as_it_was_unlikely_to_be_drawn(name):
-    method, seen = RULES[name], []
-
-    def note(layer, query, key, value, output):
-        if layer == 3:
-            seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
-
-    with attach(tiny("gqa")) as attached, watched(note, REPLAYING):
-        run(attached, Case(method), [token_ids(LENGTH)], [PROMPT])
-        geometry = attached.geometry
-    query, key, value, output = (torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True))
-    query, sizes = query * geometry.scale, set()
+    method, sizes = RULES[name], set()
+    geometry, found = replayed(tiny("gqa"), Case(method))
+    query, key, value, output, *_ = found[3][0]
     for head, own in enumerate(query):
         kv = head // geometry.group
         of = Of(geometry, 3, kv, PROMPT, query[kv * geometry.group : (kv + 1) * geometry.group], key[kv])
