@@ -1,5 +1,4 @@
-"""Models, loaded the same way wherever they come from: evaluation mode, no gradients, in
-`model.dtype`.
+"""Models, loaded the same way wherever they come from: for evaluation, in `model.dtype`.
 
     load_model(ModelConfig(name="tiny", weights="random", shape={...})).model(input_ids).logits
     from_memory(model, tokenizer)  # a model that transformers has loaded
@@ -102,9 +101,9 @@ def _of_random_weights(
 ) -> LoadedModel:
     """A model that has the shape of `config`, and reads random token ids."""
     described = model_config(config)
-    values = {
-        k: v for k, v in described.to_dict().items() if k not in ("transformers_version", "dtype")
-    }
+    values = described.to_dict()
+    values.pop("transformers_version", None)
+    values.pop("dtype", None)
     text = json.dumps(values, sort_keys=True, default=str)
     fingerprint = text_sha256("random", text, str(config.seed))
     tokenizer = tokenizer_of_random(config, described)
@@ -178,11 +177,9 @@ def _mapping(config: ModelConfig) -> dict[str, Any]:
 def _of_decoder(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping as it is; of a multimodal model the text decoder's, with the sizes that it leaves
     to the defaults."""
-    return (
-        as_config(name, mapping).to_dict()
-        if isinstance(mapping.get(NESTED), Mapping)
-        else dict(mapping)
-    )
+    if isinstance(mapping.get(NESTED), Mapping):
+        return as_config(name, mapping).to_dict()
+    return dict(mapping)
 
 
 # Devices
@@ -216,8 +213,8 @@ def require_kernels(device: str = "cuda") -> None:
         raise UserError(f"model.device={device}: {missing(error)}; allowed: cpu") from error
     except (RuntimeError, AssertionError, OSError, SubprocessError) as error:
         raise UserError(
-            f"model.device={device}: Triton cannot build its launcher ({reason(error)}); it needs a C compiler, "
-            "Python's headers (python3-dev) and libcuda.so; allowed without them: cpu"
+            f"model.device={device}: Triton cannot build its launcher ({reason(error)}); it needs "
+            "a C compiler, Python's headers (python3-dev) and libcuda.so; allowed without them: cpu"
         ) from error
 
 
@@ -226,8 +223,9 @@ def _require_on_devices(name: str, left: Sequence[str]) -> None:
     pass would fetch them, unseen by the measurement."""
     if left:
         raise UserError(
-            f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, in host memory or on "
-            "disk; choose a smaller model, model.dtype=bfloat16, or more CUDA devices"
+            f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, "
+            "in host memory or on disk; choose a smaller model, model.dtype=bfloat16, or more CUDA "
+            "devices"
         )
 
 
@@ -243,31 +241,34 @@ def _random(
     import torch
     from transformers import AutoModelForCausalLM
 
-    what, is_spread = f"model {config.name}", config.device == "map"
+    what = f"model {config.name}"
     require_room(what, described, dtype, devices)
-    device = torch.device("cpu") if is_spread else devices[0]
-    if is_spread:
+    device = devices[0]
+    if config.device == "map":  # made in host memory
+        device = torch.device("cpu")
         require_room(what, described, dtype, [device])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(
             described, dtype=dtype, attn_implementation=_attention(described)
         )
-    if (
-        is_spread
-    ):  # from host memory to all CUDA devices, as `device_map="auto"` places a loaded one
-        from accelerate import dispatch_model, infer_auto_device_map
-        from accelerate.utils import get_balanced_memory
-
-        whole = sorted(model._no_split_modules or ())
-        room = get_balanced_memory(model, no_split_module_classes=whole)
-        device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
-        _require_on_devices(
-            config.name,
-            [module for module, place in device_map.items() if place in ("cpu", "disk")],
-        )
-        dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
+    if config.device == "map":
+        _spread(config.name, model)
     return model
+
+
+def _spread(name: str, model: PreTrainedModel) -> None:
+    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places a loaded
+    one."""
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    whole = sorted(model._no_split_modules or ())
+    room = get_balanced_memory(model, no_split_module_classes=whole)
+    device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
+    left = [module for module, place in device_map.items() if place in ("cpu", "disk")]
+    _require_on_devices(name, left)
+    dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
 
 
 def _attention(described: PreTrainedConfig) -> str:
@@ -291,25 +292,17 @@ def _found(config: ModelConfig) -> tuple[Path, str]:
 def _pretrained(
     config: ModelConfig, directory: Path, devices: Sequence[torch.device], dtype: torch.dtype
 ) -> PreTrainedModel:
-    import torch
     from transformers import AutoModelForCausalLM
 
     mapping = source.read_config(directory)
     _require_as_described(config, mapping)
     described = as_config(config.name, mapping)
-    if quantized := mapping.get("quantization_config") or mapping.get(NESTED, {}).get(
-        "quantization_config"
-    ):
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise UserError(
-            f"model {config.name}: its weights are quantized ({method}), which is not supported; choose its checkpoint "
-            "in float16 or bfloat16, or a GGUF"
-        )
+    _require_plain_weights(config.name, mapping)
     source.weight_files(directory)
     require_room(f"model {config.name}", described, dtype, devices)
-    multimodal = (
-        described.model_type != mapping["model_type"]
-    )  # of which the text decoder alone is loaded
+    options: dict[str, Any] = {}
+    if described.model_type != mapping["model_type"]:  # of several modalities the text decoder
+        options = {"config": described, "key_mapping": TEXT_WEIGHTS}
     with refused(f"model {config.name}: {directory} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -320,29 +313,49 @@ def _pretrained(
             trust_remote_code=config.trust_remote_code,
             ignore_mismatched_sizes=True,  # reported below, with the missing ones
             output_loading_info=True,
-            **({"config": described, "key_mapping": TEXT_WEIGHTS} if multimodal else {}),
+            **options,
         )
-    names, weights = zip(*model.named_parameters(), strict=True)
+    weights = dict(model.named_parameters())
     if config.device == "map":
-        _require_on_devices(
-            config.name, [key for key, each in zip(names, weights, strict=True) if not each.is_cuda]
-        )
-    lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
+        left = [name for name, weight in weights.items() if not weight.is_cuda]
+        _require_on_devices(config.name, left)
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    lacking = sorted([*report["missing_keys"], *mismatched])
     if lacking:
         raise UserError(
-            f"model {config.name}: {directory} lacks {len(lacking)} weights of the shape in its config.json, "
-            f"such as {lacking[0]}"
+            f"model {config.name}: {directory} lacks {len(lacking)} weights of the shape in its "
+            f"config.json, such as {lacking[0]}"
         )
-    bounds = torch.stack(
-        [torch.stack(torch.aminmax(each)).float().to(weights[0].device) for each in weights]
-    )
-    odd = (~bounds.isfinite().all(1)).nonzero().flatten().tolist()
-    if odd:
-        said = (
-            f"{len(odd)} of its weights are not finite in {config.dtype}, such as {names[odd[0]]}"
-        )
-        raise UserError(f"model {config.name}: {said}")
+    _require_finite(config, weights)
     return model
+
+
+def _require_plain_weights(name: str, mapping: Mapping[str, Any]) -> None:
+    """Raise UserError where the config.json of a model says that its weights are quantized."""
+    quantized = mapping.get("quantization_config")
+    quantized = quantized or mapping.get(NESTED, {}).get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise UserError(
+            f"model {name}: its weights are quantized ({method}), which is not supported; choose "
+            "its checkpoint in float16 or bfloat16, or a GGUF"
+        )
+
+
+def _require_finite(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
+    import torch
+
+    device = next(iter(weights.values())).device
+    bounds = []
+    for weight in weights.values():
+        bounds.append(torch.stack(torch.aminmax(weight)).float().to(device))
+    is_finite = torch.stack(bounds).isfinite().all(1).tolist()
+    odd = [name for name, finite in zip(weights, is_finite, strict=True) if not finite]
+    if odd:
+        raise UserError(
+            f"model {config.name}: {len(odd)} of its weights are not finite in {config.dtype}, "
+            f"such as {odd[0]}"
+        )
 
 
 def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
@@ -350,19 +363,18 @@ def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None
     size than `config.shape`, by which grids and estimates go."""
     if not config.shape:
         return
-    expected, found = _of_decoder(config.name, config.shape), _of_decoder(config.name, found)
-    other = [
-        key
-        for key in ("model_type", *SIZES)
-        if key in expected and key in found and found[key] != expected[key]
-    ]
-    if other:
-        holds, says = (
-            ", ".join(f"{key}={each[key]}" for key in other) for each in (found, expected)
-        )
+    expected = _of_decoder(config.name, config.shape)
+    found = _of_decoder(config.name, found)
+    holds, says = [], []
+    for key in ("model_type", *SIZES):
+        if key in expected and key in found and found[key] != expected[key]:
+            holds.append(f"{key}={found[key]}")
+            says.append(f"{key}={expected[key]}")
+    if holds:
+        where = config.path or config.hub_id or source.PACKAGE
         raise UserError(
-            f"model={config.name}: {config.path or config.hub_id or source.PACKAGE} holds a model of {holds}, and "
-            f"conf/model says {says}; model.shape=null takes it as it is"
+            f"model={config.name}: {where} holds a model of {', '.join(holds)}, and conf/model "
+            f"says {', '.join(says)}; model.shape=null takes it as it is"
         )
 
 
@@ -398,20 +410,16 @@ def _tokenizer(
     if not source.has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
     files = {path.name for path in directory.iterdir()}
-    slow = "tokenizer.model" in files and "tokenizer.json" not in files
-    needs = (
-        ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json"
-        if slow
-        else ""
-    )
-    with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{needs}"):
+    why = f"model {config.name}: the tokenizer in {directory} cannot be loaded"
+    if "tokenizer.model" in files and "tokenizer.json" not in files:
+        why += ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json"
+    with refused(why):
         tokenizer = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=config.trust_remote_code
         )
+    what = f"model {config.name}: the tokenizer in {directory}"
     try:
-        _require_embeddings(
-            f"model {config.name}: the tokenizer in {directory}", tokenizer, num_embeddings
-        )
+        _require_embeddings(what, tokenizer, num_embeddings)
     except UserError:
         if config.weights == "random":
             return None
@@ -429,11 +437,10 @@ def _require_embeddings(what: str, tokenizer: Any, num_embeddings: int) -> None:
     Added tokens may lie beyond, as one that transformers adds to a GGUF's tokenizer: a text with
     such a token is refused when it is run.
     """
-    tokens = max(
-        tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0)
-    )
+    last_special = max(tokenizer.bos_token_id or 0, tokenizer.eos_token_id or 0)
+    tokens = max(tokenizer.vocab_size, 1 + last_special)
     if tokens > num_embeddings:
         raise UserError(
-            f"{what} has {tokens} tokens, more than the model's embedding (vocab_size={num_embeddings}); give it its "
-            "own tokenizer"
+            f"{what} has {tokens} tokens, more than the model's embedding "
+            f"(vocab_size={num_embeddings}); give it its own tokenizer"
         )

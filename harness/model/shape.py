@@ -1,5 +1,4 @@
-"""A decoder's sizes by its configuration: for the cost model, as a transformers config, and against
-the free memory.
+"""A decoder's sizes by its configuration: for the cost model, as a transformers config, in memory.
 
 Importing it loads no model library.
 """
@@ -24,8 +23,8 @@ GIB = 2**30
 WEIGHT_BYTES = 2
 """Bytes of a weight, and of an element of the cache: fp16 throughout, as in the paper."""
 SIZES = (
-    "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "max_position_embeddings",
+    "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 """Names of a decoder's sizes in config.json."""
 NESTED = "text_config"
@@ -76,9 +75,8 @@ class ModelShape:
         shape = {key: value for key, value in config.items() if value is not None}
         family = shape["model_type"]
         if family not in FFN_MATRICES:
-            raise UserError(
-                f"model={name}: the cost model knows {', '.join(FFN_MATRICES)}, and not {family}"
-            )
+            known = ", ".join(FFN_MATRICES)
+            raise UserError(f"model={name}: the cost model knows {known}, and not {family}")
         heads = shape["num_attention_heads"]
         return cls(
             name=name,
@@ -168,13 +166,14 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise unsupported(question(model_type, decoders) if model_type else "")
-    nested = settings.get(NESTED)
-    for part in (settings, nested if isinstance(nested, Mapping) else {}):
+    parts = [settings]
+    if isinstance(settings.get(NESTED), Mapping):
+        parts.append(settings[NESTED])
+    for part in parts:
         for key in SIZES:
             if isinstance(part.get(key), int) and part[key] < 1:
-                raise UserError(
-                    f"model {name}: its shape is not valid: {key}={part[key]} must be above 0"
-                )
+                why = f"{key}={part[key]} must be above 0"
+                raise UserError(f"model {name}: its shape is not valid: {why}")
     with refused(f"model {name}: its shape is not valid"):
         whole = CONFIG_MAPPING[model_type](**settings)
         text = whole.get_text_config(decoder=True)
@@ -190,17 +189,15 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
     looks_ahead = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
     # BERT and its kin are causal if `is_decoder` is set. GPT-NeoX has the setting, no masked
     # language modelling, and is causal either way.
-    if (
-        described.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-        or described.model_type == "bert-generation"
-    ):
+    family = described.model_type
+    if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or family == "bert-generation":
         looks_ahead["is_decoder"] = (False,)
     for setting, bidirectional in looks_ahead.items():
         value = getattr(described, setting, None)
         if value in bidirectional:
             raise UserError(
-                f"model {name}: {setting}={value} of model_type={described.model_type} is not supported: tokens would "
-                "attend to later ones; allowed: causal attention"
+                f"model {name}: {setting}={value} of model_type={family} is not supported: tokens "
+                "would attend to later ones; allowed: causal attention"
             )
     return described
 
@@ -223,15 +220,13 @@ def require_room(
 ) -> None:
     """Raise UserError where a model's weights do not fit into the free memory of all `devices`
     together."""
-    needed, available = (
-        count_weights(what, described) * dtype.itemsize,
-        sum(map(available_bytes, devices)),
-    )
+    needed = count_weights(what, described) * dtype.itemsize
+    available = sum(map(available_bytes, devices))
     if needed <= available:
         return
     word = str(dtype).removeprefix("torch.")
     halved = ", or model.dtype=bfloat16" if word == "float32" and needed <= 2 * available else ""
     raise UserError(
-        f"{what} needs {needed / GIB:.1f} GiB of {devices[0].type} memory for its weights in {word} and "
-        f"{available / GIB:.1f} GiB are available; choose a smaller model{halved}"
+        f"{what} needs {needed / GIB:.1f} GiB of {devices[0].type} memory for its weights in "
+        f"{word} and {available / GIB:.1f} GiB are available; choose a smaller model{halved}"
     )

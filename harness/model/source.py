@@ -42,19 +42,17 @@ PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 TEXT_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 """Suffixes of the configuration's and the tokenizer's files."""
 
-WEIGHT_FILES = (
-    "model*.safetensors"  # as transformers names them; a repository may hold other formats
-)
+WEIGHT_FILES = "model*.safetensors"
+"""As transformers names them; a repository may hold other formats."""
 TEXT_FILES = (
-    "config.json", "generation_config.json", "model*.index.json", "tokenizer*", "*.model", "vocab.*", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "config.json", "generation_config.json", "model*.index.json", "tokenizer*", "*.model",
+    "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
 """The files that transformers reads beside the weights."""
 CODE_FILES = ("*.py", "*.json")
 FOLDERS = "*/*"  # they hold the same model for other programs
-CONVERTED_TITLE = (
-    "Adding `safetensors` variant of this model"  # pull requests of the hub's conversion bot
-)
+CONVERTED_TITLE = "Adding `safetensors` variant of this model"
+"""Of the pull requests of the hub's conversion bot."""
 CONVERTED_AUTHOR = "SFconvertbot"
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
 COPY_FORMAT = 1  # raise it when the content of a converted GGUF changes
@@ -77,7 +75,8 @@ def located(config: ModelConfig, *, weights: bool = True) -> Path:
     if config.name == PACKAGED_NAME:
         return _packaged_gguf()
     raise UserError(
-        f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load"
+        f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights "
+        "to load"
     )
 
 
@@ -91,10 +90,12 @@ def _at_path(path: Path, gguf_file: str | None) -> Path:
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
-    several = f"{len(files)} GGUF files, name one of them or set model.gguf_file"
-    found = several if files else "neither a config.json nor a GGUF"
+    found = "neither a config.json nor a GGUF"
+    if files:
+        found = f"{len(files)} GGUF files, name one of them or set model.gguf_file"
     raise UserError(
-        f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file"
+        f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a "
+        ".gguf file"
     )
 
 
@@ -148,15 +149,16 @@ def weight_files(directory: Path) -> list[Path]:
     """
     named = read_config(directory).get("transformers_weights")
     entries = [str(named)] if named else [f"model{SUFFIX}", f"model{INDEX_SUFFIX}"]
-    entry = next((name for name in entries if (directory / name).is_file()), None)
-    if entry is None and any(file.suffix in PICKLED for file in directory.iterdir()):
+    present = [name for name in entries if (directory / name).is_file()]
+    if not present and any(file.suffix in PICKLED for file in directory.iterdir()):
         convert = "m.AutoModelForCausalLM.from_pretrained('FROM').save_pretrained('TO')"
         raise UserError(
-            f"{directory}: pickled weights are not loaded, as they can run code; convert them once where you trust "
-            f'them: python -c "import transformers as m; {convert}"'
+            f"{directory}: pickled weights are not loaded, as they can run code; convert them once "
+            f'where you trust them: python -c "import transformers as m; {convert}"'
         )
-    if entry is None:
+    if not present:
         raise UserError(f"{directory}: no safetensors in it, so there are no weights to load")
+    entry = present[0]
     names = [entry]
     if entry.endswith(INDEX_SUFFIX):
         with refused(f"{directory / entry}: damaged index of weights"):
@@ -165,9 +167,8 @@ def weight_files(directory: Path) -> list[Path]:
     for name in names:
         path = PurePosixPath(name)
         if path.suffix != SUFFIX or path.is_absolute() or ".." in path.parts:
-            raise UserError(
-                f"{directory}: says that weights lie in {name}; allowed: {SUFFIX} files of that folder"
-            )
+            allowed = f"allowed: {SUFFIX} files of that folder"
+            raise UserError(f"{directory}: says that weights lie in {name}; {allowed}")
     absent = [name for name in names if not (directory / name).is_file()]
     if absent:
         raise UserError(f"{directory}: not all of its safetensors are here: {', '.join(absent)}")
@@ -189,27 +190,28 @@ def converted(gguf: Path) -> Path:
     from safetensors import SafetensorError
 
     copies = cache_dir() / "gguf"
-    directory, scratch = copies / f"{file_sha256(gguf)[:32]}-{COPY_FORMAT}", copies / "converting"
+    directory = copies / f"{file_sha256(gguf)[:32]}-{COPY_FORMAT}"
+    scratch = copies / "converting"
     if directory.is_dir():
         return directory
     try:
         copies.mkdir(parents=True, exist_ok=True)
         with FileLock(copies.with_suffix(".lock")):
             shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
-            if not directory.is_dir():  # else another process was faster
-                print(
-                    f"{gguf.name}: converting once to float32 safetensors in {directory}",
-                    file=sys.stderr,
-                )
-                try:
-                    _convert(gguf, scratch)
-                    scratch.rename(directory)
-                finally:
-                    shutil.rmtree(scratch, ignore_errors=True)
+            if directory.is_dir():  # another process was faster
+                return directory
+            doing = f"converting once to float32 safetensors in {directory}"
+            print(f"{gguf.name}: {doing}", file=sys.stderr)
+            try:
+                _convert(gguf, scratch)
+                scratch.rename(directory)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
     except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
         raise UserError(
-            f"the cache {cache_dir()} cannot be written ({getattr(error, 'strerror', None) or error}); "
-            "point KV_HARNESS_CACHE to a folder with room"
+            f"the cache {cache_dir()} cannot be written ({why}); point KV_HARNESS_CACHE to a "
+            "folder with room"
         ) from error
     return directory
 
@@ -220,9 +222,8 @@ def _convert(gguf: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with refused(
-        f"{gguf}: damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"
-    ):
+    why = "damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"
+    with refused(f"{gguf}: {why}"):
         described = AutoConfig.from_pretrained(**origin)
         require_room(f"{gguf}, converted", described, torch.float32, [torch.device("cpu")])
         model = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
@@ -254,10 +255,8 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
     try:
         with _refusals(hub_id):
             revision = _with_safetensors(hub_id)
-            print(
-                f"{hub_id}: fetching from {constants.ENDPOINT}, revision {revision}",
-                file=sys.stderr,
-            )
+            origin = f"{constants.ENDPOINT}, revision {revision}"
+            print(f"{hub_id}: fetching from {origin}", file=sys.stderr)
             return Path(snapshot_download(hub_id, revision=revision, **_wanted(with_code)))
     except UserError:
         if whole:
@@ -293,11 +292,11 @@ def hub_file(hub_id: str, name: str) -> Path:
         try:
             return Path(hf_hub_download(hub_id, name))
         except RemoteEntryNotFoundError as error:
-            there = [
-                each
-                for each in HfApi().list_repo_files(hub_id)
-                if Path(each).suffix == Path(name).suffix
-            ]
+            suffix = Path(name).suffix
+            there = []
+            for file in HfApi().list_repo_files(hub_id):
+                if Path(file).suffix == suffix:
+                    there.append(file)
             setting = "gguf_file" if name.endswith(".gguf") else "hub_id"
             near = nearest(name, there) if there else "there is no other"
             raise UserError(f"model.{setting}={name}: {hub_id} has no such file; {near}") from error
@@ -311,11 +310,11 @@ def refusal(error: Exception) -> str:
     chain: list[Any] = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
-    for each in chain:
-        if getattr(each, "response", None) is not None:
-            return f"the hub refused: {one_line(each)}"
-        if isinstance(each, httpx.TransportError | ConnectionError | TimeoutError):
-            return f"the connection to {constants.ENDPOINT} failed ({reason(each)})"
+    for cause in chain:
+        if getattr(cause, "response", None) is not None:
+            return f"the hub refused: {one_line(cause)}"
+        if isinstance(cause, httpx.TransportError | ConnectionError | TimeoutError):
+            return f"the connection to {constants.ENDPOINT} failed ({reason(cause)})"
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return reason(error)
@@ -342,7 +341,9 @@ def _not_had(hub_id: str, why: str) -> UserError:
 
 def _wanted(with_code: bool) -> dict[str, Any]:
     """The files of a repository that are fetched."""
-    patterns = [*TEXT_FILES, WEIGHT_FILES, *(CODE_FILES if with_code else ())]
+    patterns = [*TEXT_FILES, WEIGHT_FILES]
+    if with_code:
+        patterns += CODE_FILES
     return {"allow_patterns": patterns, "ignore_patterns": FOLDERS}
 
 
@@ -361,15 +362,17 @@ def _with_safetensors(hub_id: str) -> str | None:
 
     api = HfApi()
     main = api.model_info(hub_id, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
-    if any(fnmatch(each.rfilename, WEIGHT_FILES) for each in main.siblings or ()):
+    if any(fnmatch(file.rfilename, WEIGHT_FILES) for file in main.siblings or ()):
         return main.sha
-    for request in api.get_repo_discussions(
+    requests = api.get_repo_discussions(
         hub_id, author=CONVERTED_AUTHOR, discussion_type="pull_request"
-    ):
+    )
+    for request in requests:
         if request.title == CONVERTED_TITLE and request.author == CONVERTED_AUTHOR:
             return api.model_info(hub_id, revision=f"refs/pr/{request.num}").sha
     raise _not_had(
         hub_id,
-        f"it has no {WEIGHT_FILES}, and pickled weights are not loaded: convert a copy that you trust, tokenizer "
-        f"included, with from_pretrained and save_pretrained of transformers, or have the hub convert it at {CONVERT}",
+        f"it has no {WEIGHT_FILES}, and pickled weights are not loaded: convert a copy that you "
+        "trust, tokenizer included, with from_pretrained and save_pretrained of transformers, or "
+        f"have the hub convert it at {CONVERT}",
     )
