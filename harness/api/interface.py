@@ -2,9 +2,8 @@
 their records.
 
     model = harness.load("smollm2-135m")
-    print(model.generate(open("my.txt").read(), method="infinigen", size=0.1))  # a prompt of some
-    hundred tokens frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"],
-    size=0.16)
+    print(model.generate(open("my.txt").read(), method="infinigen", size=0.1))
+    frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], size=0.16)
 
 Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`,
 `results_dir="mine"`. `size` is the share of the full cache that a decode step reads, as on the
@@ -90,8 +89,9 @@ def _source(model: str) -> dict[str, str]:
         return {"model.path": model}
     if len(model) <= MAX_HUB_ID and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model, re.ASCII):
         return {"model.hub_id": model}
+    near = nearest(model, options("model"))
     raise UserError(
-        f"model={printable(model)}: no folder, no id of the hub (organisation/name); {nearest(model, options('model'))}"
+        f"model={printable(model)}: no folder, no id of the hub (organisation/name); {near}"
     )
 
 
@@ -108,9 +108,8 @@ def _names(setting: str, names: object) -> list[str]:
     """The names in a list of methods or tasks. Raises UserError for anything else, and for an empty
     list."""
     if not isinstance(names, Sequence) or isinstance(names, str | bytes):
-        raise UserError(
-            f"{setting}={names!r}: must be a list of names, such as {setting}=['{_EXAMPLES[setting]}']"
-        )
+        example = f"{setting}=['{_EXAMPLES[setting]}']"
+        raise UserError(f"{setting}={names!r}: must be a list of names, such as {example}")
     for name in names:
         if not isinstance(name, str | Path):
             raise UserError(f"{setting}={list(names)!r}: {name!r} is no name of one")
@@ -140,7 +139,8 @@ class Model:
         """The checked settings of a run. A model in memory decides model and platform."""
         if isinstance(size, bool) or not isinstance(size, float | int | str | None):
             raise UserError(
-                f"size={size!r}: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16"
+                f"size={size!r}: must be a share of the full cache such as 0.16 or 16%, or "
+                "nearest:0.16"
             )
         given = self.settings | settings | {"size": size}
         words = [override(name, value) for name, value in given.items() if value is not None]
@@ -155,16 +155,11 @@ class Model:
             raise UserError(in_words(error)) from error
         except UserError:
             raise
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # of Hydra, for a value that no choice of a file can have
+        except (TypeError, ValueError) as error:  # for a value that no choice of a file can have
             raise UserError(f"{' '.join(words)}: Hydra refuses it ({reason(error)})") from error
-        return (
-            config
-            if loaded is None
-            else replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
-        )
+        if loaded is None:
+            return config
+        return replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
 
     def generate(
         self,
@@ -192,9 +187,8 @@ class Model:
             quietly(quiet),
             bar(total=steps, desc="generate", unit="step") as shown,
         ):
-            return run_generate(
-                config, self.resources.model(config.model), lambda piece: shown.update()
-            )
+            loaded = self.resources.model(config.model)
+            return run_generate(config, loaded, lambda piece: shown.update())
 
     def perplexity(
         self,
@@ -210,9 +204,8 @@ class Model:
             on stderr. settings: such as num_windows=2, seq_len=1024.
         Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(
-            methods, size, {"experiment": "perplexity", "corpus.path": text}, settings, quiet
-        )
+        run = {"experiment": "perplexity", "corpus.path": text}
+        return self._measured(methods, size, run, settings, quiet)
 
     def tasks(
         self,
@@ -228,9 +221,8 @@ class Model:
             num_samples=50, num_fewshot=5, temperature=0.6, repeats=4.
         Returns a frame with a line for each method; see `frame`.
         """
-        return self._measured(
-            methods, size, {"experiment": "tasks", "tasks": _names("tasks", tasks)}, settings, quiet
-        )
+        run = {"experiment": "tasks", "tasks": _names("tasks", tasks)}
+        return self._measured(methods, size, run, settings, quiet)
 
     def turns(
         self,
@@ -246,9 +238,8 @@ class Model:
         The arguments are those of `tasks`. Returns a frame with a line for each method; see
         `frame`.
         """
-        return self._measured(
-            methods, size, {"experiment": "turns", "tasks": _names("tasks", tasks)}, settings, quiet
-        )
+        run = {"experiment": "turns", "tasks": _names("tasks", tasks)}
+        return self._measured(methods, size, run, settings, quiet)
 
     def _measured(
         self,
@@ -351,11 +342,8 @@ def attach(
         UserError: the model is refused or attached already, a setting is wrong, or there is no
             tokenizer to calibrate with.
     """
-    for name, value in {"max_new_tokens": max_new_tokens, "prefill_len": prefill_len}.items():
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise UserError(f"{name}={value!r}: allowed: a number of tokens, 1 or more, or None")
+    _require_count("max_new_tokens", max_new_tokens)
+    _require_count("prefill_len", prefill_len)
     with ExitStack() as stack:
         if isinstance(model, Model):
             attached = stack.enter_context(attach_decoder(model.loaded.model))
@@ -373,10 +361,13 @@ def attach(
             loaded.tokenizer = _tokenizer_of(loaded, method)
         stack.enter_context(compute_threads(attached.device))
         chosen, size = config.method, config.size
-        if (
-            config.size_is_measured
-        ):  # once, on a text of which half is the prompt, instead of in each call
-            chosen, size = sized_on_text(config, loaded, attached, [TokenCounts(1, 1, 2)]), None
+        if config.size_is_measured:
+            # Once, on a text of which half is the prompt, instead of in each call.
+            chosen = sized_on_text(config, loaded, attached, [TokenCounts(1, 1, 2)])
+            size = None
+        if max_new_tokens is None:
+            of_model = attached.model.generation_config.max_new_tokens
+            max_new_tokens = of_model or config.max_new_tokens
         calibration = calibrated(config, chosen, loaded, attached)
         setup = Setup(tokenized(chosen, loaded), codec_of(config), calibration)
         _, link = stack.enter_context(two_memories(config, attached))
@@ -395,13 +386,18 @@ def attach(
             device_rows=config.device_rows,
             prefetch=config.prefetch,
             pinned=platform.pinned,
-            max_new_tokens=max_new_tokens
-            or attached.model.generation_config.max_new_tokens
-            or config.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             prefill_len=prefill_len,
             max_length=loaded.max_length,
         )
         yield stack.enter_context(cached)
+
+
+def _require_count(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}={value!r}: allowed: a number of tokens, 1 or more, or None")
 
 
 def _require_model(model: object) -> None:
@@ -409,9 +405,8 @@ def _require_model(model: object) -> None:
 
     if not isinstance(model, PreTrainedModel):
         given = "None" if model is None else f"a {type(model).__name__}"
-        raise UserError(
-            f"model={given}: no model; allowed: a loaded transformers model, or what harness.load returns"
-        )
+        allowed = "a loaded transformers model, or what harness.load returns"
+        raise UserError(f"model={given}: no model; allowed: {allowed}")
 
 
 def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
@@ -420,9 +415,8 @@ def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"method={method}: reads text; give the model's tokenizer, tokenizer="
-        ) from error
+        why = "reads text; give the model's tokenizer, tokenizer="
+        raise UserError(f"method={method}: {why}") from error
 
 
 OF_LM_EVAL = {
@@ -468,7 +462,8 @@ def lm(
     from harness.api.method_lm import MethodLM  # lm-eval takes seconds to import
 
     for name, value in settings.items():
-        if theirs := OF_LM_EVAL.get(name.partition(".")[0]):
+        theirs = OF_LM_EVAL.get(name.partition(".")[0])
+        if theirs is not None:
             raise UserError(f"{name}={value}: lm-eval decides it, by {theirs}; leave it out")
     if not isinstance(model, Model):
         model = Model(Resources(loaded=from_memory(model, tokenizer)), {})

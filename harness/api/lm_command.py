@@ -1,7 +1,7 @@
 """lm-eval's own command line, which knows the model `kv`: any decoder under a method's cache.
 
-kv-harness lm-eval --model kv --model_args pretrained=smollm2-135m,method=infinigen,size=0.1 --tasks
-gsm8k
+    kv-harness lm-eval --model kv --tasks gsm8k \\
+        --model_args pretrained=smollm2-135m,method=infinigen,size=0.1
 
 `--model_args` takes `pretrained` (as `harness.load`), `method`, `size`, and the settings of
 `harness.lm`.
@@ -50,7 +50,8 @@ class KVModel(MethodLM):
     Args:
         pretrained: an entry of `conf/model`, a folder, a GGUF file or an id of the hub.
         device: cpu or cuda, as `platform`; without a CUDA device it is the CPU, as lm-eval asks for
-        cuda:0 by default. dtype: as `model.dtype`; "auto" takes the platform's.
+            cuda:0 by default.
+        dtype: as `model.dtype`; "auto" takes the platform's.
         max_length: a limit of context and answer, in tokens, below the model's own.
         batch_size, max_batch_size: play no part: replay makes batches that fit.
         trust_remote_code: as `model.trust_remote_code`.
@@ -74,11 +75,10 @@ class KVModel(MethodLM):
         if pretrained is None:
             allowed = "an entry of conf/model, a folder, a GGUF file or an id of the hub"
             raise UserError(f"pretrained=: is missing from --model_args; must be {allowed}")
-        of_model = {
-            name: settings.pop(name)
-            for name in list(settings)
-            if name.startswith(("model.", "platform"))
-        }
+        of_model = {}
+        for name in list(settings):
+            if name.startswith(("model.", "platform")):
+                of_model[name] = settings.pop(name)
         if device is not None:
             of_model["platform"] = _platform(str(device))
         if dtype != "auto":
@@ -90,9 +90,8 @@ class KVModel(MethodLM):
         super().__init__(made.config, made.loaded)
         if max_length is not None:
             if not isinstance(max_length, int) or not 2 <= max_length <= self.max_length:
-                raise UserError(
-                    f"max_length={max_length}: must be a number of tokens from 2 to {self.max_length}"
-                )
+                allowed = f"a number of tokens from 2 to {self.max_length}"
+                raise UserError(f"max_length={max_length}: must be {allowed}")
             self.max_length = max_length
 
 
@@ -113,9 +112,8 @@ def main(argv: Sequence[str]) -> int:
     model_registry.register(NAME, target=KVModel)
     log = logging.getLogger("lm_eval")
     before, handlers, level = sys.argv, log.handlers, log.level
-    log.handlers = [
-        handler for handler in handlers if handler is not COMPLAINTS
-    ]  # lm-eval's command shows its log
+    # lm-eval's command shows its log.
+    log.handlers = [handler for handler in handlers if handler is not COMPLAINTS]
     sys.argv = [f"{PROGRAM} lm-eval", *argv]
     try:
         cli_evaluate()
@@ -142,9 +140,11 @@ def main(argv: Sequence[str]) -> int:
 def _is_ours(error: BaseException) -> bool:
     """True if it came through a module of this project besides this one."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = {Path(frame.filename) for frame in frames} - {Path(__file__), HARNESS / "__main__.py"}
-    return any(
-        path.is_relative_to(folder)
-        for path in places
-        for folder in (HARNESS, PACKAGES_DIR / "methods")
-    )
+    entry_points = {Path(__file__), HARNESS / "__main__.py"}
+    for frame in frames:
+        path = Path(frame.filename)
+        if path in entry_points:
+            continue
+        if path.is_relative_to(HARNESS) or path.is_relative_to(PACKAGES_DIR / "methods"):
+            return True
+    return False

@@ -1,5 +1,6 @@
-"""A method as an `LM` for lm-eval's own evaluation: `lm_eval.simple_evaluate(model=harness.lm(...),
-tasks=[...])`.
+"""A method as an `LM` for lm-eval's own evaluation.
+
+    lm_eval.simple_evaluate(model=harness.lm(...), tasks=[...])
 
 lm-eval asks for all requests of one type at once, of all tasks together. They are answered task by
 task, as by `experiment=tasks`: the method is sized on the task's own requests, and the dense prompt
@@ -45,8 +46,7 @@ class MethodLM(LM):
     # Requests
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Of each continuation its log-probability, and whether greedy decoding would produce
-        it."""
+        """The log-probability of each continuation, and whether greedy decoding would make it."""
         return self._by_task("loglikelihood", requests)
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
@@ -60,22 +60,20 @@ class MethodLM(LM):
     def _by_task(self, request_type: str, requests: Sequence[Instance]) -> list[Any]:
         """The answers in the order of `requests`. Prints a line for each task: the size that the
         method had."""
-        places: dict[str, list[int]] = defaultdict(list)
-        for place, request in enumerate(requests):
-            places[request.task_name or ""].append(place)
+        by_task: dict[str, list[int]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            by_task[request.task_name or ""].append(number)
         answers: list[Any] = [None] * len(requests)
-        for task, own in places.items():
+        for task, numbers in by_task.items():
             prefill = prefill_of(task, self.config, writes=request_type == "generate_until")
             lm, engine = self._replay(task, prefill)
             with users_faults(self.config):
-                found = getattr(lm, request_type)([requests[place] for place in own])
-            for place, answer in zip(own, found, strict=True):
-                answers[place] = answer
+                found = getattr(lm, request_type)([requests[number] for number in numbers])
+            for number, answer in zip(numbers, found, strict=True):
+                answers[number] = answer
             self.reads[task] = self.reads.get(task, ReadStats()) + engine.reads
-            tqdm.write(
-                f"{task}: {self.config.label} read {engine.reads.size:.1%} of the cache",
-                file=sys.stderr,
-            )
+            size = f"{engine.reads.size:.1%} of the cache"
+            tqdm.write(f"{task}: {self.config.label} read {size}", file=sys.stderr)
         return answers
 
     def _replay(self, task: str, prefill: Prefill) -> tuple[ReplayLM, ReplayEngine]:

@@ -1,5 +1,4 @@
-"""The loop of every generated text, live and in replay: which token comes next, and when a text has
-ended.
+"""The loop of every generated text, live and in replay: the next token, and the end of a text.
 
 A text draws its tokens from its own random numbers, made from its own key. So it is the same alone
 and in any batch.

@@ -1,4 +1,4 @@
-"""Tiny random models, on which every equality that must hold is looked at in seconds."""
+"""Tiny random models, on which every equality that must hold is checked in seconds."""
 
 from __future__ import annotations
 
