@@ -35,8 +35,8 @@ from harness.errors import exit_code
 from harness.model.attach import attach
 from harness.results.environment import processor
 from harness.settings.config import LatencyConfig
-from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import measure_copy_rate
+from harness.speed.timed_run import Cell, SharedPrompt, run_shared_prompt, time_cell
 from methods.full import Full
 
 MODELS = Path(__file__).resolve().parent.parent / "conf" / "model"

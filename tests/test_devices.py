@@ -24,7 +24,7 @@ from harness.errors import UserError
 from harness.live import weights as weights_module
 from harness.live.links import CudaLink, EmulatedLink
 from harness.live.session import LiveSession
-from harness.live.step import Timeline
+from harness.live.timeline import Timeline
 from harness.live.weights import streamed_weights
 from harness.model import load
 from harness.model.attach import attach

@@ -15,7 +15,7 @@ from harness.live.memory import Tuning
 from harness.results.record import read_record
 from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED
-from harness.speed.cell import run_shared_prompt
+from harness.speed.timed_run import run_shared_prompt
 from tests.composed import load
 from tests.living import attach, tiny
 

@@ -27,7 +27,7 @@ from harness.run.runner import Run
 from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import latency as speed
-from harness.speed.cell import Cell, run_shared_prompt, time_cell
+from harness.speed.timed_run import Cell, run_shared_prompt, time_cell
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O

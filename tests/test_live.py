@@ -7,10 +7,10 @@ from living import PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open
 
 from harness.errors import UserError
 from harness.live import links as emulated
-from harness.live import step as timelines
+from harness.live import timeline as timelines
 from harness.live.cache import LayerCache
 from harness.live.session import LiveSession, generate
-from harness.live.step import SEGMENTS, Timeline
+from harness.live.timeline import SEGMENTS, Timeline
 from harness.model.prompts import run_prompt
 from harness.model.sampling import Draft
 from methods.full import Full

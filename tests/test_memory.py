@@ -43,7 +43,7 @@ from harness.results.step_time import step_of
 from harness.settings.config import LatencyConfig
 from harness.speed import cell as timing
 from harness.speed import latency as run
-from harness.speed.cell import Cell, run_shared_prompt, time_cell
+from harness.speed.timed_run import Cell, run_shared_prompt, time_cell
 from methods.codec import Codec
 from methods.full import Full
 from tests.composed import load

@@ -143,7 +143,7 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
         *((f"harness/{name}.py", MORE, True) for name in ("scoring/perplexity", "replay/session", "data/text")),
         ("methods/h2o.py", '\n# a comment\n"""words"""\n', False),
         ("methods/streaming.py", MORE, False),
-        *((f"harness/{name}.py", MORE, False) for name in ("speed/cell", "run/runner")),
+        *((f"harness/{name}.py", MORE, False) for name in ("speed/timed_run", "run/runner")),
     ):
         unchanged = (sources / file).read_text()
         edit(sources / file, text)

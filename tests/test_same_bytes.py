@@ -17,7 +17,7 @@ from harness.api.cached_model import CachedModel
 from harness.model.load import LoadedModel
 from harness.settings.config import LatencyConfig
 from harness.speed import generate as speed
-from harness.speed.cell import Cell, time_cell
+from harness.speed.timed_run import Cell, time_cell
 from tests.composed import load
 
 PROMPT, NEW = "Keys and values of a prompt.", 20

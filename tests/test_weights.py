@@ -11,7 +11,7 @@ from living import FAMILIES, PROMPTS, STEPS, LatestLink, live, tiny
 
 from harness.errors import UserError
 from harness.live.links import EmulatedLink, open_link
-from harness.live.step import Timeline
+from harness.live.timeline import Timeline
 from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model

@@ -24,8 +24,9 @@ from harness.live.cache import Batch, LayerCache, Stage, Traffic, slots_needed
 from harness.live.links import Link, Links, link_of
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab
 from harness.live.resident import LocalCache, ResidualCache, ValuesCache
-from harness.live.step import DecodeStep, Timeline
+from harness.live.step import DecodeStep
 from harness.live.store import KVStore, RowFormat
+from harness.live.timeline import Timeline
 from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.policies import Policy, new_states, policies_of

@@ -14,11 +14,7 @@ A layer selects through `State.select` with one row; replay calls the same funct
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain, pairwise
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +23,7 @@ from torch.nn.functional import pad
 from harness.live.cache import Fetch, LayerCache
 from harness.live.resident import LocalCache
 from harness.live.store import KeyValue
+from harness.live.timeline import Timeline
 from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
 from methods.attention import Softmax
@@ -274,81 +271,3 @@ def _selects_for_next(cache: LayerCache) -> bool:
         following is not None and following.names_rows and following.policy.when == "earlier_layer"
     )
     return waits and cache.state is not None and not cache.names_rows
-
-
-# Where the time of a step goes: attention, FFN, prediction, waiting for the link (paper, Fig 18).
-# Each mark ends one segment and begins the next, so the segments of a step sum to the step. On CUDA
-# the marks are events on the current stream, read after the steps.
-
-SEGMENTS = ("attention", "ffn", "prediction", "transfer", "other")
-"""transfer: the compute waited for rows or weights from the link. ffn: from a layer's attention to
-the next one's, norms and residuals included. other: embedding, output head, and the step's
-bookkeeping."""
-
-
-class Timeline:
-    """Marks of decode steps, one after another.
-
-    CUDA tells the time between events of one device only. So where the current device changes, a
-    mark without a segment ends the last one there: behind the copy to the new device, whose first
-    mark waits for that copy.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._current = device.index or 0
-        self._steps: list[list[tuple[str, Any]]] = []
-
-    def begin_step(self) -> None:
-        """A step begins, and the one before ends; its first segment is `other`."""
-        self._steps.append([])
-        self.switch("other")
-
-    def switch(self, segment: str) -> None:
-        """Time from here on belongs to `segment`; outside a step nothing is marked."""
-        if not self._steps:
-            return
-        if self.device.type == "cuda" and self._current != (current := torch.cuda.current_device()):
-            self._steps[-1].append(("", self._now()))
-            self._current = current
-        self._steps[-1].append((segment, self._now()))
-
-    @contextmanager
-    def within(self, segment: str) -> Iterator[None]:
-        """Time inside the `with` block belongs to `segment`, afterwards to what it belonged to
-        before."""
-        before = self._steps[-1][-1][0] if self._steps else segment
-        self.switch(segment)
-        yield
-        self.switch(before)
-
-    def take(self) -> list[dict[str, float]]:
-        """Seconds by segment of each step since the last call, the last step ending now. On CUDA it
-        synchronises."""
-        steps, self._steps = self._steps, []
-        ends = [step[0][1] for step in steps[1:]] + [self._now()]
-        for event in (
-            (*(mark[1] for mark in chain(*steps[-1:])), ends[-1])
-            if self.device.type == "cuda"
-            else ()
-        ):
-            event.synchronize()
-        return [
-            self._by_segment([*step, ("", end)]) for step, end in zip(steps, ends, strict=False)
-        ]
-
-    def _by_segment(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
-        seconds = dict.fromkeys(SEGMENTS, 0.0)
-        for (segment, begin), (_, end) in pairwise(marks):
-            if segment:
-                seconds[segment] += (
-                    begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
-                )
-        return seconds
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._current))
-        return event

@@ -25,7 +25,7 @@ from harness.errors import UserError
 from harness.files import available_memory
 from harness.live.links import Links, Ticket, link_of
 from harness.live.memory import PinnedSlab, aligned
-from harness.live.step import Timeline
+from harness.live.timeline import Timeline
 from harness.model.attached import Attached, launching_on
 
 

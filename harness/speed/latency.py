@@ -1,4 +1,4 @@
-"""`experiment=latency`: one timed cell as a run. `harness.speed.cell` says what the numbers
+"""`experiment=latency`: one timed cell as a run. `harness.speed.timed_run` says what the numbers
 contain.
 
 On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process
@@ -30,8 +30,8 @@ from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
-from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
+from harness.speed.timed_run import Cell, SharedPrompt, run_shared_prompt, time_cell
 from methods.base import TokenCounts
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}

@@ -11,7 +11,7 @@ step_s: one decode step: choosing the token, the forward pass, and every wait fo
   steps].
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their
   number. With `time_limit_s`, no further step is timed after that many seconds of decoding.
-segments: seconds of a timed step by `harness.live.step.SEGMENTS`; they sum to it.
+segments: seconds of a timed step by `harness.live.timeline.SEGMENTS`; they sum to it.
   exposed_transfer_s is `transfer`. Under managed placement the driver moves pages: a fault stalls
   the kernel that meets it, no byte is counted, and peak_device_bytes, torch's, leaves out the
   cache.
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from harness.live.links import Links, Transfer
 from harness.live.session import LiveSession
-from harness.live.step import SEGMENTS, Timeline
+from harness.live.timeline import SEGMENTS, Timeline
 from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attached import Attached
 from harness.model.dense_prompts import PrefilledPrompt

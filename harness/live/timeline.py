@@ -1,0 +1,89 @@
+"""Where the time of a decode step goes: attention, FFN, prediction, waiting for the link (paper, Fig
+18).
+
+Each mark ends one segment and begins the next, so the segments of a step sum to the step. On CUDA
+the marks are events on the current stream, read after the steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+
+SEGMENTS = ("attention", "ffn", "prediction", "transfer", "other")
+"""transfer: the compute waited for rows or weights from the link. ffn: from a layer's attention to
+the next one's, norms and residuals included. other: embedding, output head, and the step's
+bookkeeping."""
+
+
+class Timeline:
+    """Marks of decode steps, one after another.
+
+    CUDA tells the time between events of one device only. So where the current device changes, a
+    mark without a segment ends the last one there: behind the copy to the new device, whose first
+    mark waits for that copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._current = device.index or 0
+        self._steps: list[list[tuple[str, Any]]] = []
+
+    def begin_step(self) -> None:
+        """A step begins, and the one before ends; its first segment is `other`."""
+        self._steps.append([])
+        self.switch("other")
+
+    def switch(self, segment: str) -> None:
+        """Time from here on belongs to `segment`; outside a step nothing is marked."""
+        if not self._steps:
+            return
+        if self.device.type == "cuda" and self._current != (current := torch.cuda.current_device()):
+            self._steps[-1].append(("", self._now()))
+            self._current = current
+        self._steps[-1].append((segment, self._now()))
+
+    @contextmanager
+    def within(self, segment: str) -> Iterator[None]:
+        """Time inside the `with` block belongs to `segment`, afterwards to what it belonged to
+        before."""
+        before = self._steps[-1][-1][0] if self._steps else segment
+        self.switch(segment)
+        yield
+        self.switch(before)
+
+    def take(self) -> list[dict[str, float]]:
+        """Seconds by segment of each step since the last call, the last step ending now. On CUDA it
+        synchronises."""
+        steps, self._steps = self._steps, []
+        ends = [step[0][1] for step in steps[1:]] + [self._now()]
+        for event in (
+            (*(mark[1] for mark in chain(*steps[-1:])), ends[-1])
+            if self.device.type == "cuda"
+            else ()
+        ):
+            event.synchronize()
+        return [
+            self._by_segment([*step, ("", end)]) for step, end in zip(steps, ends, strict=False)
+        ]
+
+    def _by_segment(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
+        seconds = dict.fromkeys(SEGMENTS, 0.0)
+        for (segment, begin), (_, end) in pairwise(marks):
+            if segment:
+                seconds[segment] += (
+                    begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
+                )
+        return seconds
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._current))
+        return event
