@@ -36,7 +36,7 @@ from harness.model.attach import attach
 from harness.results.environment import processor
 from harness.settings.config import LatencyConfig
 from harness.speed.link_rate import measure_copy_rate
-from harness.speed.timed_run import Cell, SharedPrompt, run_shared_prompt, time_cell
+from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
 from methods.full import Full
 
 MODELS = Path(__file__).resolve().parent.parent / "conf" / "model"
@@ -76,7 +76,7 @@ def compare(model: Any, prompt: SharedPrompt, shape: LatencyConfig, rounds: int)
         theirs, faults = transformers_steps(model, prompt, shape.warmup_steps + shape.block_steps)
         theirs = theirs[shape.warmup_steps :]
         with attach(model) as attached:
-            (ours,) = time_cell(attached, prompt, Cell(Full(), shape, "device")).samples["step_s"]
+            (ours,) = time_run(attached, prompt, TimedRun(Full(), shape, "device")).samples["step_s"]
         our_s, their_s = statistics.median(ours), statistics.median(theirs)
         ratios.append(their_s / our_s)
         print(

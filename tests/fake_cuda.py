@@ -39,7 +39,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from benchmarks.live import random_model
 from harness import files
-from harness.live import memory, session
+from harness.live import memory, opening
 from harness.live import store as copies
 from harness.live.memory import PinnedSlab
 from harness.model.attach import attach
@@ -490,7 +490,7 @@ def fake_gpu() -> Iterator[Trace]:
         for kind in (JITFunction, InterpretedFunction):
             patch.setattr(kind, "run", lambda kernel, *args, **kwargs: trace.launch(kernel, *args, **kwargs))
         patch.setattr(copies, "_memcpy_2d", trace.rectangle)
-        patch.setattr(session, "PinnedSlab", FakeSlab)
+        patch.setattr(opening, "PinnedSlab", FakeSlab)
         patch.setattr(files, "available_memory", lambda: 2**50)
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**40, 2**40))
         for name in ("memory_reserved", "memory_allocated"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
+import pytest
 import torch
 from cases import Case
 from conftest import tiny
@@ -44,6 +46,32 @@ def make_store(head_dim: int, codec: str | AnyCodec = "fp32", *, dtype=torch.flo
     slab = options.pop("slab", None)
     store = KVStore(RowFormat(stored, head_dim, dtype), **({"placement": "host", "device": CPU} | options))
     return store.allocate(slab)
+
+
+class Crossed:
+    """Bytes of rows that crossed the link inside the `with` block, by the store they are of."""
+
+    def __init__(self) -> None:
+        self.loaded: Counter[KVStore] = Counter()
+        self.written: Counter[KVStore] = Counter()
+        self._patches = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Crossed:
+        for name, crossed in (("load", self.loaded), ("write", self.written)):
+            self._patches.setattr(KVStore, name, self._counting(getattr(KVStore, name), crossed))
+        return self
+
+    @staticmethod
+    def _counting(move: Callable[..., int | Tensor], crossed: Counter[KVStore]) -> Callable[..., int | Tensor]:
+        def count(store: KVStore, *arguments: object, **named: object) -> int | Tensor:
+            moved = move(store, *arguments, **named)
+            crossed[store] += int(moved) if store.placement == "host" else 0
+            return moved
+
+        return count
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.undo()
 
 
 FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")

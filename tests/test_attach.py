@@ -27,7 +27,7 @@ from harness.model.prompts import PromptPass
 from harness.model.split_rows import in_parts
 from harness.model.tiny import tiny_model
 from harness.model.trace import Latent
-from harness.replay import session as passes
+from harness.replay import decode_pass as passes
 from harness.replay.setup import Setup
 from methods.full import Full
 from methods.infinigen import InfiniGen

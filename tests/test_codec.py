@@ -11,12 +11,12 @@ import torch
 from cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import attached_with_link, force, open_live, tiny, token_batch
+from living import Crossed, attached_with_link, force, open_live, tiny, token_batch
 from replaying import open_session, watched
 
 from harness.model.attach import attach
 from harness.model.prompts import PromptPass
-from harness.replay.session import DecodePass
+from harness.replay.decode_pass import DecodePass
 from methods.codec import (
     CODEC_NAMES,
     FLOAT_DTYPES,
@@ -310,13 +310,14 @@ def test_kivis_bytes_and_sizes_by_hand():
     with (
         attached_with_link("gqa") as (attached, link),
         closing(open_live(attached, CASES["kivi"], placement="host", link=link)) as session,
+        Crossed() as crossed,
     ):
         force(session, (24,), 10)
         cached = range(24, 34)
         assert session.h2d_bytes == heads * 2 * (exact_slot * sum(cached) + coded_slot * sum(stored))
         assert session.d2h_bytes == heads * 2 * (exact_slot * 10 + coded_slot * (24 - 16))
         session.drain()  # the last rows may be under way
-        assert sum(store.d2h_bytes for store in session.stores) == heads * 2 * (exact_slot * 34 + coded_slot * 24)
+        assert crossed.written.total() == heads * 2 * (exact_slot * 34 + coded_slot * 24)
         width = (4 + 32 / 4) / 16
         of_link = [(2 + 2 * width * s / n) / 4 for s, n in zip(stored, cached, strict=True)]
         on_device = [2 * (n - s) / n / 4 for s, n in zip(stored, cached, strict=True)]

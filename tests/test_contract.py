@@ -29,7 +29,7 @@ from harness.errors import UserError
 from harness.live.links import EmulatedLink
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
-from harness.model.policies import select
+from harness.model.policies import SelectErrors, check_selection
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from methods.base import Geometry, QueryRows, Rest, Selection
@@ -171,7 +171,12 @@ class Odd:
 
 def selected_by(result) -> Selection:
     positions = torch.ones(2, 3, dtype=torch.int32)
-    return select(Odd(result), 0, QueryRows(None, positions, positions > 0, torch.zeros(2, 1, 8).int(), None, None))
+    rows = QueryRows(None, positions, positions > 0, torch.zeros(2, 1, 8).int(), None, None)
+    state = Odd(result)
+    with SelectErrors(state):
+        selection = state.select(0, rows)
+        check_selection(selection, state, rows)
+    return selection
 
 
 @pytest.mark.parametrize("name", WRONG)

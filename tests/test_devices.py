@@ -17,7 +17,7 @@ import torch
 from accelerate import dispatch_model
 from cases import CASES, Case
 from fake_cuda import CUDA, LIBC10, FakeSlab, Stream, Trace, fake_gpu
-from living import PROMPTS, force, live, open_live, replay, tiny
+from living import PROMPTS, Crossed, force, live, open_live, replay, tiny
 from torch import nn
 
 from harness.errors import UserError
@@ -230,12 +230,12 @@ def over_host(attached: Attached, case: Case) -> tuple[Any, list[tuple[int, int]
         links = {device: stack.enter_context(EmulatedLink(1e12)) for device in attached.devices}
         link = links if len(links) > 1 else next(iter(links.values()))
         computed = live(attached, case, PADDED, placement="host", link=link)
-        with closing(open_live(attached, case, placement="host", link=link)) as session:
+        with closing(open_live(attached, case, placement="host", link=link)) as session, Crossed() as crossed:
             force(session, PADDED)
             session.drain()
-            buffers = [buffer.nbytes for stage in session.stages.values() for buffer in stage.buffers]
+            buffers = [buffer.nbytes for share in session.shares.values() for buffer in share.buffers]
             assert session.links == list(links.values()) and session.device_bytes >= sum(buffers) > 0
-            return computed, [(store.h2d_bytes, store.d2h_bytes) for store in session.stores]
+            return computed, [(crossed.loaded[store], crossed.written[store]) for store in session.stores]
 
 
 @pytest.mark.parametrize("name", METHODS)

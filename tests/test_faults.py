@@ -86,7 +86,7 @@ def test_closing_in_the_middle_leaves_the_link_usable(name):
             next(steps)
         session.close()  # the next step's first layer is under way
         assert not any(store.slots.nbytes for store in session.stores)
-        assert not any(stage.buffers for stage in session.stages.values())
+        assert not any(share.buffers for share in session.shares.values())
         session.close()
         assert torch.equal(live(attached, CASES[name], EVEN, placement="host", link=link).logits, expected)
 

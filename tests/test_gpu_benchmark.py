@@ -89,17 +89,17 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
     def refuse(attached, prompt, cell, **settings):
         if cell.placement == "device":
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        return time_cell(attached, prompt, cell, **settings)
+        return time_run(attached, prompt, cell, **settings)
 
     def breaks(*_):
         yield gpu.Rate("h2d", [1.0], "")
         raise RuntimeError("driver")
 
-    from harness.speed.latency import time_cell
+    from harness.speed.latency import time_run
 
     monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "offload"))
     monkeypatch.setattr(gpu, "gather_rates", lambda *_: iter(()))
-    monkeypatch.setattr("harness.speed.latency.time_cell", refuse)
+    monkeypatch.setattr("harness.speed.latency.time_run", refuse)
     monkeypatch.setattr(gpu, "link_rates", breaks)
     monkeypatch.setattr(gpu, "equalities", lambda *_: iter([("offload: 1", False)]))
     assert run(tmp_path, "--shapes", "1x24") == gpu.FAILED

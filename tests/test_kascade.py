@@ -17,7 +17,7 @@ from replaying import LENGTH, PROMPT, run, token_ids, watched
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.prompts import PromptPass
-from harness.replay import session as passes
+from harness.replay import decode_pass as passes
 from methods.base import Geometry, Lengths, TokenCounts
 from methods.kascade import Kascade, best_anchors
 

@@ -27,7 +27,7 @@ from harness.run.runner import Run
 from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import latency as speed
-from harness.speed.timed_run import Cell, run_shared_prompt, time_cell
+from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
@@ -59,7 +59,7 @@ def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
     with attach(model) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
         calibration = calibrate(attached, InfiniGen(), ids[0].tolist())
         prompt = run_shared_prompt(attached, ids) if shared else ids
-        return time_cell(attached, prompt, cell, link=link, calibration=calibration)
+        return time_run(attached, prompt, cell, link=link, calibration=calibration)
 
 
 HEADS, HEAD_DIM = 2, 16
@@ -74,10 +74,10 @@ COLUMNS = EXACT * 2 * CACHED * 5 // 32  # 5 of K's and V's 32 columns
 @pytest.mark.parametrize(
     ("cell", "h2d_bytes", "d2h_bytes", "read_there"),
     [
-        (Cell(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
-        (Cell(Full(), SHAPE, codec=Codec("int4")), (EXACT + INT4) * 2 * CACHED, 8 * 2 * (EXACT + INT4), 0),
-        (Cell(InfiniGen(fixed_fetch=5), SHAPE), SELECTED, OWN, COLUMNS),
-        (Cell(Full(), SHAPE, placement="device"), 0, 0, EXACT * 4 * CACHED),
+        (TimedRun(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
+        (TimedRun(Full(), SHAPE, codec=Codec("int4")), (EXACT + INT4) * 2 * CACHED, 8 * 2 * (EXACT + INT4), 0),
+        (TimedRun(InfiniGen(fixed_fetch=5), SHAPE), SELECTED, OWN, COLUMNS),
+        (TimedRun(Full(), SHAPE, placement="device"), 0, 0, EXACT * 4 * CACHED),
     ],
     ids=["offload", "offload+int4", "infinigen", "ideal"],
 )
@@ -91,7 +91,7 @@ def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, cell, h2d_bytes, d2h_by
 
 def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_waited_for(tiny_gqa, ids):
     slow = 2e7
-    metrics, samples = timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow)
+    metrics, samples = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=slow)
     moved, busy_s, steps_s = samples["transferred_bytes"], samples["link_busy_s"], sum(map(sum, samples["step_s"]))
     # Of all ten steps, and what the last one asked for the next: the first layer's rows.
     assert moved == EXACT * (4 * sum(PROMPT + s for s in range(10)) + PROMPT + 10 + 10 * 4)
@@ -100,14 +100,14 @@ def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_wa
     # The first layer's rows of the first timed step have crossed before; no step is faster than the rest of them.
     assert steps_s >= 0.9 * (samples["timed_h2d_bytes"] + samples["timed_d2h_bytes"]) / slow
     assert 0 < metrics["exposed_transfer_s"] < metrics["decode_s"]
-    waiting, _ = timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow, overlap=False)
+    waiting, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=slow, overlap=False)
     all_of_it = 11 / 8 * sum(4 * (PROMPT + s) for s in TIMED) * EXACT / slow
     assert waiting["exposed_transfer_s"] >= 0.95 * all_of_it
     assert metrics["exposed_transfer_s"] < waiting["exposed_transfer_s"]
 
 
 def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
-    metrics, samples = timed(tiny_gqa, ids, Cell(Full(), SHAPE))
+    metrics, samples = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE))
     ordered = sorted(seconds for block in samples["step_s"] for seconds in block)
     assert metrics["step_p50_s"] == pytest.approx((ordered[3] + ordered[4]) / 2)
     assert ordered[6] <= metrics["step_p95_s"] <= ordered[7]
@@ -123,8 +123,8 @@ def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
     ideal, plain, hot = (
-        Cell(Full(), SHAPE, placement="device"),
-        *(Cell(InfiniGen(fixed_fetch=5), SHAPE, device_rows=device_rows) for device_rows in (0, 1)),
+        TimedRun(Full(), SHAPE, placement="device"),
+        *(TimedRun(InfiniGen(fixed_fetch=5), SHAPE, device_rows=device_rows) for device_rows in (0, 1)),
     )
     peak = {}
     for cell in (ideal, plain, hot):
@@ -137,15 +137,15 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
 
 
 def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
-    whole, of_whole = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE), shared=False)
-    some, of_some = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE, weights_on_device=0.7), shared=False)
+    whole, of_whole = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE), shared=False)
+    some, of_some = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE, weights_on_device=0.7), shared=False)
     square = 64 * 64 * 4
     away = [5 * square // 2, 5 * square // 2, 3 * square, 5 * square // 2]  # 30 % of a layer's 9 matrices and norms
     layers = 4 * (9 * square + 2 * 64 * 4)
     assert of_some["timed_weight_bytes"] == 8 * sum(away) and some["weights_on_device"] == 1 - sum(away) / layers
     assert some["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
     assert whole["weight_bytes"] is whole["weights_on_device"] is None
-    shared, _ = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE))
+    shared, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE))
     assert of_whole["dense_s"] == 0 < of_whole["begin_s"]
     for name in ("h2d_bytes", "size"):
         assert whole[name] == shared[name], "a prompt of its own is a shared one"
@@ -154,7 +154,7 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
     assert of_some["transferred_bytes"] == of_whole["transferred_bytes"] + 10 * sum(away), "of all steps"
     assert some["peak_device_bytes"] == whole["peak_device_bytes"] - sum(away) + 2 * max(away)
     with pytest.raises(ValueError, match="weights_on_device=0.7: a shared prompt ran with all weights there"):
-        timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE, weights_on_device=0.7))
+        timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE, weights_on_device=0.7))
 
 
 def test_labels_stand_for_their_settings():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import make_store
+from living import Crossed, make_store
 
 from harness.errors import UserError
 from harness.live.links import EmulatedLink, open_link
@@ -75,11 +75,10 @@ def test_rows_arrive_and_reads_see_earlier_writes(overlap):
 def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap):
     rate = 2e9
     store, _, _ = filled_store()
-    already = store.d2h_bytes
-    with EmulatedLink(rate, overlap=overlap) as link:
+    with EmulatedLink(rate, overlap=overlap) as link, Crossed() as crossed:
         prefetch(link, store, 5).wait()
         assert link.take_transfers() == [], "nothing is kept before somebody measures"
-        before = store.h2d_bytes
+        crossed.loaded.clear()
         for kind, num_rows in moves:
             if kind == "write":
                 link.write_back(store, some_rows(store, num_rows), at=3)
@@ -97,8 +96,8 @@ def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap)
     assert [transfer.direction for transfer in transfers] == ["d2h" if kind == "write" else "h2d" for kind, _ in moves]
     written = sum(transfer.num_bytes for transfer in transfers if transfer.direction == "d2h")
     copied = sum(size for (kind, _), size in zip(moves, sizes, strict=True) if kind == "copy")
-    assert store.d2h_bytes - already == written
-    assert store.h2d_bytes - before == sum(sizes) - written - copied, "of rows, not of tensors"
+    assert crossed.written[store] == written
+    assert crossed.loaded[store] == sum(sizes) - written - copied, "of rows, not of tensors"
     for earlier, later in zip(transfers, transfers[1:], strict=False):
         assert later.start_s >= earlier.end_s
     for transfer in transfers:

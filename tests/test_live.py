@@ -3,12 +3,12 @@
 import pytest
 import torch
 from cases import CASES, Case
-from living import PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open_live, token_batch
+from living import PROMPT, PROMPTS, STEPS, Crossed, attached_with_link, force, live, open_live, token_batch
 
 from harness.errors import UserError
 from harness.live import links as emulated
 from harness.live import timeline as timelines
-from harness.live.cache import LayerCache
+from harness.live.hot_rows import HotFetcher
 from harness.live.session import LiveSession, generate
 from harness.live.timeline import SEGMENTS, Timeline
 from harness.model.prompts import run_prompt
@@ -36,28 +36,28 @@ CACHED = [PROMPT + step for step in range(STEPS)]
 def test_rows_that_were_read_last_do_not_cross_again(name, device_rows, prefetch, monkeypatch):
     """By the tokens that are asked for, against lists in the order of their use."""
     asked = {}
-    original = LayerCache._request_missing
+    original = HotFetcher._request_missing
 
-    def spy(cache, mask):
-        tokens = cache.slots().expand(-1, KV_HEADS, -1)
+    def spy(fetcher, mask, most):
+        tokens = fetcher.tokens.expand(-1, KV_HEADS, -1)
         picked = [set(t[m].tolist()) for t, m in zip(tokens.flatten(0, 1), mask.flatten(0, 1), strict=True)]
-        asked.setdefault(cache.policy.number, []).append(picked)
-        return original(cache, mask)
+        asked.setdefault(fetcher.store, []).append(picked)
+        return original(fetcher, mask, most)
 
-    monkeypatch.setattr(LayerCache, "_request_missing", spy)
-    with attached_with_link() as (attached, link):
+    monkeypatch.setattr(HotFetcher, "_request_missing", spy)
+    with attached_with_link() as (attached, link), Crossed() as crossed:
         options = {"device_rows": device_rows, "prefetch": prefetch}
         session = open_live(attached, CASES[name], placement="host", link=link, **options)
         force(session, EVEN)
         counted = session.h2d_bytes, session.d2h_bytes
-        rooms, late = session.caches[2].stage.rooms, int(session.late_bytes)
+        rooms, late = session.caches[2].share.rooms, int(session.late_bytes)
         session.close()
         assert counted == (session.h2d_bytes, session.d2h_bytes) == (session.loaded_bytes, session.written_bytes)
-        to_device = [store.h2d_bytes for store in session.stores]
+        to_device = [crossed.loaded[store] for store in session.stores]
     row = INT4_ROW if name.endswith("int4") else FP32_ROW
     missed = [0, 0]  # of the guesses, and of the selections
     for layer in (2, 3):
-        requests, recent, before = asked[layer], [[] for _ in range(HEADS)], sum(missed)
+        requests, recent, before = asked[session.stores[layer]], [[] for _ in range(HEADS)], sum(missed)
         assert len(requests) == STEPS * (1 + prefetch)
         for number, request in enumerate(requests):
             for wanted, there in zip(request, recent, strict=True):
@@ -72,7 +72,7 @@ def test_rows_that_were_read_last_do_not_cross_again(name, device_rows, prefetch
 
 @pytest.mark.parametrize("name", ["full", "int4", "h2o-recent", "infinigen-union"])
 def test_the_exempt_layers_cross_the_link_every_step(name):
-    with attached_with_link() as (attached, link):
+    with attached_with_link() as (attached, link), Crossed() as crossed:
         session = open_live(attached, CASES[name], placement="host", link=link)
         ids, real = token_batch(EVEN)
         session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
@@ -80,10 +80,10 @@ def test_the_exempt_layers_cross_the_link_every_step(name):
             session.decode_step(ids[:, PROMPT + step])
             session.drain()
             for layer in range(CASES[name].method.num_exempt_layers):
-                early = layer == 0 or session.caches[0].own_buffer is not None  # asked for in the step before
+                early = layer == 0 or session.caches[0].fetcher.is_ahead  # asked for in the step before
                 ahead = 1 if early and step + 2 < STEPS else 0  # unless the next token is the last
-                crossed = sum(CACHED[: step + 1 + ahead])
-                assert session.stores[layer].h2d_bytes == HEADS * crossed * session.stores[layer].slot_bytes
+                store, tokens = session.stores[layer], sum(CACHED[: step + 1 + ahead])
+                assert crossed.loaded[store] == HEADS * tokens * store.slot_bytes
 
 
 # Sessions

@@ -41,9 +41,9 @@ from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
 from harness.results.step_time import step_of
 from harness.settings.config import LatencyConfig
-from harness.speed import cell as timing
 from harness.speed import latency as run
-from harness.speed.timed_run import Cell, run_shared_prompt, time_cell
+from harness.speed import timed_run as timing
+from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.codec import Codec
 from methods.full import Full
 from tests.composed import load
@@ -111,8 +111,8 @@ def test_a_session_needs_its_slots_and_buffers(name, placement, device_rows):
         slots = sum(aligned(store.slots.nbytes) for store in session.stores)
         needed = prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
         if placement == "host":
-            (stage,) = session.stages.values()
-            buffers = sum(buffer.nbytes for buffer in stage.buffers)
+            (share,) = session.shares.values()
+            buffers = sum(buffer.nbytes for buffer in share.buffers)
             assert session.bytes_needed == SessionBytes(slots, buffers + needed)
         else:
             assert session.bytes_needed == SessionBytes(0, slots + needed)
@@ -346,7 +346,7 @@ SHAPE = LatencyConfig(2, 20, gen_len=12, warmup_steps=2, timed_steps=4, repeats=
 def timed(shape):
     ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
     with attach(tiny("gqa")) as attached:
-        return time_cell(attached, run_shared_prompt(attached, ids), Cell(Full(), shape, "managed"))
+        return time_run(attached, run_shared_prompt(attached, ids), TimedRun(Full(), shape, "managed"))
 
 
 def test_what_the_driver_moves_is_not_measured(anywhere):

@@ -30,7 +30,7 @@ from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.dense_prompts import DensePrompts
 from harness.model.prompts import held_prompt
-from harness.replay import session as passes
+from harness.replay import decode_pass as passes
 from methods import attention
 from methods.base import Method
 from methods.codec import Codec, SplitCodec

@@ -24,7 +24,7 @@ from replaying import LENGTH, PROMPT, run, token_ids, watched
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.prompts import PromptPass
-from harness.replay import session as passes
+from harness.replay import decode_pass as passes
 from methods.base import Geometry, TokenCounts
 from methods.infinigen import InfiniGen
 from methods.pqcache import PQCache
@@ -95,8 +95,8 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
 
     sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(BATCH)]
     with pytest.MonkeyPatch.context() as patch, attach(model) as attached, watched(note, REPLAYING):
-        original = passes._Block._select
-        patch.setattr(passes._Block, "_select", select)
+        original = passes._Block._choose_tokens
+        patch.setattr(passes._Block, "_choose_tokens", select)
         run(attached, case, sequences, [prompt for prompt, _ in BATCH], calls=CALLS)
         geometry = attached.geometry
     found: dict[int, list[Sequence]] = {}

@@ -17,7 +17,7 @@ from harness.api.cached_model import CachedModel
 from harness.model.load import LoadedModel
 from harness.settings.config import LatencyConfig
 from harness.speed import generate as speed
-from harness.speed.timed_run import Cell, time_cell
+from harness.speed.timed_run import TimedRun, time_run
 from tests.composed import load
 
 PROMPT, NEW = "Keys and values of a prompt.", 20
@@ -74,9 +74,9 @@ def bytes_of_generate(case: Case, end: int, steps: int, options: dict[str, objec
 
 def bytes_of_cell(case: Case, ids: torch.Tensor, steps: int, options: dict[str, object]) -> tuple[int, int]:
     shape = LatencyConfig(1, ids.shape[1], gen_len=NEW, warmup_steps=0, timed_steps=steps, repeats=1)
-    cell = Cell(case.method, shape, codec=case.codec, **options)
+    cell = TimedRun(case.method, shape, codec=case.codec, **options)
     with attached_with_link() as (attached, link):
-        metrics, samples = time_cell(attached, ids, cell, link=link, calibration=calibration_of(attached))
+        metrics, samples = time_run(attached, ids, cell, link=link, calibration=calibration_of(attached))
     assert metrics["h2d_bytes"] == round(samples["timed_h2d_bytes"] * (NEW - 1) / steps)
     return samples["timed_h2d_bytes"], samples["timed_d2h_bytes"]
 

@@ -9,7 +9,7 @@ from cases import CASES
 from fake_cuda import fake_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import CPU, PROMPTS, LatestLink, attached_with_link, live, make_store
+from living import CPU, PROMPTS, Crossed, LatestLink, attached_with_link, live, make_store
 
 from harness.errors import UserError
 from harness.live import store as rows_module
@@ -81,30 +81,31 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
     generator = torch.Generator().manual_seed(seed)
     store, reference, filled = store_of(codec, placement), Reference(Codec(codec)), 0
     buffer = store.new_buffer(CAPACITY)
-    for operation, num_rows, ragged in [("append", 4, False), *operations]:
-        index = torch.rand(BATCH, HEADS, CAPACITY, generator=generator).argsort(-1)
-        dropped = (torch.rand(index.shape, generator=generator) < 0.3) & ragged
-        index = index.masked_fill(dropped | (index >= filled), -1)[..., :num_rows]
-        if operation == "append" and filled + num_rows <= CAPACITY:
-            keys, values = key_value(num_rows, generator)
-            moved = store.write(store.format.pack(keys, values), at=filled)
-            assert moved == BATCH * HEADS * num_rows * store.slot_bytes
-            reference.write(keys, values, torch.arange(filled, filled + num_rows).expand(BATCH, HEADS, -1))
-            filled += num_rows
-        elif operation == "write":  # freed slots used again, each head its own
-            keys, values = key_value(num_rows, generator)
-            moved = store.write(store.format.pack(keys, values), at=chosen(index))
-            assert moved == int((index >= 0).sum()) * store.slot_bytes
-            reference.write(keys, values, index)
-        elif operation == "read":
-            every = torch.arange(min(filled, num_rows)).expand(BATCH, HEADS, -1)
-            reference.check(loaded(store, every.shape[-1], buffer), every, untouched=None)
-        elif operation == "gather":
-            zero = Codec(codec).decode(torch.zeros(Codec(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32)
-            reference.check(loaded(store, index), index, untouched=zero)
-    crossed = placement == "host"
-    assert store.h2d_bytes == reference.loaded * store.slot_bytes * crossed
-    assert store.d2h_bytes == reference.written * store.slot_bytes * crossed
+    with Crossed() as crossed:
+        for operation, num_rows, ragged in [("append", 4, False), *operations]:
+            index = torch.rand(BATCH, HEADS, CAPACITY, generator=generator).argsort(-1)
+            dropped = (torch.rand(index.shape, generator=generator) < 0.3) & ragged
+            index = index.masked_fill(dropped | (index >= filled), -1)[..., :num_rows]
+            if operation == "append" and filled + num_rows <= CAPACITY:
+                keys, values = key_value(num_rows, generator)
+                moved = store.write(store.format.pack(keys, values), at=filled)
+                assert moved == BATCH * HEADS * num_rows * store.slot_bytes
+                reference.write(keys, values, torch.arange(filled, filled + num_rows).expand(BATCH, HEADS, -1))
+                filled += num_rows
+            elif operation == "write":  # freed slots used again, each head its own
+                keys, values = key_value(num_rows, generator)
+                moved = store.write(store.format.pack(keys, values), at=chosen(index))
+                assert moved == int((index >= 0).sum()) * store.slot_bytes
+                reference.write(keys, values, index)
+            elif operation == "read":
+                every = torch.arange(min(filled, num_rows)).expand(BATCH, HEADS, -1)
+                reference.check(loaded(store, every.shape[-1], buffer), every, untouched=None)
+            elif operation == "gather":
+                zero = Codec(codec).decode(torch.zeros(Codec(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32)
+                reference.check(loaded(store, index), index, untouched=zero)
+    on_host = placement == "host"
+    assert crossed.loaded[store] == reference.loaded * store.slot_bytes * on_host
+    assert crossed.written[store] == reference.written * store.slot_bytes * on_host
 
 
 def test_refusals(monkeypatch):

@@ -195,9 +195,9 @@ def live(
 def result_of(session: LiveSession, logits: Tensor) -> Result:
     """Logits and sizes of a session that is not yet closed."""
     final, exempt = session.batch.lengths.final, session.method.num_exempt_layers
-    stage = next(iter(session.stages.values()))
+    share = next(iter(session.shares.values()))
     resident = resident_share(
-        session.states, session.codec, final, exempt, session.attached.geometry, stage.rooms
+        session.states, session.codec, final, exempt, session.attached.geometry, share.rooms
     )
     return Result(logits, session.reads.size, session.reads.device_frac, float(resident.mean()))
 

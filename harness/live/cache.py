@@ -7,200 +7,42 @@ state knows the token of each slot: after the prompt the kept tokens move to the
 freed slot takes a later row. The number of slots in use is the method's arithmetic
 (`Method.tokens_kept`), so no step asks the device.
 
-Under host placement a request starts a transfer into one of the device's two buffers (`Stage`), for
-the layer that computes and the next one. Under other placements whole layers are read in place.
-Behind a head's rows a buffer has room for the step's own row, so that attention finds all rows in
-one piece. With `device_rows` each layer keeps a buffer of its own, in which rows stay
-(`harness.live.hot_rows`), and only rows that are not in it cross the link. Then rows may also be
-requested before it is certain that they are read (`prefetch`).
-
-Exempt layers read more than the others. Requested one layer ahead, their rows could not be hidden,
-and the link would idle later. They are requested in parts during the whole step before, one part in
-each other layer, into own buffers.
+A layer's `Fetcher` brings its rows. Under host placement a request starts a transfer into one of
+the device's two buffers (`harness.live.share`), for the layer that computes and the next one. Under
+other placements whole layers are read in place. Behind a head's rows a buffer has room for the
+step's own row, so that attention finds all rows in one piece. Two other fetchers have files of
+their own: one leaves rows on the device (`harness.live.hot_rows`), and one brings the rows of the
+exempt layers in parts (`harness.live.ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from harness.live.hot_rows import HotRows
-from harness.live.links import Link, Ticket
-from harness.live.memory import PinnedSlab
+from harness.live.links import Ticket
+from harness.live.share import DeviceShare
 from harness.live.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
-from harness.model.policies import Policy, select
+from harness.model.policies import Policy, SelectErrors, check_selection
 from methods.base import (
     EMPTY,
-    NAMES_ROWS,
     LayerInputs,
-    Lengths,
     Method,
     PromptRows,
     QueryRows,
     Selection,
     State,
-    TokenCounts,
 )
-from methods.codec import FLOAT_DTYPES, AnyCodec
+from methods.codec import FLOAT_DTYPES
 from methods.evicting import EvictingState
-
-COUNTS_AT_ONCE = 1024
-"""Counts on the device that are kept before they are summed: one launch for many."""
-
-
-class Batch:
-    """Tokens and progress of a batch, shared by the layers of one device.
-
-    real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of
-    each column's token, `EMPTY` for none. positions: int [batch], cached tokens before this step.
-    row_positions, one_row, slots: made once for the `QueryRows` of all layers, since each new
-    tensor is a launch.
-    """
-
-    def __init__(self, real: Tensor, max_new_tokens: int) -> None:
-        prompt = real.sum(-1)
-        self.real = real
-        self.lengths = Lengths(prompt, prompt + max_new_tokens)
-        self.prompts: list[int] = prompt.tolist()
-        self.is_padded = min(self.prompts) < real.shape[1]
-        self.max_new_tokens = max_new_tokens
-        self.steps = 0
-        self.positions = prompt
-        self.row_positions = prompt[:, None].int()
-        self.one_row = torch.ones_like(real[:, :1])
-        self.slots = torch.arange(real.shape[1] + max_new_tokens, device=real.device).expand(
-            len(real), 1, -1
-        )
-        self.tokens = torch.full(
-            (len(real), real.shape[1] + max_new_tokens), EMPTY, device=real.device
-        ).int()
-        self.tokens[:, : real.shape[1]] = PromptRows(real, real.shape[1]).positions.int()
-
-    @property
-    def columns(self) -> int:
-        """Columns before this step."""
-        return self.real.shape[1] + self.steps
-
-    def rows(self, steps: int) -> list[TokenCounts]:
-        """The distinct rows of the sequences after `steps` steps, for the arithmetic of sizes."""
-        return [
-            TokenCounts(prompt + steps, prompt, prompt + self.max_new_tokens)
-            for prompt in sorted({*self.prompts})
-        ]
-
-    def advance(self) -> None:
-        """End the step: its tokens are cached now."""
-        self.tokens[:, self.columns] = self.row_positions[:, 0]
-        self.positions = self.positions + 1
-        self.row_positions = self.row_positions + 1
-        self.steps += 1
-
-
-class Traffic:
-    """Rows that cross a link, and their payload bytes, summed without a sync."""
-
-    def __init__(self) -> None:
-        self._num_rows: dict[int, int | Tensor] = {}
-        """By the bytes of a row."""
-        self._counts: dict[int, list[Tensor]] = {}
-
-    def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
-        """num_rows: under CUDA 0-d on the device."""
-        if isinstance(num_rows, int):
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
-            return
-        counts = self._counts.setdefault(row_bytes, [])
-        counts.append(num_rows)
-        if len(counts) == COUNTS_AT_ONCE:
-            self._sum()
-
-    @property
-    def num_rows(self) -> int | Tensor:
-        """So far; 0-d on the device if a count was there."""
-        self._sum()
-        return sum(self._num_rows.values())
-
-    @property
-    def num_bytes(self) -> int | Tensor:
-        """As `num_rows`."""
-        self._sum()
-        return sum(num_rows * row_bytes for row_bytes, num_rows in self._num_rows.items())
-
-    def _sum(self) -> None:
-        for row_bytes, counts in self._counts.items():
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + torch.stack(counts).sum()
-        self._counts.clear()
-
-
-class Stage:
-    """What the attention layers on one device share.
-
-    link: None but under host placement. rooms: of each sequence, the rows of a KV head that stay on
-    the device in each layer; None: no row stays. state: the method's. slab: the page-locked memory
-    of the stores. buffers: all that fetched rows may lie in; free: the shared ones without rows,
-    the one that was read last at the end. loaded, written: rows that the decode steps took from the
-    link and wrote back, counted in the step that waits for them, so that they are exact for any run
-    of steps. late: those of `loaded` that were requested by a layer's own query, in the layer
-    itself.
-    """
-
-    def __init__(
-        self, device: torch.device, batch: Batch, link: Link | None, rooms: Sequence[int] | None
-    ) -> None:
-        self.device, self.batch, self.link, self.rooms = device, batch, link, rooms
-        self.state: State | None = None
-        self.slab: PinnedSlab | None = None
-        self.buffers: list[Tensor] = []
-        self.free: list[Tensor] = []
-        self.loaded, self.written, self.late = Traffic(), Traffic(), Traffic()
-
-    def plan(self, stores: Sequence[KVStore], selected: int, num_ahead: int = 0) -> int:
-        """Plan the buffers for layers with these stores, and return their bytes, 0 without a link.
-
-        Each of the first `num_ahead` layers has its own buffer; two serve all others in turns;
-        where rows stay, each of the others keeps one for them.
-        """
-        if self.link is None:
-            return 0
-        ahead, others = stores[:num_ahead], stores[num_ahead:]
-        largest = max(others, key=lambda store: store.nbytes)
-        self._in_turns = largest, min(selected, largest.capacity) if num_ahead else largest.capacity
-        num_bytes = sum(store.buffer_bytes(store.capacity) for store in ahead)
-        num_bytes += 2 * largest.buffer_bytes(self._in_turns[1])
-        return num_bytes + (
-            sum(store.buffer_bytes(max(self.rooms)) for store in others) if self.rooms else 0
-        )
-
-    def open(self, stores: Sequence[KVStore]) -> None:
-        """Make the two buffers, once the stores are allocated, and compile the kernels of a
-        step."""
-        if self.device.type == "cuda":
-            from harness.live.kernels import rows as kernels
-
-            for store in {
-                store.slot_bytes: store for store in stores if store.is_reachable
-            }.values():
-                kernels.warm(store.slots, self.device, store.tuning)
-            nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=self.device)
-            HotRows([1], 1, self.device).request(
-                nothing, nothing.int(), 1
-            ) if self.rooms else indices(nothing, 1)
-        if self.link is not None:
-            self.free = [self.new_buffer(*self._in_turns) for _ in range(2)]
-
-    def new_buffer(self, store: KVStore, num_rows: int) -> Tensor:
-        """A buffer that lasts as long as the session."""
-        self.buffers.append(store.new_buffer(num_rows))
-        return self.buffers[-1]
 
 
 @dataclass
 class Fetch:
-    """Rows that a layer asked for; `LayerCache.take` waits for them.
+    """Rows that a layer requested; `Fetcher.take` waits for them.
 
     count: rows without the own one. rows: where they go, packed, uint8 [batch, num_kv_heads, n + 1,
     slot_bytes] with room for the own row, valid until the layer's attention is done. present: bool
@@ -224,93 +66,140 @@ class Fetch:
         return self.rows[:, :, : self.count]
 
 
-def slots_needed(
-    policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: Batch
-) -> int:
-    """Largest number of slots that any sequence uses in a layer."""
-    rows = batch.rows(batch.max_new_tokens)
-    if policy.kind == "method" and isinstance(state, EvictingState):
-        return max(method.tokens_kept(row, policy.number) for row in rows)
-    return (
-        max(codec.stored(row.cached) for row in rows) if codec.residual else batch.tokens.shape[1]
-    )
+class Fetcher:
+    """Brings rows of one layer to the device, into the buffers that layers use in turns.
 
-
-def no_scores() -> Tensor:
-    """The true scores of a method that names rows."""
-    raise AssertionError("a method that names rows does so before the true scores are known")
-
-
-@dataclass(eq=False)
-class LayerCache:
-    """The cache of one layer that sees every token.
-
-    state: None in a layer that reads everything. fetch: what is on its way. own_buffer: of an
-    exempt layer, whose rows come during the whole step before. hot, hot_buffer: the rows that stay
-    on the device, and where. candidates: where rows stay, the token of each slot as the last
-    selection found it. last_query: [batch, heads, 1, head_dim], if the next step selects by it.
-    following: the next layer that fetches rows. earlier: state of the layer before, maybe on
-    another device. part: (number, parts, exempt layers): which part of their rows this layer
-    requests for the next step.
+    fetch: the rows under way, from their request until `take`; None between the two.
     """
 
-    policy: Policy
-    stage: Stage
-    store: KVStore
-    state: State | None
-    method: Method
-    fetch: Fetch | None = None
-    own_buffer: Tensor | None = None
-    hot: HotRows | None = None
-    hot_buffer: Tensor | None = None
-    candidates: Tensor | None = None
-    last_query: Tensor | None = None
-    following: LayerCache | None = None
-    earlier: State | None = None
-    part: tuple[int, int, Sequence[LayerCache]] | None = None
+    is_ahead = False
+    """True if the rows cross during the whole step before."""
 
-    @property
-    def batch(self) -> Batch:
-        """The tokens of the batch, and how far it has come."""
-        return self.stage.batch
-
-    @property
-    def evicts(self) -> bool:
-        """True if tokens are evicted."""
-        return isinstance(self.state, EvictingState)
-
-    @property
-    def names_rows(self) -> bool:
-        """True if `select` runs before the fetch and decides what is fetched."""
-        return self.state is not None and self.policy.when in NAMES_ROWS
-
-    @property
-    def rehearses(self) -> bool:
-        """True if a query of the layer is made in the previous layer."""
-        return self.names_rows and self.policy.rehearses
-
-    @cached_property
-    def is_fused(self) -> bool:
-        """True if attention is one fused call over the fetched rows with the own row behind them:
-        rows are stored in the compute dtype, and no method looks at their scores."""
-        codec = self.store.codec
-        stored = {FLOAT_DTYPES.get(half.name) for half in (codec.keys, codec.values)}
-        return stored == {self.store.format.dtype} and self._hides_scores
-
-    @cached_property
-    def attends_to_codes(self) -> bool:
-        """True if kernels attend to the coded rows as they are stored."""
-        return self._hides_scores and self.store.format.has_kernels(self.store.device)
-
-    @property
-    def _hides_scores(self) -> bool:
-        sees_none = self.state is None or (self.names_rows and not self.method.weighs_rest)
-        return self.policy.softmax.is_plain and sees_none
+    def __init__(self, share: DeviceShare, store: KVStore) -> None:
+        self.share = share
+        self.store = store
+        self.fetch: Fetch | None = None
 
     @property
     def device_bytes(self) -> int:
         """Bytes that stay on the device under every placement, buffers aside."""
-        return 0 if self.hot is None else self.hot.nbytes
+        return 0
+
+    def request_first(self, count: int) -> None:
+        """Request the first `count` slots of every head. Without a link they are read in place."""
+        if self.share.link is None:
+            self.fetch = Fetch(count, self.store.slots[:, :, : count + 1], in_place=True)
+        else:
+            self._load_into_buffer(count, count)
+
+    def request_slots(self, slots: Tensor, present: Tensor) -> Fetch:
+        """Request slots one by one. slots: int64 [batch, num_kv_heads, n], the slot of each row;
+        present: bool of the same shape, False where the slot is -1."""
+        fetch = self._load_into_buffer(Chosen(slots, num_true(present)), slots.shape[-1])
+        fetch.present = present
+        return fetch
+
+    def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
+        """Request the slots of `mask`, bool [batch, num_kv_heads, slots], at most `most` in a head.
+
+        Returns the fetch, and the slot of each of its rows, int64 [batch, num_kv_heads, n], -1 for
+        none.
+        """
+        slots = indices(mask, most)
+        return self.request_slots(slots, slots >= 0), slots
+
+    def prefetch(self, mask: Tensor, most: int) -> None:
+        """Request what will probably be selected, where rows stay on the device."""
+
+    def note_tokens(self, tokens: Tensor, may_change: bool) -> None:
+        """Note the token of each slot before a selection, where rows stay on the device."""
+
+    def forget(self, slots: Tensor) -> None:
+        """Drop copies of slots that are written anew, where rows stay on the device."""
+
+    def _load_into_buffer(self, request: int | Chosen, count: int) -> Fetch:
+        """Start a request of `count` rows that comes in one piece.
+
+        The shared buffer that it takes is the one that was read longest ago. Requests need not come
+        in the order of the layers: a rehearsal for the next layer comes before a layer's own.
+        """
+        store, free = self.store, self.share.free
+        shared = free.pop(0) if free else None
+        buffer = store.new_buffer(count) if shared is None else shared
+        fetch = Fetch(count, store.rows_in(buffer, count), shared=shared)
+        self.fetch = fetch
+        self.load(fetch, request)
+        return fetch
+
+    def load(self, fetch: Fetch, request: int | Chosen) -> None:
+        """Start to load slots into the buffer of a fetch."""
+        store, link = self.store, self.share.link
+        if link is None:
+            store.load(request, fetch.cached)
+        else:
+            ticket = link.prefetch(store, request, fetch.cached)
+            fetch.moving.append((ticket, store.num_rows(request)))
+
+    def take(self) -> Fetch:
+        """The requested rows; the work that is queued next waits for them."""
+        fetch, self.fetch = self.fetch, None
+        assert fetch is not None, "rows are requested before they are taken"
+        for ticket, num_rows in fetch.moving:
+            ticket.wait()
+            self.share.loaded.add(num_rows, self.store.slot_bytes)
+        if fetch.shared is not None:
+            self.share.free.append(fetch.shared)
+        return fetch
+
+
+class LayerCache:
+    """The cache of one layer that sees every token.
+
+    Given: policy; share: the fields of its device; store; state: the method's, None in a layer that
+    reads everything; method; fetcher.
+    Derived from them: evicts: the method evicts tokens. names_rows: `select` runs before the fetch
+    and decides what is fetched. rehearses: a query of the layer is made in the previous layer.
+    is_fused: attention is one fused call over the fetched rows with the own row behind them, since
+    rows are stored in the compute dtype and no method looks at their scores. attends_to_codes:
+    kernels attend to the coded rows as they are stored.
+    Set by `harness.live.opening`: following: the next layer that fetches rows. earlier: state of
+    the layer before, maybe on another device.
+    Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        share: DeviceShare,
+        store: KVStore,
+        state: State | None,
+        method: Method,
+        fetcher: Fetcher,
+    ) -> None:
+        self.policy = policy
+        self.share = share
+        self.batch = share.batch
+        self.store = store
+        self.state = state
+        self.method = method
+        self.fetcher = fetcher
+        self.evicts = isinstance(state, EvictingState)
+        self.names_rows = state is not None and policy.names_rows
+        self.rehearses = self.names_rows and policy.rehearses
+        sees_scores = state is not None and (not self.names_rows or method.weighs_rest)
+        hides_scores = policy.softmax.is_plain and not sees_scores
+        codec = store.codec
+        stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
+        self.is_fused = hides_scores and stored == {store.format.dtype}
+        self.attends_to_codes = hides_scores and store.format.has_kernels(store.device)
+        self.following: LayerCache | None = None
+        self.earlier: State | None = None
+        self.last_query: Tensor | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that stay on the device under every placement, buffers aside."""
+        return self.fetcher.device_bytes
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         """Slots that may hold a token before a later step; the step's own token comes behind
@@ -323,19 +212,17 @@ class LayerCache:
     def slots(self) -> Tensor:
         """The token of each slot in use, the own one last: int32 [batch, 1 or num_kv_heads, slots
         in use + 1]."""
-        state, number = self.state, self.policy.number
-        tokens = (
-            state.tokens[number] if isinstance(state, EvictingState) else self.batch.tokens[:, None]
-        )
+        state = self.state
+        if isinstance(state, EvictingState):
+            tokens = state.tokens[self.policy.number]
+        else:
+            tokens = self.batch.tokens[:, None]
         return tokens[..., : self.slots_in_use() + 1]
 
     def keep_prompt(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
     ) -> None:
         """Write the prompt, or the part that the method keeps, to the store."""
-        if self.names_rows and (rooms := self.stage.rooms) is not None:
-            self.hot = HotRows(rooms, self.store.num_kv_heads, self.stage.device)
-            self.hot_buffer = self.stage.new_buffer(self.store, max(rooms))
         self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
@@ -344,9 +231,8 @@ class LayerCache:
         if isinstance(self.state, EvictingState):
             columns = self.state.compact(self.policy.number, self.store.capacity)
             index = columns.clamp(min=0).unsqueeze(-1)
-            key, value = (
-                part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in (key, value)
-            )
+            key = key.gather(2, index.expand(-1, -1, -1, key.shape[-1]))
+            value = value.gather(2, index.expand(-1, -1, -1, value.shape[-1]))
         self.write(self.store.format.pack(key, value), 0)
 
     def remember(self, query: Tensor) -> None:
@@ -363,56 +249,59 @@ class LayerCache:
             positions = self.batch.positions[:, None]
             self.state.append(self.policy.number, key, value, positions, slice(own, own + 1))
 
-    def select(self, query: Tensor, true_scores: Callable[[], Tensor] = no_scores) -> Selection:
-        """The selection of the step's row, over `slots()`."""
-        assert self.state is not None, "only a layer with a state selects"
-        if self.earlier not in (None, self.state):
-            self.state.take_over(self.earlier)
+    def selection_by(
+        self, query: Tensor, true_scores: Callable[[], Tensor] | None = None
+    ) -> Selection:
+        """Run the method's `select` for the step's row, over `slots()`.
+
+        query: [batch, heads, 1, head_dim]. true_scores: None for a method that names rows.
+        """
+        state, number = self.state, self.policy.number
+        assert state is not None, "only a layer with a state selects"
+        if self.earlier is not None and self.earlier is not state:
+            state.take_over(self.earlier)
         own, tokens = self.slots_in_use(), self.slots()
-        if self.hot is not None:  # `select` may evict a token that it names
-            self.candidates = tokens.clone() if self.evicts else tokens
+        self.fetcher.note_tokens(tokens, self.evicts)
         rows = QueryRows(
             query=query,
             positions=self.batch.row_positions,
             real=self.batch.one_row,
             slot_positions=tokens,
             own_slots=self.batch.slots[..., own : own + 1],
-            true_scores=true_scores,
+            true_scores=true_scores or _no_scores,
         )
-        return select(self.state, self.policy.number, rows)
+        with SelectErrors(state):
+            selection = state.select(number, rows)
+            check_selection(selection, state, rows)
+        return selection
 
     # Fetch
+
+    def request_selection(self, query: Tensor) -> Selection:
+        """Let the method select by `query`, and request the rows. Returns the selection."""
+        selection = self.selection_by(query)
+        self.request_rows(selection)
+        return selection
+
+    def request_rows(self, selection: Selection) -> Tensor:
+        """Request the rows of a selection. Returns the slot of each row of the fetch, int64 [batch,
+        num_kv_heads, n], -1 for none."""
+        fetch, slots = self.fetcher.request_selected(self._mask(selection), self._most_selected())
+        if fetch.moving and self.policy.when == "own_query":
+            _, num_rows = fetch.moving[-1]
+            self.share.late.add(num_rows, self.store.slot_bytes)
+        if selection.bias is not None:
+            num_heads, group = slots.shape[1], selection.bias.shape[2]
+            index = slots.clamp(min=0)[:, :, None, None].expand(-1, -1, group, -1, -1)
+            fetch.bias = selection.bias.expand(-1, num_heads, -1, -1, -1).gather(-1, index)
+        return slots
 
     def prefetch(self, selection: Selection) -> None:
         """Request what the layer will probably select. What is missing once it has selected is
         requested then."""
-        self._request_missing(self._selected(selection))
+        self.fetcher.prefetch(self._mask(selection), self._most_selected())
 
-    def request_selected(self, selection: Selection) -> Tensor:
-        """Request a selection's slots. Returns the slot of each row, int [batch, num_kv_heads, n],
-        -1 for none."""
-        mask = self._selected(selection)
-        if self.hot is not None:
-            present = self._request_missing(mask)
-            slots = self.hot.slots
-        else:
-            slots = indices(mask, self._most_selected())
-            present = slots >= 0
-            self._request(Chosen(slots, num_true(present)))
-        assert self.fetch is not None, "just requested"
-        self.fetch.present = present
-        if self.fetch.moving and self.policy.when == "own_query":
-            self.stage.late.add(self.fetch.moving[-1][1], self.store.slot_bytes)
-        if selection.bias is not None:
-            index = slots.clamp(min=0)[:, :, None, None].expand(
-                -1, -1, selection.bias.shape[2], -1, -1
-            )
-            self.fetch.bias = selection.bias.expand(-1, slots.shape[1], -1, -1, -1).gather(
-                -1, index
-            )
-        return slots
-
-    def _selected(self, selection: Selection) -> Tensor:
+    def _mask(self, selection: Selection) -> Tensor:
         """The slots of a selection, bool [batch, num_kv_heads, slots]."""
         assert selection.mask is not None, "a method that names rows gives a mask"
         return selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
@@ -421,95 +310,21 @@ class LayerCache:
         rows = self.batch.rows(self.batch.steps)
         return max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
 
-    def _request_missing(self, mask: Tensor) -> Tensor:
-        """Request the slots of `mask` that are not on the device. Returns the rows of the buffer
-        that hold the mask's, bool [batch, num_kv_heads, room]."""
-        assert self.hot is not None and self.hot_buffer is not None, (
-            "only where rows stay on the device"
-        )
-        assert self.candidates is not None, "a selection came before"
-        if self.fetch is None:  # else a prefetch is under way
-            room = self.hot.slots.shape[-1]
-            self.fetch = Fetch(room, self.store.rows_in(self.hot_buffer, room))
-        request, present = self.hot.request(mask, self.candidates, self._most_selected())
-        self._start(request)
-        return present
-
     def request_kept(self, steps_ahead: int = 0) -> None:
         """Request every slot that holds a token. Where sequences or heads keep different numbers,
         slot by slot."""
         count, number = self.slots_in_use(steps_ahead), self.policy.number
-        if self.own_buffer is not None:
-            self.request_columns(count, slice(0, count))
-            return
         if isinstance(self.state, EvictingState):
-            rows = self.batch.rows(self.batch.steps + steps_ahead)
-            asked = (self.method.tokens_kept, self.method.tokens_read)
-            if len({ask(row, number) for ask in asked for row in rows}) > 1:
+            numbers: set[float | None] = set()
+            for row in self.batch.rows(self.batch.steps + steps_ahead):
+                numbers.add(self.method.tokens_kept(row, number))
+                numbers.add(self.method.tokens_read(row, number))
+            if len(numbers) > 1:
                 held = self.state.tokens[number][..., :count] != EMPTY
-                slots = torch.where(
-                    held, torch.arange(count, device=held.device), -1
-                )  # each into the row of its slot
-                self._request(Chosen(slots, num_true(held))).present = held
+                own_slot = torch.arange(count, device=held.device)  # the row of each slot
+                self.fetcher.request_slots(torch.where(held, own_slot, -1), held)
                 return
-        self._request(count)
-
-    def request_part(self, count: int) -> None:
-        """Request this layer's part of the first `count` slots of the exempt layers."""
-        assert self.part is not None
-        number, parts, layers = self.part
-        begin, end = (len(layers) * count * edge // parts for edge in (number, number + 1))
-        for place, layer in enumerate(layers):
-            columns = slice(*(min(max(edge - place * count, 0), count) for edge in (begin, end)))
-            if columns.start < columns.stop:
-                layer.request_columns(count, columns)
-
-    def request_columns(self, count: int, columns: slice) -> None:
-        """Request some columns of the first `count` slots into the layer's own buffer."""
-        assert self.stage.link is not None and self.own_buffer is not None
-        if self.fetch is None:
-            self.fetch = Fetch(count, self.store.rows_in(self.own_buffer, count))
-        ticket = self.stage.link.prefetch(self.store, columns, self.fetch.rows[:, :, columns])
-        self.fetch.moving.append((ticket, (columns.stop - columns.start) * self.store.heads))
-
-    def _request(self, slots: int | Chosen) -> Fetch:
-        """Start a request that comes in one piece; without a link its rows are there at once.
-
-        The shared buffer that it takes is the one that was read longest ago. Requests need not come
-        in the order of the layers: a rehearsal for the next layer comes before a layer's own.
-        """
-        store, free = self.store, self.stage.free
-        if self.stage.link is None and isinstance(slots, int):
-            self.fetch = Fetch(slots, store.slots[:, :, : slots + 1], in_place=True)
-            return self.fetch
-        count = slots if isinstance(slots, int) else slots.slots.shape[-1]
-        shared = free.pop(0) if free else None
-        rows = store.rows_in(store.new_buffer(count) if shared is None else shared, count)
-        self.fetch = Fetch(count, rows, shared=shared)
-        self._start(slots)
-        return self.fetch
-
-    def _start(self, slots: int | Chosen) -> None:
-        """Start to load slots into the buffer of the present fetch."""
-        assert self.fetch is not None, "its buffer is chosen first"
-        store, link = self.store, self.stage.link
-        if link is None:
-            store.load(slots, self.fetch.cached)
-        else:
-            self.fetch.moving.append(
-                (link.prefetch(store, slots, self.fetch.cached), store.num_rows(slots))
-            )
-
-    def take(self) -> Fetch:
-        """The requested rows; what runs next waits for them."""
-        assert self.fetch is not None, "rows are requested before they are taken"
-        fetch, self.fetch = self.fetch, None
-        for ticket, num_rows in fetch.moving:
-            ticket.wait()
-            self.stage.loaded.add(num_rows, self.store.slot_bytes)
-        if fetch.shared is not None:
-            self.stage.free.append(fetch.shared)
-        return fetch
+        self.fetcher.request_first(count)
 
     # Attend
 
@@ -534,23 +349,33 @@ class LayerCache:
 
     def write_own(self, packed: Tensor) -> None:
         """Write the packed own row to its slot; in a layer that evicts, to its victim's slot."""
-        at: int | Tensor = self.slots_in_use()
+        own = self.slots_in_use()
         if isinstance(self.state, EvictingState):
-            at = self.state.place_own(self.policy.number, self.slots_in_use())
-        self.write(packed, at)
+            self.write(packed, self.state.place_own(self.policy.number, own))
+        else:
+            self.write(packed, own)
 
     def write(self, rows: Tensor, at: int | Tensor) -> None:
-        """Write packed rows to the store, and forget the kept copies of the slots written to.
+        """Write packed rows to the store.
 
         at: the column of the first row, or the slot of each row, int64 [batch, num_kv_heads, n], -1
         for none.
         """
-        if self.hot is not None and not isinstance(at, int):
-            self.hot.forget(at)
-        target, link = at if isinstance(at, int) else chosen(at), self.stage.link
-        if link is None:
-            self.store.write(rows, target)
+        store, link = self.store, self.share.link
+        target: int | Chosen
+        moved: int | Chosen
+        if isinstance(at, int):
+            target, moved = at, rows.shape[2]
         else:
-            num_rows = self.store.num_rows(rows.shape[2] if isinstance(target, int) else target)
-            self.stage.written.add(num_rows, self.store.slot_bytes)
-            link.write_back(self.store, rows, target)
+            self.fetcher.forget(at)
+            target = moved = chosen(at)
+        if link is None:
+            store.write(rows, target)
+        else:
+            self.share.written.add(store.num_rows(moved), store.slot_bytes)
+            link.write_back(store, rows, target)
+
+
+def _no_scores() -> Tensor:
+    """The true scores of a method that names rows."""
+    raise AssertionError("a method that names rows does so before the true scores are known")

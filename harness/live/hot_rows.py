@@ -18,9 +18,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from harness.live.store import Chosen, chosen, indices
+from harness.live.cache import Fetch, Fetcher
+from harness.live.share import DeviceShare
+from harness.live.store import Chosen, KVStore, chosen, indices
 from harness.model.policies import Policy
-from methods.base import NAMES_ROWS, Method, TokenCounts
+from methods.base import Method, TokenCounts
 
 NO_ROOM = torch.iinfo(torch.int64).max
 """The age of a buffer row beyond a sequence's own room: it never gives way."""
@@ -40,18 +42,15 @@ def rooms(
     """
     if not device_rows:
         return None
-    layers = [
-        policy.number
-        for policy in policies
-        if policy.kind == "method" and policy.when in NAMES_ROWS
-    ]
+    layers = [policy.number for policy in policies if policy.names_rows]
 
     @cache
     def room(prompt: int, final: int) -> int:
-        rows = [TokenCounts(cached, prompt, final) for cached in range(prompt, final + 1)]
-        most = max(
-            (method.max_tokens_read(row, layer) for row in rows for layer in layers), default=1
-        )
+        most = 0 if layers else 1
+        for cached in range(prompt, final + 1):
+            row = TokenCounts(cached, prompt, final)
+            for layer in layers:
+                most = max(most, method.max_tokens_read(row, layer))
         return min(math.ceil(device_rows * most), final)
 
     return [room(prompt, final) for prompt, final in lengths]
@@ -87,7 +86,8 @@ class HotRows:
         more than its room. tokens: int32 [batch, 1 or num_kv_heads, slots], the token in each slot.
         Returns also which rows of the buffer are to be read, bool [batch, num_kv_heads, room].
         """
-        lists = missing_rows(mask, tokens, self.slots, self.age, self._requests << 32, most)
+        now = self._requests << 32
+        lists = missing_rows(mask, tokens, self.slots, self.age, now, most)
         missing, targets, self.slots, self.age, present = lists
         self._requests += 1
         return chosen(missing, targets), present
@@ -100,8 +100,51 @@ class HotRows:
     def fork(self, index: Tensor) -> HotRows:
         """A copy for sequences `index` [new_batch]."""
         child = copy(self)
-        child.slots, child.age = self.slots.index_select(0, index), self.age.index_select(0, index)
+        child.slots = self.slots.index_select(0, index)
+        child.age = self.age.index_select(0, index)
         return child
+
+
+class HotFetcher(Fetcher):
+    """Brings the rows of a layer that are not on the device, into a buffer in which rows stay.
+
+    hot: which rows are there. tokens: the token of each slot as the last selection found it, int32
+    [batch, 1 or num_kv_heads, slots].
+    """
+
+    def __init__(self, share: DeviceShare, store: KVStore, rooms: Sequence[int]) -> None:
+        super().__init__(share, store)
+        self.hot = HotRows(rooms, store.num_kv_heads, share.device)
+        self.buffer = share.new_buffer(store, max(rooms))
+        self.tokens = share.batch.tokens[:, None]
+
+    @property
+    def device_bytes(self) -> int:
+        return self.hot.nbytes
+
+    def note_tokens(self, tokens: Tensor, may_change: bool) -> None:
+        self.tokens = tokens.clone() if may_change else tokens
+
+    def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
+        fetch, present = self._request_missing(mask, most)
+        fetch.present = present
+        return fetch, self.hot.slots
+
+    def prefetch(self, mask: Tensor, most: int) -> None:
+        self._request_missing(mask, most)
+
+    def forget(self, slots: Tensor) -> None:
+        self.hot.forget(slots)
+
+    def _request_missing(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
+        """Request the slots of `mask` that are not on the device. Returns the fetch, and which rows
+        of the buffer hold the mask's, bool [batch, num_kv_heads, room]."""
+        if self.fetch is None:  # else a prefetch is under way
+            room = self.hot.slots.shape[-1]
+            self.fetch = Fetch(room, self.store.rows_in(self.buffer, room))
+        request, present = self.hot.request(mask, self.tokens, most)
+        self.load(self.fetch, request)
+        return self.fetch, present
 
 
 def missing_rows(
@@ -128,9 +171,8 @@ def missing_rows(
     giving_way = indices(~there.gather(-1, leaving), most)  # places in `leaving`
     targets = leaving.gather(-1, giving_way.clamp(min=0))
     after = torch.cat([kept, kept[..., :1]], -1)  # a row more, for what is not missing
-    after = after.scatter_(-1, torch.where(missing >= 0, targets, room), missing)[
-        ..., :room
-    ].contiguous()
+    after = after.scatter_(-1, torch.where(missing >= 0, targets, room), missing)
+    after = after[..., :room].contiguous()
     present = (after >= 0) & mask.gather(-1, after.clamp(min=0))
     token = tokens.expand(-1, mask.shape[1], -1).gather(-1, after.clamp(min=0)).long()
     return missing, targets, after, torch.where(present, token + now, age), present

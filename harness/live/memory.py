@@ -66,6 +66,11 @@ class SessionBytes(NamedTuple):
     device: int
     managed: int = 0
 
+    def plus(self, other: SessionBytes) -> SessionBytes:
+        """The sum of both, each memory by itself."""
+        host, device = self.host + other.host, self.device + other.device
+        return SessionBytes(host, device, self.managed + other.managed)
+
 
 def require_session(needed: SessionBytes, device: torch.device) -> None:
     """Raise UserError where host or device memory is too small. On a CPU both are one memory."""

@@ -8,22 +8,21 @@ under every method and placement.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.live.cache import Batch, Fetch, LayerCache
-from harness.live.store import KeyValue, indices
+from harness.live.cache import Fetch, Fetcher, LayerCache
+from harness.live.share import Batch, DeviceShare
+from harness.live.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.policies import Policy
-from methods.base import EMPTY, LayerInputs, Selection, Window
+from methods.base import EMPTY, LayerInputs, Method, Selection, State, Window
 from methods.codec import RowCodec, SplitCodec
 
 
-@dataclass(eq=False)
 class ValuesCache(LayerCache):
     """The cache of a method that keeps the keys: the store has values only, and some tokens stay on
     the device.
@@ -31,21 +30,40 @@ class ValuesCache(LayerCache):
     The state says which prompt tokens stay; all generated tokens stay too. Their rows are exact,
     and a step reads them beside the fetched rows, whose keys the state rebuilds while their values
     cross the link.
+
+    Set by the prompt: keys, values: the rows that stay, with room for generated tokens. present:
+    bool [batch, num_kv_heads, num_prompt], False in rows that hold no token. num_prompt: rows of
+    the prompt. Set in each step: fetched_keys: of the fetched rows.
     """
+
+    state: State
+
+    def __init__(
+        self,
+        policy: Policy,
+        share: DeviceShare,
+        store: KVStore,
+        state: State,
+        method: Method,
+        fetcher: Fetcher,
+    ) -> None:
+        super().__init__(policy, share, store, state, method, fetcher)
+        self.keys = self.values = self.fetched_keys = torch.empty(0)
+        self.present = torch.empty(0, dtype=torch.bool)
+        self.num_prompt = 0
 
     def keep_prompt(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
     ) -> None:
         super().keep_prompt(query, key, value, inputs)
-        assert self.state is not None
         mask = self.state.resident(self.policy.number)
         rows = self.batch.rows(0)
-        slots = indices(
-            mask, max(self.method.tokens_resident(row, self.policy.number) for row in rows)
-        )
+        most = max(self.method.tokens_resident(row, self.policy.number) for row in rows)
+        slots = indices(mask, most)
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
         room = (0, 0, 0, self.batch.max_new_tokens)
-        self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
+        self.keys = pad(key.gather(2, index), room)
+        self.values = pad(value.gather(2, index), room)
         self.present = slots >= 0
         self.num_prompt = slots.shape[-1]
 
@@ -53,9 +71,8 @@ class ValuesCache(LayerCache):
     def device_bytes(self) -> int:
         return super().device_bytes + self.keys.nbytes + self.values.nbytes + self.present.nbytes
 
-    def request_selected(self, selection: Selection) -> Tensor:
-        slots = super().request_selected(selection)
-        assert self.state is not None
+    def request_rows(self, selection: Selection) -> Tensor:
+        slots = super().request_rows(selection)
         self.fetched_keys = self.state.rebuild(self.policy.number, slots)  # beside the transfer
         return slots
 
@@ -65,51 +82,54 @@ class ValuesCache(LayerCache):
         return [rebuilt, KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
 
     def visible(self, fetch: Fetch) -> Tensor:
-        assert fetch.present is not None
+        assert fetch.present is not None, "rows of a selection"
         generated = self.present.new_ones(*self.present.shape[:2], self.batch.steps)
         return torch.cat([fetch.present, self.present, generated], -1).unsqueeze(2)
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
         own = self.num_prompt + self.batch.steps
-        self.keys[:, :, own : own + 1], self.values[:, :, own : own + 1] = key, value
+        self.keys[:, :, own : own + 1] = key
+        self.values[:, :, own : own + 1] = value
 
 
-@dataclass(eq=False)
 class ResidualCache(LayerCache):
     """The cache under a codec that leaves the last tokens exact on the device, as KIVI's does.
 
     A slot is a token's position, so groups of tokens are counted from each sequence's first token.
-    The last tokens lie in a ring, as they are read (`keys`, `values`) and as packed rows (`rows`).
-    A key or value is packed when the codec says so and read coded from then on. A row goes to the
-    store when key and value are packed, with all rows of its key's group, so that fetched rows
+    The last tokens lie in a ring of `ring_rows` rows, as they are read (`keys`, `values`) and as
+    packed rows (`rows`). Token t lies in row t % ring_rows. One row more takes writes that are not
+    due. A key or value is packed when the codec says so and read coded from then on. A row goes to
+    the store when key and value are packed, with all rows of its key's group, so that fetched rows
     decode by themselves.
     """
 
-    def __post_init__(self) -> None:
-        store, codec = self.store, self.store.codec
-        assert isinstance(codec, SplitCodec) and self.state is None
+    def __init__(
+        self,
+        policy: Policy,
+        share: DeviceShare,
+        store: KVStore,
+        codec: SplitCodec,
+        method: Method,
+        fetcher: Fetcher,
+    ) -> None:
+        super().__init__(policy, share, store, None, method, fetcher)
+        self.is_fused = self.attends_to_codes = False  # the ring lies between
         self.codec = codec
         self.ring_rows = codec.residual + codec.keys.span
-        """Token t lies in row t % ring_rows. One row more takes writes that are not due."""
-        shape, row_format = (*store.slots.shape[:2], self.ring_rows + 1), store.format
+        heads, row_format = store.slots.shape[:2], store.format
+        value_dim = row_format.value_dim or row_format.head_dim
         options: dict[str, Any] = {"dtype": row_format.dtype, "device": store.device}
-        self.keys = torch.zeros(*shape, row_format.head_dim, **options)
-        self.values = torch.zeros(*shape, row_format.value_dim or row_format.head_dim, **options)
-        self.rows = torch.zeros(*shape, store.slot_bytes, dtype=torch.uint8, device=store.device)
+        self.keys = torch.zeros(*heads, self.ring_rows + 1, row_format.head_dim, **options)
+        self.values = torch.zeros(*heads, self.ring_rows + 1, value_dim, **options)
+        options["dtype"] = torch.uint8
+        self.rows = torch.zeros(*heads, self.ring_rows + 1, store.slot_bytes, **options)
         if self.batch.is_padded:
-            store.slots.zero_()  # a shorter sequence's are read before they are written, and must be numbers
+            # Slots of a shorter sequence are read before they are written, and must be numbers.
+            store.slots.zero_()
 
     @property
     def device_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes + self.rows.nbytes
-
-    @property
-    def is_fused(self) -> bool:
-        return False  # the ring lies between
-
-    @property
-    def attends_to_codes(self) -> bool:
-        return False
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         rows = self.batch.rows(self.batch.steps + steps_ahead)
@@ -131,8 +151,9 @@ class ResidualCache(LayerCache):
         key, value = self._from_first_token(key), self._from_first_token(value)
         prompts, cached = self.batch.prompts, self.batch.positions[:, None]
         tokens = self._ring_tokens(cached)
-        for ring, fresh in ((self.keys, key), (self.values, value)):
-            ring[:, :, : self.ring_rows] = _rows_at(fresh, tokens)
+        keys, values = self.keys[:, :, : self.ring_rows], self.values[:, :, : self.ring_rows]
+        keys.copy_(_rows_at(key, tokens))
+        values.copy_(_rows_at(value, tokens))
         stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
         packed = self.store.format.pack(key[:, :, :coded], value[:, :, :coded])
         if stored:
@@ -143,32 +164,28 @@ class ResidualCache(LayerCache):
         # Tokens of the ring that are packed already.
         packed, index = packed[:, :, begin:], tokens - begin
         self.rows[:, :, : self.ring_rows] = _rows_at(packed, index)
-        is_coded = (
-            tokens < self.codec.coded_keys(cached),
-            tokens < self.codec.coded_values(cached),
-        )
         decoded = self.store.format.unpack(packed)
-        for ring, half, which in zip((self.keys, self.values), decoded, is_coded, strict=True):
-            ring = ring[:, :, : self.ring_rows]
-            ring.copy_(torch.where(which[:, None, :, None], _rows_at(half, index), ring))
+        coded_keys = (tokens < self.codec.coded_keys(cached))[:, None, :, None]
+        coded_values = (tokens < self.codec.coded_values(cached))[:, None, :, None]
+        keys.copy_(torch.where(coded_keys, _rows_at(decoded.keys, index), keys))
+        values.copy_(torch.where(coded_values, _rows_at(decoded.values, index), values))
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
-        own, rows, codec = (
-            self.batch.positions[:, None],
-            self.batch.rows(self.batch.steps + 1),
-            self.codec,
-        )
-        for ring, fresh in ((self.keys, key), (self.values, value)):
-            ring.scatter_(2, _index_along(own % self.ring_rows, ring), fresh)
+        own, codec = self.batch.positions[:, None], self.codec
+        rows = self.batch.rows(self.batch.steps + 1)
+        at = own % self.ring_rows
+        self.keys.scatter_(2, _index_along(at, self.keys), key)
+        self.values.scatter_(2, _index_along(at, self.values), value)
         oldest, end = own - codec.residual, self.store.format.key_bytes
         if not self.store.format.values_in_keys:
             self._code(codec.values, self.values, self.rows[..., end:], oldest)
-        keys = codec.keys, self.keys, self.rows[..., :end]
+        packed_keys = self.rows[..., :end]
         if codec.keys.span == 1:
-            self._code(*keys, oldest)
+            self._code(codec.keys, self.keys, packed_keys, oldest)
         elif any(row.cached % codec.residual == 0 for row in rows):
             block = oldest + 1 + torch.arange(codec.residual, device=own.device)
-            self._code(*keys, block, ((own + 1) % codec.residual == 0))
+            is_due = (own + 1) % codec.residual == 0
+            self._code(codec.keys, self.keys, packed_keys, block, is_due)
         if any(codec.stored(row.cached) > codec.stored(row.cached - 1) for row in rows):
             self._store(own + 1)
 
@@ -228,12 +245,20 @@ def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
 
 class LocalCache:
     """A local layer's window: a ring on the device. Column c of the batch lies in row c %
-    ring_rows."""
+    ring_rows.
+
+    Set by the prompt: keys, values: [batch, num_kv_heads, ring_rows, size]. tokens: int32 [batch,
+    ring_rows], the token of each row, `EMPTY` for none.
+    """
 
     def __init__(self, policy: Policy, batch: Batch) -> None:
         assert policy.window is not None
-        self.policy, self.batch, self.window = policy, batch, policy.window
+        self.policy = policy
+        self.batch = batch
+        self.window = policy.window
         self.ring_rows = self.rows_needed(self.window, batch.tokens.shape[1])
+        self.keys = self.values = torch.empty(0)
+        self.tokens = batch.tokens.new_full((len(batch.tokens), self.ring_rows), EMPTY)
 
     @staticmethod
     def rows_needed(window: Window, columns: int) -> int:
@@ -251,27 +276,25 @@ class LocalCache:
         """Keep the prompt's last columns."""
         prompt = key.shape[2]
         last = torch.arange(max(0, prompt - self.ring_rows), prompt, device=key.device)
-        self.keys, self.values = (
-            part.new_zeros(*part.shape[:2], self.ring_rows, part.shape[3]) for part in (key, value)
-        )
-        self.tokens = self.batch.tokens.new_full((len(key), self.ring_rows), EMPTY)
-        self._write(
-            last % self.ring_rows, key[:, :, last], value[:, :, last], self.batch.tokens[:, last]
-        )
+        self.keys = key.new_zeros(*key.shape[:2], self.ring_rows, key.shape[3])
+        self.values = value.new_zeros(*value.shape[:2], self.ring_rows, value.shape[3])
+        rows = KeyValue(key[:, :, last], value[:, :, last])
+        self._write(last % self.ring_rows, rows, self.batch.tokens[:, last])
 
     def attend(self, query: Tensor, own: KeyValue) -> Tensor:
         """Attention of the step's row, query [batch, heads, 1, head_dim], over the window and its
         own token: [batch, 1, heads, value_dim]. Keeps the own row."""
         position = self.batch.row_positions
         seen = (self.tokens < position) & (self.tokens >= self.window.first_visible(position))
-        keys, values = (
-            torch.cat(pair, 2) for pair in zip((self.keys, self.values), own, strict=True)
-        )
+        keys = torch.cat([self.keys, own.keys], 2)
+        values = torch.cat([self.values, own.values], 2)
         visible = pad(seen, (0, 1), value=True)[:, None, None]
         output = dense_attention(query, keys, values, self.policy.softmax, visible)
         at = self.batch.columns % self.ring_rows
-        self._write(slice(at, at + 1), *own, position)
+        self._write(slice(at, at + 1), own, position)
         return output
 
-    def _write(self, at: Tensor | slice, keys: Tensor, values: Tensor, tokens: Tensor) -> None:
-        self.keys[:, :, at], self.values[:, :, at], self.tokens[:, at] = keys, values, tokens
+    def _write(self, at: Tensor | slice, rows: KeyValue, tokens: Tensor) -> None:
+        self.keys[:, :, at] = rows.keys
+        self.values[:, :, at] = rows.values
+        self.tokens[:, at] = tokens

@@ -14,12 +14,13 @@ A layer selects through `State.select` with one row; replay calls the same funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from harness.live.ahead import AheadPart
 from harness.live.cache import Fetch, LayerCache
 from harness.live.resident import LocalCache
 from harness.live.store import KeyValue
@@ -32,16 +33,24 @@ from methods.codec import Codec
 
 
 class DecodeStep(Handler):
-    """One step. is_last: no further step follows, so nothing is requested for it.
+    """One step. is_last: no further step follows, so nothing is requested for it. parts: the layers
+    that request a part of the exempt layers' rows for the next step.
 
     reads, index_reads: of each layer under the method [batch]: tokens read, and tokens read of an
-    index or of rows that stay on the device.
+    index or of rows that stay on the device. rest: what stands for the tokens that a layer does not
+    read, between its selection and its attention.
     """
 
     def __init__(
-        self, caches: Sequence[LayerCache | LocalCache], timeline: Timeline, *, is_last: bool
+        self,
+        caches: Sequence[LayerCache | LocalCache],
+        parts: Mapping[LayerCache, AheadPart],
+        timeline: Timeline,
+        *,
+        is_last: bool,
     ) -> None:
         self.caches = caches
+        self.parts = parts
         self.timeline = timeline
         self.is_last = is_last
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
@@ -53,9 +62,9 @@ class DecodeStep(Handler):
         """Request the first layers' rows, unless the step before has: in the first step it has
         not."""
         for cache in self.caches:
-            if not isinstance(cache, LayerCache) or cache.fetch is not None:
+            if not isinstance(cache, LayerCache) or cache.fetcher.fetch is not None:
                 continue
-            if cache is self.first or cache.own_buffer is not None:
+            if cache is self.first or cache.fetcher.is_ahead:
                 self._request_early(cache, None)
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -67,13 +76,13 @@ class DecodeStep(Handler):
         cache.append(*own)
         if cache.names_rows and cache.policy.when == "own_query":
             self.timeline.switch("prediction")
-            self._select(cache, query)
+            self._request_selection(cache, query)
         cache.remember(query)
 
         # Fetch: first ask for the next layer's rows, then wait for this one's.
         self._request_next(cache, query)
         self.timeline.switch("transfer")
-        fetch = cache.take()
+        fetch = cache.fetcher.take()
         self.timeline.switch("attention")
 
         # Attend, and write the own row back.
@@ -106,11 +115,11 @@ class DecodeStep(Handler):
         cache = self.caches[layer]
         assert isinstance(cache, LayerCache)
         if cache.policy.prefetches:  # a guess: the layer's own query decides what it reads
-            selection = cache.select(query)
+            selection = cache.selection_by(query)
             self._note_index(selection)
             cache.prefetch(selection)
         else:
-            self._select(cache, query)
+            self._request_selection(cache, query)
         self.timeline.switch("attention")
 
     def layer_ends(self, layer: int) -> None:
@@ -118,11 +127,9 @@ class DecodeStep(Handler):
 
     # Select
 
-    def _select(self, cache: LayerCache, query: Tensor) -> None:
-        """Let the method select by a query, and request the selection."""
-        selection = cache.select(query)
-        self._note(cache, selection)
-        cache.request_selected(selection)
+    def _request_selection(self, cache: LayerCache, query: Tensor) -> None:
+        """Let the method select by `query`, request the rows, and note what the layer reads."""
+        self._note(cache, cache.request_selection(query))
 
     def _note(self, cache: LayerCache, selection: Selection) -> None:
         if selection.rest is not None:
@@ -137,16 +144,15 @@ class DecodeStep(Handler):
     def _select_among_fetched(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row
         last."""
-        selection = cache.select(query, lambda: scores)
+        selection = cache.selection_by(query, lambda: scores)
         self._note(cache, selection)
-        if cache.following is not None and _selects_for_next(cache):
+        if cache.following is not None and _decides_for_next(cache):
             self._request_early(cache.following, query)
         if selection.bias is not None:
             scores[..., :-1] += selection.bias[..., :-1]
-        if (
-            selection.mask is not None and not cache.evicts
-        ):  # what it keeps is visible, and it reads all of it
-            scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
+        if selection.mask is not None and not cache.evicts:  # else it reads all that it keeps
+            hidden = ~selection.mask[..., :-1].unsqueeze(2)
+            scores[..., :-1].masked_fill_(hidden, float("-inf"))
 
     # Fetch
 
@@ -154,31 +160,30 @@ class DecodeStep(Handler):
         """Request the next layer's rows if they are known, and the first layers' rows of the next
         step."""
         following, first = cache.following, self.first
-        if following is not None and following.own_buffer is None and not _selects_for_next(cache):
-            self._request_early(following, query)
+        if following is not None and not following.fetcher.is_ahead:
+            if not _decides_for_next(cache):
+                self._request_early(following, query)
         if self.is_last:
             return
-        if cache.part is not None:
-            cache.request_part(first.slots_in_use(steps_ahead=1))
-        is_last_layer = (
-            following is None and cache is not first
-        )  # an only layer has its own rows still to take
-        if is_last_layer and not first.names_rows and first.own_buffer is None:
-            with launching_on(first.stage.device):
-                first.request_kept(steps_ahead=1)
+        if cache in self.parts:
+            self.parts[cache].request(first.slots_in_use(steps_ahead=1))
+        if following is None and cache is not first:  # an only layer has its own rows still to take
+            if not first.names_rows and not first.fetcher.is_ahead:
+                with launching_on(first.share.device):
+                    first.request_kept(steps_ahead=1)
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
         """Request a layer's rows if they are known before its own query."""
-        device = cache.stage.device
+        device = cache.share.device
         with launching_on(device):
             if not cache.names_rows:
                 cache.request_kept()
             elif cache.policy.when == "previous_step":
                 assert cache.last_query is not None, "a prompt comes first"
-                self._select(cache, cache.last_query)
+                self._request_selection(cache, cache.last_query)
             elif cache.policy.when == "earlier_layer":
                 assert query is not None, "an earlier layer has selected"
-                self._select(cache, query.to(device))
+                self._request_selection(cache, query.to(device))
 
     # Attend, and write back
 
@@ -207,9 +212,8 @@ class DecodeStep(Handler):
         codec, visible = cache.store.codec, cache.visible(fetch)
         assert isinstance(codec, Codec)
         of_group = None if visible is None else visible.unsqueeze(2)
-        output = kernels.attend(
-            query, fetch.cached, own, of_group, fetch.bias, cache.policy.softmax.scale, codec
-        )
+        scale = cache.policy.softmax.scale
+        output = kernels.attend(query, fetch.cached, own, of_group, fetch.bias, scale, codec)
         cache.keep_own(*own)
         return output
 
@@ -249,25 +253,25 @@ def attend_by_scores(
     num_kv_heads, 1, size]; visible: of the cached rows, bool [batch, 1 or num_kv_heads, 1, n], None
     for all. Returns [batch, num_kv_heads, group, 1, value_dim].
     """
-    of_keys = (*(part.keys for part in parts), own.keys)
-    *cached, of_own_key = (softmax.scores(query, keys) for keys in of_keys)
+    all_rows = [*parts, own]
+    *cached, of_own_key = [softmax.scores(query, part.keys) for part in all_rows]
     if visible is not None:
-        seen = visible.unsqueeze(2).split([part.shape[-1] for part in cached], -1)
-        cached = [torch.where(*each, float("-inf")) for each in zip(seen, cached, strict=True)]
+        seen = visible.unsqueeze(2).split([scores.shape[-1] for scores in cached], -1)
+        for number, of_part in enumerate(cached):
+            cached[number] = torch.where(seen[number], of_part, float("-inf"))
     scores = torch.cat([*cached, of_own_key], -1)
     edit(scores)
-    weights = softmax.weights(scores).to(own.values.dtype)
-    *of_parts, of_own = weights[..., 0, :].split([keys.shape[2] for keys in of_keys], -1)
+    weights = softmax.weights(scores).to(own.values.dtype)[..., 0, :]
+    *of_parts, of_own = weights.split([part.keys.shape[2] for part in all_rows], -1)
     output = of_own * own.values  # [batch, kv, group, value_dim]
     for of_part, part in zip(of_parts, parts, strict=True):
         output = output + of_part @ part.values
     return output.unsqueeze(3)
 
 
-def _selects_for_next(cache: LayerCache) -> bool:
+def _decides_for_next(cache: LayerCache) -> bool:
     """True if the next layer's rows follow from this layer's selection among its fetched rows."""
     following = cache.following
-    waits = (
-        following is not None and following.names_rows and following.policy.when == "earlier_layer"
-    )
-    return waits and cache.state is not None and not cache.names_rows
+    if following is None or not following.names_rows or following.policy.when != "earlier_layer":
+        return False
+    return cache.state is not None and not cache.names_rows

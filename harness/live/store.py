@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
@@ -30,7 +31,7 @@ from harness.live import memory
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
 from methods import compiled
-from methods.codec import AnyCodec, Codec
+from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
 
 
 class KeyValue(NamedTuple):
@@ -58,9 +59,8 @@ class Chosen(NamedTuple):
         if self.targets is None:
             return self.slots
         found = self.slots.new_full((*self.slots.shape[:-1], num_rows + 1), -1)
-        return found.scatter_(-1, self.targets.masked_fill(self.slots < 0, num_rows), self.slots)[
-            ..., :num_rows
-        ]
+        targets = self.targets.masked_fill(self.slots < 0, num_rows)
+        return found.scatter_(-1, targets, self.slots)[..., :num_rows]
 
 
 SlotRequest = int | slice | Chosen
@@ -102,6 +102,12 @@ class RowFormat:
         """Bytes of a slot, a multiple of 4."""
         return -(-(self.key_bytes + self._value_bytes) // 4) * 4
 
+    @cached_property
+    def is_exact(self) -> bool:
+        """True if keys and values are stored as they are computed."""
+        exact = FLOAT_DTYPES.get(self.codec.keys.name)
+        return isinstance(self.codec, Codec) and exact == self.dtype
+
     @property
     def _value_size(self) -> int:
         return self.value_dim or self.head_dim
@@ -126,26 +132,33 @@ class RowFormat:
 
             assert isinstance(self.codec, Codec)
             return kernels.pack(keys, values, self.codec, self.slot_bytes)
-        halves = [self.codec.keys.encode(keys)]
-        if not self.values_in_keys:
-            halves.append(self.codec.values.encode(values))
-        rows = torch.cat(halves, dim=-1)
+        if self.is_exact:
+            elements = keys if self.values_in_keys else torch.cat([keys, values], -1)
+            rows = elements.contiguous().view(torch.uint8)
+        else:
+            rows = self.codec.keys.encode(keys)
+            if not self.values_in_keys:
+                rows = torch.cat([rows, self.codec.values.encode(values)], -1)
         room = self.slot_bytes - rows.shape[-1]
         return pad(rows, (0, room)) if room else rows
 
     def unpack(self, rows: Tensor) -> KeyValue:
         """Keys and values from rows on the device; views of `rows` where the codec stores the
         compute dtype."""
+        if self.is_exact:
+            elements = rows.view(self.dtype)
+            keys = elements[..., : self.head_dim]
+            values = elements[..., self.head_dim : self.head_dim + self._value_size]
+            return KeyValue(keys, keys[..., : self._value_size] if self.values_in_keys else values)
         keys = self.codec.keys.decode(rows[..., : self.key_bytes], self.head_dim, self.dtype)
         if self.values_in_keys:
             return KeyValue(keys, keys[..., : self._value_size])
-        values = rows[..., self.key_bytes : self.key_bytes + self._value_bytes]
-        return KeyValue(keys, self.codec.values.decode(values, self._value_size, self.dtype))
+        coded = rows[..., self.key_bytes : self.key_bytes + self._value_bytes]
+        return KeyValue(keys, self.codec.values.decode(coded, self._value_size, self.dtype))
 
 
 class KVStore:
-    """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts the bytes that cross
-    the link.
+    """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer.
 
     `nbytes` is known before `allocate` makes the slots. Under managed placement the driver pages
     what a kernel touches; all else is as on the device. tuning: of the link to the device.
@@ -162,20 +175,20 @@ class KVStore:
         device: torch.device,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        self.format, self.codec, self.slot_bytes = (
-            row_format,
-            row_format.codec,
-            row_format.slot_bytes,
-        )
-        self.batch, self.num_kv_heads, self.capacity = batch, num_kv_heads, capacity
+        self.format = row_format
+        self.codec = row_format.codec
+        self.slot_bytes = row_format.slot_bytes
+        self.batch = batch
+        self.num_kv_heads = num_kv_heads
         self.heads = batch * num_kv_heads
+        self.capacity = capacity
         self.nbytes = self.heads * capacity * self.slot_bytes
-        self.placement, self.device, self.tuning = placement, device, tuning
+        self.placement = placement
+        self.device = device
+        self.tuning = tuning
         self.is_reachable = placement != "host"
         """True if a kernel on the device can address the slots."""
         self.slots = torch.empty(0, dtype=torch.uint8)
-        self._rows_loaded: int | Tensor = 0
-        self._rows_written: int | Tensor = 0
 
     def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
         """Make the slots and return the store.
@@ -199,16 +212,6 @@ class KVStore:
         """Give the slots back. Drain the link before."""
         self.slots = self.slots.new_empty(0)
 
-    @property
-    def h2d_bytes(self) -> int:
-        """Payload bytes loaded over the link so far, 0 without one. Drain the link before."""
-        return int(self._rows_loaded) * self.slot_bytes
-
-    @property
-    def d2h_bytes(self) -> int:
-        """Payload bytes written over the link so far, 0 without one. Drain the link before."""
-        return int(self._rows_written) * self.slot_bytes
-
     def num_rows(self, request: int | Chosen) -> int | Tensor:
         """Rows of that many slots of every head, or of the chosen slots."""
         return request * self.heads if isinstance(request, int) else request.num_rows
@@ -229,7 +232,7 @@ class KVStore:
 
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], contiguous in
-        a head; return and count the bytes moved.
+        a head; return the bytes moved.
 
         A negative index leaves its row alone. Under CUDA asynchronous on the current stream from
         device and pinned memory, the count of chosen slots being a 0-d device tensor; from pageable
@@ -244,17 +247,16 @@ class KVStore:
                 index = request.by_target(rows.shape[2])
                 staged = torch.zeros(rows.shape, dtype=torch.uint8)
                 gather_rows(self.slots, index.cpu(), staged)
-                rows[index >= 0] = staged.to(rows.device)[index >= 0]
+                wanted = index >= 0
+                rows[wanted] = staged.to(rows.device)[wanted]
         else:
             part = request if isinstance(request, slice) else slice(0, request)
             moved = rows.shape[:3].numel()
             copy_heads(self.slots[:, :, part.start : self._checked(part.stop)], rows)
-        if self.placement == "host":
-            self._rows_loaded = self._rows_loaded + moved
         return moved * self.slot_bytes
 
     def write(self, rows: Tensor, at: int | Chosen) -> int | Tensor:
-        """Put packed `rows` into slots; return and count the bytes moved.
+        """Put packed `rows` into slots; return the bytes moved.
 
         at: the column of the first row, for all heads; or the slot of each row. Asynchronous and
         raising as `load`.
@@ -267,18 +269,14 @@ class KVStore:
             if rows.is_cuda and not self.is_reachable:
                 index, rows = index.cpu(), rows.cpu()
             scatter_rows(self.slots, index, rows, self.tuning)
-        if self.placement == "host":
-            self._rows_written = self._rows_written + moved
         return moved * self.slot_bytes
 
     def _write_columns(self, rows: Tensor, at: int) -> None:
         """Write rows of every head from column `at` on. Short lines, such as a step's own row, are
         written by a kernel if it can reach the slots, else by the host from one copy of all."""
         column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
-        if (
-            rows.device == column.device
-            or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes
-        ):
+        is_long = rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes
+        if rows.device == column.device or is_long:
             copy_heads(rows, column)
         elif self.is_reachable:
             index = torch.arange(at, at + rows.shape[2], device=self.device)
@@ -303,7 +301,8 @@ def copy_heads(source: Tensor, target: Tensor) -> None:
     Asynchronous on the current stream between the device and page-locked memory. Raises
     RuntimeError in CUDA's words.
     """
-    source, target = (each.flatten(2).flatten(0, 1) for each in (source, target))  # a head a line
+    source = source.flatten(2).flatten(0, 1)  # a head a line
+    target = target.flatten(2).flatten(0, 1)
     if not source.numel() or source.device == target.device:
         target.copy_(source)
     else:
@@ -313,9 +312,8 @@ def copy_heads(source: Tensor, target: Tensor) -> None:
 def _memcpy_2d(source: Tensor, target: Tensor) -> None:
     kinds = cuda_runtime().cudaMemcpyKind
     kind = kinds.cudaMemcpyHostToDevice if target.is_cuda else kinds.cudaMemcpyDeviceToHost
-    stream = torch.cuda.current_stream(
-        target.device if target.is_cuda else source.device
-    ).cuda_stream
+    device = target.device if target.is_cuda else source.device
+    stream = torch.cuda.current_stream(device).cuda_stream
     height, width = source.shape
     lines = target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0), width, height
     call_cuda("cudaMemcpy2DAsync", *lines, kind, stream)
@@ -348,7 +346,8 @@ def gather_rows(
     _check(slots, index)
     words, target_words = slots.view(torch.int32), rows.view(torch.int32)
     for head in np.ndindex(*index.shape[:2]):
-        moving, own = (index[head] >= 0).nonzero().view(-1), index[head]
+        own = index[head]
+        moving = (own >= 0).nonzero().view(-1)
         if targets is None and len(moving) == len(own):  # without an intermediate copy
             torch.index_select(words[head], 0, own, out=target_words[head])
         elif len(moving):
@@ -372,10 +371,10 @@ def scatter_rows(
     batch, num_kv_heads, capacity, _ = slots.shape
     first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
     moving = (index >= 0).view(-1).nonzero().view(-1)
-    words, of_rows = (
-        each.view(torch.int32).view(-1, each.shape[-1] // 4) for each in (slots, rows)
-    )  # a row each
-    words.index_copy_(0, (first + index).view(-1)[moving], of_rows[moving])
+    row_words = slots.shape[-1] // 4
+    words = slots.view(torch.int32).view(-1, row_words)
+    new_words = rows.view(torch.int32).view(-1, row_words)
+    words.index_copy_(0, (first + index).view(-1)[moving], new_words[moving])
 
 
 def _check(slots: Tensor, index: Tensor) -> None:

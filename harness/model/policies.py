@@ -3,11 +3,15 @@
 A layer that sees every token is under the method, or exempt from it and reads the full cache. A
 local layer reads its window, whatever the method. Recurrent layers have no cache, and so no policy:
 their states are the model's own.
+
+Also here: the checks around `State.select`, which may be a user's own code.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +21,7 @@ from harness.errors import UserError, line_in, line_of, message, reason
 from harness.model.attached import Attached
 from methods.attention import Softmax
 from methods.base import (
+    NAMES_ROWS,
     Calibration,
     Lengths,
     Method,
@@ -47,6 +52,11 @@ class Policy(NamedTuple):
     prefetches: bool = False
 
     @property
+    def names_rows(self) -> bool:
+        """True if `select` runs before the fetch and decides which rows are fetched."""
+        return self.when in NAMES_ROWS
+
+    @property
     def rehearses(self) -> bool:
         """True if a query of the layer is made in the layer before: to select by it, or to
         prefetch."""
@@ -63,12 +73,8 @@ def policies_of(
     method that the model does not take.
     """
     exempt, num_layers = method.num_exempt_layers, attached.geometry.num_layers
-    require(
-        exempt < num_layers or not needs_method,
-        "num_exempt_layers",
-        exempt,
-        f"< {num_layers} layers",
-    )
+    is_met = exempt < num_layers or not needs_method
+    require(is_met, "num_exempt_layers", exempt, f"< {num_layers} layers")
     if method.needs_inputs and method.rereads:
         raise UserError(
             f"method {method.title}: needs_inputs and rereads; a method can have one of them"
@@ -86,12 +92,11 @@ def policies_of(
         elif number < exempt:
             policies.append(Policy("full", number, "kept", softmax, None))
         else:
+            is_first = layer.before is None  # of the model: no layer before it can rehearse
             when = method.when_of(number)
-            if (
-                when == "previous_layer" and layer.before is None
-            ):  # the model's first layer has none before it
+            if is_first and when == "previous_layer":
                 when = "own_query"
-            prefetches = prefetch and layer.before is not None and method.prefetches(number)
+            prefetches = prefetch and not is_first and method.prefetches(number)
             policies.append(Policy("method", number, when, softmax, None, prefetches))
     if any(policy.rehearses for policy in policies):
         attached.require_rehearsal()
@@ -112,56 +117,84 @@ def new_states(
         first = attached.numbers.index(method.num_exempt_layers)
         method.check_inputs(*attached.example(first))
     states: dict[torch.device, State] = {}
-    for device in [] if method.reads_all else attached.method_devices(method.num_exempt_layers):
-        on_device = Lengths(*(part.to(device) for part in lengths))
-        measured = (
-            None
-            if calibration is None
-            else {name: each.to(device) for name, each in calibration.items()}
-        )
+    if method.reads_all:
+        return states
+    for device in attached.method_devices(method.num_exempt_layers):
+        on_device = Lengths(lengths.prompt.to(device), lengths.final.to(device))
+        measured = None
+        if calibration is not None:
+            measured = {name: tensor.to(device) for name, tensor in calibration.items()}
         states[device] = method.new_state(attached.geometry, on_device, measured)
-    numbers = range(method.num_exempt_layers, attached.geometry.num_layers)
-    shares = any(method.when_of(number) == "earlier_layer" for number in numbers)
-    if len(states) > 1 and shares and not (state := next(iter(states.values()))).handed_on:
-        raise UserError(
-            f"model.device=map: {type(state).__name__} takes selections from earlier layers and names none of them in "
-            "`handed_on`; allowed: auto, cuda"
-        )
+    if len(states) > 1 and _shares_selections(method, attached.geometry.num_layers):
+        state = next(iter(states.values()))
+        if not state.handed_on:
+            raise UserError(
+                f"model.device=map: {type(state).__name__} takes selections from earlier layers "
+                "and names none of them in `handed_on`; allowed: auto, cuda"
+            )
     return states
 
 
-def select(state: State, layer: int, rows: QueryRows) -> Selection:
-    """`state.select` with the types, dtypes and shapes of its result checked. No number is read, so
-    no GPU waits.
+def _shares_selections(method: Method, num_layers: int) -> bool:
+    layers = range(method.num_exempt_layers, num_layers)
+    return any(method.when_of(layer) == "earlier_layer" for layer in layers)
 
-    If a user's own method raises or returns something else, a UserError names the line of its file.
-    """
-    classes = [
-        cls
-        for cls in (type(state), type(state.method))
-        if cls.__module__.partition(".")[0] != "methods"
-    ]
-    try:
-        selection = state.select(layer, rows)
-        fault = _fault(selection, state, rows)
-    except (UserError, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, BrokenPipeError):
-        raise
-    except BaseException as error:
+
+# State.select may be a user's own code: its errors name a line of the user's file, and the types,
+# dtypes and shapes of its results are checked. No number is read, so no GPU waits.
+
+HARMLESS = (UserError, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, BrokenPipeError)
+"""Errors that are not changed."""
+
+
+class SelectErrors:
+    """Around `State.select`: an error of a user's own method becomes a UserError that names the
+    line of its file. Other errors pass."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, HARMLESS):
+            return
+        classes = own_classes(self.state)
         if not classes or "DefaultCPUAllocator" in message(error):  # out of memory on a CPU
-            raise
+            return
         files = {str(sys.modules[cls.__module__].__file__) for cls in classes}
         where = line_in(error, files) or next(iter(files))
         raise UserError(
-            f"method {type(state.method).__name__}: {where}: select raised {reason(error)}"
+            f"method {type(self.state.method).__name__}: {where}: select raised {reason(error)}"
         ) from error
-    if fault is not None:
-        where = f"method {type(state.method).__name__}: {line_of(type(state), 'select')}"
-        raise (UserError if classes else TypeError)(f"{where}: select returned {fault}")
-    return selection
+
+
+def own_classes(state: State) -> list[type]:
+    """The classes of a state and its method that are a user's own."""
+    classes = (type(state), type(state.method))
+    return [cls for cls in classes if cls.__module__.partition(".")[0] != "methods"]
+
+
+def check_selection(selection: Any, state: State, rows: QueryRows) -> None:
+    """Check the result of `State.select`. Raises UserError for a user's own method and TypeError
+    for any other."""
+    fault = _fault(selection, state, rows)
+    if fault is None:
+        return
+    where = f"method {type(state.method).__name__}: {line_of(type(state), 'select')}"
+    error = UserError if own_classes(state) else TypeError
+    raise error(f"{where}: select returned {fault}")
 
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COUNTS = (torch.float64, torch.float32, torch.int64, torch.int32)
+Sizes = Sequence[tuple[int, ...]]
+"""The allowed sizes of each axis."""
 
 
 def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
@@ -169,52 +202,48 @@ def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
     good one."""
     if not isinstance(selection, Selection):
         return f"{type(selection).__name__}; allowed: a Selection (methods/base.py)"
-    (batch, num_rows), slots, geometry = (
-        rows.positions.shape,
-        rows.slot_positions.shape[-1],
-        state.geometry,
-    )
-    kv_heads, group, rest = geometry.num_kv_heads, geometry.group, selection.rest
-    parts: list[tuple[str, Any, tuple[torch.dtype, ...], list[tuple[int, ...]]]] = [
-        ("num_read", selection.num_read, COUNTS, [(batch,), (num_rows,)]),
-        ("mask", selection.mask, (torch.bool,), [(batch,), (1, kv_heads), (num_rows,), (slots,)]),
-        ("side", selection.side, COUNTS, [(batch,), (num_rows,)]),
-        (
-            "bias",
-            selection.bias,
-            FLOATS,
-            [(batch,), (1, kv_heads), (1, group), (num_rows,), (slots,)],
-        ),
-    ]
-    if rest is not None:
-        of_heads: list[tuple[int, ...]] = [(batch,), (kv_heads,), (group,), (num_rows,)]
-        value_dim = geometry.value_dim or geometry.head_dim
-        name, share = (
-            ("rest.share", rest.share)
-            if rest.log_mass is None
-            else ("rest.log_mass", rest.log_mass)
-        )
-        if rest.log_mass is not None and not state.method.weighs_rest:
-            return "rest.log_mass; allowed: for a method with weighs_rest = True"
-        parts.append((name, share, FLOATS, of_heads))
-        parts.append(
-            (
-                "rest.value",
-                rest.value,
-                FLOATS,
-                [*of_heads[:2], (1, group), (num_rows,), (value_dim,)],
-            )
-        )
-    for name, part, dtypes, sizes in parts:
-        if part is None and name in ("mask", "side", "bias"):
-            continue
-        is_right = isinstance(part, Tensor) and part.dtype in dtypes and part.dim() == len(sizes)
-        if not is_right or any(
-            size not in allowed for size, allowed in zip(part.shape, sizes, strict=True)
-        ):
-            found = (
-                f"{part.dtype} {[*part.shape]}" if isinstance(part, Tensor) else type(part).__name__
-            )
-            shape = ", ".join(" or ".join(map(str, dict.fromkeys(allowed))) for allowed in sizes)
-            return f"{name} {found}; allowed: {' or '.join(map(str, dtypes))} [{shape}]"
-    return None
+    rest = selection.rest
+    if rest is not None and rest.log_mass is not None and not state.method.weighs_rest:
+        return "rest.log_mass; allowed: for a method with weighs_rest = True"
+    batch, num_rows = rows.positions.shape
+    slots = rows.slot_positions.shape[-1]
+    geometry = state.geometry
+    kv_heads, group = geometry.num_kv_heads, geometry.group
+    of_rows = [(batch,), (num_rows,)]
+    of_slots = [(batch,), (1, kv_heads), (num_rows,), (slots,)]
+    of_group_slots = [(batch,), (1, kv_heads), (1, group), (num_rows,), (slots,)]
+    fault = _fault_of("num_read", selection.num_read, COUNTS, of_rows)
+    if fault is None and selection.mask is not None:
+        fault = _fault_of("mask", selection.mask, (torch.bool,), of_slots)
+    if fault is None and selection.side is not None:
+        fault = _fault_of("side", selection.side, COUNTS, of_rows)
+    if fault is None and selection.bias is not None:
+        fault = _fault_of("bias", selection.bias, FLOATS, of_group_slots)
+    if fault is not None or rest is None:
+        return fault
+    value_dim = geometry.value_dim or geometry.head_dim
+    of_heads = [(batch,), (kv_heads,), (group,), (num_rows,)]
+    of_value = [(batch,), (kv_heads,), (1, group), (num_rows,), (value_dim,)]
+    if rest.log_mass is None:
+        fault = _fault_of("rest.share", rest.share, FLOATS, of_heads)
+    else:
+        fault = _fault_of("rest.log_mass", rest.log_mass, FLOATS, of_heads)
+    return fault or _fault_of("rest.value", rest.value, FLOATS, of_value)
+
+
+def _fault_of(name: str, part: Any, dtypes: Sequence[torch.dtype], sizes: Sizes) -> str | None:
+    """What is wrong with one tensor of a selection, and what is allowed; None for a good one."""
+    if not isinstance(part, Tensor):
+        found = type(part).__name__
+    elif part.dtype in dtypes and _fits(part.shape, sizes):
+        return None
+    else:
+        found = f"{part.dtype} {[*part.shape]}"
+    shape = ", ".join(" or ".join(map(str, dict.fromkeys(allowed))) for allowed in sizes)
+    return f"{name} {found}; allowed: {' or '.join(map(str, dtypes))} [{shape}]"
+
+
+def _fits(shape: Sequence[int], sizes: Sizes) -> bool:
+    if len(shape) != len(sizes):
+        return False
+    return all(size in allowed for size, allowed in zip(shape, sizes, strict=True))

@@ -168,6 +168,28 @@ OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
 
 
 @dataclass(frozen=True)
+class SessionConstants:
+    """What does not change while a session runs.
+
+    code_bits: of one stored element, without the groups' scales. recurrent_bytes: of a sequence's
+    states in recurrent layers. latent_bytes: of a token in all layers that store latents. Both are
+    0 where the model has none.
+    """
+
+    code_bits: float = 16
+    recurrent_bytes: float = 0.0
+    latent_bytes: float = 0.0
+
+    def merged(self, other: SessionConstants) -> SessionConstants:
+        """Of two sessions of one model and codec, one of which may have run nothing."""
+        return SessionConstants(
+            min(self.code_bits, other.code_bits),
+            max(self.recurrent_bytes, other.recurrent_bytes),
+            max(self.latent_bytes, other.latent_bytes),
+        )
+
+
+@dataclass(frozen=True)
 class ReadStats:
     """Sums over decode rows; add two to merge them.
 
@@ -175,13 +197,11 @@ class ReadStats:
     (or quantized read) ran in every non-exempt layer. frac_sum, index_sum, resident_sum,
     window_sum: sums of the shares of the cache that were read, read of an index and kept on the
     device, and of the share that local layers hold. pairs_read, pairs: (query, key) pairs, own
-    token and prompt rows included, mean over the non-exempt layers. code_bits: of one stored
-    element, without the groups' scales. recall_sum: sum of attention_recall. link_sum, hit_sum:
-    where rows stay on the device, sums of the share of the cache that crosses the link and of the
-    selected rows that are there when a layer selects; None elsewhere. rows_loaded: rows of a KV
-    head that crossed the link there, of the layers under the method. recurrent_bytes: of a
-    sequence's states in recurrent layers. latent_bytes: of a token in all layers that store
-    latents. Both are 0 where the model has none.
+    token and prompt rows included, mean over the non-exempt layers. recall_sum: sum of
+    attention_recall. link_sum, hit_sum: where rows stay on the device, sums of the share of the
+    cache that crosses the link and of the selected rows that are there when a layer selects; None
+    elsewhere. rows_loaded: rows of a KV head that crossed the link there, of the layers under the
+    method. constants: of the session, no sums.
     """
 
     rows: float = 0.0
@@ -192,33 +212,44 @@ class ReadStats:
     window_sum: float = 0.0
     pairs_read: float = 0.0
     pairs: float = 0.0
-    code_bits: float = 16
     recall_sum: float | None = None
     link_sum: float | None = None
     hit_sum: float | None = None
     rows_loaded: float = 0.0
-    recurrent_bytes: float = 0.0
-    latent_bytes: float = 0.0
+    constants: SessionConstants = SessionConstants()
 
     def __add__(self, other: ReadStats) -> ReadStats:
-        of_one_model = {"code_bits": min, "recurrent_bytes": max, "latent_bytes": max}
-        merged: dict[str, Any] = {}
-        for name in (field.name for field in fields(self)):
-            both = [
-                each for each in (getattr(self, name), getattr(other, name)) if each is not None
-            ]
-            merged[name] = of_one_model.get(name, sum)(both) if both else None
-        return ReadStats(**merged)
+        sums: dict[str, Any] = {}
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name == "constants":
+                sums[field.name] = ours.merged(theirs)
+            elif ours is None or theirs is None:  # one of them has not measured it
+                sums[field.name] = theirs if ours is None else ours
+            else:
+                sums[field.name] = ours + theirs
+        return ReadStats(**sums)
 
     @property
     def sizes(self) -> dict[str, float]:
         """`SHARES`, and of the others those that this run has."""
-        sizes = {name: getattr(self, name) for name in (*SHARES, *OF_HOT_ROWS, *OF_SOME_MODELS)}
-        return {
-            name: size
-            for name, size in sizes.items()
-            if size or (size == 0 and name not in OF_SOME_MODELS)
-        }
+        sizes = {}
+        for name in (*SHARES, *OF_HOT_ROWS, *OF_SOME_MODELS):
+            size = getattr(self, name)
+            is_absent = size is None or (name in OF_SOME_MODELS and size == 0)
+            if not is_absent:
+                sizes[name] = size
+        return sizes
+
+    @property
+    def recurrent_bytes(self) -> float:
+        """Bytes of a sequence's recurrent states."""
+        return self.constants.recurrent_bytes
+
+    @property
+    def latent_bytes(self) -> float:
+        """Bytes of a token's latents in all layers."""
+        return self.constants.latent_bytes
 
     def _mean(self, total: float) -> float:
         return total / self.rows if self.rows else 0.0
@@ -260,7 +291,7 @@ class ReadStats:
     def size_artifact(self) -> float:
         """The artifact's relative KV cache size."""
         density = min(1.0, self.pairs_read / self.pairs)
-        return (1 - math.sqrt(1 - density)) * self.code_bits / 16
+        return (1 - math.sqrt(1 - density)) * self.constants.code_bits / 16
 
     @property
     def attention_recall(self) -> float | None:
@@ -280,75 +311,6 @@ class ReadStats:
                 f"the method ran on {self.fired_rows:g} of {self.rows:g} decode rows: nothing was measured; "
                 "check prefill, prefill_len and method.num_exempt_layers"
             )
-
-
-class StepReads:
-    """What live decoding reads on the device, summed over steps and sequences without a sync.
-
-    codec: of the layers under the method, whose rows take `slot_bytes`. element_bytes: of the
-    compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and windows in the compute
-    dtype, and the own token of every layer. Padding is not counted.
-    """
-
-    def __init__(
-        self,
-        geometry: Geometry,
-        num_exempt: int,
-        codec: AnyCodec,
-        *,
-        slot_bytes: int,
-        element_bytes: int,
-        device: torch.device,
-    ) -> None:
-        self.geometry, self.num_exempt = geometry, num_exempt
-        self.width = code_width(codec, geometry)
-        self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
-        self.slot_bytes = slot_bytes
-        self.rows = 0
-        self.frac_sum, self.index_sum, self.num_bytes = torch.zeros(
-            3, dtype=torch.float64, device=device
-        )
-
-    def count(self, cached: Tensor, reads: Sequence[Tensor], index_reads: Sequence[Tensor]) -> None:
-        """Add a step. cached: tokens before it, int [batch]; reads, index_reads: of each layer
-        under the method, tokens read and read of an index, mean over KV heads, [batch]."""
-        geometry, num_layers = self.geometry, self.geometry.num_layers
-        read, index_read = (_sum(cached, each) for each in (reads, index_reads))
-        self.rows += len(cached)
-        share = share_of_cache(cached, read, self.width, self.num_exempt, num_layers)
-        index_share = share_beside(cached, index_read, num_layers)
-        exact = self.num_exempt * cached + index_read + num_layers
-        for window in geometry.windows:
-            exact = exact + window.weight * (window.num_cached(cached) + 1)
-        num_bytes = geometry.num_kv_heads * (exact * self.token_bytes + read * self.slot_bytes)
-        self.frac_sum = self.frac_sum + share.sum()
-        self.index_sum = self.index_sum + index_share.sum()
-        self.num_bytes = self.num_bytes + num_bytes.sum()
-
-    @property
-    def size(self) -> float:
-        """What was read of the cache / the full cache, mean over the steps and sequences so far."""
-        return float(self.frac_sum) / self.rows
-
-    @property
-    def device_frac(self) -> float:
-        """What was read in device memory / the full cache, alike."""
-        return float(self.frac_sum + self.index_sum) / self.rows
-
-
-def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:
-    """Over the layers, one launch for all of a device: fp64, shaped like `cached`, zeros of
-    none."""
-    if not layers:
-        return torch.zeros_like(cached, dtype=torch.float64)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for layer in layers:
-        by_device.setdefault(layer.device, []).append(layer)
-    sums = [
-        torch.stack(each).sum(0, dtype=torch.float64).to(cached.device)
-        for each in by_device.values()
-    ]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def expected_size(

@@ -26,7 +26,7 @@ from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel, model_config
 from harness.model.prompts import PromptPass
 from harness.model.shape import WEIGHT_BYTES, count_weights
-from harness.replay.session import MAX_CHUNK, SCORES_PER_CHUNK
+from harness.replay.decode_pass import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from methods.attention import Softmax

@@ -187,7 +187,7 @@ def as_perplexity(nll: float, where: str) -> float:
 def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     """Means over all scored rows; standard errors over windows (None with a single window)."""
     reads = sum(
-        (window.reads for window in windows), ReadStats(code_bits=windows[0].reads.code_bits)
+        (window.reads for window in windows), ReadStats(constants=windows[0].reads.constants)
     )
     metrics: dict[str, float | None] = {"num_samples": len(windows)}
     _add(metrics, "perplexity", [window.scores.nll for window in windows])

@@ -31,7 +31,7 @@ from harness.replay.setup import Setup, prepare
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from harness.speed.link_rate import LinkRate, link_rate
-from harness.speed.timed_run import Cell, SharedPrompt, run_shared_prompt, time_cell
+from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
 from methods.base import TokenCounts
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
@@ -58,7 +58,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
         setup = _setup(config, loaded, attached)
         on_device = platform.weights_on_device
         rows = config.device_rows, config.prefetch
-        cell = Cell(
+        cell = TimedRun(
             setup.method, shape, config.placement, setup.codec, *rows, platform.pinned, on_device
         )
 
@@ -79,7 +79,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                     config.calibration,
                 )
                 prompt = (Memo() if prompts is None else prompts).get(key, run_densely)
-            metrics, raw = time_cell(
+            metrics, raw = time_run(
                 attached, prompt, cell, link=link, calibration=setup.calibration
             )
     marks = {"platform": platform.name, "source": SOURCES[platform.name]}

@@ -27,7 +27,7 @@ are there, buffers of streamed ones included, and
 
     with attach(model) as attached, open_link(attached.device) as link:
         prompt = run_shared_prompt(attached, ids)
-        metrics, samples = time_cell(attached, prompt, cell, link=link, calibration=calibration)
+        metrics, samples = time_run(attached, prompt, cell, link=link, calibration=calibration)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from methods.codec import AnyCodec
 
 
 @dataclass(frozen=True)
-class Cell:
+class TimedRun:
     """The settings of a timed cell. The fields are those of `LiveSession`; `shape` says how long
     and how often.
 
@@ -98,10 +98,10 @@ def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
     return SharedPrompt(prompt, _now(attached.device) - began)
 
 
-def time_cell(
+def time_run(
     attached: Attached,
     prompt: SharedPrompt | Tensor,
-    cell: Cell,
+    cell: TimedRun,
     *,
     link: Links | None = None,
     calibration: Calibration | None = None,
@@ -146,7 +146,10 @@ def time_cell(
 
 
 def _time(
-    session: LiveSession, weights: StreamedWeights | None, prompt: SharedPrompt | Tensor, cell: Cell
+    session: LiveSession,
+    weights: StreamedWeights | None,
+    prompt: SharedPrompt | Tensor,
+    cell: TimedRun,
 ) -> Timing:
     device, shape = session.attached.device, cell.shape
     began = _now(device)
@@ -251,7 +254,9 @@ def _time(
     return Timing(metrics, samples)
 
 
-def _counts(session: LiveSession, weights: StreamedWeights | None, cell: Cell) -> dict[str, Any]:
+def _counts(
+    session: LiveSession, weights: StreamedWeights | None, cell: TimedRun
+) -> dict[str, Any]:
     """Bytes up to now, which a GPU may still count; None for what does not cross the link, or not
     by our doing."""
     counted = cell.placement != "managed"

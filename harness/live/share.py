@@ -1,0 +1,139 @@
+"""What the layers on one device share in live decoding: the tokens of the batch, the method's state,
+the link, the fetch buffers, and counts of the rows that cross the link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from harness.live.links import Link
+from harness.live.memory import PinnedSlab
+from harness.live.store import KVStore
+from methods.base import EMPTY, Lengths, PromptRows, State, TokenCounts
+
+COUNTS_AT_ONCE = 1024
+"""Counts on the device that are kept before they are summed: one launch for many."""
+
+
+class Batch:
+    """Tokens and progress of a batch, shared by the layers of one device.
+
+    real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of
+    each column's token, `EMPTY` for none. positions: int [batch], cached tokens before this step.
+    row_positions, one_row, slots: made once for the `QueryRows` of all layers, since each new
+    tensor is a launch.
+    """
+
+    def __init__(self, real: Tensor, max_new_tokens: int) -> None:
+        batch, prompt_columns = real.shape
+        columns = prompt_columns + max_new_tokens
+        prompt = real.sum(-1)
+        self.real = real
+        self.lengths = Lengths(prompt, prompt + max_new_tokens)
+        self.prompts: list[int] = prompt.tolist()
+        self.is_padded = min(self.prompts) < prompt_columns
+        self.max_new_tokens = max_new_tokens
+        self.steps = 0
+        self.positions = prompt
+        self.row_positions = prompt[:, None].int()
+        self.one_row = torch.ones_like(real[:, :1])
+        self.slots = torch.arange(columns, device=real.device).expand(batch, 1, -1)
+        self.tokens = torch.full((batch, columns), EMPTY, device=real.device).int()
+        self.tokens[:, :prompt_columns] = PromptRows(real, prompt_columns).positions.int()
+
+    @property
+    def columns(self) -> int:
+        """Columns before this step."""
+        return self.real.shape[1] + self.steps
+
+    def rows(self, steps: int) -> list[TokenCounts]:
+        """The distinct rows of the sequences after `steps` steps, for the arithmetic of sizes."""
+        return [
+            TokenCounts(prompt + steps, prompt, prompt + self.max_new_tokens)
+            for prompt in sorted({*self.prompts})
+        ]
+
+    def advance(self) -> None:
+        """End the step: its tokens are cached now."""
+        self.tokens[:, self.columns] = self.row_positions[:, 0]
+        self.positions = self.positions + 1
+        self.row_positions = self.row_positions + 1
+        self.steps += 1
+
+
+class Traffic:
+    """Rows that cross a link, and their payload bytes, summed without a sync."""
+
+    def __init__(self) -> None:
+        self._num_rows: dict[int, int | Tensor] = {}
+        """By the bytes of a row."""
+        self._counts: dict[int, list[Tensor]] = {}
+
+    def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
+        """num_rows: under CUDA 0-d on the device."""
+        if isinstance(num_rows, int):
+            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
+            return
+        counts = self._counts.setdefault(row_bytes, [])
+        counts.append(num_rows)
+        if len(counts) == COUNTS_AT_ONCE:
+            self._sum()
+
+    @property
+    def num_rows(self) -> int | Tensor:
+        """So far; 0-d on the device if a count was there."""
+        self._sum()
+        return sum(self._num_rows.values())
+
+    @property
+    def num_bytes(self) -> int | Tensor:
+        """As `num_rows`."""
+        self._sum()
+        return sum(num_rows * row_bytes for row_bytes, num_rows in self._num_rows.items())
+
+    def _sum(self) -> None:
+        for row_bytes, counts in self._counts.items():
+            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + torch.stack(counts).sum()
+        self._counts.clear()
+
+
+class DeviceShare:
+    """The share of a live session that lies on one device; its layers share the fields.
+
+    Set by the session: device; batch; link, None but under host placement; rooms: of each sequence,
+    the rows of a KV head that stay on the device in each layer, None: no row stays; state: the
+    method's, None where it reads everything.
+    Set by `harness.live.opening`: slab: the page-locked memory of the stores.
+    Changed by the layers: buffers: all that fetched rows may lie in; free: the buffers that layers
+    use in turns and that hold no rows, the one that was read last at the end. loaded, written: rows
+    that the decode steps took from the link and wrote back, counted in the step that waits for
+    them, so that they are exact for any run of steps. late: the rows of `loaded` that a layer
+    requested by its own query, in the layer itself.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        batch: Batch,
+        link: Link | None,
+        rooms: Sequence[int] | None,
+        state: State | None,
+    ) -> None:
+        self.device = device
+        self.batch = batch
+        self.link = link
+        self.rooms = rooms
+        self.state = state
+        self.slab: PinnedSlab | None = None
+        self.buffers: list[Tensor] = []
+        self.free: list[Tensor] = []
+        self.loaded = Traffic()
+        self.written = Traffic()
+        self.late = Traffic()
+
+    def new_buffer(self, store: KVStore, num_rows: int) -> Tensor:
+        """A buffer that lasts as long as the session."""
+        self.buffers.append(store.new_buffer(num_rows))
+        return self.buffers[-1]

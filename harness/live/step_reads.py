@@ -1,0 +1,80 @@
+"""What the decode steps of a live session read on the device, counted without a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from harness.model.sizes import code_width, share_beside, share_of_cache
+from methods.base import Geometry
+from methods.codec import AnyCodec
+
+
+class StepReads:
+    """What live decoding reads on the device, summed over steps and sequences without a sync.
+
+    codec: of the layers under the method. slot_bytes: of their rows, set once the stores are there.
+    element_bytes: of the compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and windows in the compute
+    dtype, and the own token of every layer. Padding is not counted.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_exempt: int,
+        codec: AnyCodec,
+        *,
+        element_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.geometry = geometry
+        self.num_exempt = num_exempt
+        self.width = code_width(codec, geometry)
+        self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
+        self.slot_bytes = 0
+        self.rows = 0
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.frac_sum, self.index_sum, self.num_bytes = sums
+
+    def count(self, cached: Tensor, reads: Sequence[Tensor], index_reads: Sequence[Tensor]) -> None:
+        """Add a step. cached: tokens before it, int [batch]; reads, index_reads: of each layer
+        under the method, tokens read and read of an index, mean over KV heads, [batch]."""
+        geometry, num_layers = self.geometry, self.geometry.num_layers
+        read, index_read = _sum(cached, reads), _sum(cached, index_reads)
+        self.rows += len(cached)
+        share = share_of_cache(cached, read, self.width, self.num_exempt, num_layers)
+        index_share = share_beside(cached, index_read, num_layers)
+        exact = self.num_exempt * cached + index_read + num_layers
+        for window in geometry.windows:
+            exact = exact + window.weight * (window.num_cached(cached) + 1)
+        num_bytes = geometry.num_kv_heads * (exact * self.token_bytes + read * self.slot_bytes)
+        self.frac_sum = self.frac_sum + share.sum()
+        self.index_sum = self.index_sum + index_share.sum()
+        self.num_bytes = self.num_bytes + num_bytes.sum()
+
+    @property
+    def size(self) -> float:
+        """Rows read / the full cache, mean over the steps and sequences so far."""
+        return float(self.frac_sum) / self.rows
+
+    @property
+    def device_frac(self) -> float:
+        """Rows and index read in device memory / the full cache, mean as `size`."""
+        return float(self.frac_sum + self.index_sum) / self.rows
+
+
+def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:
+    """Over the layers, one launch for all of a device: fp64, shaped like `cached`, zeros of
+    none."""
+    if not layers:
+        return torch.zeros_like(cached, dtype=torch.float64)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for layer in layers:
+        by_device.setdefault(layer.device, []).append(layer)
+    sums = []
+    for on_device in by_device.values():
+        total = torch.stack(on_device).sum(0, dtype=torch.float64)
+        sums.append(total.to(cached.device))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)

@@ -1,0 +1,106 @@
+"""What the rows of a decode pass read, and the sums of it that a session reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.model.policies import Policy
+from harness.model.sizes import (
+    ReadStats,
+    code_width,
+    share_beside,
+    share_of_cache,
+    window_share,
+)
+from methods.base import Geometry, Method
+from methods.codec import AnyCodec
+
+
+class PassCounts:
+    """Counts of the rows of a decode pass.
+
+    cached: tokens before each row, int [batch, rows]. The other counts are sums over the layers
+    under the method, fp64 of the same shape. read: tokens read. index_read: tokens read of an
+    index, or of exact rows beside codes. recall: share of the attention on what is read.
+    Where rows stay on the device, rows of all KV heads: selected: rows chosen. missed: chosen rows
+    that were not on the device. loaded: rows that crossed the link.
+    num_selecting: layers in which the method ran.
+    """
+
+    def __init__(
+        self, cached: Tensor, geometry: Geometry, method: Method, codec: AnyCodec | None
+    ) -> None:
+        self.cached = cached
+        self.geometry = geometry
+        self.method = method
+        self.width = code_width(codec, geometry)
+        self.read = torch.zeros_like(cached, dtype=torch.float64)
+        self.index_read = torch.zeros_like(self.read)
+        self.recall = torch.zeros_like(self.read)
+        self.selected = torch.zeros_like(self.read)
+        self.missed = torch.zeros_like(self.read)
+        self.loaded = torch.zeros_like(self.read)
+        self.num_selecting = 0
+
+    def stats(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
+        """Sums over the rows, each `weights` [batch, rows] times."""
+        method, num_layers = self.method, self.geometry.num_layers
+        exempt = method.num_exempt_layers
+        selecting = num_layers - exempt
+        stats = self.stats_of_all(weights, measures_recall=measures_recall)
+        cached = self._whole()
+        share = share_of_cache(cached, self.read, self.width, exempt, num_layers)
+        index_share = share_beside(cached, self.index_read, num_layers)
+        if not method.reads_all:
+            pairs_read = float((weights * (self.read / selecting + 1)).sum())
+            stats = replace(stats, pairs_read=pairs_read)
+        if measures_recall:
+            recall_sum = float((weights * self.recall).sum()) / selecting
+            stats = replace(stats, recall_sum=recall_sum)
+        return replace(
+            stats,
+            fired_rows=stats.rows if self.num_selecting == selecting else 0.0,
+            frac_sum=float((weights * share).sum()),
+            index_sum=float((weights * index_share).sum()),
+        )
+
+    def stats_of_all(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
+        """The sums of rows that read the full cache."""
+        rows = float(weights.sum())
+        pairs = float((weights * (self.cached.double() + 1)).sum())
+        local = window_share(self._whole(), self.geometry)
+        return ReadStats(
+            rows=rows,
+            fired_rows=rows,
+            frac_sum=rows,
+            window_sum=float((weights * local).sum()),
+            pairs_read=pairs,
+            pairs=pairs,
+            recall_sum=rows if measures_recall else None,
+        )
+
+    def with_link(self, stats: ReadStats, weights: Tensor, policies: Sequence[Policy]) -> ReadStats:
+        """`stats`, and what crosses the link where rows stay on the device. policies: of all
+        layers."""
+        cached, num_kv_heads = self._whole(), self.geometry.num_kv_heads
+        exempt, read_whole = self.method.num_exempt_layers, 0
+        for policy in policies:
+            read_whole += policy.kind == "method" and not policy.names_rows
+        of_method = read_whole * cached + self.loaded / num_kv_heads
+        whole = self.geometry.num_layers * cached
+        crossed = (exempt * cached + self.width * of_method) / whole
+        hits = 1 - self.missed / self.selected.clamp(min=1)
+        return replace(
+            stats,
+            link_sum=float((weights * crossed).sum()),
+            rows_loaded=float((weights * self.loaded).sum()),
+            hit_sum=float((weights * hits).sum()),
+        )
+
+    def _whole(self) -> Tensor:
+        """Tokens of the full cache before each row, fp64 [batch, rows]."""
+        return self.cached.double().clamp(min=1)  # 0: padding only

@@ -1,0 +1,353 @@
+"""Teacher-forced decode rows in replay: all rows of a pass go through a layer at once.
+
+The layer's fresh keys and values join the history first. Then blocks of query rows, one after
+another, select what they read (`State.select`, as in live decoding) and attend to it and to
+themselves: replay masks the rows that live decoding does not fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from harness.live.hot_rows import HotRows
+from harness.model.attached import Attached, Handler
+from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
+from harness.model.policies import Policy, SelectErrors, check_selection
+from harness.model.sizes import ReadStats
+from harness.replay.counts import PassCounts
+from harness.replay.history import History
+from methods.attention import hide
+from methods.base import EMPTY, Method, QueryRows, Selection, State
+from methods.codec import SplitCodec
+
+SCORES_PER_CHUNK = 2**23
+"""Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
+MAX_CHUNK = 256
+
+
+class Session(Protocol):
+    """The fields of `ReplaySession` that a pass reads."""
+
+    attached: Attached
+    method: Method
+    policies: list[Policy]
+    history: History
+    states: dict[torch.device, State]
+    rooms: list[int] | None
+    hot_rows: dict[int, HotRows]
+    measure_recall: bool
+    rows_per_block: int | None
+
+    @property
+    def reads_everything(self) -> bool: ...
+
+
+class RowsOnDevice(NamedTuple):
+    """The rows of a pass on one device. positions: int [batch, rows]; real: bool of the same shape,
+    False for padding; tokens: int32 [batch, columns so far], the token of each column."""
+
+    positions: Tensor
+    real: Tensor
+    tokens: Tensor
+
+
+class DecodePass(Handler):
+    """Teacher-forced rows, each reading what the policy of its layer says, and itself.
+
+    positions, valid: [batch, rows]. counts: what the rows read. rehearsed: by layer, queries made
+    in the layer before.
+    """
+
+    def __init__(self, session: Session, positions: Tensor, valid: Tensor) -> None:
+        self.session = session
+        self.history = session.history
+        self.policies = session.policies
+        self.valid = valid
+        self.positions = positions.int()
+        self.start = self.history.length - valid.shape[1]
+        self.has_padding = not bool(valid.all())
+        tokens = self.history.tokens[:, : self.history.length]
+        self.is_padded = bool((tokens == EMPTY).any())
+        geometry, codec = session.attached.geometry, self.history.codec
+        self.counts = PassCounts(self.positions, geometry, session.method, codec)
+        self.rehearsed: dict[int, Tensor] = {}
+        self._on_device: dict[torch.device, RowsOnDevice] = {}
+        self._latest: State | None = None
+
+    def rehearses(self, layer: int) -> bool:
+        return bool(self.session.states) and self.policies[layer].rehearses
+
+    def rehearse(self, layer: int, query: Tensor) -> None:
+        self.rehearsed[layer] = query
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        policy, device = self.policies[layer], self.session.attached.layers[layer].device
+        tokens = self.rows_on(device).tokens
+        columns = slice(self.start, self.history.length)
+
+        # Write: the fresh rows join the history, as they read back from storage.
+        self.history.keep(layer, key, value, columns)
+        is_selecting = policy.kind == "method" and not self.session.reads_everything
+        state = self.session.states.get(device) if is_selecting else None
+        if state is not None:
+            if self._latest not in (None, state):
+                state.take_over(self._latest)
+            self._latest = state
+            state.append(policy.number, key, value, tokens[:, columns], columns)
+        if is_selecting:
+            self.counts.num_selecting += 1
+
+        # Select and attend, block by block.
+        guess = self.rehearsed.pop(layer) if policy.prefetches else None
+        asking = self._selecting_query(layer, query)
+        outputs = []
+        num_rows, size = query.shape[2], self._rows_per_block(query)
+        for begin in range(0, num_rows, size):
+            rows = slice(begin, min(begin + size, num_rows))
+            block = _Block(self, layer, state, rows, query, asking, guess)
+            if is_selecting:
+                outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
+            else:
+                outputs.append(block.attend_to_all())
+        return torch.cat(outputs, 1)
+
+    def _rows_per_block(self, query: Tensor) -> int:
+        """Rows that select and attend together: as many as asked for, or as memory allows."""
+        if self.session.rows_per_block is not None:
+            return self.session.rows_per_block
+        scores_of_row = query.shape[0] * query.shape[1] * self.history.length
+        return max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // scores_of_row))
+
+    def hot_rows(self, layer: int) -> HotRows | None:
+        """The rows of a layer that would be on the device; None where none stay."""
+        session, shape = self.session, self.session.attached.layers[layer]
+        if session.rooms is None or not self.policies[layer].names_rows:
+            return None
+        if layer not in session.hot_rows:
+            session.hot_rows[layer] = HotRows(session.rooms, shape.num_kv_heads, shape.device)
+        return session.hot_rows[layer]
+
+    def rows_on(self, device: torch.device) -> RowsOnDevice:
+        """The pass's rows, copied once to each device."""
+        if device not in self._on_device:
+            tokens = self.history.tokens[:, : self.history.length]
+            self._on_device[device] = RowsOnDevice(
+                self.positions.to(device), self.valid.to(device), tokens.to(device)
+            )
+        return self._on_device[device]
+
+    def _selecting_query(self, layer: int, query: Tensor) -> Tensor:
+        """The queries that rows select by, shaped like their `query`."""
+        before = self.history.last_queries.get(layer)
+        if self.policies[layer].when != "previous_step" or before is None:
+            return self.rehearsed.pop(layer, query)
+        shifted = torch.cat([before, query], 2)
+        last = self.valid.sum(-1).to(query.device)[:, None, None, None]
+        index = last.expand(*query.shape[:2], 1, query.shape[-1])
+        self.history.last_queries[layer] = shifted.gather(2, index)
+        return shifted[:, :, :-1]
+
+    def stats(self, weights: Tensor) -> ReadStats:
+        """Sums over the pass's rows, each `weights` [batch, rows] times."""
+        session = self.session
+        if session.reads_everything:
+            return self.counts.stats_of_all(weights, measures_recall=session.measure_recall)
+        stats = self.counts.stats(weights, measures_recall=session.measure_recall)
+        if session.rooms is not None:
+            stats = self.counts.with_link(stats, weights, self.policies)
+        return stats
+
+
+class _Block:
+    """A block of decode rows in one layer, over the columns up to the block's end."""
+
+    def __init__(
+        self,
+        decode: DecodePass,
+        layer: int,
+        state: State | None,
+        rows: slice,
+        query: Tensor,
+        asking: Tensor,
+        guess: Tensor | None,
+    ) -> None:
+        self.decode = decode
+        self.counts = decode.counts
+        self.codec = decode.history.codec
+        self.layer = layer
+        self.state = state
+        self.policy = decode.policies[layer]
+        self.rows = rows
+        self.first_own = decode.start + rows.start
+        self.stop = decode.start + rows.stop
+        self.query = query[:, :, rows]
+        self.asking = asking[:, :, rows]
+        self.guess = None if guess is None else guess[:, :, rows]
+        on_device = decode.rows_on(query.device)
+        self.positions = on_device.positions[:, rows]
+        self.real = on_device.real
+        self.tokens = on_device.tokens[:, : self.stop]
+        self.key = decode.history.kv[layer][0][:, :, : self.stop]
+        self.value = decode.history.kv[layer][1][:, :, : self.stop]
+        self.exact = decode.history.exact.get(layer)
+        self.softmax = self.policy.softmax
+        self._scores: Tensor | None = None
+
+    def attend_to_all(self) -> Tensor:
+        """All columns that the layer sees, and the own one, as stored."""
+        first, window = 0, self.policy.window
+        if window is not None and not self.decode.is_padded:  # a token lies in its number's column
+            first = int(window.first_visible(torch.tensor(self.first_own)))
+        hidden = self._hidden(first)
+        if window is not None:
+            tokens = self.tokens[:, None, first:]
+            too_old = tokens < window.first_visible(self.positions)[:, :, None]
+            hidden |= too_old & (tokens != self.positions[:, :, None])
+        key, value = self.key[:, :, first:], self.value[:, :, first:]
+        return dense_attention(self.query, key, value, self.softmax, ~hidden[:, None])
+
+    def attend_to_selection(self, key: Tensor, value: Tensor) -> Tensor:
+        """The selection and the own row, whose exact key and value [batch, num_kv_heads, rows,
+        size] are given."""
+        exact = None if self.codec is None else (key, value)
+        selection = self._choose_tokens(exact)
+        scores = self._true_scores(exact)
+        everything = torch.logsumexp(scores, -1) if self.decode.session.measure_recall else None
+        if selection.bias is not None:
+            own = self._own(scores).clone()
+            scores += selection.bias
+            self._own(scores).copy_(own)
+        if selection.mask is not None:
+            visible = selection.mask.clone()  # the method may hold it
+            resident = self.decode.history.resident.get(self.layer)
+            if resident is not None:
+                generated = (0, self.stop - resident.shape[-1])
+                visible = visible | pad(resident, generated, value=True).unsqueeze(2)
+            self._own(visible).fill_(True)
+            hide(scores, visible.unsqueeze(2))
+        if everything is not None:
+            recall = (torch.logsumexp(scores, -1) - everything).exp_()
+            self._add(self.counts.recall, recall.mean((1, 2)))
+        rest = selection.rest
+        if rest is not None and rest.log_mass is not None:
+            rest = rest.beside(self.softmax.log_total(scores))
+        output, weights = weighted_values(scores, self.value, self.softmax)
+        if self.exact is not None and isinstance(self.codec, SplitCodec):
+            # The last values, the own among them, are exact.
+            coded = self._first(self.codec.coded_values)[:, None, None]
+            recent = weights.masked_fill(coded, 0.0).flatten(2, 3).to(self.value.dtype)
+            off = self.exact[1][:, :, : self.stop] - self.value
+            output += (recent @ off).view(*weights.shape[:-1], -1)
+        elif exact is not None:
+            stored = self.value[:, :, self.first_own :]
+            output += self._own(weights).unsqueeze(-1) * (value - stored).unsqueeze(2)
+        return heads_last(with_rest(output, rest))
+
+    def _choose_tokens(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
+        """The tokens that the rows read besides themselves, whose number is counted."""
+        if self.state is None:  # everything, under a codec
+            stored = self.codec.stored(self.positions) if self.codec else self.positions
+            selection = Selection(None, stored.double(), (self.positions - stored).double())
+        else:
+            own = torch.arange(self.first_own, self.stop, device=self.positions.device)
+            rows = QueryRows(
+                query=self.asking,
+                positions=self.positions,
+                real=self.real[:, self.rows],
+                slot_positions=self.tokens[:, None],
+                own_slots=own.expand(len(self.positions), 1, -1),
+                true_scores=lambda: self._true_scores(exact),
+                padded=self.decode.has_padding,
+            )
+            asked: list[Tensor] = []
+            if self.guess is not None:
+                guess = self._selection_of(self.state, replace(rows, query=self.guess))
+                if guess.side is not None:
+                    self._add(self.counts.index_read, guess.side)
+                if guess.mask is not None:
+                    asked.append(guess.mask)
+            selection = self._selection_of(self.state, rows)
+            if selection.mask is not None:
+                asked.append(selection.mask)
+            hot = self.decode.hot_rows(self.layer)
+            if hot is not None:
+                self._count_hits(hot, asked)
+        self._add(self.counts.read, selection.num_read)
+        if selection.side is not None:
+            self._add(self.counts.index_read, selection.side)
+        return selection
+
+    def _selection_of(self, state: State, rows: QueryRows) -> Selection:
+        with SelectErrors(state):
+            selection = state.select(self.policy.number, rows)
+            check_selection(selection, state, rows)
+        return selection
+
+    def _count_hits(self, hot: HotRows, asked: Sequence[Tensor]) -> None:
+        """Let the block's rows, one after another, fetch what is not on the device, and count it.
+
+        asked: the masks of the guess, if any, and of the selection, bool [batch, 1 or num_kv_heads,
+        rows, slots].
+        """
+        num_kv_heads, real = hot.slots.shape[1], self.real[:, self.rows]
+        for row in range(real.shape[1]):
+            this = slice(self.rows.start + row, self.rows.start + row + 1)
+            missed = torch.zeros_like(self.counts.missed[:, this])
+            for mask in asked:
+                of_row = mask[:, :, row] & real[:, row, None, None]
+                of_row = of_row.expand(-1, num_kv_heads, -1)
+                most = int(of_row.sum(-1).max())
+                fetch, _ = hot.request(of_row, self.tokens[:, None], most)
+                missed = (fetch.slots >= 0).sum((1, 2))[:, None].to(missed)
+                self.counts.loaded[:, this] += missed
+            self.counts.missed[:, this] += missed  # of the selection, which comes last
+        selection = asked[-1]
+        selected = selection.sum(-1).sum(1) * (num_kv_heads // selection.shape[1])
+        self._add(self.counts.selected, selected)
+
+    def _add(self, total: Tensor, of_rows: Tensor) -> None:
+        total[:, self.rows] += of_rows.to(total.device)
+
+    def _true_scores(self, exact: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[batch, num_kv_heads, group, rows, columns], -inf where hidden; the own column from the
+        exact key."""
+        if self._scores is not None:
+            return self._scores
+        scores = self.softmax.scores(self.query, self.key)
+        if self.exact is not None and isinstance(self.codec, SplitCodec):
+            # The last keys are read exactly.
+            exact_scores = self.softmax.scores(self.query, self.exact[0][:, :, : self.stop])
+            coded = self._first(self.codec.coded_keys)[:, None, None]
+            scores = torch.where(coded, scores, exact_scores)
+        # Without padding all earlier columns are visible.
+        first = 0 if self.decode.is_padded else self.first_own
+        scores[..., first:].masked_fill_(self._hidden(first)[:, None, None], float("-inf"))
+        if exact is not None:
+            grouped = self.query.view(*scores.shape[:4], -1)
+            own = (grouped * exact[0].unsqueeze(2)).sum(-1) * self.softmax.scale
+            self._own(scores).copy_(self.softmax.capped(own))
+        self._scores = scores
+        return scores
+
+    def _first(self, number: Callable[[Tensor], Tensor]) -> Tensor:
+        """Columns of the first tokens, as many as `number` makes of those cached: bool [batch,
+        rows, columns]."""
+        return self.tokens[:, None] < number(self.positions)[:, :, None]
+
+    def _hidden(self, first: int) -> Tensor:
+        """Columns from `first` that are no real token at or before the row: bool [batch, rows,
+        columns]."""
+        hidden = self.tokens[:, None, first:] > self.positions[:, :, None]
+        own = hidden.diagonal(self.first_own - first, -2, -1)
+        own.fill_(False)  # padding sees itself: no empty softmax
+        return hidden
+
+    def _own(self, over_columns: Tensor) -> Tensor:
+        """The view of each row's own column, last axis rows."""
+        return over_columns.diagonal(self.first_own, -2, -1)

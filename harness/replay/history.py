@@ -1,0 +1,150 @@
+"""Keys and values of the columns that a replay session has decoded."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from harness.model.attached import Attached
+from methods.base import EMPTY, State
+from methods.codec import AnyCodec
+
+
+class History:
+    """Keys and values of every column of a batch, as the codec gives them back.
+
+    is_coded: by layer, whether the codec applies. kv: by layer (keys, values), each [batch,
+    num_kv_heads, columns, head_dim or value_dim]. exact: the same uncoded, where the codec leaves
+    the last tokens exact.
+    tokens: int32 [batch, columns], the token of each column, `EMPTY` for none. length: columns in
+    use. last_queries: by layer, [batch, heads, 1, head_dim] of the last token, where the layer
+    selects by the previous step's query. resident: by layer, bool [batch, num_kv_heads, prompt],
+    the prompt's columns that stay exact where the method holds the keys.
+    """
+
+    def __init__(
+        self,
+        attached: Attached,
+        is_coded: list[bool],
+        codec: AnyCodec | None,
+        batch: int,
+        num_columns: int,
+    ) -> None:
+        self.is_coded = is_coded
+        self.codec = codec
+        self.length = 0
+        self.last_queries: dict[int, Tensor] = {}
+        self.resident: dict[int, Tensor] = {}
+        self._layers, self._dtype = attached.layers, attached.dtype
+        self.kv = [self._new_rows(layer, batch, num_columns) for layer in range(len(is_coded))]
+        self.exact: dict[int, tuple[Tensor, Tensor]] = {}
+        if codec is not None and codec.residual:
+            for layer, is_one in enumerate(is_coded):
+                if is_one:
+                    self.exact[layer] = self._new_rows(layer, batch, num_columns)
+        shape = (batch, num_columns)
+        self.tokens = torch.full(shape, EMPTY, dtype=torch.int32, device=attached.device)
+        self._regrouped = self.tokens[:, :0].long()
+        """Columns of the tokens whose keys are coded with a fresh one, in the order of tokens: int
+        [batch, n]."""
+
+    def _new_rows(self, layer: int, batch: int, num_columns: int) -> tuple[Tensor, Tensor]:
+        """Room for the keys and values of a layer. A latent key holds its value as well."""
+        shape = self._layers[layer]
+        rows = batch, shape.num_kv_heads, num_columns
+        keys = torch.empty(*rows, shape.head_dim, dtype=self._dtype, device=shape.device)
+        if shape.latent is not None:
+            return keys, keys[..., : shape.value_dim]
+        return keys, torch.empty(*rows, shape.value_dim, dtype=self._dtype, device=shape.device)
+
+    def enter(self, valid: Tensor) -> Tensor:
+        """Give the next columns their tokens; returns positions int [batch, rows], those of padding
+        repeated."""
+        before = (self.tokens[:, : self.length] != EMPTY).sum(-1)
+        positions = (before[:, None] + valid.cumsum(-1) - 1).clamp(min=0)
+        columns = slice(self.length, self.length + valid.shape[1])
+        self.tokens[:, columns] = positions.masked_fill(~valid, EMPTY).int()
+        self.length = columns.stop
+        if self.codec is not None and self.codec.keys.span > 1:
+            span = self.codec.keys.span
+            first = int(before.min()) // span * span
+            self._regrouped = self.tokens[:, : self.length].argsort(-1)[:, first:]
+        return positions
+
+    def keep(self, layer: int, key: Tensor, value: Tensor, columns: slice) -> None:
+        """Write fresh rows, as they read back from storage: coded in layers under the method, but
+        for what stays."""
+        stored, codec = self.kv[layer], self.codec
+        if codec is None or not self.is_coded[layer] or layer in self.resident:
+            self._write(layer, stored, key, value, columns)
+            return
+        if layer in self.exact:
+            self._write(layer, self.exact[layer], key, value, columns)
+        by_token = codec.keys.span == 1
+        coded = codec.keys.roundtrip(key) if by_token else key
+        self._write(layer, stored, coded, codec.values.roundtrip(value), columns)
+        if not by_token:  # the groups of the fresh tokens; no row reads one that is not full yet
+            exact = self.exact[layer][0]
+            regrouped = self._regrouped.to(exact.device)[:, None, :, None]
+            index = regrouped.expand(-1, exact.shape[1], -1, exact.shape[3])
+            stored[0].scatter_(2, index, codec.keys.roundtrip(exact.gather(2, index)))
+
+    def _write(
+        self, layer: int, kv: tuple[Tensor, Tensor], key: Tensor, value: Tensor, columns: slice
+    ) -> None:
+        kv[0][:, :, columns] = key
+        if self._layers[layer].latent is None:
+            kv[1][:, :, columns] = value
+
+    def hold(self, layer: int, number: int, state: State, key: Tensor, value: Tensor) -> None:
+        """Write a prompt whose keys `state` has taken in: the resident rows exactly, the others as
+        `state` rebuilds them. number: the layer's, as methods count."""
+        self.resident[layer] = state.resident(number)
+        stays = self.resident[layer].unsqueeze(-1)
+        columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
+        keys = self.kv[layer][0][:, :, : key.shape[2]]
+        values = self.kv[layer][1][:, :, : key.shape[2]]
+        keys.copy_(torch.where(stays, key, state.rebuild(number, columns)))
+        values.copy_(torch.where(stays, value, values))
+
+    def fork(self, index: Tensor, num_columns: int) -> History:
+        """The sequences `index` [new_batch], with room for `num_columns`."""
+        child = copy(self)
+        child.tokens = self._widened(self.tokens, index, 1, num_columns, EMPTY)
+        child.last_queries = _sequences(self.last_queries, index)
+        child.resident = _sequences(self.resident, index)
+        child.kv = []
+        for layer in range(len(self.kv)):
+            child.kv.append(self._widened_rows(layer, self.kv[layer], index, num_columns))
+        child.exact = {}
+        for layer, kv in self.exact.items():
+            child.exact[layer] = self._widened_rows(layer, kv, index, num_columns)
+        return child
+
+    def _widened_rows(
+        self, layer: int, kv: tuple[Tensor, Tensor], index: Tensor, num_columns: int
+    ) -> tuple[Tensor, Tensor]:
+        keys = self._widened(kv[0], index, 2, num_columns, 0)
+        if self._layers[layer].latent is not None:
+            return keys, keys[..., : kv[1].shape[3]]
+        return keys, self._widened(kv[1], index, 2, num_columns, 0)
+
+    def _widened(
+        self, tensor: Tensor, index: Tensor, axis: int, num_columns: int, fill: int
+    ) -> Tensor:
+        used = tensor.narrow(axis, 0, self.length)
+        shape = list(used.shape)
+        shape[0], shape[axis] = len(index), num_columns
+        wide = tensor.new_full(shape, fill) if fill else tensor.new_empty(shape)
+        torch.index_select(used, 0, index.to(used.device), out=wide.narrow(axis, 0, self.length))
+        return wide
+
+
+def _sequences(by_layer: dict[int, Tensor], index: Tensor) -> dict[int, Tensor]:
+    """The sequences `index` of each layer's tensor."""
+    taken = {}
+    for layer, tensor in by_layer.items():
+        taken[layer] = tensor.index_select(0, index.to(tensor.device))
+    return taken
