@@ -31,18 +31,26 @@ from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
 from harness.replay.session import ReplaySession
 from harness.replay.setup import CheckedCodec, Setup, codec_of
 from harness.settings.config import RunConfig
-from methods.base import NAMES_ROWS, Lengths, Method, QueryRows, Selection, TokenCounts
+from methods.base import Lengths, Method, QueryRows, Selection, TokenCounts
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 from methods.evicting import EvictingState
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_key_value_heads": 2}),
     "OPT": ("opt", {"word_embed_proj_dim": 64}),
-    "Gemma 2": ("gemma2", {
-        "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0,
-        "num_hidden_layers": 6, "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2, "sliding_window": 32,
-    }),
-}  # fmt: skip
+    "Gemma 2": (
+        "gemma2",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 2.0,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2,
+            "sliding_window": 32,
+        },
+    ),
+}
 """Two query heads per KV head and rotary positions; one KV head per query head, queries scaled
 before, learned positions; a softcap, and layers with a sliding window between those that the method
 counts."""
@@ -50,10 +58,8 @@ PROMPTS = {"even": (200, 200), "padded": (200, 180)}
 """Prompt tokens of each sequence: enough for the defaults of every shipped method."""
 STEPS = 10
 ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
-ROWS_OF_FIRST_CALL = (
-    8,
-    3,
-)  # of even and odd sequences, in the first of two calls; the second call has the others
+ROWS_OF_FIRST_CALL = (8, 3)
+"""Rows of even and odd sequences in the first of two calls; the second call has the others."""
 NUM_CALIBRATION_TOKENS = 256
 DEVICE_ROWS = 1.5  # times what a step reads
 LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
@@ -107,6 +113,12 @@ def token_batch(
     return ids, real
 
 
+def batch_on(device: torch.device, *args: Any, **chosen: Any) -> tuple[Tensor, Tensor]:
+    """`token_batch` on a device."""
+    ids, real = token_batch(*args, **chosen)
+    return ids.to(device), real.to(device)
+
+
 def open_replay(
     attached: Attached, setup: Setup, real: Tensor, more_columns: int = 0, **options: Any
 ) -> ReplaySession:
@@ -119,15 +131,21 @@ def open_replay(
 
 
 def replay(
-    attached: Attached, setup: Setup, prompts: tuple[int, ...], prefill_len: int | None = None,
-    steps: int = STEPS, seed: int = 0, only: int | None = None, **options: Any,
-) -> Result:  # fmt: skip
+    attached: Attached,
+    setup: Setup,
+    prompts: tuple[int, ...],
+    prefill_len: int | None = None,
+    steps: int = STEPS,
+    seed: int = 0,
+    only: int | None = None,
+    **options: Any,
+) -> Result:
     """Teacher-forced decoding of all rows at once.
 
     prefill_len: columns of the prompt, by default the longest prompt. steps, seed, only: as in
     `token_batch`. options: of `ReplaySession`.
     """
-    ids, real = (each.to(attached.device) for each in token_batch(prompts, steps, seed, only=only))
+    ids, real = batch_on(attached.device, prompts, steps, seed, only=only)
     columns = prefill_len or ids.shape[1] - steps
     session = open_replay(attached, setup, real, **options)
     last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
@@ -147,22 +165,22 @@ def replay_in_turns(
     attached: Attached, setup: Setup, prompts: tuple[int, ...], seed: int = 0
 ) -> Result:
     """`replay` in two calls, in which the sequences have unequal numbers of rows, padded behind."""
-    ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=seed))
+    ids, real = batch_on(attached.device, prompts, seed=seed)
     columns = ids.shape[1] - STEPS
-    num_first = torch.tensor(
-        [ROWS_OF_FIRST_CALL[index % 2] for index in range(len(ids))], device=ids.device
-    )
+    rows_of_first = [ROWS_OF_FIRST_CALL[index % 2] for index in range(len(ids))]
+    num_first = torch.tensor(rows_of_first, device=ids.device)
     session = open_replay(attached, setup, real, more_columns=STEPS)
-    parts = [[own] for own in session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]]
-    for begin, count in ((torch.zeros_like(num_first), num_first), (num_first, STEPS - num_first)):
+    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+    hidden = [[own] for own in last]  # by sequence
+    calls = ((torch.zeros_like(num_first), num_first), (num_first, STEPS - num_first))
+    for begin, count in calls:
         rows = torch.arange(int(count.max()), device=ids.device)
         index = (columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
         valid = rows < count[:, None]
-        for part, hidden, own in zip(
-            parts, session.decode(ids.gather(1, index), valid), valid, strict=True
-        ):
-            part.append(hidden[own])
-    return result(session, torch.stack([torch.cat(part) for part in parts]))
+        decoded = session.decode(ids.gather(1, index), valid)
+        for sequence in range(len(ids)):
+            hidden[sequence].append(decoded[sequence][valid[sequence]])
+    return result(session, torch.stack([torch.cat(part) for part in hidden]))
 
 
 def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: Any) -> LiveSession:
@@ -176,7 +194,7 @@ def force(
 ) -> Tensor:
     """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]. chosen: of
     `token_batch`."""
-    ids, real = (each.to(session.attached.device) for each in token_batch(prompts, steps, **chosen))
+    ids, real = batch_on(session.attached.device, prompts, steps, **chosen)
     columns = ids.shape[1] - steps
     logits = [session.prefill(ids[:, :columns], real[:, :columns])]
     logits += [session.decode_step(ids[:, columns + step]) for step in range(steps)]
@@ -184,9 +202,14 @@ def force(
 
 
 def live(
-    attached: Attached, setup: Setup, prompts: tuple[int, ...],
-    steps: int = STEPS, seed: int = 0, only: int | None = None, **options: Any,
-) -> Result:  # fmt: skip
+    attached: Attached,
+    setup: Setup,
+    prompts: tuple[int, ...],
+    steps: int = STEPS,
+    seed: int = 0,
+    only: int | None = None,
+    **options: Any,
+) -> Result:
     """The rows of `replay` one step at a time; options: of `LiveSession`."""
     with closing(open_live(attached, setup, steps, **options)) as session:
         return result_of(session, force(session, prompts, steps, seed=seed, only=only))
@@ -241,9 +264,8 @@ class Trial:
 
     def require_host(self) -> None:
         self.require_live()
-        if any(
-            policy.when == "true_scores" for policy in policies_of(self.attached, self.setup.method)
-        ):
+        policies = policies_of(self.attached, self.setup.method)
+        if any(policy.when == "true_scores" for policy in policies):
             raise NotAskedError("selects by the true scores of all keys, which lie behind no link")
 
 
@@ -267,9 +289,8 @@ def host_is_device(trial: Trial) -> str:
     trial.require_host()
     host = trial.live(placement="host", link=trial.link)
     if not torch.equal(host.logits, trial.on_device.logits):
-        raise BrokenError(
-            f"logits differ by {largest_difference(host.logits, trial.on_device.logits):.1e}"
-        )
+        difference = largest_difference(host.logits, trial.on_device.logits)
+        raise BrokenError(f"logits differ by {difference:.1e}")
     return "bit for bit"
 
 
@@ -279,7 +300,7 @@ def link_carries_the_selection(trial: Trial) -> str:
     trial.require_all_coded()
     attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
     num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
-    ids, real = (each.to(attached.device) for each in token_batch(prompts))
+    ids, real = batch_on(attached.device, prompts)
     selected = 0  # rows of one token and KV head each
     miscounted = 0.0  # largest difference in tokens between a selection's `num_read` and its mask
 
@@ -290,13 +311,11 @@ def link_carries_the_selection(trial: Trial) -> str:
             nonlocal selected, miscounted
             selection = select(layer, rows)
             mask = rows.visible() if selection.mask is None else selection.mask
-            read = (
-                mask[..., :-1].sum(-1).double()
-            )  # the own slot is the last; [batch, num_kv_heads or 1, rows]
-            whole = (
-                selection.mask is None and not evicts
-            )  # as in an exempt layer: padding crosses as well
-            crosses = read.numel() * (mask.shape[-1] - 1) if whole else int(read.sum())
+            # The own slot is the last. [batch, num_kv_heads or 1, rows]
+            read = mask[..., :-1].sum(-1).double()
+            crosses = int(read.sum())
+            if selection.mask is None and not evicts:  # as in an exempt layer: padding crosses too
+                crosses = read.numel() * (mask.shape[-1] - 1)
             selected += crosses * (num_kv_heads // mask.shape[1])
             miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
             return selection
@@ -333,14 +352,13 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
         raise NotAskedError("selects no rows that could stay on the device")
     prefetch = any(policy.prefetches for policy in policies_of(attached, method, prefetch=True))
     options: dict[str, Any] = {"device_rows": DEVICE_ROWS, "prefetch": prefetch}
-    ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=trial.seed))
+    ids, real = batch_on(attached.device, prompts, seed=trial.seed)
     columns = max(prompts)
     counted = open_replay(attached, trial.setup, real, **options)
     counted.prefill(ids[:, :columns], real[:, :columns])
     counted.decode(ids[:, columns:], real[:, columns:])
-    with closing(
-        open_live(attached, trial.setup, placement="host", link=trial.link, **options)
-    ) as session:
+    opened = open_live(attached, trial.setup, placement="host", link=trial.link, **options)
+    with closing(opened) as session:
         logits = force(session, prompts, seed=trial.seed)
         reads = counted.reads
         expected_sizes = Result(logits, reads.size, reads.device_frac, reads.resident_frac)
@@ -348,14 +366,12 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
         crossed, store = int(session.loaded_bytes), session.stores[-1]
         every = len(prompts) * store.num_kv_heads * sum(range(columns, columns + STEPS))
         exact = session.stores[0].slot_bytes * method.num_exempt_layers
-        of_method = [policy for policy in session.policies if policy.kind == "method"]
-        whole = sum(
-            policy.when not in NAMES_ROWS for policy in of_method
-        )  # layers that read all and choose for others
+        whole = 0  # layers that read all and choose for others
+        for policy in session.policies:
+            whole += policy.kind == "method" and not policy.names_rows
     _same_logits(logits, trial.on_device.logits)
-    expected = round(reads.rows_loaded) * store.slot_bytes + every * (
-        exact + whole * store.slot_bytes
-    )
+    expected = round(reads.rows_loaded) * store.slot_bytes
+    expected += every * (exact + whole * store.slot_bytes)
     if crossed != expected:
         raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
     early = ", some early" if prefetch else ""
@@ -367,16 +383,14 @@ def size_is_its_closed_form(trial: Trial) -> str:
     `max_tokens_read`."""
     trial.require_all_coded()
     method, geometry, known = trial.setup.method, trial.attached.geometry, True
-    rows = Counter(
-        TokenCounts(real + step, real, real + STEPS)
-        for real in trial.prompts
-        for step in range(STEPS)
-    )
+    rows: Counter[TokenCounts] = Counter()
+    for prompt, step in product(trial.prompts, range(STEPS)):
+        rows[TokenCounts(prompt + step, prompt, prompt + STEPS)] += 1
     for row, layer in product(rows, range(method.num_exempt_layers, geometry.num_layers)):
-        read, bound = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
-        if not (0 if read is None else read) <= bound <= row.cached:
+        read, most = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
+        if not (0 if read is None else read) <= most <= row.cached:
             raise BrokenError(
-                f"tokens_read={read}, max_tokens_read={bound} at {row}: one must not exceed the next"
+                f"tokens_read={read}, max_tokens_read={most} at {row}: one must not exceed the next"
             )
         known &= read is not None
     found = trial.replayed.size
@@ -396,9 +410,7 @@ def size_is_its_closed_form(trial: Trial) -> str:
 def a_fork_is_fresh(trial: Trial) -> str:
     """Copies taken halfway go on as the whole batch does, and do not change the batch they were
     taken from."""
-    ids, real = (
-        each.to(trial.attached.device) for each in token_batch(trial.prompts, seed=trial.seed)
-    )
+    ids, real = batch_on(trial.attached.device, trial.prompts, seed=trial.seed)
     prompt, half = max(trial.prompts), max(trial.prompts) + STEPS // 2
     trunk = open_replay(trial.attached, trial.setup, real)
     trunk.prefill(ids[:, :prompt], real[:, :prompt])
@@ -416,13 +428,14 @@ def padded_is_alone(trial: Trial) -> str:
     """A sequence has the logits that it has alone, whatever lies beside it in the batch and
     whatever padding stands before its prompt and behind its rows. The batch's sizes are the mean of
     those of its sequences."""
-    each = range(len(trial.prompts))
-    alone = [trial.replay(only=index) for index in each]
+    sequences = range(len(trial.prompts))
+    alone = [trial.replay(only=sequence) for sequence in sequences]
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
     in_turns = replay_in_turns(trial.attached, trial.setup, trial.prompts, trial.seed)
     _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
     if not trial.setup.method.replay_only:
-        _same_as_alone(trial.on_device, [trial.live(only=index) for index in each], trial, "live")
+        alone_live = [trial.live(only=sequence) for sequence in sequences]
+        _same_as_alone(trial.on_device, alone_live, trial, "live")
     return words
 
 
@@ -432,15 +445,18 @@ def codec_rows_are_as_counted(trial: Trial) -> str:
     codec, geometry = trial.setup.codec, trial.attached.geometry
     assert codec is not None
     generator, widths = torch.Generator().manual_seed(trial.seed), []
-    for half in dict.fromkeys((codec.keys, codec.values)):
+    halves = [codec.keys] if codec.keys == codec.values else [codec.keys, codec.values]
+    for half in halves:
         for head_dim, dtype in product((geometry.head_dim, 24), FLOAT_DTYPES.values()):
             shape = (2, geometry.num_kv_heads, 3 * half.span, head_dim)
             rows = torch.randn(shape, generator=generator).to(trial.attached.device, dtype)
-            packed, wanted = half.encode(rows.clone()), (*shape[:-1], half.row_bytes(head_dim))
+            packed = half.encode(rows.clone())
+            wanted = (*shape[:-1], half.row_bytes(head_dim))
             if packed.dtype != torch.uint8 or packed.shape != wanted or wanted[-1] % 2:
                 found = f"{packed.dtype} {list(packed.shape)}"
                 raise BrokenError(
-                    f"encode gives {found}; it must be torch.uint8 {list(wanted)}, an even row_bytes"
+                    f"encode gives {found}; it must be torch.uint8 {list(wanted)}, "
+                    "an even row_bytes"
                 )
             back, again = half.decode(packed, head_dim, dtype), half.roundtrip(rows.clone())
             if back.dtype != dtype or back.shape != shape or not torch.equal(back, again):
@@ -451,13 +467,9 @@ def codec_rows_are_as_counted(trial: Trial) -> str:
             if not torch.equal(half.encode(rows[:1, :, one].clone()), packed[:1, :, one]):
                 raise BrokenError("a row's code depends on the rows beside it")
             counted = half.bits_per_element(head_dim) * head_dim / 8
-            is_float = (
-                isinstance(half, Codec) and half.is_float
-            )  # which counts 16 bits whatever it stores
-            if (
-                not is_float
-                and not counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES
-            ):
+            is_float = isinstance(half, Codec) and half.is_float  # it counts 16 bits in any case
+            is_counted = counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES
+            if not is_float and not is_counted:
                 raise BrokenError(
                     f"a row of {head_dim} elements has {wanted[-1]} bytes; {counted:g} are counted"
                 )
@@ -488,20 +500,18 @@ def largest_difference(got: Tensor, expected: Tensor) -> float:
 
 def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: str) -> str:
     for logits, own, prompt in zip(batch.logits, alone, trial.prompts, strict=True):
-        sequence = (
-            f"{where}, the sequence with a prompt of {prompt} tokens is not what it is alone: "
-        )
-        _same_logits(logits[None], own.logits, sequence)
-    for name in (
-        "size",
-        "device_frac",
-    ):  # not resident_frac: a state may be as large as the longest sequence needs
-        together, mean = getattr(batch, name), sum(getattr(own, name) for own in alone) / len(alone)
+        differs = f"the sequence with a prompt of {prompt} tokens is not what it is alone: "
+        _same_logits(logits[None], own.logits, f"{where}, {differs}")
+    # Not resident_frac: a state may be as large as the longest sequence needs.
+    for name in ("size", "device_frac"):
+        together = getattr(batch, name)
+        mean = sum(getattr(own, name) for own in alone) / len(alone)
         if not abs(together - mean) <= SIZE_TOLERANCE:
             raise BrokenError(
                 f"{where}: {name} of the batch is {together:.6f}, of its sequences alone {mean:.6f}"
             )
-    return f"largest difference {largest_difference(batch.logits, torch.cat([own.logits for own in alone])):.1e}"
+    expected = torch.cat([own.logits for own in alone])
+    return f"largest difference {largest_difference(batch.logits, expected):.1e}"
 
 
 def _same_sizes(got: Result, expected: Result, where: str, other: str) -> None:
@@ -538,11 +548,14 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
     """
     verdicts, refusals = [], []
     codec, words = codec_of(config), f"method={config.method_name}"
-    words += "" if config.own_codec is None else f" codec={config.codec}"
+    if config.own_codec is not None:
+        words += f" codec={config.codec}"
+    checks = CHECKS if codec is None else CHECKS | OF_CODECS
     for where, trial in _trials(config.method, codec, torch.device(config.platform.name)):
-        refusals.append(_refusal(trial))
-        for name, check in (CHECKS if codec is None else CHECKS | OF_CODECS).items():
-            finding = Finding("-", refusals[-1]) if refusals[-1] else judge(check, trial)
+        refusal = _refusal(trial)
+        refusals.append(refusal)
+        for name, check in checks.items():
+            finding = Finding("-", refusal) if refusal else judge(check, trial)
             write(f"{finding.verdict:6} {where:13} {name}: {finding.words}")
             verdicts.append(finding.verdict)
     failed = verdicts.count("FAILED")
@@ -561,27 +574,21 @@ def _trials(
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
             measured = None
             if method.needs_calibration:  # with random weights, random tokens are as good as a text
-                measured = calibrate(
-                    attached, method, token_batch((NUM_CALIBRATION_TOKENS,), 0, 1)[0][0].tolist()
-                )
+                tokens, _ = token_batch((NUM_CALIBRATION_TOKENS,), steps=0, seed=1)
+                measured = calibrate(attached, method, tokens[0].tolist())
+            setup = Setup(method, codec, measured)
             for padding, prompts in PROMPTS.items():
-                yield (
-                    f"{family} {padding}",
-                    Trial(attached, link, Setup(method, codec, measured), prompts),
-                )
+                yield f"{family} {padding}", Trial(attached, link, setup, prompts)
 
 
 def _refusal(trial: Trial) -> str | None:
     """Why the method does not take the model, as DuoAttention none without rotary positions; None
     where it does."""
-    method, lengths = (
-        trial.setup.method,
-        torch.tensor(PROMPTS["even"], device=trial.attached.device),
-    )
+    attached, setup = trial.attached, trial.setup
+    prompts = torch.tensor(PROMPTS["even"], device=attached.device)
+    lengths = Lengths(prompts, prompts + STEPS)
     try:
-        new_states(
-            trial.attached, method, Lengths(lengths, lengths + STEPS), trial.setup.calibration
-        )
+        new_states(attached, setup.method, lengths, setup.calibration)
     except ValueError as error:
         return str(error)
     except KeyboardInterrupt:
@@ -598,9 +605,8 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
             return Finding("ok", check(trial))
         except LogitsDifferError as error:  # it counts where they differ on other tokens as well
             words = check(replace(trial, seed=trial.seed + 1))
-            return Finding(
-                "ok", f"{words}, on other tokens; on the first, rounding may have decided: {error}"
-            )
+            words += f", on other tokens; on the first, rounding may have decided: {error}"
+            return Finding("ok", words)
     except NotAskedError as error:
         return Finding("-", str(error))
     except BrokenError as error:
@@ -614,5 +620,6 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
         if trial.setup.codec is not None:
             for half in (trial.setup.codec.keys, trial.setup.codec.values):
                 judged.append(half.codec if isinstance(half, CheckedCodec) else half)
-        line = line_in(error, {str(sys.modules[type(part).__module__].__file__) for part in judged})
-        return Finding("FAILED", f"{where}{said}{line and f' ({line})'}")
+        files = {str(sys.modules[type(part).__module__].__file__) for part in judged}
+        line = line_in(error, files)
+        return Finding("FAILED", f"{where}{said} ({line})" if line else f"{where}{said}")

@@ -1,7 +1,6 @@
 """Which model families run, seen on a tiny random model of each: the table in docs/families.md.
 
-    python -m harness.checks.families                    # all of them, and the table is written
-    anew
+    python -m harness.checks.families                    # all, and the table is written anew
     python -m harness.checks.families qwen3_next gemma2  # these alone, nothing is written
 
 No code knows a family by its name; only this table of tiny shapes does, families.yaml.
@@ -77,11 +76,8 @@ class Finding(NamedTuple):
 def families() -> dict[str, dict[str, Any]]:
     """By family, the sizes of its tiny shape beside the common ones."""
     table = read_yaml(SHAPES)
-    return dict(
-        sorted(
-            (dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]).items()
-        )
-    )
+    sizes = dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]
+    return dict(sorted(sizes.items()))
 
 
 def tiny_family(name: str, **sizes: Any) -> Any:
@@ -91,8 +87,11 @@ def tiny_family(name: str, **sizes: Any) -> Any:
     aliases = getattr(config_class, "attribute_map", None) or {}
     default = config_class()
     known = {*default.to_dict(), *vars(default), *aliases}
-    shape = {size: value for size, value in read_yaml(SHAPES)["sizes"].items() if size in known}
-    shape = {size: value for size, value in shape.items() if aliases.get(size) not in shape}
+    common = {size: value for size, value in read_yaml(SHAPES)["sizes"].items() if size in known}
+    shape = {}
+    for size, value in common.items():
+        if aliases.get(size) not in common:
+            shape[size] = value
     if "layer_types" in aliases:
         shape.pop("layer_types", None)
     config = config_class(**(shape | families()[name] | sizes))
@@ -112,11 +111,10 @@ def check_family(name: str) -> Finding:
         model = tiny_family(name)
         with attach(model) as attached:
             layers = kinds_of_layers(attached)
-        limits = [limit for check in CHECKS if (limit := check(model))]
+        limits = list(filter(None, [check(model) for check in CHECKS]))
     except UserError as error:
-        return Finding(
-            name, "refused", layers, str(error).partition("not supported: ")[2] or str(error)
-        )
+        _, _, why = str(error).partition("not supported: ")
+        return Finding(name, "refused", layers, why or str(error))
     except Exception as error:
         return Finding(name, "FAILED", layers, f"{type(error).__name__}: {error}")
     return Finding(name, "in part" if limits else "works", layers, "; ".join(limits))
@@ -128,19 +126,17 @@ def own_logits(model: Any) -> str:
     full = Setup(Full(num_exempt_layers=0), None, None)
     for prompts, steps in (SHORT, LONG):
         ids, real = token_batch(prompts, steps)
+        alone = []
         with torch.inference_mode():
-            alone = [
-                model(row[kept][None], use_cache=False).logits[0]
-                for row, kept in zip(ids, real, strict=True)
-            ]
+            for row, kept in zip(ids, real, strict=True):
+                alone.append(model(row[kept][None], use_cache=False).logits[0])
         with attach(model) as attached:
             if attached.longest is not None and ids.shape[1] > attached.longest:
                 continue
             for only in _batches(attached, prompts):
                 found = replay(attached, full, prompts, steps=steps, only=only)
-                for got, own in zip(
-                    found.logits, alone if only is None else alone[only : only + 1], strict=True
-                ):
+                expected = alone if only is None else [alone[only]]
+                for got, own in zip(found.logits, expected, strict=True):
                     _require_same("the full cache", got, own[-1 - steps :])
                 if found.size != 1:
                     raise AssertionError(f"the full cache reads {found.size} of itself")
@@ -175,18 +171,16 @@ def methods_agree(model: Any) -> str:
                 continue
             calibration = None
             if method.needs_calibration:
-                calibration = calibrate(
-                    attached, method, token_batch((15 if short else 64,), 0)[0][0].tolist()
-                )
+                tokens, _ = token_batch((15 if short else 64,), steps=0)
+                calibration = calibrate(attached, method, tokens[0].tolist())
             setup = Setup(replace(method, num_exempt_layers=exempt), codec, calibration)
             for only in _batches(attached, prompts):
                 expected = replay(attached, setup, prompts, steps=STEPS, only=only)
                 got = live(attached, setup, prompts, steps=STEPS, only=only)
                 _require_same(f"{name}, live", got.logits, expected.logits)
                 if abs(got.size - expected.size) > SIZE_TOLERANCE:
-                    raise AssertionError(
-                        f"{name} reads {got.size} live and {expected.size} in replay"
-                    )
+                    sizes = f"{got.size} live and {expected.size} in replay"
+                    raise AssertionError(f"{name} reads {sizes}")
     return ""
 
 
@@ -224,23 +218,34 @@ def kinds_of_layers(attached: Attached) -> str:
 def as_markdown(findings: Sequence[Finding]) -> str:
     """The page docs/families.md."""
     works: dict[str, list[str]] = {}
+    in_part: list[str] = []
     refused: dict[str, list[str]] = {}
-    for each in findings:
-        if each.verdict == "works":
-            works.setdefault(each.layers, []).append(each.family)
-        elif each.verdict == "refused":
-            refused.setdefault(re.sub(r" by \S+ of the largest", "", each.why), []).append(
-                each.family
-            )
+    for finding in findings:
+        family, verdict, layers, why = finding
+        if verdict == "works":
+            works.setdefault(layers, []).append(family)
+        elif verdict == "in part":
+            in_part.append(f"| {family} | {layers} | {why} |")
+        elif verdict == "refused":
+            reason = re.sub(r" by \S+ of the largest", "", why)
+            refused.setdefault(reason, []).append(family)
+    working = [f"| {layers} | {', '.join(names)} |" for layers, names in sorted(works.items())]
+    refusals = [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())]
+    num_working = sum(map(len, works.values()))
+    not_tried = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*families()})
+    version = transformers.__version__
     lines = [
         "# Model families",
         "",
-        "Any decoder of transformers whose attention goes through its attention interface runs, read off the model:",
-        "no family is known by its name. This page, written by `python -m harness.checks.families`, says what was seen",
-        f"on a tiny random model of each family in transformers {transformers.__version__}:",
-        f"{sum(map(len, works.values()))} of {len(findings)} work whole.",
+        "Any decoder of transformers whose attention goes through its attention interface runs, "
+        "read off the model:",
+        "no family is known by its name. This page, written by "
+        "`python -m harness.checks.families`, says what was seen",
+        f"on a tiny random model of each family in transformers {version}:",
+        f"{num_working} of {len(findings)} work whole.",
         "",
-        "- In replay, the full cache gives the model's own logits, shorter and longer than its window, padded or not.",
+        "- In replay, the full cache gives the model's own logits, shorter and longer than its "
+        "window, padded or not.",
         "- Live decoding gives the logits of replay; so do infinigen, h2o, quest, snapkv and int4.",
         "- A query made ahead of its layer is the layer's own, bit for bit.",
         "",
@@ -248,21 +253,17 @@ def as_markdown(findings: Sequence[Finding]) -> str:
         "",
         "| layers | families that work |",
         "|---|---|",
-        *(f"| {layers} | {', '.join(names)} |" for layers, names in sorted(works.items())),
+        *working,
         "",
         "| in part | layers | refused |",
         "|---|---|---|",
-        *(
-            f"| {each.family} | {each.layers} | {each.why} |"
-            for each in findings
-            if each.verdict == "in part"
-        ),
+        *in_part,
         "",
         "| refused, since | families |",
         "|---|---|",
-        *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())),
+        *refusals,
         "",
-        f"Not tried: {', '.join(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*families()}))}. Of a multimodal model",
+        f"Not tried: {', '.join(not_tried)}. Of a multimodal model",
         "the text decoder runs, which is in the table under its own name.",
         "",
     ]
@@ -280,14 +281,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names:
             if name not in families():
                 raise UserError(f"family {name}: must be one of {', '.join(families())}")
-        findings = []
+        findings, failed = [], []
         for name in names or families():
-            findings.append(check_family(name))
-            print(
-                "  ".join([f"{findings[-1].verdict:8}", f"{name:22}", *findings[-1][2:]]),
-                flush=True,
-            )
-        failed = [each.family for each in findings if each.verdict == "FAILED"]
+            finding = check_family(name)
+            findings.append(finding)
+            if finding.verdict == "FAILED":
+                failed.append(name)
+            print(f"{finding.verdict:8}  {name:22}  {finding.layers}  {finding.why}", flush=True)
         if failed:
             raise UserError(f"{len(failed)} of {len(findings)} families fail: {', '.join(failed)}")
         if not names:

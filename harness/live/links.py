@@ -51,7 +51,8 @@ class Ticket:
     def __init__(
         self, link: Link, direction: Direction, move: Move, used: Sequence[Tensor]
     ) -> None:
-        self._link, self._is_done = link, False
+        self._link = link
+        self._is_done = False
         self._start = partial(link.start, direction, move, used)
         self._started = self._start() if link.overlap else None
 
@@ -75,7 +76,8 @@ class Link(AbstractContextManager["Link"], ABC):
     """
 
     def __init__(self, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
-        self.overlap, self.tuning = overlap, tuning
+        self.overlap = overlap
+        self.tuning = tuning
         self._recorded: list[Any] | None = None
 
     def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
@@ -84,9 +86,8 @@ class Link(AbstractContextManager["Link"], ABC):
         Work already queued on the current stream may still read the buffer. A row of negative index
         keeps its content. Raises the error of an earlier transfer that failed.
         """
-        return Ticket(
-            self, "h2d", partial(store.load, request, rows), [rows, *_tensors_of(request)]
-        )
+        load = partial(store.load, request, rows)
+        return Ticket(self, "h2d", load, [rows, *_tensors_of(request)])
 
     def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen) -> Ticket:
         """Start writing packed `rows`, not to be changed any more, into slots `at` of the store.
@@ -101,14 +102,18 @@ class Link(AbstractContextManager["Link"], ABC):
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
         """Start copying `source`, contiguous and in host memory, to `target` on the device. Raises
         as `prefetch`."""
-        return Ticket(self, "h2d", lambda: target.copy_(source, non_blocking=True).nbytes, [target])
+
+        def move() -> int:
+            return target.copy_(source, non_blocking=True).nbytes
+
+        return Ticket(self, "h2d", move, [target])
 
     def take_transfers(self) -> list[Transfer]:
         """The transfers finished since the last call, after draining the link. The first call
         returns none and starts the recording: where nobody measures, nothing is kept."""
         self.drain()
         recorded, self._recorded = self._recorded or [], []
-        return [self._timed(each) for each in recorded]
+        return [self._timed(transfer) for transfer in recorded]
 
     @abstractmethod
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
@@ -135,11 +140,9 @@ class Link(AbstractContextManager["Link"], ABC):
 
 
 def _tensors_of(request: SlotRequest) -> list[Tensor]:
-    return (
-        [part for part in request if isinstance(part, Tensor)]
-        if isinstance(request, Chosen)
-        else []
-    )
+    if not isinstance(request, Chosen):
+        return []
+    return [part for part in request if isinstance(part, Tensor)]
 
 
 Links = Link | Mapping[torch.device, Link]
@@ -166,7 +169,8 @@ def open_link(
     if device.type == "cuda":
         if bytes_per_s is not None:
             raise UserError(
-                f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda"
+                f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: "
+                "leave it null under cuda"
             )
         return CudaLink(device, overlap=overlap, tuning=tuning)
     if bytes_per_s is None:
@@ -179,7 +183,8 @@ class _Job:
     `done`."""
 
     def __init__(self, direction: Direction, move: Move) -> None:
-        self.direction, self.move = direction, move
+        self.direction = direction
+        self.move = move
         self.submitted_s = self.end_s = time.perf_counter()
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -267,9 +272,8 @@ class CudaLink(Link):
     ) -> None:
         super().__init__(overlap=overlap, tuning=tuning)
         self.device = device
-        self.stream = torch.cuda.Stream(
-            device, priority=-1
-        )  # its few programs go before the computation's next blocks
+        # Its few programs go before the computation's next blocks.
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self._origin = _event(self.stream, timed=True)
 
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> torch.cuda.Event:
@@ -283,9 +287,8 @@ class CudaLink(Link):
         for tensor in used:
             tensor.record_stream(stream)
         if self._recorded is not None and start is not None:
-            self._recorded.append(
-                (direction, start, end, num_bytes)
-            )  # times and size are still on the device
+            # Times and size are still on the device.
+            self._recorded.append((direction, start, end, num_bytes))
         return end
 
     def finish(self, started: torch.cuda.Event) -> None:
@@ -300,7 +303,8 @@ class CudaLink(Link):
     def _timed(self, recorded: Any) -> Transfer:
         direction, start, end, num_bytes = recorded
         end.synchronize()  # without overlap it ran on another stream
-        start_s, end_s = (self._origin.elapsed_time(each) / 1e3 for each in (start, end))
+        start_s = self._origin.elapsed_time(start) / 1e3
+        end_s = self._origin.elapsed_time(end) / 1e3
         return Transfer(direction, start_s, end_s, int(num_bytes))
 
 

@@ -88,23 +88,27 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
     available = available_bytes(home)
     if num_bytes > available:
         raise UserError(
-            f"{what} needs {num_bytes / GIB:.1f} GiB of {home.type} memory and {available / GIB:.1f} GiB are "
-            f"available; {MEMORY_HINTS}"
+            f"{what} needs {num_bytes / GIB:.1f} GiB of {home.type} memory "
+            f"and {available / GIB:.1f} GiB are available; {MEMORY_HINTS}"
         )
 
 
 def layer_bytes(state: State, number: int) -> int:
     """Bytes that a state declares to keep of one layer."""
-    declared = (getattr(state, name) for name in (*state.sequence_tensors, *state.slot_tensors))
-    return sum(
-        tensor_bytes(kept[number]) for kept in declared if isinstance(kept, dict) and number in kept
-    )
+    total = 0
+    for name in (*state.sequence_tensors, *state.slot_tensors):
+        kept = getattr(state, name)
+        if isinstance(kept, dict) and number in kept:
+            total += tensor_bytes(kept[number])
+    return total
 
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of a tensor, or of all tensors in a mapping or tuple; 0 for anything else."""
-    if isinstance(value, Mapping | tuple):
-        return sum(map(tensor_bytes, value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, Mapping):
+        return sum(map(tensor_bytes, value.values()))
+    if isinstance(value, tuple):
+        return sum(map(tensor_bytes, value))
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
@@ -156,24 +160,22 @@ class PinnedSlab:
         self.nbytes = num_bytes
         self._used = 0
         try:
-            pages = mmap.mmap(
-                -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )  # shared ones are never huge
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages are never huge
+            pages = mmap.mmap(-1, num_bytes, flags=private)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with suppress(OSError):  # a kernel without huge pages
                     pages.madvise(mmap.MADV_HUGEPAGE)
             self._memory = torch.frombuffer(pages, dtype=torch.uint8)
-            self._memory[
-                :: mmap.PAGESIZE
-            ].zero_()  # on all threads; locking alone would do it on one
+            one_of_each_page = self._memory[:: mmap.PAGESIZE]
+            one_of_each_page.zero_()  # on all threads; locking alone would do it on one
             address = self._memory.data_ptr()
-            call_cuda(
-                "cudaHostRegister", address, num_bytes, 0
-            )  # mapped and portable, as any unified address
+            flags = 0  # mapped and portable, as any unified address
+            call_cuda("cudaHostRegister", address, num_bytes, flags)
         except (OSError, RuntimeError) as error:
             raise UserError(
-                f"platform.pinned=true: {num_bytes / GIB:.1f} GiB of host memory cannot be page-locked ({error}); "
-                "lower batch_size, prompt_len or gen_len, or set platform.pinned=false"
+                f"platform.pinned=true: {num_bytes / GIB:.1f} GiB of host memory cannot be "
+                f"page-locked ({error}); lower batch_size, prompt_len or gen_len, "
+                "or set platform.pinned=false"
             ) from error
         self._unlock = weakref.finalize(self, _unlock, address)
         self._unlock.atexit = False
@@ -216,20 +218,20 @@ def require_managed(num_bytes: int, device: torch.device) -> None:
     attribute = cuda_runtime().cudaDeviceAttr.cudaDevAttrConcurrentManagedAccess
     if not call_cuda("cudaDeviceGetAttribute", attribute, device.index or 0):
         raise UserError(
-            "placement=managed: this GPU has no concurrent managed access; allowed on it: device, host"
+            "placement=managed: this GPU has no concurrent managed access; "
+            "allowed on it: device, host"
         )
-    cache, host, free = (
-        size / GIB for size in (num_bytes, available_memory(), available_bytes(device))
-    )
+    cache = num_bytes / GIB
+    host, free = available_memory() / GIB, available_bytes(device) / GIB
     if cache > host:
         raise UserError(
-            f"placement=managed: the KV cache needs {cache:.1f} GiB of host memory, where its pages go, and "
-            f"{host:.1f} GiB are available; {MEMORY_HINTS}"
+            f"placement=managed: the KV cache needs {cache:.1f} GiB of host memory, "
+            f"where its pages go, and {host:.1f} GiB are available; {MEMORY_HINTS}"
         )
     if cache > MOST_MANAGED * free:
         raise UserError(
-            f"placement=managed: the KV cache of {cache:.1f} GiB may be at most {MOST_MANAGED} times the {free:.1f} "
-            f"GiB of device memory that are free; {MEMORY_HINTS}"
+            f"placement=managed: the KV cache of {cache:.1f} GiB may be at most {MOST_MANAGED} "
+            f"times the {free:.1f} GiB of device memory that are free; {MEMORY_HINTS}"
         )
 
 
@@ -245,15 +247,17 @@ class _ManagedBlock:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         call_cuda("cudaSetDevice", device.index or 0)
-        self.pointer = int(
-            call_cuda("cudaMallocManaged", num_bytes, cuda_runtime().cudaMemAttachGlobal)
-        )
+        attach = cuda_runtime().cudaMemAttachGlobal
+        self.pointer = int(call_cuda("cudaMallocManaged", num_bytes, attach))
         self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (self.pointer, False), "strides": None, "version": 2,
-        }  # fmt: skip
-        weakref.finalize(
-            self, _free, self.pointer, device
-        ).atexit = False  # a process that ends gives all back
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (self.pointer, False),
+            "strides": None,
+            "version": 2,
+        }
+        finalizer = weakref.finalize(self, _free, self.pointer, device)
+        finalizer.atexit = False  # a process that ends gives all back
 
 
 def _as_tensor(block: _ManagedBlock, device: torch.device) -> Tensor:
@@ -265,9 +269,7 @@ def _as_tensor(block: _ManagedBlock, device: torch.device) -> Tensor:
 
 def _free(pointer: int, device: torch.device) -> None:
     call_cuda("cudaSetDevice", device.index or 0)
-    call_cuda(
-        "cudaDeviceSynchronize"
-    )  # torch does not know this memory, so a kernel may still be reading it
+    call_cuda("cudaDeviceSynchronize")  # a kernel may still read: torch does not know this memory
     call_cuda("cudaFree", pointer)
 
 
@@ -284,8 +286,8 @@ def smaller_card(device: torch.device, gib: float | None) -> Iterator[None]:
     whole = held + available_bytes(device)
     if not held < gib * GIB <= whole:
         raise UserError(
-            f"platform.device_gib={gib:g}: must be above {held / GIB:.1f}, which the weights take, and at most "
-            f"{whole / GIB:.1f}, which they and what is free on this card make"
+            f"platform.device_gib={gib:g}: must be above {held / GIB:.1f}, which the weights take, "
+            f"and at most {whole / GIB:.1f}, which they and what is free on this card make"
         )
     call_cuda("cudaSetDevice", device.index or 0)
     pointer = call_cuda("cudaMalloc", whole - int(gib * GIB))

@@ -1,5 +1,5 @@
-"""Opens the caches of a live session: plans the memory of one device's layers, asks whether it fits,
-and allocates it."""
+"""Opens the caches of a live session on one device: plans their memory, asks whether it fits, and
+allocates it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the layers on one device share in live decoding: the tokens of the batch, the method's state,
-the link, the fetch buffers, and counts of the rows that cross the link."""
+"""What the layers on one device share in live decoding: the batch's tokens, the method's state, the
+link, the fetch buffers, and counts of the rows that cross the link."""
 
 from __future__ import annotations
 

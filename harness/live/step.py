@@ -160,17 +160,17 @@ class DecodeStep(Handler):
         """Request the next layer's rows if they are known, and the first layers' rows of the next
         step."""
         following, first = cache.following, self.first
-        if following is not None and not following.fetcher.is_ahead:
-            if not _decides_for_next(cache):
-                self._request_early(following, query)
+        is_known = not _decides_for_next(cache)
+        if following is not None and is_known and not following.fetcher.is_ahead:
+            self._request_early(following, query)
         if self.is_last:
             return
         if cache in self.parts:
             self.parts[cache].request(first.slots_in_use(steps_ahead=1))
-        if following is None and cache is not first:  # an only layer has its own rows still to take
-            if not first.names_rows and not first.fetcher.is_ahead:
-                with launching_on(first.share.device):
-                    first.request_kept(steps_ahead=1)
+        is_last_layer = following is None and cache is not first  # an only layer has still to take
+        if is_last_layer and not first.names_rows and not first.fetcher.is_ahead:
+            with launching_on(first.share.device):
+                first.request_kept(steps_ahead=1)
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
         """Request a layer's rows if they are known before its own query."""

@@ -16,8 +16,8 @@ class StepReads:
     """What live decoding reads on the device, summed over steps and sequences without a sync.
 
     codec: of the layers under the method. slot_bytes: of their rows, set once the stores are there.
-    element_bytes: of the compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and windows in the compute
-    dtype, and the own token of every layer. Padding is not counted.
+    element_bytes: of the compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and
+    windows in the compute dtype, and the own token of every layer. Padding is not counted.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Where the time of a decode step goes: attention, FFN, prediction, waiting for the link (paper, Fig
-18).
+"""Where the time of a decode step goes: attention, FFN, prediction, waiting for the link (the
+paper's Fig 18).
 
 Each mark ends one segment and begins the next, so the segments of a step sum to the step. On CUDA
 the marks are events on the current stream, read after the steps.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,9 +43,11 @@ class Timeline:
         """Time from here on belongs to `segment`; outside a step nothing is marked."""
         if not self._steps:
             return
-        if self.device.type == "cuda" and self._current != (current := torch.cuda.current_device()):
-            self._steps[-1].append(("", self._now()))
-            self._current = current
+        if self.device.type == "cuda":
+            current = torch.cuda.current_device()
+            if current != self._current:
+                self._steps[-1].append(("", self._now()))
+                self._current = current
         self._steps[-1].append((segment, self._now()))
 
     @contextmanager
@@ -62,23 +64,24 @@ class Timeline:
         synchronises."""
         steps, self._steps = self._steps, []
         ends = [step[0][1] for step in steps[1:]] + [self._now()]
-        for event in (
-            (*(mark[1] for mark in chain(*steps[-1:])), ends[-1])
-            if self.device.type == "cuda"
-            else ()
-        ):
-            event.synchronize()
-        return [
-            self._by_segment([*step, ("", end)]) for step, end in zip(steps, ends, strict=False)
-        ]
+        if self.device.type == "cuda":
+            for _, event in steps[-1] if steps else []:
+                event.synchronize()
+            ends[-1].synchronize()
+        segments = []
+        for step, end in zip(steps, ends, strict=False):
+            segments.append(self._by_segment([*step, ("", end)]))
+        return segments
 
     def _by_segment(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
         seconds = dict.fromkeys(SEGMENTS, 0.0)
         for (segment, begin), (_, end) in pairwise(marks):
-            if segment:
-                seconds[segment] += (
-                    begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
-                )
+            if not segment:
+                continue
+            if self.device.type == "cuda":
+                seconds[segment] += begin.elapsed_time(end) / 1e3
+            else:
+                seconds[segment] += end - begin
         return seconds
 
     def _now(self) -> Any:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,18 +85,18 @@ class StreamedWeights:
     def __init__(
         self, attached: Attached, link: Links, on_device: float, timeline: Timeline, pinned: bool
     ) -> None:
-        self.attached, self.timeline = attached, timeline
+        self.attached = attached
+        self.timeline = timeline
         self.pinned = pinned and attached.device.type == "cuda"
         self.num_bytes = 0
         self._modules: list[nn.Module] = attached.decoder.blocks
         self._devices = [next(module.parameters()).device for module in self._modules]
-        self._links = {each: link_of(link, each) for each in self._devices}
+        self._links = {device: link_of(link, device) for device in self._devices}
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)
-        self.on_device = 1 - self.host_bytes / sum(
-            _num_bytes(module.parameters()) for module in self._modules
-        )
+        whole = sum(_num_bytes(module.parameters()) for module in self._modules)
+        self.on_device = 1 - self.host_bytes / whole
         self._largest = dict.fromkeys(self._devices, 0)
         for size, device in zip(self._sizes, self._devices, strict=True):
             self._largest[device] = max(self._largest[device], size)
@@ -106,29 +106,27 @@ class StreamedWeights:
         self._layers: list[_Layer] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    @torch.inference_mode(
-        False
-    )  # a parameter that was an inference tensor would take no gradient later
+    # A parameter that was an inference tensor would take no gradient later.
+    @torch.inference_mode(False)
     def open(self) -> None:
         """Move the weights to host memory, make the parameters views of a buffer, and request the
         first layer's."""
-        if self.attached.device.type == "cuda" and self.host_bytes > (
-            available := available_memory()
-        ):
-            raise UserError(
-                f"platform.weights_on_device={self.on_device:.2f}: the rest needs {self.host_bytes / 2**30:.1f} GiB of "
-                f"host memory and {available / 2**30:.1f} GiB are available"
-            )
-        sizes = self._largest.items()
-        buffers = {
-            each: [torch.empty(size, dtype=torch.uint8, device=each) for _ in range(2)]
-            for each, size in sizes
-        }
+        if self.attached.device.type == "cuda":
+            needed, available = self.host_bytes / 2**30, available_memory() / 2**30
+            if needed > available:
+                raise UserError(
+                    f"platform.weights_on_device={self.on_device:.2f}: the rest needs "
+                    f"{needed:.1f} GiB of host memory and {available:.1f} GiB are available"
+                )
+        buffers: dict[torch.device, list[Tensor]] = {}
+        for device, size in self._largest.items():
+            options: dict[str, Any] = {"dtype": torch.uint8, "device": device}
+            buffers[device] = [torch.empty(size, **options), torch.empty(size, **options)]
         if self.pinned and self.host_bytes:
             self._slab = PinnedSlab(sum(map(aligned, self._sizes)))
         for chosen, device in zip(self._chosen, self._devices, strict=True):
-            size = [_num_bytes(chosen)]
-            host = self._slab.take(size) if self._slab else torch.empty(size, dtype=torch.uint8)
+            shape = [_num_bytes(chosen)]
+            host = self._slab.take(shape) if self._slab else torch.empty(shape, dtype=torch.uint8)
             first, second = (_split(buffer, chosen) for buffer in buffers[device])
             for parameter, held, view in zip(chosen, _split(host, chosen), first, strict=True):
                 held.copy_(parameter.data)
@@ -151,10 +149,10 @@ class StreamedWeights:
         finally:
             while self._layers:
                 layer = self._layers.pop()
-                for parameter, held in zip(
-                    layer.parameters, _split(layer.host, layer.parameters), strict=True
-                ):
-                    parameter.data = held.to(layer.buffers[0].device, copy=True)
+                device = layer.buffers[0].device
+                weights = _split(layer.host, layer.parameters)
+                for parameter, held in zip(layer.parameters, weights, strict=True):
+                    parameter.data = held.to(device, copy=True)
             if self._slab:
                 self._slab.close()
 
@@ -162,20 +160,25 @@ class StreamedWeights:
         """The streamed matrices of each layer, larger ones first. Later layers make up for what
         whole matrices leave open."""
         decoder = self.attached.decoder
-        early = {
-            id(weight) for layer in decoder.layers for weight in decoder.query_parameters(layer)
-        }
-        layers = [
-            [each for each in sorted(module.parameters(), key=lambda each: -each.nbytes)
-             if each.ndim > 1 and id(each) not in early]
-            for module in self._modules
-        ]  # fmt: skip
-        sizes = [_num_bytes(module.parameters()) for module in self._modules]
-        least = max(1 - _num_bytes(some) / size for some, size in zip(layers, sizes, strict=True))
+        early: set[int] = set()
+        for layer in decoder.layers:
+            early.update(map(id, decoder.query_parameters(layer)))
+        layers: list[list[nn.Parameter]] = []
+        sizes: list[int] = []
+        least = 0.0
+        for module in self._modules:
+            matrices = []
+            for parameter in sorted(module.parameters(), key=lambda weight: -weight.nbytes):
+                if parameter.ndim > 1 and id(parameter) not in early:
+                    matrices.append(parameter)
+            layers.append(matrices)
+            sizes.append(_num_bytes(module.parameters()))
+            least = max(least, 1 - _num_bytes(matrices) / sizes[-1])
         if on_device < least:
             raise UserError(
-                f"platform.weights_on_device={on_device:g}: must be at least {math.ceil(100 * least) / 100:.2f} for "
-                f"this {self.attached.geometry.family} model, whose query projections, norms and biases stay there"
+                f"platform.weights_on_device={on_device:g}: must be at least "
+                f"{math.ceil(100 * least) / 100:.2f} for this {self.attached.geometry.family} "
+                "model, whose query projections, norms and biases stay there"
             )
         owed = 0.5  # half a byte, against rounding
         chosen: list[list[nn.Parameter]] = []
@@ -216,7 +219,7 @@ def _num_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> i
 def _split(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Views of a flat uint8 tensor, one after another, of the parameters' types and shapes."""
     pieces = flat[: _num_bytes(parameters)].split([parameter.nbytes for parameter in parameters])
-    return [
-        piece.view(each.dtype).view(each.shape)
-        for piece, each in zip(pieces, parameters, strict=True)
-    ]
+    views = []
+    for piece, parameter in zip(pieces, parameters, strict=True):
+        views.append(piece.view(parameter.dtype).view(parameter.shape))
+    return views

@@ -111,48 +111,48 @@ def resident_share(
     """
     final = final.cpu()
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
+    layers = range(num_exempt, geometry.num_layers)
     kept = torch.zeros(len(final), dtype=torch.float64)
     if not states:
         exact = final - codec.stored(final) if codec else torch.zeros_like(final)
-        kept += token * (geometry.num_layers - num_exempt) * exact.double()
+        kept += token * len(layers) * exact.double()
     for state in states:
-        rows, of_state = _last_rows(state), torch.zeros_like(kept)
-        for name in state.sequence_tensors:
-            value = getattr(state, name)
-            of_state += sum(
-                _bytes(tensor[0])
-                for tensor in (value.values() if isinstance(value, Mapping) else (value,))
-            )
-        for name in state.slot_tensors:
-            for layer, tensor in getattr(state, name).items():
-                tokens = [state.method.tokens_kept(row, layer) for row in rows]
-                of_state += _bytes(tensor[0, :, 0]) * torch.tensor(tokens, dtype=torch.float64)
-        kept += of_state
+        kept += _bytes_of_state(state)
     if states:
-        method, layers = states[0].method, range(num_exempt, geometry.num_layers)
-        resident = [
-            sum(method.tokens_resident(row, layer) for layer in layers)
-            for row in _last_rows(states[0])
-        ]
+        method, resident = states[0].method, []
+        for row in _last_rows(states[0]):
+            resident.append(sum(method.tokens_resident(row, layer) for layer in layers))
         kept += token * torch.tensor(resident, dtype=torch.float64)
     if rooms is not None:
         method = states[0].method
-        naming = sum(
-            method.when_of(layer) in NAMES_ROWS for layer in range(num_exempt, geometry.num_layers)
-        )
-        kept += (
-            token * code_width(codec, geometry) * naming * torch.tensor(rooms, dtype=torch.float64)
-        )
+        naming = sum(method.when_of(layer) in NAMES_ROWS for layer in layers)
+        in_rooms = torch.tensor(rooms, dtype=torch.float64)
+        kept += token * code_width(codec, geometry) * naming * in_rooms
     return kept / (token * geometry.num_layers * final.double())
+
+
+def _bytes_of_state(state: State) -> Tensor:
+    """Bytes that a state keeps of each sequence, fp64 [batch]."""
+    rows = _last_rows(state)
+    total = torch.zeros(len(rows), dtype=torch.float64)
+    for name in state.sequence_tensors:
+        value = getattr(state, name)
+        tensors = value.values() if isinstance(value, Mapping) else (value,)
+        total += sum(_bytes(tensor[0]) for tensor in tensors)
+    for name in state.slot_tensors:
+        for layer, tensor in getattr(state, name).items():
+            tokens = [state.method.tokens_kept(row, layer) for row in rows]
+            total += _bytes(tensor[0, :, 0]) * torch.tensor(tokens, dtype=torch.float64)
+    return total
 
 
 def _last_rows(state: State) -> list[TokenCounts]:
     """Of each sequence the row at T."""
-    prompts, finals = (part.tolist() for part in state.lengths)
-    return [
-        TokenCounts(cached=final, prompt=prompt, final=final)
-        for prompt, final in zip(prompts, finals, strict=True)
-    ]
+    prompts, finals = state.lengths.prompt.tolist(), state.lengths.final.tolist()
+    rows = []
+    for prompt, final in zip(prompts, finals, strict=True):
+        rows.append(TokenCounts(cached=final, prompt=prompt, final=final))
+    return rows
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -304,12 +304,13 @@ class ReadStats:
         cache's), and where a method's `num_read` or `side` is no number."""
         if not math.isfinite(self.frac_sum + self.index_sum):
             raise UserError(
-                "the method's select gave a num_read or side that is NaN or infinite; allowed: tokens >= 0"
+                "the method's select gave a num_read or side that is NaN or infinite; "
+                "allowed: tokens >= 0"
             )
         if self.rows == 0 or self.fired_rows < self.rows:
             raise UserError(
-                f"the method ran on {self.fired_rows:g} of {self.rows:g} decode rows: nothing was measured; "
-                "check prefill, prefill_len and method.num_exempt_layers"
+                f"the method ran on {self.fired_rows:g} of {self.rows:g} decode rows: "
+                "nothing was measured; check prefill, prefill_len and method.num_exempt_layers"
             )
 
 
@@ -327,10 +328,12 @@ def expected_size(
     for row, multiplicity in rows.items():
         if not row.cached:
             continue
-        reads = [method.tokens_read(row, layer) for layer in range(exempt, num_layers)]
-        if None in reads:
-            raise ValueError("the size of this method depends on the data")
-        read = sum(each for each in reads if each is not None)
+        read = 0.0
+        for layer in range(exempt, num_layers):
+            of_layer = method.tokens_read(row, layer)
+            if of_layer is None:
+                raise ValueError("the size of this method depends on the data")
+            read += of_layer
         whole = num_layers * row.cached
         total += multiplicity * (exempt * row.cached + width * read) / whole
         weight += multiplicity
@@ -367,17 +370,16 @@ def sized_as_stored(
             middle = (low + high) / 2
             low, high = (middle, high) if size_of(middle) < target else (low, middle)
     except ValueError as error:
-        raise UserError(
-            f"size={target:g}: method {method.title} cannot be sized so: {error}"
-        ) from error
+        refusal = f"size={target:g}: method {method.title} cannot be sized so: {error}"
+        raise UserError(refusal) from error
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
     taken = size_of(best)
     if abs(taken - target) > TOLERANCE and not nearest:
         allowed = f"{size_of(least):.3f} to {size_of(1.0):.3g}"
         raise UserError(
-            f"size={target}: the nearest size of {method.title} is {taken:.3f}; allowed here: {allowed} "
-            f"(method.num_exempt_layers={method.num_exempt_layers} of {num_layers} layers read the full cache), "
-            f"or size=nearest:{target}"
+            f"size={target}: the nearest size of {method.title} is {taken:.3f}; "
+            f"allowed here: {allowed} (method.num_exempt_layers={method.num_exempt_layers} of "
+            f"{num_layers} layers read the full cache), or size=nearest:{target}"
         )
     if is_unmet(target, taken):
         warn_once(

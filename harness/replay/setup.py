@@ -1,5 +1,4 @@
-"""What every run of a method needs before its first forward: the sized method, its codec, its
-calibration."""
+"""Prepares a method for its first forward: its size, its codec and its calibration."""
 
 from __future__ import annotations
 
@@ -87,20 +86,18 @@ def prepare(
     decode_rows: lists the rows that `size` is to be met on; called only where it is set.
     """
     if config.size is None:
-        return _setup(config, config.method, loaded, attached)
-    if config.size_is_measured:
-        return _setup(
-            config, sized_on_text(config, loaded, attached, decode_rows()), loaded, attached
+        method = config.method
+    elif config.size_is_measured:
+        method = sized_on_text(config, loaded, attached, decode_rows())
+    else:
+        method = sized_as_stored(
+            config.method,
+            codec_of(config),
+            attached.geometry,
+            decode_rows(),
+            config.size,
+            nearest=config.sizing == "nearest",
         )
-    nearest = config.sizing == "nearest"
-    method = sized_as_stored(
-        config.method,
-        codec_of(config),
-        attached.geometry,
-        decode_rows(),
-        config.size,
-        nearest=nearest,
-    )
     return _setup(config, method, loaded, attached)
 
 
@@ -178,8 +175,9 @@ def tokenized(method: Method, loaded: LoadedModel) -> Method:
     def encode(text: str) -> list[int]:
         if loaded.reader is None:
             raise UserError(
-                f"method {method.label}: its instructions are text, and {loaded.name} has no tokenizer; choose a model "
-                "that has one, or give token ids, such as method.instruction=[5,6]"
+                f"method {method.label}: its instructions are text, and {loaded.name} has no "
+                "tokenizer; choose a model that has one, or give token ids, "
+                "such as method.instruction=[5,6]"
             )
         return token_ids(text, loaded.reader)
 
@@ -197,9 +195,8 @@ def calibrated(
         limit = f"{loaded.name} takes at most {loaded.max_length} tokens"
         raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
     ids = calibration_ids(config.calibration, loaded.reader)
-    return cached_calibration(
-        attached, method, ids, loaded.fingerprint, cache_dir() / "calibration"
-    )
+    folder = cache_dir() / "calibration"
+    return cached_calibration(attached, method, ids, loaded.fingerprint, folder)
 
 
 def codec_of(config: RunConfig) -> AnyCodec | None:
@@ -212,14 +209,18 @@ def codec_of(config: RunConfig) -> AnyCodec | None:
             return TurboCodec(name)
         return of_integers(name, config.group_size, config.rotation)
 
-    own = None if config.own_codec is None else CheckedCodec(config.own_codec)
-    keys = own or shipped(config.codec, ChannelCodec if config.key_groups == "channel" else Codec)
-    values = shipped(config.value_codec) if config.value_codec else own or shipped(config.codec)
-    return (
-        keys
-        if keys == values and not config.residual
-        else SplitCodec(keys, values, config.residual)
-    )
+    keys: RowCodec
+    values: RowCodec
+    if config.own_codec is not None:
+        keys = values = CheckedCodec(config.own_codec)
+    else:
+        of_keys = ChannelCodec if config.key_groups == "channel" else Codec
+        keys, values = shipped(config.codec, of_keys), shipped(config.codec)
+    if config.value_codec:
+        values = shipped(config.value_codec)
+    if keys == values and not config.residual:
+        return keys
+    return SplitCodec(keys, values, config.residual)
 
 
 @dataclass(frozen=True)
@@ -277,13 +278,9 @@ class CheckedCodec(RowCodec):
         return rows
 
     def _positive(self, name: str, value: object) -> float:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
-            self._refuse(name, repr(value), "a number above 0")
-        return value
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+            return value
+        self._refuse(name, repr(value), "a number above 0")
 
     def _require(self, name: str, made: object, dtype: torch.dtype, shape: list[int]) -> None:
         if not isinstance(made, Tensor):

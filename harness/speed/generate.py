@@ -65,20 +65,23 @@ class Generated:
     def summary(self) -> str:
         """Two lines: times; rows and bytes over the link, the share of the cache that was read, and
         device memory."""
-        rate = (
-            "no decode step" if self.tokens_per_s is None else f"{self.tokens_per_s:.1f} tokens/s"
-        )
+        rate = "no decode step"
+        if self.tokens_per_s is not None:
+            rate = f"{self.tokens_per_s:.1f} tokens/s"
         prefill = f"prefill {self.num_prompt_tokens} tokens in {self.prefill_s:.2f} s"
-        moved = (
-            f"fetched {self.rows} rows ({self.rows / max(1, self.steps):.0f} a step, of one token and KV head each): "
-            f"{self.h2d_bytes / MIB:.2f} MiB to the device, {self.d2h_bytes / MIB:.2f} MiB to the host"
-        )
-        if not self.counted:
+        if self.counted:
+            rows_of_step = self.rows / max(1, self.steps)
+            moved = (
+                f"fetched {self.rows} rows ({rows_of_step:.0f} a step, of one token and KV head "
+                f"each): {self.h2d_bytes / MIB:.2f} MiB to the device, "
+                f"{self.d2h_bytes / MIB:.2f} MiB to the host"
+            )
+        else:
             moved = "the driver moved pages, which are not counted"
         moved += f", {self.device_bytes / MIB:.2f} MiB kept on the device"
-        streamed = (
-            f"{self.weight_bytes / MIB:.2f} MiB of weights streamed; " if self.weight_bytes else ""
-        )
+        streamed = ""
+        if self.weight_bytes:
+            streamed = f"{self.weight_bytes / MIB:.2f} MiB of weights streamed; "
         read = "read nothing" if self.size is None else f"read {self.size:.1%} of the cache"
         first = f"{prefill}; {self.num_tokens} new tokens, {rate}"
         return f"{first}\n{moved}; {streamed}{read}; source: {self.source}"
@@ -99,16 +102,15 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
     total = len(ids) + config.max_new_tokens
     if not ids or total > loaded.max_length:
         raise UserError(
-            f"prompt of {len(ids)} tokens and max_new_tokens={config.max_new_tokens}: must be at least 1 and "
-            f"together at most {loaded.max_length}, the limit of {loaded.name}"
+            f"prompt of {len(ids)} tokens and max_new_tokens={config.max_new_tokens}: must be "
+            f"at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
         )
+
+    def decode_rows() -> list[TokenCounts]:
+        return [TokenCounts(cached, len(ids), total) for cached in range(len(ids), total - 1)]
+
     with attach(loaded.model) as attached, compute_threads(attached.device):
-        setup = prepare(
-            config,
-            loaded,
-            attached,
-            lambda: [TokenCounts(n, len(ids), total) for n in range(len(ids), total - 1)],
-        )
+        setup = prepare(config, loaded, attached, decode_rows)
         platform = config.platform
         with (
             two_memories(config, attached) as (_, link),

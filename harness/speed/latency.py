@@ -1,9 +1,8 @@
-"""`experiment=latency`: one timed cell as a run. `harness.speed.timed_run` says what the numbers
-contain.
+"""`experiment=latency`: a timed run. `harness.speed.timed_run` says what the numbers contain.
 
 On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process
-for all its cells, and one core is left to the link. Under CUDA every cell prefills for itself, as
-does a cell that streams weights.
+for all its runs, and one core is left to the link. Under CUDA every run prefills for itself, as
+does a run that streams weights.
 
     python run.py experiment=latency label=infinigen batch_size=8
 """
@@ -37,11 +36,11 @@ from methods.base import TokenCounts
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
 
 Prompts = Memo[SharedPrompt]
-"""The dense pass of a shape's prompt, for the cells that follow."""
+"""The dense pass of a shape's prompt, for the runs that follow."""
 
 
 def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None = None) -> Outcome:
-    """Time the cell that `config` describes. prompts: kept prompts of this model; the cell's own is
+    """Time the run that `config` describes. prompts: kept prompts of this model; the run's own is
     added.
 
     Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into
@@ -51,15 +50,20 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
     total = shape.prompt_len + shape.gen_len
     if total > loaded.max_length:
         raise UserError(
-            f"prompt_len={shape.prompt_len} and gen_len={shape.gen_len}: {loaded.name} takes at most "
-            f"{loaded.max_length} tokens"
+            f"prompt_len={shape.prompt_len} and gen_len={shape.gen_len}: {loaded.name} takes "
+            f"at most {loaded.max_length} tokens"
         )
     with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
         setup = _setup(config, loaded, attached)
-        on_device = platform.weights_on_device
-        rows = config.device_rows, config.prefetch
-        cell = TimedRun(
-            setup.method, shape, config.placement, setup.codec, *rows, platform.pinned, on_device
+        run = TimedRun(
+            setup.method,
+            shape,
+            config.placement,
+            setup.codec,
+            config.device_rows,
+            config.prefetch,
+            platform.pinned,
+            platform.weights_on_device,
         )
 
         def run_densely() -> SharedPrompt:
@@ -68,7 +72,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
 
         with two_memories(config, attached) as (rate, link):
             prompt: SharedPrompt | Tensor
-            if attached.device.type == "cuda" or on_device < 1:
+            if attached.device.type == "cuda" or run.weights_on_device < 1:
                 prompt = prompt_ids(config, loaded).to(attached.device)
             else:
                 key = (
@@ -79,9 +83,8 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                     config.calibration,
                 )
                 prompt = (Memo() if prompts is None else prompts).get(key, run_densely)
-            metrics, raw = time_run(
-                attached, prompt, cell, link=link, calibration=setup.calibration
-            )
+            known = setup.calibration
+            metrics, raw = time_run(attached, prompt, run, link=link, calibration=known)
     marks = {"platform": platform.name, "source": SOURCES[platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
     link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
@@ -101,9 +104,10 @@ def two_memories(
     platform = config.platform
     rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
     bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
+    devices = attached.devices if config.placement == "host" else []
     links = {}
     with smaller_card(attached.device, platform.device_gib), ExitStack() as stack:
-        for device in attached.devices if config.placement == "host" else ():
+        for device in devices:
             link = open_link(
                 device, bytes_per_s=bytes_per_s, overlap=platform.overlap, tuning=rate.tuning
             )
@@ -119,9 +123,9 @@ def compute_threads(device: torch.device) -> Iterator[int]:
     Every label has the same number, ideal included.
     """
     before = torch.get_num_threads()
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     if device.type == "cpu":
         torch.set_num_threads(max(1, cores - 1))
     try:
@@ -133,13 +137,12 @@ def compute_threads(device: torch.device) -> Iterator[int]:
 def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     shape = config.latency
     total = shape.prompt_len + shape.gen_len
-    rows = range(shape.prompt_len, total - 1)
-    return prepare(
-        config,
-        loaded,
-        attached,
-        lambda: [TokenCounts(cached, shape.prompt_len, total) for cached in rows],
-    )
+
+    def decode_rows() -> list[TokenCounts]:
+        rows = range(shape.prompt_len, total - 1)
+        return [TokenCounts(cached, shape.prompt_len, total) for cached in rows]
+
+    return prepare(config, loaded, attached, decode_rows)
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:

@@ -83,8 +83,13 @@ def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | 
     if rate is not None and not is_rate:
         log.warning("%s: %s=%s is no rate; measured anew", path, name, rate)
     if not is_rate or tuning is None:
-        rate, tuning = _measure(device) if is_cuda else (measure_copy_rate(), DEFAULT_TUNING)
-        known |= {name: rate} | ({f"{name}, tuning": asdict(tuning)} if is_cuda else {})
+        if is_cuda:
+            rate, tuning = _measure(device)
+            known[name] = rate
+            known[f"{name}, tuning"] = asdict(tuning)
+        else:
+            rate, tuning = measure_copy_rate(), DEFAULT_TUNING
+            known[name] = rate
         write_atomic(path, json.dumps(known, indent=1) + "\n")
     return LinkRate(rate if is_cuda else default_bytes_per_s(rate), rate, tuning)
 
@@ -141,9 +146,12 @@ def choose_min_copy(kernel_s: Mapping[int, float], copy_s: Mapping[int, float]) 
     is faster there.
     """
     sizes = sorted(kernel_s)
-    kernel_wins = [size for size in sizes if kernel_s[size] < copy_s[size]]
-    slower = [size for size in sizes if not kernel_wins or size > kernel_wins[-1]]
-    return slower[0] if slower else 2 * sizes[-1]
+    smallest = 2 * sizes[-1]
+    for size in reversed(sizes):
+        if kernel_s[size] < copy_s[size]:
+            break
+        smallest = size
+    return smallest
 
 
 def _measure(device: torch.device) -> tuple[float, Tuning]:
@@ -154,9 +162,8 @@ def _gather_seconds(device: torch.device) -> dict[tuple[int, int], float]:
     """Seconds of a gather of scattered rows, by the number of programs and the bytes in flight."""
     heads, capacity, slot_bytes = GATHERED
     slots = _host_slots(device, heads, capacity, slot_bytes)
-    index = (
-        torch.rand(1, heads, capacity, device=device).argsort(-1)[..., : capacity // 2].contiguous()
-    )
+    order = torch.rand(1, heads, capacity, device=device).argsort(-1)
+    index = order[..., : capacity // 2].contiguous()
     rows = torch.empty((1, heads, capacity // 2, slot_bytes), dtype=torch.uint8, device=device)
     seconds = {}
     for num_programs, tile_bytes in product(NUM_PROGRAMS, TILE_BYTES):
@@ -197,12 +204,10 @@ def _seconds(move: Callable[[], object]) -> float:
         move()
         event.record()
     events[-1].synchronize()
-    return (
-        statistics.median(
-            begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)
-        )
-        / 1e3
-    )
+    calls_ms = []
+    for begin, end in zip(events, events[1:], strict=False):
+        calls_ms.append(begin.elapsed_time(end))
+    return statistics.median(calls_ms) / 1e3
 
 
 def _tuning(stored: Any) -> Tuning | None:
@@ -210,8 +215,7 @@ def _tuning(stored: Any) -> Tuning | None:
     names = {field.name for field in fields(Tuning)}
     if not isinstance(stored, dict) or set(stored) != names:
         return None
-    return (
-        Tuning(**stored)
-        if all(type(value) is int and value > 0 for value in stored.values())
-        else None
-    )
+    for value in stored.values():
+        if type(value) is not int or value <= 0:
+            return None
+    return Tuning(**stored)

@@ -1,8 +1,8 @@
-"""Times one cell: a method, a placement, a codec and a link at one shape. Everything that is timed
-is listed here.
+"""Times one run: a method, a placement, a codec and a link at one shape. All that is timed is listed
+here.
 
 prefill_s: from the prompts to the logits of the first new token: the dense pass, and the method's
-  work on the prompt. With a `SharedPrompt` the dense pass is timed once for all cells of its shape
+  work on the prompt. With a `SharedPrompt` the dense pass is timed once for all runs of its shape
   (dense_s), the rest in each (begin_s). Rows that are still on their way to the host at the end of
   the prompt are not waited for: in a prefill of its own they travel beside the dense pass.
 step_s: one decode step: choosing the token, the forward pass, and every wait for the link, up to
@@ -27,7 +27,7 @@ are there, buffers of streamed ones included, and
 
     with attach(model) as attached, open_link(attached.device) as link:
         prompt = run_shared_prompt(attached, ids)
-        metrics, samples = time_run(attached, prompt, cell, link=link, calibration=calibration)
+        metrics, samples = time_run(attached, prompt, run, link=link, calibration=calibration)
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from methods.codec import AnyCodec
 
 @dataclass(frozen=True)
 class TimedRun:
-    """The settings of a timed cell. The fields are those of `LiveSession`; `shape` says how long
-    and how often.
+    """The settings of a timed run. The fields are those of `LiveSession`; `shape` says how long and
+    how often.
 
     weights_on_device: as `on_device` of `streamed_weights`.
     """
@@ -73,7 +73,7 @@ class TimedRun:
 
 
 class SharedPrompt(NamedTuple):
-    """A prompt that ran densely once for all cells of its shape, in `dense_s` seconds."""
+    """A prompt that ran densely once for all timed runs of its shape, in `dense_s` seconds."""
 
     prompt: PrefilledPrompt
     dense_s: float
@@ -101,74 +101,76 @@ def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
 def time_run(
     attached: Attached,
     prompt: SharedPrompt | Tensor,
-    cell: TimedRun,
+    run: TimedRun,
     *,
     link: Links | None = None,
     calibration: Calibration | None = None,
 ) -> Timing:
-    """Time a cell from its prompt on.
+    """Time a run from its prompt on.
 
     prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up. With
     streamed weights it must be ids, as the prefill streams them too. link: needed under host
     placement; its earlier transfers must have been taken. Raises UserError where the cache does not
     fit into memory, ValueError for combinations without meaning.
     """
-    if isinstance(prompt, SharedPrompt) and cell.weights_on_device < 1:
+    if isinstance(prompt, SharedPrompt) and run.weights_on_device < 1:
         raise ValueError(
-            f"weights_on_device={cell.weights_on_device}: a shared prompt ran with all weights there"
+            f"weights_on_device={run.weights_on_device}: a shared prompt ran with all weights there"
         )
     timeline = Timeline(attached.device)
 
     def open_session() -> LiveSession:
         return LiveSession(
             attached,
-            cell.method,
-            max_new_tokens=cell.shape.gen_len,
-            codec=cell.codec,
-            placement=cell.placement,
-            link=link if cell.placement == "host" else None,
+            run.method,
+            max_new_tokens=run.shape.gen_len,
+            codec=run.codec,
+            placement=run.placement,
+            link=link if run.placement == "host" else None,
             calibration=calibration,
-            device_rows=cell.device_rows,
-            prefetch=cell.prefetch,
-            pinned=cell.pinned,
+            device_rows=run.device_rows,
+            prefetch=run.prefetch,
+            pinned=run.pinned,
             timeline=timeline,
         )
 
     streamed = streamed_weights(
-        attached, link, cell.weights_on_device, timeline=timeline, pinned=cell.pinned
+        attached, link, run.weights_on_device, timeline=timeline, pinned=run.pinned
     )
     with streamed as weights:
         if isinstance(prompt, Tensor):
             with closing(open_session()) as warm_up:
                 _begin(warm_up, prompt)
         with closing(open_session()) as session:
-            return _time(session, weights, prompt, cell)
+            return _time(session, weights, prompt, run)
 
 
 def _time(
     session: LiveSession,
     weights: StreamedWeights | None,
     prompt: SharedPrompt | Tensor,
-    cell: TimedRun,
+    run: TimedRun,
 ) -> Timing:
-    device, shape = session.attached.device, cell.shape
+    # 1. The prompt.
+    device, shape = session.attached.device, run.shape
     began = _now(device)
     logits = _begin(session, prompt)
     begin_s = _now(device) - began
     for link in session.links:
         link.take_transfers()  # waits for the prompt's; recorded are those that follow
-    for each in session.attached.devices:
-        if each.type == "cuda":
+    for used in session.attached.devices:
+        if used.type == "cuda":
             # Memory that a link was still reading when it was freed counts until the next
             # allocation.
-            torch.empty(1, device=each)
-            torch.cuda.reset_peak_memory_stats(each)
+            torch.empty(1, device=used)
+            torch.cuda.reset_peak_memory_stats(used)
+
+    # 2. The steps. The link is not waited for after the warm-up: the rows of the first timed step
+    # are under way already, as for every other step.
     until = _now(device) + (shape.time_limit_s or math.inf)
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
-    # The link is not waited for: the rows of the first timed step are under way already, as for
-    # every other step.
-    before_steps = _counts(session, weights, cell)
+    counts_before = _counts(session, weights, run)
     step_s: list[list[float]] = []
     before = _now(device)
     for step in range(shape.repeats * shape.block_steps):
@@ -183,41 +185,25 @@ def _time(
         before = after
     segments = session.timeline.take()
     by_link = [link.take_transfers() for link in session.links]
-    counts = _counts(session, weights, cell)
-    num_bytes = {
-        name: None if at is None else round(float(at - before_steps[name]))
-        for name, at in counts.items()
-    }
-    if device.type == "cuda":
-        peak_device_bytes = sum(map(torch.cuda.max_memory_allocated, session.attached.devices))
-    else:
-        away = weights.host_bytes - weights.device_bytes if weights else 0
-        parameters = session.attached.model.parameters()
-        peak_device_bytes = (
-            sum(weight.nbytes for weight in parameters) - away + session.device_bytes
-        )
+    num_bytes: dict[str, int | None] = {}
+    for name, count in _counts(session, weights, run).items():
+        num_bytes[name] = None if count is None else round(float(count - counts_before[name]))
 
-    timed = [seconds for block in step_s for seconds in block]
-
-    def of_all_steps(of_timed: float) -> float:
-        return of_timed / len(timed) * (shape.gen_len - 1)
-
-    p50, p95 = (
-        torch.tensor(timed, dtype=torch.float64)
-        .quantile(torch.tensor([0.5, 0.95]).double())
-        .tolist()
-    )
+    # 3. The columns.
+    timed: list[float] = []
+    for block in step_s:
+        timed += block
+    num_steps = shape.gen_len - 1
+    quantiles = torch.tensor([0.5, 0.95]).double()
+    p50, p95 = torch.tensor(timed, dtype=torch.float64).quantile(quantiles).tolist()
     dense_s = prompt.dense_s if isinstance(prompt, SharedPrompt) else 0.0
-    prefill_s, decode_s = dense_s + begin_s, of_all_steps(sum(timed))
+    prefill_s, decode_s = dense_s + begin_s, sum(timed) / len(timed) * num_steps
     link_busy_s = sum(map(_busy, by_link))
-    transferred_bytes = sum(transfer.num_bytes for transfers in by_link for transfer in transfers)
-    exposed_s = of_all_steps(sum(step["transfer"] for step in segments) if link_busy_s else 0.0)
-    counted, num_layers = cell.placement != "managed", session.attached.geometry.num_layers
-    absent = {"prediction": not cell.method.names_rows, "transfer": not counted}
-    blocks = {
-        name: statistics.median(step[name] for step in segments) / num_layers for name in SEGMENTS
-    }
-    metrics = {
+    transferred_bytes = 0
+    for transfers in by_link:
+        transferred_bytes += sum(transfer.num_bytes for transfer in transfers)
+    waited_s = sum(step["transfer"] for step in segments) if link_busy_s else 0.0
+    metrics: dict[str, Any] = {
         "batch_size": shape.batch_size,
         "prompt_len": shape.prompt_len,
         "gen_len": shape.gen_len,
@@ -228,19 +214,27 @@ def _time(
         "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + decode_s),
         "step_p50_s": p50,
         "step_p95_s": p95,
-        **{
-            name: None if moved is None else round(of_all_steps(moved))
-            for name, moved in num_bytes.items()
-        },
+    }
+    for name, moved in num_bytes.items():
+        metrics[name] = None if moved is None else round(moved / len(timed) * num_steps)
+    crosses = run.placement != "managed"
+    metrics |= {
         "weights_on_device": weights.on_device if weights else None,
         "device_kv_bytes": session.device_bytes,
-        "exposed_transfer_s": exposed_s if counted else None,
+        "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses else None,
         "link_bytes_per_s": transferred_bytes / link_busy_s if link_busy_s else None,
-        "peak_device_bytes": peak_device_bytes,
+        "peak_device_bytes": _peak_device_bytes(session, weights),
         "size": session.reads.size,
         "device_frac": session.reads.device_frac,
-        **{f"{name}_s": None if absent.get(name) else took for name, took in blocks.items()},
     }
+    num_layers = session.attached.geometry.num_layers
+    for name in SEGMENTS:
+        of_step = statistics.median(step[name] for step in segments)
+        metrics[f"{name}_s"] = of_step / num_layers
+    if not run.method.names_rows:
+        metrics["prediction_s"] = None
+    if not crosses:
+        metrics["transfer_s"] = None
     samples = {
         "dense_s": dense_s,
         "begin_s": begin_s,
@@ -249,24 +243,33 @@ def _time(
         "transferred_bytes": transferred_bytes,
         "pinned_bytes": session.pinned_bytes,
         "link_busy_s": link_busy_s,
-        **{f"timed_{name}": moved for name, moved in num_bytes.items()},
     }
+    for name, moved in num_bytes.items():
+        samples[f"timed_{name}"] = moved
     return Timing(metrics, samples)
 
 
-def _counts(
-    session: LiveSession, weights: StreamedWeights | None, cell: TimedRun
-) -> dict[str, Any]:
-    """Bytes up to now, which a GPU may still count; None for what does not cross the link, or not
-    by our doing."""
-    counted = cell.placement != "managed"
+def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun) -> dict[str, Any]:
+    """Bytes up to now, which a GPU may still count; None for bytes that do not cross the link, or
+    that the driver moves."""
+    crosses = run.placement != "managed"
     return {
-        "h2d_bytes": session.loaded_bytes if counted else None,
-        "d2h_bytes": session.written_bytes if counted else None,
-        "late_bytes": session.late_bytes if counted else None,
+        "h2d_bytes": session.loaded_bytes if crosses else None,
+        "d2h_bytes": session.written_bytes if crosses else None,
+        "late_bytes": session.late_bytes if crosses else None,
         "weight_bytes": weights.num_bytes if weights else None,
         "device_read_bytes": session.reads.num_bytes,
     }
+
+
+def _peak_device_bytes(session: LiveSession, weights: StreamedWeights | None) -> int:
+    """The peak while decoding; on the CPU the weights that are there and `device_bytes`."""
+    attached = session.attached
+    if attached.device.type == "cuda":
+        return sum(map(torch.cuda.max_memory_allocated, attached.devices))
+    away = weights.host_bytes - weights.device_bytes if weights else 0
+    whole = sum(weight.nbytes for weight in attached.model.parameters())
+    return whole - away + session.device_bytes
 
 
 def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:
@@ -278,7 +281,7 @@ def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:
 def _busy(transfers: list[Transfer]) -> float:
     """Seconds in which at least one transfer of a link was under way."""
     busy = end = 0.0
-    for transfer in sorted(transfers, key=lambda each: each.start_s):
+    for transfer in sorted(transfers, key=lambda transfer: transfer.start_s):
         busy += max(0.0, transfer.end_s - max(end, transfer.start_s))
         end = max(end, transfer.end_s)
     return busy

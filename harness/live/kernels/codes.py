@@ -82,10 +82,8 @@ def decoded(
     )
     codes = ((codes.to(tl.int32) >> plane * BITS) & ((1 << BITS) - 1)).to(tl.float32)
     group = (plane * width + first) // GROUP_SIZE * 2
-    meta, used = (
-        packed.to(tl.pointer_type(tl.float16)),
-        seen & (first < width) & (plane * width + first < HEAD_DIM),
-    )
+    meta = packed.to(tl.pointer_type(tl.float16))
+    used = seen & (first < width) & (plane * width + first < HEAD_DIM)
     lo = tl.load(meta + group, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
     step = tl.load(meta + group + 1, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
     values = ((codes * step).to(DTYPE).to(tl.float32) + lo).to(DTYPE).to(tl.float32)
@@ -108,10 +106,8 @@ def _pack_half(
     meta = packed.to(tl.pointer_type(tl.float16)) + group * 2
     tl.store(meta, lo, mask=group < groups)
     tl.store(meta + 1, step, mask=group < groups)
-    lo, divisor = (
-        lo.to(tl.float32),
-        tl.where(step == 0, 1.0, step.to(tl.float32)),
-    )  # code * 0 + lo is lo
+    lo = lo.to(tl.float32)
+    divisor = tl.where(step == 0, 1.0, step.to(tl.float32))  # code * 0 + lo is lo
 
     at = tl.arange(0, triton.next_power_of_2(width))
     codes = tl.zeros((triton.next_power_of_2(width),), tl.int32)
@@ -167,7 +163,7 @@ def _pack_rows(
 
 def pack(keys: Tensor, values: Tensor, codec: Codec, slot_bytes: int) -> Tensor:
     """K and V [batch, num_kv_heads, n, head_dim] as rows [batch, num_kv_heads, n, slot_bytes]."""
-    keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (keys, values))
+    keys, values = _in_rows(keys), _in_rows(values)
     packed = torch.empty((*keys.shape[:3], slot_bytes), dtype=torch.uint8, device=keys.device)
     if packed.numel():
         _pack_rows[(keys.shape[:3].numel(),)](
@@ -332,11 +328,10 @@ def attend(
     visible: bool [batch, 1 or num_kv_heads, 1 or group, 1, n], None for all; bias: added to the
     scores, fp32 alike. Returns [batch, num_kv_heads, group, 1, head_dim].
     """
-    query, own_key, own_value = map(_in_rows, (query, *own))
+    query, own_key, own_value = _in_rows(query), _in_rows(own[0]), _in_rows(own[1])
     (batch, heads, _, head_dim), (num_kv_heads, num_rows, slot_bytes) = query.shape, rows.shape[1:]
-    assert rows[0, 0].is_contiguous() and (
-        batch == 1 or rows.stride(0) == num_kv_heads * rows.stride(1)
-    )
+    assert rows[0, 0].is_contiguous()
+    assert batch == 1 or rows.stride(0) == num_kv_heads * rows.stride(1)
     splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * heads)))
     best_scores, weights = query.new_empty((2, batch * heads, splits), dtype=torch.float32)
     sums = query.new_empty((batch * heads, splits, head_dim), dtype=torch.float32)
@@ -344,18 +339,16 @@ def attend(
     sizes = (heads, group, *query.stride()[:2])
     of_rows = (batch, num_kv_heads, group)
     _attend_to_parts[(batch * heads * splits,)](
-        *(
-            query,
-            rows,
-            visible,
-            bias,
-            best_scores,
-            weights,
-            sums,
-            scale,
-            num_rows,
-            rows.stride(1) // slot_bytes,
-        ),
+        query,
+        rows,
+        visible,
+        bias,
+        best_scores,
+        weights,
+        sums,
+        scale,
+        num_rows,
+        rows.stride(1) // slot_bytes,
         *sizes,
         *_strides(visible, *of_rows),
         *_strides(bias, *of_rows),
@@ -369,7 +362,14 @@ def attend(
     )
     output = query.new_empty((*of_rows, 1, head_dim))
     _join_parts[(batch * heads,)](
-        *(query, own_key, own_value, best_scores, weights, sums, output, scale),
+        query,
+        own_key,
+        own_value,
+        best_scores,
+        weights,
+        sums,
+        output,
+        scale,
         *sizes,
         *own_key.stride()[:2],
         *own_value.stride()[:2],

@@ -100,11 +100,8 @@ def _launch(
     *,
     to_slots: bool,
 ) -> None:
-    assert (
-        slots.is_contiguous()
-        and rows[0, 0].is_contiguous()
-        and (targets is None or targets.is_contiguous())
-    )
+    assert slots.is_contiguous() and rows[0, 0].is_contiguous()
+    assert targets is None or targets.is_contiguous()
     if index.numel() == 0:
         return
     words = slots.shape[-1] // WORD_BYTES
@@ -162,10 +159,17 @@ def _list_slots(
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "batch_stride", "head_stride", "token_batch_stride", "token_head_stride", "num_slots", "room", "most",
+        "heads",
+        "batch_stride",
+        "head_stride",
+        "token_batch_stride",
+        "token_head_stride",
+        "num_slots",
+        "room",
+        "most",
         "now",
     ]
-)  # fmt: skip
+)
 def _list_missing(
     mask,
     tokens,
@@ -268,7 +272,8 @@ def missing_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `harness.live.hot_rows.missing_rows`. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
-    missing, targets = (kept.new_empty((batch, heads, most)) for _ in range(2))
+    missing = kept.new_empty((batch, heads, most))
+    targets = torch.empty_like(missing)
     after, age_after = torch.empty_like(kept), torch.empty_like(age)
     present = torch.empty_like(kept, dtype=torch.bool)
     mask = mask if mask.stride(-1) == 1 else mask.contiguous()
