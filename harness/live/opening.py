@@ -13,7 +13,7 @@ from harness.live.cache import Fetcher, LayerCache
 from harness.live.hot_rows import HotFetcher, HotRows
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.live.resident import LocalCache, ResidualCache, ValuesCache
-from harness.live.share import Batch, DeviceShare
+from harness.live.share import TokenBatch, DeviceShare
 from harness.live.store import KVStore, RowFormat, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
@@ -114,7 +114,7 @@ def _new_store(opening: Opening, share: DeviceShare, layer: int) -> KVStore:
 
 
 def _slots_needed(
-    policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: Batch
+    policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: TokenBatch
 ) -> int:
     """Largest number of slots that any sequence uses in a layer."""
     rows = batch.rows(batch.max_new_tokens)
@@ -125,7 +125,7 @@ def _slots_needed(
     return batch.tokens.shape[1]
 
 
-def _most_selected(method: Method, batch: Batch, numbers: list[int]) -> int:
+def _most_selected(method: Method, batch: TokenBatch, numbers: list[int]) -> int:
     """The most tokens that a KV head reads in any layer under the method, in any step."""
     most = 0
     for steps in range(batch.max_new_tokens + 1):
@@ -152,7 +152,7 @@ def _plan_buffers(
     return BufferPlan(largest, num_rows, num_bytes)
 
 
-def _window_bytes(opening: Opening, batch: Batch, layers: list[int]) -> int:
+def _window_bytes(opening: Opening, batch: TokenBatch, layers: list[int]) -> int:
     """Bytes of the local layers' rings."""
     elements = 0
     for layer in layers:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.live.cache import Fetch, Fetcher, LayerCache
-from harness.live.share import Batch, DeviceShare
+from harness.live.share import TokenBatch, DeviceShare
 from harness.live.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.policies import Policy
@@ -251,7 +251,7 @@ class LocalCache:
     ring_rows], the token of each row, `EMPTY` for none.
     """
 
-    def __init__(self, policy: Policy, batch: Batch) -> None:
+    def __init__(self, policy: Policy, batch: TokenBatch) -> None:
         assert policy.window is not None
         self.policy = policy
         self.batch = batch

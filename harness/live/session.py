@@ -25,7 +25,7 @@ from harness.live.cache import LayerCache
 from harness.live.links import Link, Links, link_of
 from harness.live.opening import Opening, open_share
 from harness.live.resident import LocalCache
-from harness.live.share import Batch, DeviceShare, Traffic
+from harness.live.share import TokenBatch, DeviceShare, Traffic
 from harness.live.step import DecodeStep
 from harness.live.step_reads import StepReads
 from harness.live.store import KVStore
@@ -168,7 +168,7 @@ class LiveSession:
         return self.attached.logits(hidden[:, -1])
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> TokenBatch:
         """How far the session has come, and the tokens of its columns, on the first layer's
         device."""
         return next(iter(self.shares.values())).batch
@@ -300,9 +300,9 @@ class LiveSession:
             self.placement,
             self.pinned,
         )
-        batches: dict[torch.device, Batch] = {}
+        batches: dict[torch.device, TokenBatch] = {}
         for device in attached.devices:
-            batches[device] = Batch(real.to(device), self.max_new_tokens)
+            batches[device] = TokenBatch(real.to(device), self.max_new_tokens)
         first = batches[attached.devices[0]]
         lengths = [(prompt, prompt + self.max_new_tokens) for prompt in first.prompts]
         rooms = hot_rows.rooms(method, self.policies, self.device_rows, lengths)

@@ -17,7 +17,7 @@ COUNTS_AT_ONCE = 1024
 """Counts on the device that are kept before they are summed: one launch for many."""
 
 
-class Batch:
+class TokenBatch:
     """Tokens and progress of a batch, shared by the layers of one device.
 
     real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of
@@ -116,7 +116,7 @@ class DeviceShare:
     def __init__(
         self,
         device: torch.device,
-        batch: Batch,
+        batch: TokenBatch,
         link: Link | None,
         rooms: Sequence[int] | None,
         state: State | None,

@@ -141,9 +141,9 @@ class DecodeStep(Handler):
         if selection.side is not None:
             self.index_reads.append(selection.side[:, 0])
 
-    def _select_among_fetched(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
-        """Let a method that looks at the fetched rows choose among them; `scores` has the own row
-        last."""
+    def _hide_unread(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
+        """Let a method that looks at scores say which fetched rows it reads, and hide the scores of
+        the others. `scores` has the own row last."""
         selection = cache.selection_by(query, lambda: scores)
         self._note(cache, selection)
         if cache.following is not None and _decides_for_next(cache):
@@ -227,7 +227,7 @@ class DecodeStep(Handler):
             if fetch.bias is not None:
                 scores[..., : fetch.bias.shape[-1]] += fetch.bias
             if cache.state is not None and not cache.names_rows:
-                self._select_among_fetched(cache, query, scores)
+                self._hide_unread(cache, query, scores)
             rest = self.rest.get(cache)
             if rest is not None and rest.log_mass is not None:
                 self.rest[cache] = rest.beside(cache.policy.softmax.log_total(scores))

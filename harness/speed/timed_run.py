@@ -1,5 +1,5 @@
-"""Times one run: a method, a placement, a codec and a link at one shape. All that is timed is listed
-here.
+"""Times one run: a method, a placement, a codec and a link at one shape. Everything that is timed
+is listed here.
 
 prefill_s: from the prompts to the logits of the first new token: the dense pass, and the method's
   work on the prompt. With a `SharedPrompt` the dense pass is timed once for all runs of its shape
