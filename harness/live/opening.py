@@ -13,7 +13,7 @@ from harness.live.cache import Fetcher, LayerCache
 from harness.live.hot_rows import HotFetcher, HotRows
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.live.resident import LocalCache, ResidualCache, ValuesCache
-from harness.live.share import TokenBatch, DeviceShare
+from harness.live.share import DeviceShare, TokenBatch
 from harness.live.store import KVStore, RowFormat, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy

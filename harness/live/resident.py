@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.live.cache import Fetch, Fetcher, LayerCache
-from harness.live.share import TokenBatch, DeviceShare
+from harness.live.share import DeviceShare, TokenBatch
 from harness.live.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.policies import Policy

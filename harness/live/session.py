@@ -25,7 +25,7 @@ from harness.live.cache import LayerCache
 from harness.live.links import Link, Links, link_of
 from harness.live.opening import Opening, open_share
 from harness.live.resident import LocalCache
-from harness.live.share import TokenBatch, DeviceShare, Traffic
+from harness.live.share import DeviceShare, TokenBatch, Traffic
 from harness.live.step import DecodeStep
 from harness.live.step_reads import StepReads
 from harness.live.store import KVStore
