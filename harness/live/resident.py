@@ -19,7 +19,7 @@ from harness.live.share import DeviceShare, TokenBatch
 from harness.live.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.policies import Policy
-from methods.base import EMPTY, LayerInputs, Method, Selection, State, Window
+from methods.base import EMPTY, LayerInputs, Method, Selection, State
 from methods.codec import RowCodec, SplitCodec
 
 
@@ -256,14 +256,9 @@ class LocalCache:
         self.policy = policy
         self.batch = batch
         self.window = policy.window
-        self.ring_rows = self.rows_needed(self.window, batch.tokens.shape[1])
+        self.ring_rows = max(1, min(self.window.size - 1, batch.tokens.shape[1]))
         self.keys = self.values = torch.empty(0)
         self.tokens = batch.tokens.new_full((len(batch.tokens), self.ring_rows), EMPTY)
-
-    @staticmethod
-    def rows_needed(window: Window, columns: int) -> int:
-        """Rows of the ring for a batch of that many columns."""
-        return max(1, min(window.size - 1, columns))
 
     @property
     def device_bytes(self) -> int:

@@ -23,7 +23,7 @@ from harness.live import hot_rows, memory
 from harness.live.ahead import AheadPart
 from harness.live.cache import LayerCache
 from harness.live.links import Link, Links, link_of
-from harness.live.opening import Opening, open_share
+from harness.live.opening import Opening
 from harness.live.resident import LocalCache
 from harness.live.share import DeviceShare, TokenBatch, Traffic
 from harness.live.step import DecodeStep
@@ -289,8 +289,6 @@ class LiveSession:
         attached, method = self.attached, self.method
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
-        self.bytes_needed = memory.SessionBytes(0, 0)
-        self.parts = {}
         opening = Opening(
             attached,
             method,
@@ -307,17 +305,15 @@ class LiveSession:
         lengths = [(prompt, prompt + self.max_new_tokens) for prompt in first.prompts]
         rooms = hot_rows.rooms(method, self.policies, self.device_rows, lengths)
         states = new_states(attached, method, first.lengths, self.calibration)
-        caches: dict[int, LayerCache | LocalCache] = {}
         for device, batch in batches.items():
             link = None if self.link is None else link_of(self.link, device)
             share = DeviceShare(device, batch, link, rooms, states.get(device))
             self.shares[device] = share
             with launching_on(device):
-                opened = open_share(opening, share, activations)
-            caches |= opened.caches
-            self.parts |= opened.parts
-            self.bytes_needed = self.bytes_needed.plus(opened.needed)
-        self.caches = [caches[layer] for layer in sorted(caches)]
+                opening.open_share(share, activations)
+        self.bytes_needed = opening.bytes_needed
+        self.parts = opening.parts
+        self.caches = [opening.caches[layer] for layer in sorted(opening.caches)]
         fetching = [cache for cache in self.caches if isinstance(cache, LayerCache)]
         self.stores = [cache.store for cache in fetching]
         for cache, following in zip(fetching, fetching[1:], strict=False):
