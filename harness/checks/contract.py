@@ -167,8 +167,8 @@ def replay_in_turns(
     """`replay` in two calls, in which the sequences have unequal numbers of rows, padded behind."""
     ids, real = batch_on(attached.device, prompts, seed=seed)
     columns = ids.shape[1] - STEPS
-    rows_of_first = [ROWS_OF_FIRST_CALL[index % 2] for index in range(len(ids))]
-    num_first = torch.tensor(rows_of_first, device=ids.device)
+    is_odd = torch.arange(len(ids), device=ids.device) % 2
+    num_first = torch.tensor(ROWS_OF_FIRST_CALL, device=ids.device)[is_odd]
     session = open_replay(attached, setup, real, more_columns=STEPS)
     last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
     hidden = [[own] for own in last]  # by sequence
@@ -197,7 +197,8 @@ def force(
     ids, real = batch_on(session.attached.device, prompts, steps, **chosen)
     columns = ids.shape[1] - steps
     logits = [session.prefill(ids[:, :columns], real[:, :columns])]
-    logits += [session.decode_step(ids[:, columns + step]) for step in range(steps)]
+    for step in range(steps):
+        logits.append(session.decode_step(ids[:, columns + step]))
     return torch.stack(logits, 1)
 
 

@@ -199,20 +199,27 @@ def _require_same(what: str, got: Tensor, expected: Tensor) -> None:
         raise AssertionError(f"{what}: logits are off by {off:.1e} of the largest")
 
 
+KINDS = ("latent", "full", "sliding window", "chunked", "recurrent", "sinks", "softcap")
+"""Kinds of layers, in the order in which a verdict names them."""
+
+
 def kinds_of_layers(attached: Attached) -> str:
     """The kinds of a decoder's layers, in words."""
-    layers = attached.layers
-    windows = [layer.window for layer in layers if layer.window]
-    kinds = {
-        "latent": any(layer.latent for layer in layers),
-        "full": any(layer.window is None and not layer.latent for layer in layers),
-        "sliding window": any(not window.is_chunk for window in windows),
-        "chunked": any(window.is_chunk for window in windows),
-        "recurrent": bool(attached.decoder.recurrent),
-        "sinks": any(layer.softmax.sinks is not None for layer in layers),
-        "softcap": any(layer.softmax.softcap is not None for layer in layers),
-    }
-    return ", ".join(kind for kind, there in kinds.items() if there)
+    kinds: set[str] = set()
+    for layer in attached.layers:
+        if layer.latent:
+            kinds.add("latent")
+        elif layer.window is None:
+            kinds.add("full")
+        if layer.window:
+            kinds.add("chunked" if layer.window.is_chunk else "sliding window")
+        if layer.softmax.sinks is not None:
+            kinds.add("sinks")
+        if layer.softmax.softcap is not None:
+            kinds.add("softcap")
+    if attached.decoder.recurrent:
+        kinds.add("recurrent")
+    return ", ".join(sorted(kinds, key=KINDS.index))
 
 
 def as_markdown(findings: Sequence[Finding]) -> str:
