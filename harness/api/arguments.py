@@ -122,8 +122,7 @@ class GenerateSettings:
                 )
 
     def num_new_tokens(self, num_prompt: int) -> int:
-        """The largest number of new tokens, as transformers resolves it, behind a prompt of
-        `num_prompt` columns."""
+        """The largest number of new tokens, as transformers resolves it; num_prompt: columns."""
         if "max_new_tokens" in self.asked:
             _require_count("max_new_tokens", self.asked["max_new_tokens"])
         num_new = self.get("max_new_tokens")

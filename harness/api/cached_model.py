@@ -72,8 +72,7 @@ GENERATED = "the cache of a generate that has ended; a prompt's is returned by t
 
 @dataclass(eq=False)
 class CachedModel:
-    """An attached model that computes with a method's cache, and stands in for the model inside its
-    `with` block.
+    """An attached model on a method's cache, which stands in for the model inside its `with` block.
 
     size: share of the full cache that a step is to read, met for each call's lengths; None takes
     the method as it is. nearest: accept the nearest possible size. max_new_tokens: tokens for which
@@ -153,8 +152,7 @@ class CachedModel:
     # generate
 
     def generate(self, *args: Any, **settings: Any) -> Any:
-        """Run transformers' `generate` on the method's cache and return its result, [batch, prompt
-        + new tokens].
+        """transformers' `generate` on the method's cache: returns ids [batch, prompt + new tokens].
 
         The first argument is input_ids, int [batch, prompt], padding on the left. settings: any of
         transformers', such as attention_mask, max_new_tokens, do_sample, temperature, streamer. T
@@ -251,8 +249,7 @@ class CachedModel:
         return output
 
     def _is_text(self, given: Mapping[str, Any]) -> bool:
-        """Whether a call without a prompt before it scores a whole text, instead of running a
-        prompt to go on from."""
+        """Whether a call without a cache scores a whole text, and runs no prompt to go on from."""
         use_cache = given.get("use_cache")
         if given.get("labels") is not None or use_cache is False:
             return True
@@ -279,8 +276,8 @@ class CachedModel:
     def _prefill(
         self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> Tensor:
-        """Run prompts [batch, prompt], and open their cache. Returns guarded logits: only the last
-        row's are read."""
+        """Run prompts [batch, prompt], and open their cache. Returns logits: the last row may be
+        read."""
         real = real_tokens(ids, mask)
         if not bool(real[:, -1].all()) or bool((real.long().diff() < 0).any()):
             raise UserError(
@@ -308,8 +305,7 @@ class CachedModel:
         return PartialLogits.of(logits.expand(-1, num_rows, -1), hidden, why)
 
     def _room(self, cache: MethodCache, num_prompt: int) -> int:
-        """The tokens for which a cache gets room behind a prompt; UserError where the model's limit
-        leaves too few."""
+        """The room for tokens behind a prompt; UserError where the model's limit leaves less."""
         if self.max_length is None:
             return cache.max_new_tokens
         room = self.max_length - num_prompt
@@ -328,8 +324,7 @@ class CachedModel:
     def _decode(
         self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> Tensor:
-        """Run decode rows [batch, rows] behind a cache, one step each. Returns logits [batch, rows,
-        vocab]."""
+        """Run decode rows [batch, rows], one step each. Returns logits [batch, rows, vocab]."""
         session = cache.require_open()
         batch, num_rows = ids.shape
         num_sequences = len(session.batch.prompts)
@@ -360,8 +355,7 @@ class CachedModel:
     def _score(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Score whole texts [batch, rows] by replay. Returns logits [batch, rows, vocab], and the
-        loss of `labels`.
+        """Score texts by replay. Returns logits [batch, rows, vocab], and the loss of `labels`.
 
         T is the tokens of a text. Without labels the token that its last row predicts is one of
         them, though it is not given: lm-eval's `HFLM` leaves it out.
@@ -417,8 +411,7 @@ class CachedModel:
         return PartialLogits.of(logits, hidden, why), loss
 
     def _require_prefill_len(self, ids: Tensor, mask: Tensor | None) -> int:
-        """The tokens of a whole text's prompt. Raises UserError where they, or the text's own, are
-        not known."""
+        """The tokens of a text's prompt; UserError where they, or the text's own, are not known."""
         batch, num_rows = ids.shape
         if self.prefill_len is None:
             raise UserError(
@@ -435,8 +428,7 @@ class CachedModel:
         return self.prefill_len
 
     def _require_lengths(self, texts: _Texts, prompt: int) -> None:
-        """Raise UserError for texts without a row that the method decodes, or beyond the model's
-        limit."""
+        """Raise UserError for texts without a decoded row, or beyond the model's limit."""
         shortest = int(texts.lengths.min())
         if shortest <= prompt:
             raise UserError(

@@ -96,8 +96,7 @@ def _source(model: str) -> dict[str, str]:
 
 
 def _with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a function sets itself, and those that it was given. Raises UserError where
-    both name one."""
+    """A function's own settings and those it was given; UserError where both name one."""
     for name, value in sets.items():
         if value is not None and name in given:
             raise UserError(f"{name}={given[name]!r}: is {value!r} here; leave it out")
@@ -105,8 +104,7 @@ def _with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def _names(setting: str, names: object) -> list[str]:
-    """The names in a list of methods or tasks. Raises UserError for anything else, and for an empty
-    list."""
+    """The names in a list of methods or tasks; UserError for anything else, and for none."""
     if not isinstance(names, Sequence) or isinstance(names, str | bytes):
         example = f"{setting}=['{_EXAMPLES[setting]}']"
         raise UserError(f"{setting}={names!r}: must be a list of names, such as {example}")
@@ -232,8 +230,7 @@ class Model:
         quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
-        """Several questions to one cache, known and unknown when a method reduced it, as
-        `experiment=turns`.
+        """Several questions to one cache, known or not when it was reduced, as `experiment=turns`.
 
         The arguments are those of `tasks`. Returns a frame with a line for each method; see
         `frame`.
@@ -442,8 +439,7 @@ def lm(
     size: float | str | None = None,
     **settings: Any,
 ) -> MethodLM:
-    """A model under a method for lm-eval: `lm_eval.simple_evaluate(model=harness.lm(model,
-    size=0.2), tasks=[...])`.
+    """A model under a method for lm-eval: `lm_eval.simple_evaluate(model=lm(...), tasks=[...])`.
 
     Log-likelihoods and texts are those of `Model.tasks` with the same settings. lm-eval chooses
     tasks and examples.

@@ -58,8 +58,7 @@ class MethodLM(LM):
         return self._by_task("generate_until", requests)
 
     def _by_task(self, request_type: str, requests: Sequence[Instance]) -> list[Any]:
-        """The answers in the order of `requests`. Prints a line for each task: the size that the
-        method had."""
+        """The answers in the order of `requests`. Prints the method's size for each task."""
         by_task: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             by_task[request.task_name or ""].append(number)
@@ -115,7 +114,6 @@ class MethodLM(LM):
         return self._prompts.apply_chat_template(chat_history, add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results beside the model's arguments: the method, and by
-        task its sizes."""
+        """What lm-eval writes into its results: the method, and by task its sizes."""
         sizes = {task: reads.sizes for task, reads in self.reads.items()}
         return {"model_name": self.loaded.name, "method": self.config.label, "sizes": sizes}

@@ -126,8 +126,7 @@ class MethodCache(ModelCache):
 
 
 class PartialLogits(Tensor):
-    """Logits [batch, rows, vocab] of which some rows may not be read: a prompt's, which the method
-    did not decode.
+    """Logits [batch, rows, vocab] with rows that may not be read: a prompt's, which ran densely.
 
     hidden: bool [batch, rows], the rows that may not be read; why: what a reader of them is told.
     Indexing that leaves them out gives a plain tensor. Everything else that could read them raises
@@ -160,8 +159,7 @@ class PartialLogits(Tensor):
         return f"PartialLogits({tuple(self.shape)}: {self.why})"
 
     def _reads_hidden(self, index: Any) -> bool:
-        """Whether an index reaches a hidden row. The index of the vocabulary, the third one, does
-        not matter."""
+        """Whether an index reaches a hidden row. Its part for the vocabulary does not matter."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if parts[0] is Ellipsis:
             num_whole = max(0, 3 - len(parts[1:]))

@@ -44,15 +44,13 @@ ELSEWHERE = (
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` CUDA's current one inside the block: Triton launches and events are recorded
-    there, wherever the tensors lie."""
+    """Make `device` CUDA's current one, where Triton launches and events are recorded."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class Handler:
-    """Computes attention during a forward pass. Layer numbers count all attention layers of the
-    model."""
+    """Computes attention during a pass. Layer numbers count all attention layers of the model."""
 
     needs_inputs = False
 
@@ -70,11 +68,10 @@ class Handler:
         return False
 
     def rehearse(self, layer: int, query: Tensor) -> None:
-        """Take an early query of `layer`, made in the previous layer from that layer's attention
-        input."""
+        """Take an early query of `layer`, made of the previous layer's attention input."""
 
     def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
-        """Take what the layer's attention module is called with, before its `attention`, if this
+        """Take the arguments of a layer's attention module. Called before `attention`, if this
         `needs_inputs`."""
 
     def layer_begins(self, layer: int) -> None:
@@ -182,11 +179,11 @@ class Attached:
         cache: ModelCache | None = None,
         real: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`, all
-        on `device`.
+        """Final hidden states [batch, rows, hidden_size] of `ids` at `positions`, all on `device`.
 
-        cache: the batch's, from `new_cache`; None: these are its first and only rows. real: bool
-        [batch, rows], False for padding, which recurrent layers must not see; None: there is none.
+        ids, positions: int [batch, rows]. cache: the batch's, from `new_cache`; None: these are its
+        first and only rows. real: bool [batch, rows], False for padding, which recurrent layers
+        must not see; None: there is none.
         Raises UserError for a token without an embedding, and where activations are not finite. A
         pass over one row is not checked: a decode step waits for no device.
         """
@@ -288,8 +285,7 @@ class Attached:
     # Queries of a layer, outside of its own call
 
     def early_query(self, layer: int, hidden: Tensor) -> Tensor:
-        """The query of `layer` for the input `hidden` [batch, rows, hidden_size], as a handler gets
-        it."""
+        """The query of `layer` for an input [batch, rows, hidden_size], as a handler gets it."""
         wanted = self.layers[layer]
         embeddings = None
         if wanted.positions is not None:
@@ -304,8 +300,7 @@ class Attached:
         return self._query_of(layer, call)
 
     def example(self, layer: int) -> tuple[LayerInputs, Tensor]:
-        """The inputs of a layer in the trace of the model, a few tokens, and the query that it
-        makes of them."""
+        """A layer's inputs in the trace of the model, a few tokens, and the query made of them."""
         call = self.layers[layer].call
         call = call.with_hidden(call.hidden, attention_mask=None, past_key_values=self.new_cache())
         return self._inputs_of(layer, call), self._query_of(layer, call)
@@ -325,8 +320,7 @@ class Attached:
         return self._as_handled(layer, query)
 
     def _as_handled(self, layer: int, query: Tensor) -> Tensor:
-        """A module's query as handlers get it: scaled for the softmax that all layers share, and
-        for latent keys."""
+        """A module's query as handlers get it: for the scale of all layers, and for latent keys."""
         known = self.layers[layer]
         own, shared = known.softmax.scale, self.softmaxes[layer].scale
         if own != shared:
@@ -430,8 +424,7 @@ def _sizes_of(layer: Layer) -> tuple[int, ...]:
 def _embedded(
     source: PositionSource, states: Tensor, position_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The position embeddings that a layer is given. The source's hooks do not run: they are for
-    the model's pass."""
+    """A layer's position embeddings. The source's hooks, for the model's pass, do not run."""
     return source.module.forward(states, position_ids, *source.options)
 
 
@@ -461,8 +454,7 @@ def require_in_range(hidden: Tensor) -> None:
 
 
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The output of a projection that is left out: zeros, allocated once for each shape of a decode
-    step."""
+    """Zeros for a projection that is left out, allocated once for each shape of a decode step."""
     shape = (*states.shape[:-1], size)
     if states.shape[-2] == 1:
         return _blank(shape, states.dtype, states.device)

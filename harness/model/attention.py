@@ -75,8 +75,7 @@ def _attention_by_scores(
 def row_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:
-    """torch's fused attention of one row: the heads of a group are its rows, so that no key is
-    copied.
+    """torch's fused attention of one row. A group's heads are its rows, so no key is copied.
 
     query: [batch, heads, 1, head_dim]; mask: bool, True where visible, or added to the scores,
     [batch, 1 or num_kv_heads, 1 or group, slots]; None hides nothing. Returns [batch, num_kv_heads,
@@ -93,8 +92,7 @@ def row_attention(
 def _read_ahead_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:
-    """The same numbers, a few heads at a time, whose rows are read into the CPU's cache just
-    before.
+    """The same numbers, a few heads at a time, whose rows are read into the cache just before.
 
     A core prefetches what is read in order. The fused attention reads the keys first, and later the
     values between them, and waits for memory each time (see "One thread" in benchmarks/NOTES.md).
@@ -129,8 +127,7 @@ def prompt_attention(
     padding: Sequence[int] = (),
     window: Window | None = None,
 ) -> Tensor:
-    """Causal attention of prompts that are padded on the left. padding: rows before each prompt,
-    which give zeros.
+    """Causal attention of left-padded prompts. padding: rows before each prompt, which give zeros.
 
     Shapes as in `dense_attention`. Prompts of unequal length run one by one: causal attention does
     half the work of attention under a mask, which would also hold batch x prompt x prompt elements.
@@ -270,8 +267,7 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
     hidden = torch.randn(1, 4, like.shape[-1], generator=generator).to(like)
 
     def keys(positions: Tensor) -> Tensor:
-        """The keys [1, num_kv_heads, 4, head_dim] that the layer stores of `hidden` at `positions`
-        [1, 4]."""
+        """The stored keys [1, num_kv_heads, 4, head_dim] of `hidden` at `positions` [1, 4]."""
         positions = positions.to(hidden.device)
         cache = ModelCache(decoder.stack.config)
         embeddings = None

@@ -64,8 +64,7 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
 def cached_calibration(
     attached: Attached, method: Method, ids: Sequence[int], fingerprint: str, cache_dir: Path
 ) -> Calibration:
-    """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype, ids, method
-    and settings."""
+    """`calibrate`, or its earlier result for the same weights, dtype, ids, method and settings."""
     settings = [getattr(method, name) for name in method.calibration_settings]
     module = sys.modules[type(method).__module__]
     code = [inspect.getsource(type(method).calibrate), inspect.getsource(module)]

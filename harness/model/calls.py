@@ -61,8 +61,7 @@ def options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, .
 
 
 def stack_of(model: Any) -> Any:
-    """The module that turns ids into final hidden states; of a vision-language model its text
-    decoder's."""
+    """The module from ids to final hidden states; of a vision-language model the text decoder's."""
     stack = model.get_decoder()
     if stack is model or not isinstance(stack, PreTrainedModel):
         inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]

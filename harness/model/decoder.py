@@ -93,8 +93,7 @@ class Decoder:
                 layer.latent = None
 
     def run_to_attention(self, layer: Layer, call: Call) -> Reached:
-        """Run an attention module up to the attention function, which is `stop` or raises `Reached`
-        as well."""
+        """Run an attention module up to the attention function, which raises `Reached`."""
         try:
             layer.module.forward(*call.args, **call.kwargs)
         except Reached as reached:
@@ -102,8 +101,7 @@ class Decoder:
         raise AssertionError("an attention module calls the attention function")
 
     def query_parameters(self, layer: Layer) -> list[nn.Parameter]:
-        """The weights that make a layer's query; a rehearsal reads them while the previous layer
-        computes."""
+        """The weights that make a query, which a rehearsal reads during the previous layer."""
         parameters: list[nn.Parameter] = []
         for name in layer.query_modules:
             parameters += layer.module.get_submodule(name).parameters()
@@ -112,10 +110,10 @@ class Decoder:
     # Reading
 
     def _find_blocks(self) -> list[nn.Module]:
-        """The list of modules that holds all attention modules. Sets `block` and `before` of each
-        attention layer.
+        """The list of modules that holds all attention modules.
 
-        The mixer of a block is its attention module, else a child with a layer index.
+        Sets `block` and `before` of each attention layer. The mixer of a block is its attention
+        module, else a child with a layer index.
         """
         attentions = {id(layer.module): layer for layer in self.layers}
         for blocks in self.stack.modules():
@@ -139,8 +137,7 @@ class Decoder:
         raise refusal(self.family, "its layers are in no list")
 
     def _find_row_wise(self) -> list[nn.Module]:
-        """The blocks' children with several matrices that hold neither attention nor a recurrent
-        module."""
+        """The blocks' children with several matrices, but no attention or recurrent module."""
         mixers = {layer.module for layer in self.layers} | set(self.recurrent)
         found = []
         for block in self.blocks:
@@ -151,8 +148,7 @@ class Decoder:
         return found
 
     def _find_unused(self, layer: Layer) -> None:
-        """Find the submodules that the query does not depend on by autograd's graph; a rehearsal
-        leaves them out."""
+        """Find the submodules that the query does not depend on; a rehearsal leaves them out."""
         outputs: dict[str, Tensor] = {}
         leaves: dict[nn.Module, str] = {}
         for name, module in layer.module.named_modules():
@@ -207,8 +203,7 @@ class Decoder:
 
 
 def _ancestors(output: Tensor) -> set[Any]:
-    """The nodes of autograd's graph that a tensor is made from, and None, which stands for all that
-    autograd does not follow."""
+    """The nodes of autograd's graph behind a tensor, and None, which autograd does not follow."""
     ancestors: set[Any] = {None}
     waiting: list[Any] = [output.grad_fn]
     while waiting:

@@ -67,8 +67,7 @@ class LoadedModel:
 
     @property
     def reader(self) -> Any:
-        """What makes token ids of the texts that a run reads: the tokenizer, or of random weights
-        `random_ids`."""
+        """What makes token ids of texts: the tokenizer, or of random weights `random_ids`."""
         return self.random_ids or self.tokenizer
 
 
@@ -121,8 +120,7 @@ def from_memory(
     tokenizer: PreTrainedTokenizerBase | None = None,
     name: str | None = None,
 ) -> LoadedModel:
-    """A transformers model that the caller has loaded, as `load_model` returns one. It is put into
-    evaluation mode.
+    """A model that the caller has loaded, as of `load_model`. It is put into evaluation mode.
 
     name: for tables and records; by default the last part of `model.name_or_path`, else its family.
     The fingerprint is the sha256 of configuration and weights. Raises UserError for a tokenizer
@@ -162,8 +160,7 @@ def model_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def shape_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model's text decoder, as a mapping; UserError where there is no such
-    source."""
+    """The config.json of a model's text decoder, as a mapping; UserError where there is none."""
     return _of_decoder(config.name, _mapping(config))
 
 
@@ -258,8 +255,7 @@ def _random(
 
 
 def _spread(name: str, model: PreTrainedModel) -> None:
-    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places a loaded
-    one."""
+    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places one."""
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 

@@ -18,8 +18,7 @@ Keep = Callable[..., None]
 
 
 class PromptPass(Handler):
-    """A dense causal pass over prompts. `keep` is given every layer's number, query, key and value
-    as they come.
+    """A dense causal pass over prompts. `keep` takes each layer's number, query, key and value.
 
     real: bool [batch, prompt], False for the padding on the left; None: there is none.
     needs_inputs: `keep` is given the inputs of each layer's module, too.
@@ -67,8 +66,7 @@ def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt
 def held_prompt(
     attached: Attached, ids: Tensor, real: Tensor, model_cache: ModelCache
 ) -> tuple[PrefilledPrompt, Tensor]:
-    """A prompt that has run, and the final hidden states of all its columns [batch, prompt,
-    hidden_size]."""
+    """A prompt that has run, and the hidden states of its columns [batch, prompt, hidden_size]."""
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def alone(states: Tensor) -> Tensor:
@@ -85,8 +83,7 @@ def held_prompt(
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:
-    """An upper bound of the bytes that a layer of a dense pass over `num_tokens` tokens, all
-    prompts', holds at once.
+    """An upper bound of a layer's bytes in a dense pass over `num_tokens` tokens of all prompts.
 
     Per token: four hidden states, the rotary tables, and the larger of FFN and attention
     activations. Attention makes query, key, value and output, the query once more, and the packed

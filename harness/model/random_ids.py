@@ -26,8 +26,7 @@ class RandomIds:
     def __call__(
         self, text: str, add_special_tokens: bool = True, verbose: bool = True
     ) -> dict[str, list[int]]:
-        """Ids of the whole text, as a tokenizer of transformers returns them; verbose plays no
-        part."""
+        """Ids of the whole text, as of a transformers tokenizer; verbose plays no part."""
         generator = random.Random(text_sha256(text))
         ids = generator.choices(range(self.vocab_size), k=len(text.split()))
         has_start = add_special_tokens and self.start is not None

@@ -50,8 +50,7 @@ def run_prompts(
     keep: Keep,
     model_cache: ModelCache,
 ) -> Tensor:
-    """Run left-padded prompts densely, or take a pass that was kept, and run them again where the
-    method asks for it.
+    """Run left-padded prompts densely, or take a kept pass. Reread them if the method asks for it.
 
     ids, real: [batch, prompt]. keep: takes every layer's number, query, key and value, as they come
     or after the second reading, and the layer's inputs where the method needs them. A pass that was
@@ -171,8 +170,7 @@ def _worth(
 
 
 def held_bytes(attached: Attached, num_tokens: int) -> int:
-    """Bytes of the queries, keys and values of all layers of so many tokens, and of a pass over
-    them."""
+    """Bytes of all layers' queries, keys and values of so many tokens, and of a pass over them."""
     elements = 0
     for layer in attached.layers:
         elements += layer.num_heads * layer.head_dim + layer.num_kv_heads * layer.elements
@@ -212,8 +210,7 @@ class _RereadPass(Handler):
         self.input_norms: Tensor | None = None
 
     def hooks(self) -> ExitStack:
-        """Inside the `with` block the lengths of the attention inputs are noted, if the method
-        needs them."""
+        """Note the lengths of attention inputs inside the `with` block, where they are needed."""
         stack = ExitStack()
         if self.method.needs_norms:
             for layer in self.attached.layers:
@@ -246,8 +243,7 @@ class _RereadPass(Handler):
         return dense_attention(query, keys, values, softmax, visible[None, None])
 
     def _value_norms(self, layer: int, prompt_value: Tensor) -> Tensor:
-        """Lengths of the chunk's values behind each head's part of the output projection, fp32
-        [heads, chunk]."""
+        """Lengths of the chunk's values behind the output projection, fp32 [heads, chunk]."""
         values = prompt_value[0, :, self.repetition.chunk].float()
         factor = output_factor(self.attached.decoder, self.attached.layers[layer])
         of_heads = values.repeat_interleave(len(factor) // len(values), 0)

@@ -52,8 +52,7 @@ class Resources:
         self.shares_prompts = False
 
     def model(self, config: ModelConfig) -> LoadedModel:
-        """The model of `config`, loaded once for all runs that follow one another with equal
-        settings."""
+        """The model of `config`; runs with equal settings that follow one another share it."""
         if self.loaded is not None:
             return self.loaded
         if self._last is None or self._last[0] != config:

@@ -87,8 +87,7 @@ def _next_tokens(drafts: Sequence[Draft], logits: Tensor) -> list[int]:
 
 
 def sample(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
-    """The token at `number`, in [0, 1), of the distribution of `sampling`, int64 []; logits:
-    [vocab].
+    """The token, int64 [], at `number`, in [0, 1), of the distribution; logits: [vocab].
 
     The tokens lie in the order of the vocabulary on the line from 0 to 1, each as wide as its
     probability. A small change of the logits moves no token far on it, as it would if they were

@@ -43,8 +43,7 @@ are all alike."""
 
 
 def size(described: PreTrainedConfig, name: str) -> int | None:
-    """One of a decoder's sizes; None where its configuration has no such size, or one for each
-    layer."""
+    """One of a decoder's sizes; None where there is no such size, or one for each layer."""
     try:
         found = getattr(described, name, None)
     except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
@@ -54,8 +53,7 @@ def size(described: PreTrainedConfig, name: str) -> int | None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder whose layers are all alike, for the cost model; its weights carry no
-    biases or norms."""
+    """Sizes of a decoder of equal layers, for the cost model; without biases and norms."""
 
     name: str
     num_layers: int
@@ -70,8 +68,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any]) -> ModelShape:
-        """The sizes in a transformers config as a plain mapping; UserError for a family that is not
-        in FFN_MATRICES."""
+        """The sizes in a plain transformers config; UserError for a family not in FFN_MATRICES."""
         shape = {key: value for key, value in config.items() if value is not None}
         family = shape["model_type"]
         if family not in FFN_MATRICES:
@@ -129,8 +126,7 @@ class ModelShape:
 
 
 def load_shape(name: str) -> ModelShape:
-    """The shape in `conf/model/<name>.yaml`; UserError for an unknown model, and as
-    `ModelShape.from_config`."""
+    """The shape in `conf/model/<name>.yaml`; UserError where it is unknown or not modelled."""
     if name not in options("model"):
         raise UserError(f"model={name}: {nearest(name, options('model'))}")
     return ModelShape.from_config(name, read_yaml(CONF_DIR / "model" / f"{name}.yaml")["shape"])
@@ -206,8 +202,7 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def count_weights(what: str, described: PreTrainedConfig) -> int:
-    """Weights of a model that a configuration describes, without any memory; UserError where it
-    describes none."""
+    """Weights that a configuration describes, without memory; UserError where it describes none."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -218,8 +213,7 @@ def count_weights(what: str, described: PreTrainedConfig) -> int:
 def require_room(
     what: str, described: PreTrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device]
 ) -> None:
-    """Raise UserError where a model's weights do not fit into the free memory of all `devices`
-    together."""
+    """Raise UserError where the weights do not fit the free memory of all `devices` together."""
     needed = count_weights(what, described) * dtype.itemsize
     available = sum(map(available_bytes, devices))
     if needed <= available:

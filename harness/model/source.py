@@ -85,7 +85,8 @@ def _at_path(path: Path, gguf_file: str | None) -> Path:
         if not (path / gguf_file).is_file():
             raise UserError(f"model.gguf_file={gguf_file}: no such file in model.path={path}")
         return path / gguf_file
-    if path.is_file() and path.suffix == ".gguf" or (path / CONFIG).is_file():
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if is_gguf or (path / CONFIG).is_file():
         return path
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
@@ -100,8 +101,7 @@ def _at_path(path: Path, gguf_file: str | None) -> Path:
 
 
 def _packaged_gguf() -> Path:
-    """The GGUF inside the package, found without importing it, as its own dependencies are not
-    installed."""
+    """The GGUF in its package, found without an import: the package's dependencies are missing."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.origin:
         raise UserError(
@@ -179,8 +179,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def converted(gguf: Path) -> Path:
-    """The folder with the fp32 copy of a GGUF (config, safetensors, tokenizer), made where it is
-    missing.
+    """The folder with a GGUF's fp32 copy (config, safetensors, tokenizer), made where missing.
 
     It lies in `cache_dir()`/gguf under the GGUF's sha256, moved there whole, and may be deleted at
     any time. Raises UserError where the GGUF is damaged or truncated, or the cache cannot be
@@ -238,8 +237,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
-    """The cached folder with a repository's config, safetensors and tokenizer, downloaded where it
-    is not whole.
+    """The cached folder of a repository's config, safetensors and tokenizer, downloaded if need be.
 
     The folder is named by its revision, a commit hash. A model that another program has cached
     without a tokenizer is completed; without a network it is used as it is. with_code: also fetch
@@ -322,8 +320,7 @@ def refusal(error: Exception) -> str:
 
 @contextmanager
 def _refusals(hub_id: str) -> Iterator[None]:
-    """Raise whatever the hub's client raises as a UserError with the hub's own words and what
-    remains."""
+    """Raise what the hub's client raises as a UserError with its words and what remains."""
     try:
         yield
     except UserError:
@@ -356,8 +353,7 @@ def _revisions(hub_id: str) -> list[Path]:
 
 
 def _with_safetensors(hub_id: str) -> str | None:
-    """The commit of the main branch, or of the conversion bot's where main has only pickled
-    weights."""
+    """The commit of main, or the conversion bot's where main has only pickled weights."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi()

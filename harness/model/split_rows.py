@@ -19,8 +19,7 @@ from harness.model.model_cache import ModelCache
 
 
 def in_parts(decoder: Decoder, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The output of a module that computes each row by itself, `decoder.rows_at_once` rows at a
-    time.
+    """The output of a module that computes each row by itself, some rows at a time.
 
     Its input is [batch, rows, ...]. What else it is given row by row is split alike.
     """

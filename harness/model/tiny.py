@@ -12,8 +12,7 @@ MAX_LENGTH = 512
 
 
 def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
-    """A random model of 4 layers, hidden size 64, 4 query heads; weights wide enough to avoid
-    ties."""
+    """A random model: 4 layers, hidden size 64, 4 query heads; wide weights avoid ties."""
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,

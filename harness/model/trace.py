@@ -44,8 +44,7 @@ attention."""
 
 
 class PositionSource(NamedTuple):
-    """The submodule that makes a layer's position embeddings, and its arguments that are no
-    tensors."""
+    """The submodule that makes a layer's position embeddings, and its non-tensor arguments."""
 
     module: nn.Module
     options: tuple[Any, ...]
@@ -178,15 +177,13 @@ class Trace:
     def _mask(
         self, *_: Any, mask_function: Any, local_size: int | None = None, **__: Any
     ) -> Tensor:
-        """Make a mask of ones. The attention call receives this same object, which tells its
-        layer's window."""
+        """Make a mask of ones. The attention call gets this same object: it tells the window."""
         stand_in = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=self.device)
         self._masks.append((stand_in, self._window(mask_function, local_size)))
         return stand_in
 
     def _window(self, mask_function: Any, size: int | None) -> Window | None:
-        """The window of a mask function, found by calling it; None where it hides no earlier
-        token."""
+        """The window of a mask function, found by calls; None where it hides no earlier token."""
         if mask_function is causal_mask_function:
             return None
         zero = torch.zeros((), dtype=torch.long, device=self.device)
