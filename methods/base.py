@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from methods.attention import Softmax, Window
+from methods.settings import least, require, setting, settings_of
 
 EMPTY = torch.iinfo(torch.int32).max
 """Position of an empty slot and of padding: later than every query, hence never visible."""
@@ -62,23 +63,19 @@ Calibration = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """A KV-cache method: its fields are its settings.
+    """A KV-cache method: its fields are its settings (`methods.settings`)."""
 
-    num_exempt_layers: number of first layers that read the full cache. Every size counts them.
-    """
-
-    num_exempt_layers: int = 2
+    num_exempt_layers: int = setting(
+        2, "first layers that read the full cache; every size counts them", least(0)
+    )
 
     title: ClassVar[str] = ""  # in tables and legends
-    when: ClassVar[When] = "kept"  # for all layers; `when_of` says it of one layer
     state: ClassVar[type[State]]  # class of the states that `new_state` makes
     reads_all: ClassVar[bool] = False  # every cached token is read: the method has no state
-    needs_prompt: ClassVar[bool] = (
-        False  # it learns from the prompt's rows, so that an empty prompt is refused
-    )
-    calibration_settings: ClassVar[
-        tuple[str, ...]
-    ] = ()  # fields that change what `calibrate` measures
+    needs_prompt: ClassVar[bool] = False
+    """True if it learns from the prompt's rows, so that an empty prompt is refused."""
+    calibration_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that change what `calibrate` measures."""
     holds_keys: ClassVar[bool] = False
     """True if the state gives keys back (`State.rebuild`). The cache then holds values only, and
     only they cross the link. Some tokens of the prompt (`State.resident`) and all generated ones
@@ -96,36 +93,21 @@ class Method:
     method alone. Not together with `rereads`."""
 
     def __post_init__(self) -> None:
-        """Check the settings, each with `require` or one of the three methods below."""
-        self._require_least(0, "num_exempt_layers")
-
-    def _require_least(self, least: int, *fields: str, null: bool = False) -> None:
-        """Each field is an integer >= `least`, or None where `null`."""
-        for field in fields:
-            value = getattr(self, field)
-            fits = (null and value is None) or value >= least
-            require(fits, field, value, f">= {least} or null" if null else f"an integer >= {least}")
-
-    def _require_fraction(self, *fields: str, zero: bool = False) -> None:
-        """0 < each field <= 1 (0 too where `zero`)."""
-        for field in fields:
-            value = getattr(self, field)
-            require(
-                0 < value <= 1 or (zero and value == 0),
-                field,
-                value,
-                "in [0, 1]" if zero else "in (0, 1]",
-            )
-
-    def _require_one_of(self, field: str, *allowed: str | int | None) -> None:
-        value = getattr(self, field)
-        words = ", ".join("null" if each is None else str(each) for each in allowed)
-        require(value in allowed, field, value, f"one of {words}")
+        """Check each setting's range. Subclasses check what their settings must be together."""
+        for field in settings_of(type(self)):
+            value = getattr(self, field.name)
+            if field.allowed is not None:
+                require(field.allowed.holds(value), field.name, value, field.allowed.words)
 
     @property
     def label(self) -> str:
         """The title, and the settings that make it another method."""
         return self.title
+
+    @property
+    def when(self) -> When:
+        """When it chooses tokens in all layers but those of which `when_of` says another time."""
+        return "kept"
 
     def when_of(self, layer: int) -> When:
         """When the tokens of a non-exempt `layer` are chosen."""
@@ -606,12 +588,6 @@ class Geometry:
 
 
 # Helpers of methods
-
-
-def require(condition: bool, field: str, value: object, allowed: str) -> None:
-    """Raise ValueError naming the setting, its value and what is allowed, unless `condition`."""
-    if not condition:
-        raise ValueError(f"method.{field}={value}: must be {allowed}")
 
 
 def share_above(count: int, whole: int) -> float:

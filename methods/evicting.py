@@ -34,6 +34,7 @@ from methods.base import (
     share_above,
 )
 from methods.compiled import kernels_for
+from methods.settings import least, setting, share
 
 INF = float("inf")
 
@@ -51,31 +52,23 @@ class Evicting(Method):
 
 @dataclass(frozen=True)
 class EvictingToShare(Evicting):
-    """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`.
+    """Evicts down to floor(kept_frac * T) tokens, at least 1.
 
     always_kept: name of the setting that says how many tokens always stay; the budget must exceed
     it.
     """
 
-    kept_frac: float = 0.2
-    kept_tokens: int | None = None
+    kept_frac: float = setting(0.2, "share of T, the final tokens, that is kept", share())
 
     always_kept: ClassVar[str] = ""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_fraction("kept_frac")
-        self._require_least(1, "kept_tokens", null=True)
-
     def budget(self, final: int) -> int:
         """Tokens that are kept of a sequence of T = `final`."""
-        return max(1, int(self.kept_frac * final)) if self.kept_tokens is None else self.kept_tokens
+        return max(1, int(self.kept_frac * final))
 
     def budgets(self, final: Tensor) -> Tensor:
         """`budget` of each sequence, int [batch]."""
-        if self.kept_tokens is None:
-            return floor_frac(self.kept_frac, final).clamp(min=1)
-        return torch.full_like(final, self.kept_tokens)
+        return floor_frac(self.kept_frac, final).clamp(min=1)
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a sequence's budget does not exceed the tokens that always stay."""
@@ -89,8 +82,7 @@ class EvictingToShare(Evicting):
         return min(counts.cached, self.budget(counts.final))
 
     def with_size(self, frac: float) -> Self:
-        by_share = self if self.kept_tokens is None else replace(self, kept_tokens=None)
-        return replace(by_share, kept_frac=frac)
+        return replace(self, kept_frac=frac)
 
     def min_size(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
@@ -106,7 +98,30 @@ class EvictingToShare(Evicting):
         return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:
-        return self.kept_frac if self.kept_tokens is None else 1.0
+        return self.kept_frac
+
+
+@dataclass(frozen=True)
+class EvictingToBudget(EvictingToShare):
+    """Evicts to a share of T, or to a number of tokens."""
+
+    kept_tokens: int | None = setting(
+        None, "this many tokens instead of the share", least(1, null=True)
+    )
+
+    def budget(self, final: int) -> int:
+        return super().budget(final) if self.kept_tokens is None else self.kept_tokens
+
+    def budgets(self, final: Tensor) -> Tensor:
+        if self.kept_tokens is None:
+            return super().budgets(final)
+        return torch.full_like(final, self.kept_tokens)
+
+    def with_size(self, frac: float) -> Self:
+        return replace(self, kept_frac=frac, kept_tokens=None)
+
+    def artifact_budget(self) -> float:
+        return super().artifact_budget() if self.kept_tokens is None else 1.0
 
 
 class EvictingState(State):

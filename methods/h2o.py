@@ -16,6 +16,7 @@ from torch import Tensor
 from methods.attention import received_attention
 from methods.base import PromptRows, TokenCounts, floor_frac, require
 from methods.evicting import Evicting, WorthState
+from methods.settings import setting, share
 
 
 class H2OState(WorthState):
@@ -42,15 +43,16 @@ class H2O(Evicting):
     """Budget = floor(heavy_frac * T) + floor(recent_frac * T) tokens, at least 1; evicted tokens
     are gone for good."""
 
-    heavy_frac: float = 0.1
-    recent_frac: float = 0.1
+    heavy_frac: float = setting(
+        0.1, "share of T kept as the most attended tokens", share(zero=True)
+    )
+    recent_frac: float = setting(0.1, "share of T kept as the most recent tokens", share(zero=True))
 
     title = "H2O"
     state = H2OState
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_fraction("heavy_frac", "recent_frac", zero=True)
         total = self.heavy_frac + self.recent_frac
         require(0 < total <= 1, "heavy_frac + method.recent_frac", total, "in (0, 1]")
 

@@ -27,7 +27,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -47,12 +47,12 @@ from methods.base import (
 )
 from methods.compiled import kernels_for
 from methods.evicting import EvictingState
-from methods.projected import INDEX_BITS, ProjectedState, right_vectors
-from methods.selection import Selecting, largest
+from methods.projected import BITS_MEANING, INDEX_BITS, ProjectedState, right_vectors
+from methods.selection import Selecting, SelectingBy, largest
+from methods.settings import Allowed, least, one_of, setting, share
 
 ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
 """The paper's alpha, by family (section 5.1)."""
-COLUMN_RULES = ("sum", "query", "union")
 SATURATED = 255
 """A fetch counter of a pool that reaches this halves all counters of its head."""
 NEVER = torch.iinfo(torch.int64).max
@@ -66,27 +66,28 @@ class ScoreSelecting(Selecting):
     """The count rule: tokens within `alpha` of the best score, at most `max_fetch_frac` of the
     cache.
 
-    alpha: in units of scaled logits; inf always takes the cap; None means 4 for OPT and 5 otherwise
-    (section 5.1). max_fetch_frac: cap, as a share of `cap_of`: the tokens `cached` at a row, or T,
-    the `final` number of tokens, as in
-        the artifact's accuracy code. The paper's text ("up to 20 % of the KV cache") leaves it
-        open.
-    fixed_fetch: this many tokens instead of alpha and the cap, as in the artifact's speed code.
+    The paper's text ("up to 20 % of the KV cache") leaves open what the cap is a share of. The
+    artifact's accuracy code takes T, its speed code a fixed number of tokens.
     """
 
-    alpha: float | None = None
-    max_fetch_frac: float = 0.2
-    cap_of: str = "cached"
-    fixed_fetch: int | None = None
+    alpha: float | None = setting(
+        None,
+        "distance to the best score, in scaled logits; null: 4 for OPT, 5 otherwise (section 5.1); "
+        "inf: always the cap",
+        Allowed("a number >= 0, inf or null", lambda value: value is None or value >= 0),
+    )
+    max_fetch_frac: float = setting(0.2, "cap: the largest share that a row reads", share())
+    cap_of: str = setting(
+        "cached",
+        "the cap is a share of the tokens cached at a row, or of T, the final number",
+        one_of("cached", "final"),
+    )
+    fixed_fetch: int | None = setting(
+        None, "this many tokens instead of alpha and the cap", least(1, null=True)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "a number >= 0, inf or null"
-        )
-        self._require_fraction("max_fetch_frac")
-        self._require_one_of("cap_of", "cached", "final")
-        self._require_least(1, "fixed_fetch", null=True)
         one_scale = self.group == "best" or self._counts_by_cap
         alpha_given = self.alpha is not None
         require(
@@ -181,9 +182,7 @@ class Oracle(ScoreSelecting):
     """Selects by the true scores. They need every key on the device, so this is no offloading
     method."""
 
-    when: ClassVar[When] = "true_scores"  # type: ignore[misc]  # they are known no earlier
-    own_query_layers: ClassVar[int] = 0  # type: ignore[misc]
-    choices_of_when = ("true_scores",)
+    when = "true_scores"  # they are known no earlier
 
     title = "Oracle"
     state = OracleState
@@ -412,37 +411,52 @@ def _order(worth: Tensor, positions: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class InfiniGen(ScoreSelecting):
+class InfiniGen(ScoreSelecting, SelectingBy):
     """InfiniGen's settings beside the count rule's; defaults are the paper's (section 5.1).
 
-    partial_weight_ratio: share of the columns that rehearse. round_columns: `up`, or `down` as the
-    artifact's int(). columns: importance of a column: `sum` of |q A| and |k A| (the paper), `query`
-    alone (the artifact's speed code),
-        or the `union` of the best by either (its accuracy code).
-    skew: rotate by A first; False uses the identity.
-    index: the `columns` of the paper, or `balanced` projections to as many numbers (see the top of
-        this file), by `statistics` of the `prompt`, of the `calibration` text, or `both` added.
-    index_bits: bits of each number of the index, with scales as in `methods.codec`; None keeps the
-    keys' dtype. pool_tokens, pool_frac: limit of the pool of each layer, sequence and KV head, in
-    tokens or as a share of T; at most
-        one of them; None is no limit.
-    pool_policy, protect_recent, eviction: the token that leaves a full pool, see `PooledState`.
+    At most one of `pool_tokens` and `pool_frac` limits the pool of each layer, sequence and KV
+    head. `PooledState` says which token leaves a full pool.
     """
 
-    partial_weight_ratio: float = 0.3
-    round_columns: str = "up"
-    columns: str = "sum"
-    skew: bool = True
-    index: str = "columns"
-    statistics: str = "both"
-    index_bits: int | None = None
-    pool_tokens: int | None = None
-    pool_frac: float | None = None
-    pool_policy: str = "counter"
-    protect_recent: float = 0.5
-    eviction: str = "corrected"
+    partial_weight_ratio: float = setting(0.3, "share of the columns that rehearse", share())
+    round_columns: str = setting(
+        "up", "how their number is rounded; down as in the artifact", one_of("up", "down")
+    )
+    columns: str = setting(
+        "sum",
+        "importance of a column: sum of |q A| and |k A| (the paper), query alone (the artifact's "
+        "speed code), union of the best by either (its accuracy code)",
+        one_of("sum", "query", "union"),
+    )
+    skew: bool = setting(True, "rotate queries and keys by A first; false: the identity")
+    index: str = setting(
+        "columns",
+        "what the rehearsal keeps of the keys: columns (the paper), or balanced projections",
+        one_of("columns", "balanced"),
+    )
+    statistics: str = setting(
+        "both",
+        "text that a balanced index follows",
+        one_of("prompt", "calibration", "both"),
+    )
+    index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)
+    pool_tokens: int | None = setting(
+        None, "limit of the pool in tokens; null: no limit", least(1, null=True)
+    )
+    pool_frac: float | None = setting(None, "limit of the pool as a share of T", share(null=True))
+    pool_policy: str = setting(
+        "counter", "the token that leaves a full pool", one_of("fifo", "lru", "counter")
+    )
+    protect_recent: float = setting(
+        0.5, "share of the pool, its most recent tokens, that cannot leave", share(zero=True)
+    )
+    eviction: str = setting(
+        "corrected",
+        "artifact: evicted tokens stay candidates, as in the artifact's code",
+        one_of("corrected", "artifact"),
+    )
 
-    when: When = "previous_layer"  # type: ignore[misc]
+    when: When = "previous_layer"
 
     title = "InfiniGen"
     needs_prompt = True
@@ -450,20 +464,8 @@ class InfiniGen(ScoreSelecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_fraction("partial_weight_ratio")
-        self._require_one_of("round_columns", "up", "down")
-        self._require_one_of("columns", *COLUMN_RULES)
-        self._require_one_of("index", "columns", "balanced")
-        self._require_one_of("statistics", "prompt", "calibration", "both")
-        self._require_one_of("index_bits", *INDEX_BITS)
-        self._require_least(1, "pool_tokens", null=True)
         one_limit = self.pool_tokens is None or self.pool_frac is None
         require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
-        if self.pool_frac is not None:
-            self._require_fraction("pool_frac")
-        self._require_fraction("protect_recent", zero=True)
-        self._require_one_of("pool_policy", "fifo", "lru", "counter")
-        self._require_one_of("eviction", "corrected", "artifact")
         one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
         require(
             one_set,

@@ -40,6 +40,7 @@ from methods.base import (
     require,
 )
 from methods.selection import largest
+from methods.settings import least, setting, share
 
 NUM_BEST, SHARE_OF_TEXT = 64, 16
 """Best tokens that are compared: as many as in the official code, where half of them are the row's
@@ -100,15 +101,14 @@ class KascadeState(State):
 @dataclass(frozen=True)
 class Kascade(Method):
     """Anchors read every token. Other layers read max(`min_tokens`, floor(`read_frac` * cached)).
+    The first layer under the method always is an anchor."""
 
-    anchors: layers that are anchors, beside the first one under the method, which always is; None
-        takes the best `num_anchors` by the calibration, the first one counted.
-    """
-
-    read_frac: float = 0.1
-    min_tokens: int = 128
-    anchors: tuple[int, ...] | None = None
-    num_anchors: int = 5
+    read_frac: float = setting(0.1, "share of the cached tokens that other layers read", share())
+    min_tokens: int = setting(128, "tokens that other layers read at least", least(1))
+    anchors: tuple[int, ...] | None = setting(
+        None, "layers that read every token; null: the best num_anchors by the calibration"
+    )
+    num_anchors: int = setting(5, "number of anchors, the first layer counted", least(1))
 
     num_exempt_layers: int = 0
 
@@ -119,8 +119,6 @@ class Kascade(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_fraction("read_frac")
-        self._require_least(1, "min_tokens", "num_anchors")
         rising = self.anchors is None or all(layer >= 0 for layer in self.anchors)
         require(rising, "anchors", self.anchors, "a list of layers >= 0, or null")
 

@@ -45,7 +45,7 @@ from methods.base import (
     TokenCounts,
     require,
 )
-from methods.prompt_evicting import PromptEvicting, PromptEvictingState
+from methods.prompt_evicting import EvictingOnce, PromptEvictingState
 
 PACKAGE = "kvpress"
 INSTALL = "pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"
@@ -262,7 +262,7 @@ def _parameters(cls: type) -> dict[str, tuple[Any, Any]]:
 
 
 @dataclass(frozen=True)
-class KvPress(PromptEvicting):
+class KvPress(EvictingOnce):
     """A press of kvpress; `press_class` makes a class of each, with the press's settings as fields.
 
     version: of the installed kvpress. It is a setting so that it belongs to a run's identity.
@@ -273,11 +273,6 @@ class KvPress(PromptEvicting):
 
     name: ClassVar[str]
     parts: ClassVar[tuple[_Part, ...]]
-    # Settings of the base that are the press's own matter.
-    num_sinks: ClassVar[int] = 0  # type: ignore[misc]
-    window: ClassVar[int] = 0  # type: ignore[misc]
-    layers: ClassVar[str] = "uniform"  # type: ignore[misc]
-    heads: ClassVar[str] = "uniform"  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()

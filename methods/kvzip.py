@@ -27,6 +27,7 @@ from methods.attention import PROMPT_CHUNK, Softmax
 from methods.base import Geometry, Lengths, PromptRows, Repetition, RereadRows, require
 from methods.evicting import INF
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState, won
+from methods.settings import least, one_of, setting
 
 NUM_LEADING = 8
 """Last tokens of the chunk before, which lead into the next one. As in the official code."""
@@ -67,35 +68,35 @@ class KVzipState(PromptEvictingState):
 
 @dataclass(frozen=True)
 class KVzip(PromptEvicting):
-    """chunk_size: tokens that are repeated in one pass.
-    instruction, continuation: what asks for the first chunk, and for a later one, before the last 8
-        tokens of the chunk before; text, or token ids for a model without a tokenizer. suffix:
-        follows both; the official code takes what the chat template has between a user's message
-        and the answer.
-    value_weighted: KVzip+.
-    num_sinks: they play the part of the system prompt in the official code: they stay, and are not
-    repeated. layers: `adaptive`: all layers' KV heads share one budget; needs heads=adaptive.
-    """
+    """The sinks play the part of the system prompt in the official code: they stay, and are not
+    repeated. Texts may be token ids, for a model without a tokenizer."""
 
     num_sinks: int = 4
-    layers: str = "adaptive"
-    heads: str = "adaptive"
-    chunk_size: int = 2048
-    instruction: str | tuple[int, ...] = "\n\nRepeat the previous context exactly."
-    continuation: str | tuple[int, ...] = (
-        "\n\nRepeat the part of the previous context exactly, starting with"
+    layers: str = setting(
+        "adaptive",
+        "how the layers share the budget; adaptive: all layers' KV heads share one",
+        one_of("adaptive", "uniform", "pyramid"),
     )
-    suffix: str | tuple[int, ...] = "\n"
-    value_weighted: bool = False
+    heads: str = "adaptive"
+    chunk_size: int = setting(2048, "tokens that are repeated in one pass", least(1))
+    instruction: str | tuple[int, ...] = setting(
+        "\n\nRepeat the previous context exactly.", "text that asks for the first chunk"
+    )
+    continuation: str | tuple[int, ...] = setting(
+        "\n\nRepeat the part of the previous context exactly, starting with",
+        "text that asks for a later chunk, before the last 8 tokens of the chunk before",
+    )
+    suffix: str | tuple[int, ...] = setting(
+        "\n", "text behind both; officially what the chat template has before the answer"
+    )
+    value_weighted: bool = setting(False, "KVzip+: the worth is weighted by the value's length")
 
     title = "KVzip"
     state = KVzipState
     rereads = True
-    choices_of_layers = ("adaptive", "uniform", "pyramid")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_least(1, "chunk_size")
         together = self.layers != "adaptive" or self.heads == "adaptive"
         require(together, "heads", self.heads, "adaptive where method.layers=adaptive")
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, require
-from methods.selection import Retrieving, RetrievingState
+from methods.selection import RetrievingPages, RetrievingState
+from methods.settings import Allowed, least, setting
 
 
 class PQCacheState(RetrievingState):
@@ -76,31 +77,27 @@ class PQCacheState(RetrievingState):
 
 
 @dataclass(frozen=True)
-class PQCache(Retrieving):
+class PQCache(RetrievingPages):
     """Reads the first tokens, the most recent ones, and the best by their codes. Defaults are the
-    official code's.
-
-    sub_vectors: parts of a key, each coded on its own. bits: of a code. iterations: of k-means.
-    recent_frac: share of the tokens read beside the sinks.
-    """
+    official code's."""
 
     group: str = "sum_probs"
     num_sinks: int = 32
-    recent_frac: float = 0.5
-    sub_vectors: int = 2
-    bits: int = 6
-    iterations: int = 10
+    recent_frac: float = setting(
+        0.5, "share of the tokens read, beside the sinks, that are the most recent"
+    )
+    page_size: int = setting(
+        1, "tokens are scored, not pages", Allowed("1: tokens are scored, not pages", (1).__eq__)
+    )
+    sub_vectors: int = setting(2, "parts of a key, each coded on its own", least(1))
+    bits: int = setting(
+        6, "bits of a code", Allowed("an integer from 1 to 8", lambda value: 1 <= value <= 8)
+    )
+    iterations: int = setting(10, "rounds of k-means", least(0))
 
     title = "PQCache"
     state = PQCacheState
     needs_prompt = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.page_size == 1, "page_size", self.page_size, "1: tokens are scored, not pages")
-        self._require_least(1, "sub_vectors")
-        require(1 <= self.bits <= 8, "bits", self.bits, "an integer from 1 to 8")
-        self._require_least(0, "iterations")
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         divides = f"a divisor of {geometry.head_dim}, the elements of a head"

@@ -25,27 +25,23 @@ from methods.attention import product
 from methods.base import EMPTY, Calibration, Geometry, PromptRows, QueryRows, Rest, State, require
 from methods.codec import INTEGER_BITS, Codec
 from methods.selection import Retrieving, RetrievingState
+from methods.settings import one_of, setting, share
 
-INDEX_BITS = (*INTEGER_BITS.values(), None)
+INDEX_BITS = one_of(*INTEGER_BITS.values(), None)
+"""Bits of each number of an index, with scales as in `methods.codec`."""
+BITS_MEANING = "bits of each number of the index; null keeps the dtype of the keys"
 
 
 @dataclass(frozen=True)
 class Projected(Retrieving):
-    """Reads the tokens that score best on `rank` * head_dim numbers per key.
+    """Reads the tokens that score best on `rank` * head_dim numbers per key, rounded up."""
 
-    rank: a share, so that it fits any model; rounded up. index_bits: bits of each number, with
-    scales as in `methods.codec`; None keeps the numbers in the dtype of the keys.
-    """
+    rank: float = setting(0.25, "numbers of the index a key, as a share of head_dim", share())
 
-    rank: float = 0.25
-    index_bits: int | None = None
-
-    page_size: ClassVar[int] = 1  # type: ignore[misc]  # every token has a score of its own
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_fraction("rank")
-        self._require_one_of("index_bits", *INDEX_BITS)
+    @property
+    def index_bits(self) -> int | None:
+        """Bits of each number; None keeps the dtype of the keys."""
+        return None
 
     def num_columns(self, head_dim: int) -> int:
         """Numbers of a key that are scored."""
@@ -165,6 +161,8 @@ class FixedProjectionState(ProjectedState, RetrievingState):
 class Calibrated(Projected):
     """A method whose projection is measured once, by `calibrate`."""
 
+    index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)
+
     state = FixedProjectionState
 
     needs_calibration = True
@@ -197,22 +195,18 @@ class Loki(Calibrated):
 @dataclass(frozen=True)
 class DoubleSparsity(Calibrated):
     """Scores on a few channels. Defaults are the paper's 1/16 of the tokens by 1/16 of the
-    channels.
+    channels."""
 
-    channels: ranked by the mean of |q k|, each token's query by its own key (`qk`), of |q| or of
-    |k|.
-    """
-
-    channels: str = "qk"
+    channels: str = setting(
+        "qk",
+        "channels are ranked by the mean of |q k| (each token's own), of |q| or of |k|",
+        one_of("qk", "q", "k"),
+    )
 
     rank: float = 0.0625
     read_frac: float = 0.0625
 
     title = "Double Sparsity"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_one_of("channels", "qk", "q", "k")
 
     def calibrate(
         self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
@@ -302,18 +296,14 @@ class SparQState(PartialKeysState, RetrievingState):
 
 @dataclass(frozen=True)
 class SparQ(Projected):
-    """Scores on the query's largest channels. Defaults are the paper's r = head_dim / 4, k = 128, l
-    = k / 4.
+    """Scores on the query's largest channels; the index is the keys. Defaults are the paper's r =
+    head_dim / 4, k = 128, l = k / 4."""
 
-    mean_value: let the mean value stand for the tokens that are not read.
-    """
-
-    mean_value: bool = True
+    mean_value: bool = setting(True, "the mean value stands for the tokens that are not read")
 
     read_tokens: int | None = 128
     recent_frac: float = 0.25
     group: str = "sum_logits"
-    index_bits: ClassVar[None] = None  # type: ignore[misc]  # the index is the keys
 
     title = "SparQ"
     state = SparQState

@@ -20,7 +20,7 @@ Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attentio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from methods.base import (
     share_above,
 )
 from methods.evicting import INF, Evicting, EvictingState, least_worthy
+from methods.settings import Allowed, least, odd, one_of, setting, share
 
 STEEPNESS = 20
 """PyramidKV's beta: the last layer of a pyramid has about a 20th of the mean, if the prompt is long
@@ -103,30 +104,37 @@ class PromptEvictingState(EvictingState):
 
 
 @dataclass(frozen=True)
-class PromptEvicting(Evicting):
-    """Keeps `kept_frac` of the prompt, or `kept_tokens` of it, as the mean over the layers' KV
-    heads.
+class EvictingOnce(Evicting):
+    """Keeps a share of the prompt, as the mean over the layers' KV heads; the budget counts the
+    tokens that always stay."""
 
-    num_sinks, window: first and last tokens of the prompt that always stay; the budget counts them.
-    layers: how the layers share the rest of the budget: `uniform`, or `pyramid`, less from layer to
-    layer (PyramidKV). heads: how a layer's KV heads share it: `uniform`, or `adaptive`, by where
-    the worth is (Ada-KV).
-    """
-
-    kept_frac: float = 0.2
-    kept_tokens: int | None = None
-    num_sinks: int = 0
-    window: int = 0
-    layers: str = "uniform"
-    heads: str = "uniform"
+    kept_frac: float = setting(0.2, "share of the prompt that is kept", share())
+    kept_tokens: int | None = setting(None, "this many tokens instead of the share")
 
     needs_prompt = True
-    choices_of_layers: ClassVar[tuple[str, ...]] = ("uniform", "pyramid")
+
+    @property
+    def num_sinks(self) -> int:
+        """First tokens that always stay."""
+        return 0
+
+    @property
+    def window(self) -> int:
+        """Last tokens of the prompt that always stay."""
+        return 0
+
+    @property
+    def layers(self) -> str:
+        """How the layers share the budget: `uniform`, `pyramid` or `adaptive`."""
+        return "uniform"
+
+    @property
+    def heads(self) -> str:
+        """How a layer's KV heads share it: `uniform` or `adaptive`."""
+        return "uniform"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_fraction("kept_frac")
-        self._require_least(0, "num_sinks", "window")
         enough = self.kept_tokens is None or self.kept_tokens > self.safe
         require(
             enough,
@@ -134,8 +142,6 @@ class PromptEvicting(Evicting):
             self.kept_tokens,
             f"above num_sinks + window={self.safe}, or null",
         )
-        self._require_one_of("layers", *self.choices_of_layers)
-        self._require_one_of("heads", "uniform", "adaptive")
 
     @property
     def safe(self) -> int:
@@ -189,6 +195,24 @@ class PromptEvicting(Evicting):
         below = f"below {counts.prompt}, the shortest prompt"
         require(self.safe < counts.prompt, "num_sinks + method.window", self.safe, below)
         return share_above(self.safe, counts.prompt)
+
+
+@dataclass(frozen=True)
+class PromptEvicting(EvictingOnce):
+    """With tokens that always stay, and budgets that layers and heads share by their needs."""
+
+    num_sinks: int = setting(0, "first tokens that always stay; the budget counts them", least(0))
+    window: int = setting(0, "last tokens of the prompt that always stay", least(0))
+    layers: str = setting(
+        "uniform",
+        "how the layers share the budget: pyramid gives less from layer to layer (PyramidKV)",
+        one_of("uniform", "pyramid"),
+    )
+    heads: str = setting(
+        "uniform",
+        "how a layer's KV heads share it: adaptive, by where the worth is (Ada-KV)",
+        one_of("uniform", "adaptive"),
+    )
 
 
 def pyramid(mean: int, high: int, num_layers: int) -> list[int]:
@@ -256,23 +280,14 @@ class SnapKVState(PromptEvictingState):
 
 @dataclass(frozen=True)
 class SnapKV(PromptEvicting):
-    """kernel, pooling: width (odd) and kind (max, avg) of the smoothing. Defaults: the paper's
-    LongBench runs."""
+    """Defaults are those of the paper's LongBench runs."""
 
-    window: int = 32
-    kernel: int = 7
-    pooling: str = "max"
+    window: int = setting(32, "last tokens, whose attention is the worth; they stay", least(1))
+    kernel: int = setting(7, "width of the smoothing", odd())
+    pooling: str = setting("max", "kind of the smoothing", one_of("max", "avg"))
 
     title = "SnapKV"
     state = SnapKVState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_least(1, "window")
-        require(
-            self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1"
-        )
-        self._require_one_of("pooling", "max", "avg")
 
     @property
     def label(self) -> str:
@@ -325,20 +340,17 @@ class ExpectedState(PromptEvictingState):
 
 @dataclass(frozen=True)
 class ExpectedAttention(PromptEvicting):
-    """The sinks stay, and their queries, which are unlike all others, do not count.
-
-    epsilon: added to the expected attention, so that a long value counts without any attention.
-    """
+    """The sinks stay, and their queries, which are unlike all others, do not count."""
 
     num_sinks: int = 4
-    epsilon: float = 0.0
+    epsilon: float = setting(
+        0.0,
+        "added to the expected attention, so that a long value counts without any",
+        Allowed("a number >= 0", lambda value: value >= 0),
+    )
 
     title = "Expected Attention"
     state = ExpectedState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.epsilon >= 0, "epsilon", self.epsilon, "a number >= 0")
 
 
 class KeyDiffState(PromptEvictingState):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from methods.base import QueryRows
-from methods.selection import Retrieving, RetrievingState
+from methods.selection import RetrievingPages, RetrievingState
 
 MIN_PAGES = 3
 
@@ -65,7 +65,7 @@ class QuestState(RetrievingState):
 
 
 @dataclass(frozen=True)
-class Quest(Retrieving):
+class Quest(RetrievingPages):
     """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them; at
     1 all."""
 

@@ -40,6 +40,7 @@ from methods.base import (
     require,
     share_above,
 )
+from methods.settings import least, setting, share
 
 SHRINK = 0.999
 """What a centroid without keys is multiplied by in each round. It may have found the keys of an
@@ -308,25 +309,27 @@ class RetroInfer(Method):
     """Defaults are the official code's, which rounds counts to the nearest where this rounds them
     down.
 
-    retrieval_frac: share of the clusters whose tokens are read, at least one. estimation_frac:
-        share of the clusters, the next best, that are estimated.
-    read_frac: share of the cached tokens that are read, first and last ones included; the last
-        cluster is read in part, and its other tokens are estimated. None: `retrieval_frac` says
-        what is read, and clusters are read whole.
-    num_sinks, num_recent: first and last tokens, which are in no cluster and are read always.
-    cluster_size: tokens of a cluster, in the mean. segment: tokens that are clustered together.
-        iterations: rounds of k-means. update: tokens behind the prompt that are clustered at once.
+    With `read_frac` the last cluster is read in part, and its other tokens are estimated. First
+    and last tokens count in it.
     """
 
-    retrieval_frac: float = 0.018
-    estimation_frac: float = 0.232
-    read_frac: float | None = None
-    num_sinks: int = 4
-    num_recent: int = 64
-    cluster_size: int = 16
-    segment: int = 8192
-    iterations: int = 10
-    update: int = 1024
+    retrieval_frac: float = setting(
+        0.018, "share of the clusters whose tokens are read, at least one", share()
+    )
+    estimation_frac: float = setting(
+        0.232, "share of the clusters, the next best, that are estimated", share(zero=True)
+    )
+    read_frac: float | None = setting(
+        None,
+        "share of the cached tokens that are read; null: retrieval_frac says it, clusters whole",
+        share(null=True),
+    )
+    num_sinks: int = setting(4, "first tokens, in no cluster and always read", least(0))
+    num_recent: int = setting(64, "last tokens, in no cluster and always read", least(1))
+    cluster_size: int = setting(16, "tokens of a cluster, in the mean", least(1))
+    segment: int = setting(8192, "tokens that are clustered together", least(1))
+    iterations: int = setting(10, "rounds of k-means", least(1))
+    update: int = setting(1024, "tokens behind the prompt that are clustered at once", least(1))
 
     title = "RetroInfer"
     state = RetroInferState
@@ -336,13 +339,9 @@ class RetroInfer(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_fraction("retrieval_frac")
-        self._require_fraction("estimation_frac", zero=True)
-        if self.read_frac is not None:
-            self._require_fraction("read_frac")
-        self._require_least(0, "num_sinks")
-        self._require_least(1, "num_recent", "cluster_size", "iterations")
-        self._require_least(self.cluster_size, "segment", "update")
+        whole_clusters = f"an integer >= {self.cluster_size}"
+        require(self.segment >= self.cluster_size, "segment", self.segment, whole_clusters)
+        require(self.update >= self.cluster_size, "update", self.update, whole_clusters)
 
     @property
     def clusters_of_update(self) -> int:

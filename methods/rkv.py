@@ -18,7 +18,8 @@ from torch.nn.functional import max_pool1d, normalize, pad
 
 from methods.attention import PROMPT_CHUNK
 from methods.base import EMPTY, Calibration, PromptRows, QueryRows, Selection, TokenCounts, require
-from methods.evicting import INF, EvictingState, EvictingToShare
+from methods.evicting import INF, EvictingState, EvictingToBudget
+from methods.settings import least, odd, setting, share
 
 ALIKE = 0.5
 """Keys with a larger cosine say the same. The latest of them does not count as similar."""
@@ -145,19 +146,15 @@ class RKVState(EvictingState):
 
 
 @dataclass(frozen=True)
-class RKV(EvictingToShare):
-    """window: number of last tokens that stay, as part of the budget; the attention of their rows
-    counts.
+class RKV(EvictingToBudget):
+    """The attention of the window's rows counts; the window is part of the budget."""
 
-    divide_length: generated tokens from one compression to the next. mix_lambda: share of attention
-    in a token's worth, the rest is similarity. kernel: width (odd) of the maximum that smooths the
-    attention.
-    """
-
-    divide_length: int = 128
-    window: int = 8
-    mix_lambda: float = 0.07
-    kernel: int = 7
+    divide_length: int = setting(128, "generated tokens from one compression to the next", least(1))
+    window: int = setting(8, "last tokens that stay", least(1))
+    mix_lambda: float = setting(
+        0.07, "share of attention in a token's worth; the rest is similarity", share(zero=True)
+    )
+    kernel: int = setting(7, "width of the maximum that smooths the attention", odd())
 
     always_kept = "window"
 
@@ -166,18 +163,12 @@ class RKV(EvictingToShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_least(1, "window")
         above = f"above window={self.window}, or null"
         require(
             self.kept_tokens is None or self.kept_tokens > self.window,
             "kept_tokens",
             self.kept_tokens,
             above,
-        )
-        self._require_least(1, "divide_length")
-        self._require_fraction("mix_lambda", zero=True)
-        require(
-            self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1"
         )
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:

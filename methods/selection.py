@@ -32,50 +32,34 @@ from methods.base import (
     require,
 )
 from methods.compiled import kernels_for
+from methods.settings import least, one_of, setting, share
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 
 
 @dataclass(frozen=True)
 class Selecting(Method):
-    """Settings of all methods that score what is cached and read the best.
+    """Settings of all methods that score what is cached and read the best. With group=union the
+    number read depends on the data."""
 
-    group: how the scores of a KV head's query heads become one (see `reduced`); `union` reads the
-        best of each query head, so that the number read depends on the data.
-    covers: one selection for each `kv_head`, or one for all heads of a `layer`.
-    when: the query that selects: the layer's `own_query`, one rehearsed in the `previous_layer`, or
-        that of the `previous_step`. With the last two, rows cross the link while the previous layer
-        computes.
-    own_query_layers: number of first non-exempt layers that select by their own query whatever
-    `when` says. num_sinks: number of first tokens that are always read. recent_frac: share of the
-    tokens read that are the most
-        recent.
-    """
-
-    group: str = "best"
-    covers: str = "kv_head"
-    when: When = "own_query"  # type: ignore[misc]  # a setting here, a constant in other methods
-    own_query_layers: int = 0
-    num_sinks: int = 0
-    recent_frac: float = 0.0
-
-    choices_of_when: ClassVar[tuple[When, ...]] = ("previous_step", "previous_layer", "own_query")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_one_of("group", *GROUPS)
-        self._require_one_of("covers", "kv_head", "layer")
-        self._require_one_of("when", *self.choices_of_when)
-        self._require_least(0, "own_query_layers", "num_sinks")
-        self._require_fraction("recent_frac", zero=True)
-
-    def when_of(self, layer: int) -> When:
-        return "own_query" if layer - self.num_exempt_layers < self.own_query_layers else self.when
+    group: str = setting(
+        "best",
+        "how the scores of a KV head's query heads become one; union: the best of each query head",
+        one_of(*GROUPS),
+    )
+    covers: str = setting(
+        "kv_head",
+        "one selection for each kv_head, or one for all heads of a layer",
+        one_of("kv_head", "layer"),
+    )
+    num_sinks: int = setting(0, "first tokens that are always read", least(0))
+    recent_frac: float = setting(
+        0.0, "share of the tokens read that are the most recent", share(zero=True)
+    )
 
     def prefetches(self, layer: int) -> bool:
-        """Where the own query selects by choice (`when`). In the first layers a query made earlier
-        tells nothing."""
-        return self.when == "own_query" and layer - self.num_exempt_layers >= self.own_query_layers
+        """Where the own query selects."""
+        return self.when == "own_query"
 
     def min_size(self, counts: TokenCounts) -> float:
         """The least number that reads a token beside the sinks at the first row."""
@@ -180,6 +164,32 @@ class Selecting(Method):
         return joint, joint.sum(-1).double().mean(1)
 
 
+@dataclass(frozen=True)
+class SelectingBy(Selecting):
+    """A selecting method whose query is a setting. By a query that is known one layer ahead, rows
+    cross the link while the previous layer computes."""
+
+    when: When = setting(
+        "own_query",
+        "the query that selects; in the previous_layer it is rehearsed",
+        one_of("previous_step", "previous_layer", "own_query"),
+    )
+    own_query_layers: int = setting(
+        0, "first non-exempt layers that select by their own query, whatever `when` says", least(0)
+    )
+
+    def when_of(self, layer: int) -> When:
+        return "own_query" if self._is_first(layer) else self.when
+
+    def prefetches(self, layer: int) -> bool:
+        """Where the own query selects by choice (`when`). In the first layers a query made earlier
+        tells nothing."""
+        return super().prefetches(layer) and not self._is_first(layer)
+
+    def _is_first(self, layer: int) -> bool:
+        return layer - self.num_exempt_layers < self.own_query_layers
+
+
 # The choice
 
 
@@ -249,19 +259,18 @@ def largest_of_each(values: Tensor, count: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Retrieving(Selecting):
-    """Reads `read_frac` of the cached tokens, or `read_tokens` of them, in pages of `page_size`
-    tokens."""
+class Retrieving(SelectingBy):
+    """Reads `read_frac` of the cached tokens, or `read_tokens` of them."""
 
-    read_frac: float = 0.2
-    read_tokens: int | None = None
-    page_size: int = 1
+    read_frac: float = setting(0.2, "share of the cached tokens that a row reads", share())
+    read_tokens: int | None = setting(
+        None, "this many tokens instead of the share", least(1, null=True)
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_fraction("read_frac")
-        self._require_least(1, "read_tokens", null=True)
-        self._require_least(1, "page_size")
+    @property
+    def page_size(self) -> int:
+        """Tokens that have one score and are read together."""
+        return 1
 
     def budget(self, cached: int) -> int:
         """Tokens that the settings ask for with `cached` tokens."""
@@ -290,6 +299,13 @@ class Retrieving(Selecting):
 
     def artifact_budget(self) -> float:
         return self.read_frac
+
+
+@dataclass(frozen=True)
+class RetrievingPages(Retrieving):
+    """Reads them in pages."""
+
+    page_size: int = setting(1, "tokens of a page, which are read together", least(1))
 
 
 class RetrievingState(State):

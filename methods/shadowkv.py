@@ -26,7 +26,8 @@ from methods.base import (
     TokenCounts,
     floor_frac,
 )
-from methods.selection import Retrieving, largest
+from methods.selection import RetrievingPages, largest
+from methods.settings import least, one_of, setting, share
 
 
 class ShadowKVState(State):
@@ -158,33 +159,28 @@ class ShadowKVState(State):
 
 
 @dataclass(frozen=True)
-class ShadowKV(Retrieving):
+class ShadowKV(RetrievingPages):
     """Fetches the values of `read_frac` of the cached tokens, or of `read_tokens`, in chunks of
-    `page_size` tokens.
-
-    rank_frac: rank of the kept keys / elements of a token's key over all KV heads, rounded up; 160
-        of 1,024 in the official code. local_chunks: number of last full chunks of the prompt that
-        stay, with what follows them. outlier_frac: share of the other chunks that stay, rounded up;
-        48 of 128 Ki tokens in the official code.
-    """
+    `page_size` tokens. The official code keeps a rank of 160 of 1,024, and 48 outliers of 128 Ki
+    tokens."""
 
     group: str = "max_probs"
+    covers: str = setting("kv_head", "each KV head keeps tokens of its own", one_of("kv_head"))
     page_size: int = 8
-    rank_frac: float = 0.156
-    local_chunks: int = 4
-    outlier_frac: float = 0.003
+    rank_frac: float = setting(
+        0.156, "rank of the kept keys / elements of a token's key over all KV heads", share()
+    )
+    local_chunks: int = setting(
+        4, "last full chunks of the prompt that stay, with what follows them", least(0)
+    )
+    outlier_frac: float = setting(
+        0.003, "share of the other chunks that stay, rounded up", share(zero=True)
+    )
 
     title = "ShadowKV"
     state = ShadowKVState
     needs_prompt = True
     holds_keys = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_one_of("covers", "kv_head")  # each KV head keeps tokens of its own
-        self._require_fraction("rank_frac")
-        self._require_least(0, "local_chunks")
-        self._require_fraction("outlier_frac", zero=True)
 
     def chunks(self, prompt: int) -> int:
         """Full chunks of a prompt before its `local_chunks`."""

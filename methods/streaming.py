@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from methods.base import (
     require,
 )
 from methods.evicting import EvictingState, EvictingToShare
+from methods.settings import least, setting, share
 
 
 class WindowState(EvictingState):
@@ -92,17 +93,12 @@ class Streaming(EvictingToShare):
     """Keeps floor(kept_frac * T) cached tokens: the `num_sinks` first and the most recent, at their
     own positions."""
 
-    num_sinks: int = 4
+    num_sinks: int = setting(4, "first tokens that always stay", least(0))
 
-    kept_tokens: ClassVar[None] = None  # type: ignore[misc]  # a share only
     always_kept = "num_sinks"
 
     title = "Streaming"
     state = StreamingState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_least(0, "num_sinks")
 
 
 class DuoState(WindowState):
@@ -127,25 +123,20 @@ class DuoState(WindowState):
 @dataclass(frozen=True)
 class DuoAttention(Method):
     """Of the KV heads of the layers that are not exempt, round(sparsity * their number) stream.
+    Defaults are those that the authors deploy."""
 
-    num_sinks, num_recent: tokens that these keep; the defaults are those that the authors deploy.
-    pattern: a file of gates, a line per layer and a column per KV head, separated by tabs; None
-    measures them.
-    """
-
-    sparsity: float = 0.5
-    num_sinks: int = 64
-    num_recent: int = 256
-    pattern: str | None = None
+    sparsity: float = setting(0.5, "share of the KV heads that stream", share(zero=True))
+    num_sinks: int = setting(64, "first tokens that a streaming head keeps", least(0))
+    num_recent: int = setting(256, "last tokens that a streaming head keeps", least(1))
+    pattern: str | None = setting(
+        None, "file of gates, a line a layer, a tab between KV heads; null measures them"
+    )
 
     title = "DuoAttention"
     state = DuoState
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_fraction("sparsity", zero=True)
-        self._require_least(0, "num_sinks")
-        self._require_least(1, "num_recent")
         require(
             self.file is None or Path(self.file).is_file(),
             "pattern",

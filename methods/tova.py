@@ -14,7 +14,8 @@ from torch import Tensor
 
 from methods.attention import received_attention
 from methods.base import PromptRows
-from methods.evicting import EvictingToShare, WorthState
+from methods.evicting import EvictingToBudget, WorthState
+from methods.settings import setting
 
 
 class TOVAState(WorthState):
@@ -40,10 +41,10 @@ class TOVAState(WorthState):
 
 
 @dataclass(frozen=True)
-class TOVA(EvictingToShare):
-    """protect_last: the row's own token stays, as in kvpress; in the authors' code it may leave."""
+class TOVA(EvictingToBudget):
+    """Keeps a budget of tokens; the row's own token may leave, as in the authors' code."""
 
-    protect_last: bool = False
+    protect_last: bool = setting(False, "the row's own token stays, as in kvpress")
 
     title = "TOVA"
     state = TOVAState

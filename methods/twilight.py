@@ -20,10 +20,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from methods.base import PromptRows, QueryRows, Selection, TokenCounts, floor_frac, require
-from methods.projected import INDEX_BITS, PartialKeysState
+from methods.base import PromptRows, QueryRows, Selection, TokenCounts, floor_frac
+from methods.projected import BITS_MEANING, INDEX_BITS, PartialKeysState
 from methods.quest import Quest, QuestState
-from methods.selection import Selecting, ascending, largest_of_each
+from methods.selection import SelectingBy, ascending, largest_of_each
+from methods.settings import least, one_of, setting, share
 
 
 class TwilightState(QuestState, PartialKeysState):
@@ -74,37 +75,28 @@ class TwilightState(QuestState, PartialKeysState):
 
 
 @dataclass(frozen=True)
-class Twilight(Selecting):
+class Twilight(SelectingBy):
     """Reads the fewest candidates whose estimated attention adds up to `p`, at most
     `max_fetch_frac` of the cache.
 
-    p: share of the attention on the candidates; 1 always reads the cap.
-    candidate_frac: Quest's budget, as a share of the cached tokens; None takes all tokens and keeps
-    no bounds of pages. page_size: tokens of Quest's pages. index_bits: of each number of a key in
-    the index.
-    group: `sum_probs` is one set for the group, by the mean of its heads' probabilities; `union`
-        joins a set for each query head, of pages of its own, which is the official rule.
+    group=sum_probs is one set for the group, by the mean of its heads' probabilities. group=union
+    joins a set for each query head, of pages of its own, which is the official rule.
     """
 
-    p: float = 0.85
-    max_fetch_frac: float = 1.0
-    candidate_frac: float | None = 0.5
-    page_size: int = 16
-    index_bits: int | None = 4
+    p: float = setting(0.85, "share of the candidates' attention; 1: always the cap", share())
+    max_fetch_frac: float = setting(1.0, "cap: the largest share that a row reads", share())
+    candidate_frac: float | None = setting(
+        0.5,
+        "Quest's budget, as a share of the cached tokens; null takes all tokens",
+        share(null=True),
+    )
+    page_size: int = setting(16, "tokens of Quest's pages", least(1))
+    index_bits: int | None = setting(4, BITS_MEANING, INDEX_BITS)
 
-    group: str = "sum_probs"
+    group: str = setting("sum_probs", allowed=one_of("sum_probs", "union"))
 
     title = "Twilight"
     state = TwilightState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_one_of("group", "sum_probs", "union")
-        self._require_fraction("p", "max_fetch_frac")
-        fits = self.candidate_frac is None or 0 < self.candidate_frac <= 1
-        require(fits, "candidate_frac", self.candidate_frac, "in (0, 1] or null")
-        self._require_least(1, "page_size")
-        self._require_one_of("index_bits", *INDEX_BITS)
 
     @cached_property
     def _retriever(self) -> Quest:

@@ -19,14 +19,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from methods.base import PromptRows, QueryRows, Selection, TokenCounts, When, floor_frac, require
-from methods.projected import INDEX_BITS, PartialKeysState
+from methods.base import PromptRows, QueryRows, Selection, TokenCounts, When, floor_frac
+from methods.projected import BITS_MEANING, INDEX_BITS, PartialKeysState
 from methods.selection import Selecting, largest, largest_of_each
+from methods.settings import Allowed, least, one_of, setting, share
 
 MIN_SAMPLE = 2
 """Tokens in a base sample: fewer have no standard deviation."""
@@ -112,37 +113,38 @@ class VAttention(Selecting):
     `max_fetch_frac` in all.
 
     The fixed set holds the sinks, `recent_frac` of it are the most recent tokens, and the rest the
-    best by the index. base_frac: share of the other tokens in the base sample; no sample is
-    smaller. epsilon, delta: relative error of the softmax's denominator, and how often it may be
-    larger to either side; epsilon=0 always takes the cap. index_bits: of each number of a key in
-    the index. seed: of the samples.
-    when: `own_query` by the index, or `true_scores`, the official code's oracle.
+    best by the index.
     """
 
-    fixed_frac: float = 0.1
-    base_frac: float = 0.05
-    epsilon: float = 0.05
-    delta: float = 0.05
-    max_fetch_frac: float = 1.0
-    index_bits: int | None = 4
-    seed: int = 0
+    fixed_frac: float = setting(0.1, "share of the cached tokens in the fixed set", share())
+    base_frac: float = setting(
+        0.05, "share of the other tokens in the base sample; no sample is smaller", share()
+    )
+    epsilon: float = setting(
+        0.05,
+        "relative error of the softmax's denominator; 0: always the cap",
+        Allowed("in [0, 1)", lambda value: 0 <= value < 1),
+    )
+    delta: float = setting(
+        0.05,
+        "how often the error may be larger, to either side",
+        Allowed("in (0, 0.5]", lambda value: 0 < value <= 0.5),
+    )
+    max_fetch_frac: float = setting(1.0, "cap: the largest share that a row reads", share())
+    index_bits: int | None = setting(4, BITS_MEANING, INDEX_BITS)
+    seed: int = setting(0, "of the samples", least(0))
 
     group: str = "sum_probs"
     num_sinks: int = 4
     recent_frac: float = 0.04
-    own_query_layers: ClassVar[int] = 0  # type: ignore[misc]
-    choices_of_when: ClassVar[tuple[When, ...]] = ("own_query", "true_scores")
+    when: When = setting(
+        "own_query",
+        "own_query: by the index; true_scores: the official code's oracle",
+        one_of("own_query", "true_scores"),
+    )
 
     title = "vAttention"
     state = VAttentionState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_fraction("fixed_frac", "base_frac", "max_fetch_frac")
-        require(0 <= self.epsilon < 1, "epsilon", self.epsilon, "in [0, 1)")
-        require(0 < self.delta <= 0.5, "delta", self.delta, "in (0, 0.5]")
-        self._require_one_of("index_bits", *INDEX_BITS)
-        self._require_least(0, "seed")
 
     def prefetches(self, layer: int) -> bool:
         """Not where the number of samples depends on the own token's weight."""

@@ -14,6 +14,7 @@ from harness.run.parse import OF_THE_FILE, method_file, parse
 from harness.settings.config import PAPER_TASKS, RunConfig
 from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
 from harness.settings.schema import CONF_DIR, options
+from methods.settings import settings_of
 from tests.composed import composed, load
 
 PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinigen2", "kvzip-plus", "pyramidkv")
@@ -42,12 +43,27 @@ def test_every_choice_composes(group, choice):
 
 
 @pytest.mark.parametrize("choice", options("method"))
-def test_method_file_lists_every_setting_with_its_default(choice):
-    """Each default is written twice, for Hydra and for Python. They agree, unless a preset has its own."""
-    settings = {key: value for key, value in method_file(choice).items() if key not in ("name", *OF_THE_FILE)}
-    defaults = dataclasses.asdict(type(load([f"method={choice}"]).method)())
-    assert settings.keys() == defaults.keys()
-    assert settings == defaults or choice in PRESETS
+def test_a_method_file_holds_what_it_changes(choice):
+    file = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "method" / f"{choice}.yaml"))
+    changes = {key: value for key, value in file.items() if key not in ("name", *OF_THE_FILE)}
+    cls = type(load([f"method={choice}"]).method)
+    defaults = {setting.name: setting.default for setting in settings_of(cls)}
+    assert changes.keys() <= defaults.keys() and (choice in PRESETS or not changes)
+    assert [name for name, value in changes.items() if value == defaults[name]] == []
+    assert method_file(choice).keys() == {"name", *file, *defaults}
+
+
+@pytest.mark.parametrize("choice", options("method"))
+def test_every_setting_has_a_meaning_and_the_range_that_is_checked(choice):
+    method = load([f"method={choice}"]).method
+    for setting in settings_of(type(method)):
+        assert setting.meaning, setting.name
+        if setting.allowed is None:
+            continue
+        outside = "nothing" if setting.allowed.words.startswith("one of") else -7
+        refusal = f"method.{setting.name}={outside}: must be {setting.allowed.words}"
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            dataclasses.replace(method, **{setting.name: outside})
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from methods.base import QueryRows, require
-from methods.selection import Retrieving, RetrievingState
+from methods.base import QueryRows
+from methods.selection import RetrievingPages, RetrievingState
+from methods.settings import least, setting
 
 
 class MyMethodState(RetrievingState):
@@ -61,18 +62,12 @@ class MyMethodState(RetrievingState):
 
 
 @dataclass(frozen=True)
-class MyMethod(Retrieving):
-    """Reads `read_frac` of the cached tokens in pages of `page_size`, both settings of the base.
-
-    num_channels: the query's largest channels, which are scored.
-    """
+class MyMethod(RetrievingPages):
+    """Reads `read_frac` of the cached tokens in pages of `page_size`, both settings of the base."""
 
     page_size: int = 16
-    num_channels: int = 16  # on the command line method.num_channels=8
+    # On the command line method.num_channels=8
+    num_channels: int = setting(16, "the query's largest channels, which are scored", least(1))
 
     title = "My method"
     state = MyMethodState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.num_channels >= 1, "num_channels", self.num_channels, "an integer >= 1")

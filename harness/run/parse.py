@@ -11,7 +11,6 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness.errors import UserError, nearest
 from harness.run.kinds import measurement_of
 from harness.settings import config as configs
-from harness.settings import own_method, schema, systems
+from harness.settings import own_method, systems
 from harness.settings.config import (
     CODEC_WORDS,
     CPU_DTYPE,
@@ -52,11 +51,8 @@ AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
 
 
 def method_file(name: object) -> dict[str, Any]:
-    """The YAML of a shipped method. Raises OSError if there is none."""
-    return _plain(_read(schema.CONF_DIR / "method" / f"{name}.yaml"))
-
-
-_read = cache(OmegaConf.load)
+    """The settings of a shipped method. Raises OSError if there is none."""
+    return dict(own_method.shipped(str(name)))
 
 
 def _plain(config: Any) -> dict[str, Any]:

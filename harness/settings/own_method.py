@@ -1,16 +1,18 @@
-"""A method or a codec from outside this project: a class in a file or a package of the user's, or a
-press of kvpress.
+"""The settings of every method that `method=NAME` can name.
+
+A shipped one is a file of `conf/method`, which holds what it changes of its class's defaults. Any
+other is a class in a file or a package of the user's, or a press of kvpress; so is a codec.
 
     python run.py method=./my_method.py method.kept_frac=0.3
     python run.py method=my_package.my_module.MyMethod
     python run.py codec=./my_codec.py +codec_settings.levels=5
     python run.py method=kvpress:SnapKVPress method.window_size=32
 
-Its settings are the fields of its dataclass. Its name is the file's; if the class is named,
-`file.Class` or the dotted path. Hydra asks `OwnMethods` for what `conf/method` does not have, so
-such a choice goes wherever the name of a shipped method goes: sweeps, grids, `--cfg job`. The file
-is run only if it is named. Hydra asks for `grid=DIR/my_grid.yaml` in the same way. A codec is no
-group of Hydra's: `harness.run.parse` asks `find_codec`.
+The settings are the fields of the dataclass. The name of an own method is the file's; if the class
+is named, `file.Class` or the dotted path. Hydra asks `MethodSource` for every `method=NAME`, so
+each choice goes everywhere: sweeps, grids, `--cfg job`. A file of the user's is run only if it is
+named. Hydra asks for `grid=DIR/my_grid.yaml` in the same way. A codec is no group of Hydra's:
+`harness.run.parse` asks `find_codec`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -36,6 +38,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import UnsupportedValueType
 
 from harness.errors import UserError, line_in, nearest, reason
+from harness.settings.paths import CONF_DIR, HARNESS
+from harness.settings.schema import options
 
 GROUP, GRIDS = "method/", "grid/"
 PRESS = "kvpress:"
@@ -49,6 +53,18 @@ def is_own(choice: str) -> bool:
     """True if `method=<choice>` or `codec=<choice>` names a file or module of the user's, not one
     of this project."""
     return any(mark in choice for mark in "./:")
+
+
+@cache
+def shipped(name: str) -> dict[str, Any]:
+    """The whole settings of a method of `conf/method`: the defaults of its class, and what its file
+    changes. Raises OSError if there is no such file."""
+    file = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "method" / f"{name}.yaml"))
+    assert isinstance(file, dict), "a mapping, as tests check"
+    changes = {str(key): value for key, value in file.items()}
+    module, _, cls = str(changes["_target_"]).rpartition(".")
+    defaults = _defaults(getattr(importlib.import_module(module), cls), f"method={name}")
+    return defaults | changes
 
 
 def find(choice: str) -> tuple[type, dict[str, Any]]:
@@ -204,15 +220,16 @@ def faults() -> Iterator[None]:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        files = {
-            str(file): said for folder, said in _IMPORTED.items() for file in folder.glob("*.py")
-        }
-        if line := line_in(
-            error, set(files)
-        ):  # the innermost of them, whichever method was imported before
-            said = files[line.rpartition(":")[0]]
-            raise UserError(f"{said}: {line}: {reason(error)}") from error
-        raise
+        files: dict[str, str] = {}
+        for folder, said in _IMPORTED.items():
+            if not folder.is_relative_to(HARNESS):  # as the template of a method does
+                files |= {str(file): said for file in folder.glob("*.py")}
+        # The innermost of them, whichever method was imported before.
+        line = line_in(error, set(files))
+        if not line:
+            raise
+        said = files[line.rpartition(":")[0]]
+        raise UserError(f"{said}: {line}: {reason(error)}") from error
 
 
 def _class(module: ModuleType, name: str, base: type, said: str) -> Any:
@@ -274,13 +291,13 @@ def _defaults(cls: Any, said: str) -> dict[str, Any]:
     return values
 
 
-class OwnMethods(ConfigSource):
-    """To Hydra, a folder of configurations that has a file for every method and grid of the
-    user's."""
+class MethodSource(ConfigSource):
+    """To Hydra, a folder of configurations that has a whole file for every method, and the grids of
+    the user's."""
 
     @staticmethod
     def scheme() -> str:
-        return "own-method"
+        return "method"
 
     def load_config(self, config_path: str) -> ConfigResult:
         if config_path.startswith(GRIDS):
@@ -288,7 +305,7 @@ class OwnMethods(ConfigSource):
         else:
             choice = config_path.removeprefix(GROUP)
             try:
-                node = OmegaConf.create(find(choice)[1])
+                node = OmegaConf.create(find(choice)[1] if is_own(choice) else shipped(choice))
             except UnsupportedValueType as error:
                 raise UserError(
                     f"method={choice}: a setting's default is no number, text or list: {error}"
@@ -301,7 +318,10 @@ class OwnMethods(ConfigSource):
         if config_path.startswith(GRIDS):
             grid = Path(config_path.removeprefix(GRIDS)).expanduser()
             return grid.suffix == ".yaml" and grid.is_file()
-        return config_path.startswith(GROUP) and is_own(config_path.removeprefix(GROUP))
+        if not config_path.startswith(GROUP):
+            return False
+        choice = config_path.removeprefix(GROUP)
+        return is_own(choice) or choice.removesuffix(".yaml") in options("method")
 
     def is_group(self, config_path: str) -> bool:
         return False
@@ -313,12 +333,12 @@ class OwnMethods(ConfigSource):
         return []
 
 
-class OwnMethodsPath(SearchPathPlugin):
-    """Has Hydra ask `OwnMethods` after `conf/`."""
+class MethodSourcePath(SearchPathPlugin):
+    """Has Hydra ask `MethodSource` before `conf/`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("harness", f"{OwnMethods.scheme()}://")
+        search_path.prepend("harness", f"{MethodSource.scheme()}://")
 
 
-for plugin in (OwnMethods, OwnMethodsPath):
+for plugin in (MethodSource, MethodSourcePath):
     Plugins.instance().register(plugin)
