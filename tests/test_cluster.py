@@ -16,7 +16,7 @@ import pytest
 from harness.errors import UserError
 from harness.run import cluster
 from harness.run.cli import main
-from harness.run.cluster import Batch, Cluster, Job
+from harness.run.cluster import JobArray, Cluster, Job
 from tests.runs import own_grids
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,7 +204,7 @@ def start_job(folder: Path, monkeypatch, text: str, *words: str, **variables: ob
     monkeypatch.setattr(cluster, "RUN", (str(folder / "run"),))
     monkeypatch.setattr(sys, "executable", "bash")
     jobs = {1: Job(("x",), ()), 2: Job(words, ())}
-    script = Batch(Cluster("slurm", minutes=5), "a b", folder, on_gpu=False).script(folder, jobs)
+    script = JobArray(Cluster("slurm", minutes=5), "a b", folder, on_gpu=False).script(folder, jobs)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "3"}
     environment |= {name: str(value) for name, value in variables.items()}
     return subprocess.run(["bash"], input=script, cwd=folder, env=environment, capture_output=True, text=True)

@@ -42,9 +42,8 @@ STOP_S = 5.0
 
 def counted(experiments: Iterable[str]) -> str:
     """How many cells there are of each experiment, in words. experiments: of each cell."""
-    return "cells of " + ", ".join(
-        f"{name} ({number})" for name, number in Counter(experiments).items()
-    )
+    counts = [f"{name} ({number})" for name, number in Counter(experiments).items()]
+    return f"cells of {', '.join(counts)}"
 
 
 def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[T]]:
@@ -82,26 +81,23 @@ def run_cells(
     resources.shares_prompts |= len(configs) > 1
     runs: list[Run] = []
     todo: list[Run] = []
-    for each in map(
-        Run.of, tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None)
-    ):
-        runs.append(each)
-        if each.is_finished():
-            relabel(each)
-            yield each.path
+    for config in tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None):
+        cell = Run.of(config)
+        runs.append(cell)
+        if cell.is_finished():
+            relabel(cell)
+            yield cell.path
         else:
-            todo.append(each)
-    tracking.require(each.config.tracker for each in todo)
-    for each in todo:
-        reason = (
-            f"{each.title}: another process is at it" if is_held(each.path) else each.why_again()
-        )
-        if reason:
-            tqdm.write(reason)
-    if len(todo) < len(configs):
-        tqdm.write(
-            f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped"
-        )
+            todo.append(cell)
+    tracking.require(cell.config.tracker for cell in todo)
+    for cell in todo:
+        is_elsewhere = is_held(cell.path)
+        why = f"{cell.title}: another process is at it" if is_elsewhere else cell.why_again()
+        if why:
+            tqdm.write(why)
+    num_finished = len(configs) - len(todo)
+    if num_finished:
+        tqdm.write(f"{num_finished} of {len(configs)} cells were finished before, skipped")
 
     planned = status.note(runs) if todo else None
     spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
@@ -110,34 +106,33 @@ def run_cells(
     with tqdm(total=len(todo), unit="cell", dynamic_ncols=True) as progress:
         while todo:
             held: list[Run] = []
-            for group in groups(todo, lambda each: each.config):
+            for group in groups(todo, lambda cell: cell.config):
                 begun = []
-                for each in group:
-                    limit = (minutes or {}).get(each.config.experiment)
-                    if (
-                        limit is None
-                        or spent[each.config.experiment] < 60 * limit
-                        or each.is_finished()
-                    ):
-                        begun.append(each)
+                for cell in group:
+                    experiment = cell.config.experiment
+                    limit = (minutes or {}).get(experiment)
+                    has_time = limit is None or spent[experiment] < 60 * limit
+                    if has_time or cell.is_finished():
+                        begun.append(cell)
                     else:
-                        put_off.append(each)
+                        put_off.append(cell)
                         progress.update()
                 outcomes = _outcomes(begun, resources, began)
-                for each in begun:
-                    progress.set_description(each.title)
+                for cell in begun:
+                    progress.set_description(cell.title)
                     start = time.perf_counter()
                     outcome = next(outcomes)
-                    spent[each.config.experiment] += time.perf_counter() - start
+                    spent[cell.config.experiment] += time.perf_counter() - start
                     if isinstance(outcome, HeldError):
-                        held.append(each)
+                        held.append(cell)
                         continue
                     progress.update()
                     if isinstance(outcome, Path):
                         yield outcome
                     else:
-                        failures.append((f"{each.title}: {describe(outcome)}", outcome))
-                        tqdm.write(f"failed: {failures[-1][0]}")
+                        failure = f"{cell.title}: {describe(outcome)}"
+                        failures.append((failure, outcome))
+                        tqdm.write(f"failed: {failure}")
             if held:
                 progress.set_description(f"waiting for another process: {held[0].title}")
                 with holding(held[0].path.parent, wait=True):
@@ -146,22 +141,28 @@ def run_cells(
 
     if planned is not None and not put_off:
         planned.unlink(missing_ok=True)  # every cell has a record now
-    for each in put_off:
-        tqdm.write(f"put off: {each.title}")
-    for said, _ in failures if len(failures) > 1 else ():
-        tqdm.write(f"failed: {said}")
-    cells = counted(each.config.experiment for each in put_off)
-    later = f"put off, as their minutes are spent: {cells}; the same command goes on"
+    for cell in put_off:
+        tqdm.write(f"put off: {cell.title}")
+    if len(failures) > 1:
+        for failure, _ in failures:
+            tqdm.write(f"failed: {failure}")
+    later = counted(cell.config.experiment for cell in put_off)
+    later = f"put off, as their minutes are spent: {later}; the same command goes on"
     if failures:
-        bugs = [failure for failure in failures if not is_users(failure[1])]
-        said, first = (bugs or failures)[0]
-        more = f"; {later}" if put_off else ""
-        kind, which = (BugError, "first bug") if bugs else (UserError, "first")
-        raise kind(
-            f"{len(failures)} of {len(configs)} cells failed; the {which}, {said}{more}"
-        ) from first
+        raise _first_of(failures, len(configs), f"; {later}" if put_off else "")
     if put_off:
         raise UnfinishedError(later)
+
+
+def _first_of(failures: Sequence[tuple[str, Exception]], num_cells: int, more: str) -> Exception:
+    """The error of a grid with failed cells: it says the first bug, else the first failure."""
+    bugs = [failure for failure in failures if not is_users(failure[1])]
+    failure, cause = (bugs or failures)[0]
+    which = "first bug" if bugs else "first"
+    line = f"{len(failures)} of {num_cells} cells failed; the {which}, {failure}{more}"
+    error = BugError(line) if bugs else UserError(line)
+    error.__cause__ = cause
+    return error
 
 
 def _outcomes(
@@ -171,10 +172,10 @@ def _outcomes(
     if group and measurement_of(group[0].config.kind).process(group[0].config) is not None:
         yield from run_apart(group, since)
         return
-    for each in group:
+    for cell in group:
         outcome: Path | Exception
         try:
-            outcome = run(each, resources, since=since)
+            outcome = run(cell, resources, since=since)
         except Exception as error:
             outcome = error
         yield outcome
@@ -196,7 +197,8 @@ def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
         pipe, its_end = context.Pipe()
         child = context.Process(target=_child, args=(its_end,))
         try:
-            resource_tracker.ensure_running()  # started with the child, it would take the block away
+            # Started with the child, the tracker would take the block away.
+            resource_tracker.ensure_running()
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # which the child inherits
             try:
                 child.start()
@@ -204,14 +206,14 @@ def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             its_end.close()
             while todo and child.exitcode is None:
-                each = todo.pop(0)
+                cell = todo.pop(0)
                 try:
-                    pipe.send((each, since))
+                    pipe.send((cell, since))
                     outcome = pipe.recv()
                 except (EOFError, OSError):
                     child.join(STOP_S)
-                    outcome = why_it_died(each, child.exitcode)
-                    fail(each, outcome)
+                    outcome = why_it_died(cell, child.exitcode)
+                    fail(cell, outcome)
                 yield outcome
         finally:
             if child.pid is not None:
@@ -238,10 +240,10 @@ def _child(pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resources = Resources()
     while True:
-        each, since = pipe.recv()
+        cell, since = pipe.recv()
         outcome: Path | Exception
         try:
-            outcome = run(each, resources, since=since)
+            outcome = run(cell, resources, since=since)
         except HeldError as error:
             outcome = error
         except Exception as error:  # not every exception can be sent

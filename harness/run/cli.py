@@ -50,7 +50,7 @@ from harness.model.resources import Resources
 from harness.results import archive
 from harness.run import runner, status, tracking
 from harness.run.cells import run_cells
-from harness.run.cluster import Batch
+from harness.run.cluster import JobArray
 from harness.run.compose import read_override
 from harness.run.grid import read_plan
 from harness.run.kinds import measurement_of
@@ -98,7 +98,7 @@ class Jobs:
     tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results
     folder. paths: records of the finished runs. gaps: what a grid left out, in lines. exit_code: a
     bug's, else the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker`
-    gets as well. batch: what is to run on a cluster. process: that in which the command began.
+    gets as well. array: what is to run on a cluster. process: that in which the command began.
     disk_is_full: a job said so.
     """
 
@@ -110,7 +110,7 @@ class Jobs:
     exit_code: int = 0
     draws: bool = False
     tracker: str = tracking.NONE
-    batch: Batch | None = None
+    array: JobArray | None = None
     process: int = field(default_factory=os.getpid)
     disk_is_full: bool = False
 
@@ -131,32 +131,31 @@ class Jobs:
                 self.report()
 
     def _execute(self, config: DictConfig, is_copy: bool) -> None:
-        given: Any = OmegaConf.to_container(
-            HydraConfig.get().overrides.task, resolve=False
-        )  # `${...}` as typed
+        typed = HydraConfig.get().overrides.task
+        given: Any = OmegaConf.to_container(typed, resolve=False)  # `${...}` as typed
         grid = HydraConfig.get().runtime.choices.get("grid")
         if config.export is not None:
             for override in given:
                 if setting_of(override) not in ("export", "results_dir"):
-                    does = f"export={config.export} runs nothing; beside it only results_dir= is allowed"
-                    raise UserError(f"{override}: {does}")
+                    allowed = "beside it only results_dir= is allowed"
+                    raise UserError(f"{override}: export={config.export} runs nothing; {allowed}")
             print(archive.export(Path(path_text(config.results_dir, "results_dir")), config.export))
             return
         if config.get("cluster") is not None:
-            batch = Batch.of(config, Path(grid or config.experiment).stem)
-            cluster = f"cluster={batch.cluster.name}"
+            array = JobArray.of(config, Path(grid or config.experiment).stem)
+            cluster = f"cluster={array.cluster.name}"
             if is_copy:
                 raise UserError(f"{cluster}: starts processes itself; leave hydra/launcher out")
             if config.grid is not None and config.grid.share is not None:
-                raise UserError(
-                    f"grid.share={config.grid.share}: {cluster} deals the cells itself, cluster.jobs=N"
-                )
-            if self.batch is not None and self.batch.cluster != batch.cluster:
-                raise UserError(
-                    "cluster: its settings are those of all jobs of a sweep, so none of them can vary"
-                )
-            self.batch, config.cluster = self.batch or batch, None
-            given = [each for each in given if setting_of(each).partition(".")[0] != "cluster"]
+                deals = f"{cluster} deals the cells itself, cluster.jobs=N"
+                raise UserError(f"grid.share={config.grid.share}: {deals}")
+            if self.array is not None and self.array.cluster != array.cluster:
+                of_all = "its settings are those of all jobs of a sweep"
+                raise UserError(f"cluster: {of_all}, so none of them can vary")
+            if self.array is None:
+                self.array = array
+            config.cluster = None
+            given = [word for word in given if setting_of(word).partition(".")[0] != "cluster"]
         asked = asks_status(config.status)
         if grid is None:
             if asked:
@@ -164,9 +163,8 @@ class Jobs:
             else:
                 self._run_one(config, given)
             return
-        print(
-            f"grid={grid}: composing its cells", file=sys.stderr, flush=True
-        )  # which takes seconds
+        # It takes seconds.
+        print(f"grid={grid}: composing its cells", file=sys.stderr, flush=True)
         plan = read_plan(config.grid, given)
         if asked:
             print(status.render(status.of_runs(map(runner.Run.of, plan.cells))))
@@ -175,8 +173,8 @@ class Jobs:
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
-        if self.batch is not None:
-            self.batch.deal(given, plan.cells)
+        if self.array is not None:
+            self.array.deal(given, plan.cells)
             return
         for path in run_cells(plan.cells, plan.minutes, self.resources):
             self.paths.append(path)
@@ -186,8 +184,8 @@ class Jobs:
             if setting_of(override).startswith("grid."):
                 raise UserError(f"{override}: needs grid=NAME")
         checked = parse(config, overrides)
-        if self.batch is not None:
-            self.batch.add(overrides, [checked])
+        if self.array is not None:
+            self.array.add(overrides, [checked])
             return
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
@@ -211,13 +209,13 @@ class Jobs:
             self.exit_code = UNFINISHED if unfinished else USERS if users_fault else BUG
         if self.tracebacks:
             traceback.print_exception(error)
-        bug = "" if isinstance(error, BugError) else f"{type(error).__name__}, a bug; "
-        hint = "" if users_fault else f" ({bug}{TRACEBACKS}=1 shows where)"
+        hint = ""
+        if not users_fault:
+            bug = "" if isinstance(error, BugError) else f"{type(error).__name__}, a bug; "
+            hint = f" ({bug}{TRACEBACKS}=1 shows where)"
+        how = "unfinished" if unfinished else "error"
         try:
-            print(
-                f"{'unfinished' if unfinished else 'error'}: {in_words(error)}{hint}",
-                file=sys.stderr,
-            )
+            print(f"{how}: {in_words(error)}{hint}", file=sys.stderr)
         except (OSError, ValueError):  # stderr is closed, or on a full disk
             _mute()
 
@@ -243,10 +241,8 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     resources: shared by its runs, for a caller that starts several. draw: makes the figures of a
     results folder once a grid has run, and returns their paths.
     """
-    for name in (
-        "stdout",
-        "stderr",
-    ):  # closed, or of ASCII: any text can be printed, `\\xfc` for `ü`
+    # They may be closed, or of ASCII: any text can be printed, `\\xfc` for `ü`.
+    for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for as long as the process
@@ -256,10 +252,10 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     jobs = Jobs(full not in (None, "", "0"), resources or Resources(), draw)
     try:
         _run_hydra(jobs, read_words(argv))
-        if jobs.batch is not None and jobs.batch.jobs:
-            code = jobs.batch.run()
+        if jobs.array is not None and jobs.array.jobs:
+            code = jobs.array.run()
             jobs.exit_code = jobs.exit_code or code
-            jobs.paths += [run.path for run in jobs.batch.finished()]
+            jobs.paths += [run.path for run in jobs.array.finished()]
     except KeyboardInterrupt as stop:
         print(f"interrupted; {stop}" if stop.args else errors.INTERRUPTED, file=sys.stderr)
         jobs.exit_code = errors.code_of_stop(stop)
@@ -282,14 +278,11 @@ def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
     """Hand a command line to Hydra, which calls `jobs`. Whatever Hydra raises by itself is a
     UserError: it knows nothing but what the user typed."""
     typed = errors.shortened(shlex.join(argv), SHOWN)
-    command = hydra.main(
-        version_base="1.3", config_path=str(schema.CONF_DIR), config_name="config"
-    )(jobs)
+    conf = str(schema.CONF_DIR)
+    command = hydra.main(version_base="1.3", config_path=conf, config_name="config")(jobs)
     before, full = sys.argv, os.environ.get(TRACEBACKS)
-    sys.argv, os.environ[TRACEBACKS] = (
-        [PROGRAM, *argv],
-        "1",
-    )  # else Hydra prints errors in place of raising them
+    sys.argv = [PROGRAM, *argv]
+    os.environ[TRACEBACKS] = "1"  # else Hydra prints errors in place of raising them
     try:
         command()
     except Exception as error:
@@ -406,42 +399,32 @@ def _checked(word: str, is_sweep: bool) -> str:
     except UnicodeEncodeError:
         raise UserError(f"{word}: is not UTF-8 text") from None
     except HydraException as error:
-        raise UserError(
-            f"{word}: Hydra cannot read it{_as_text(word) or f' ({one_line(error)})'}"
-        ) from None
+        hint = _as_text(word) or f" ({one_line(error)})"
+        raise UserError(f"{word}: Hydra cannot read it{hint}") from None
     except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-        raise UserError(
-            f"{errors.shortened(word, SHOWN)}: cannot be read ({errors.reason(error)})"
-        ) from None
+        shown = errors.shortened(word, SHOWN)
+        raise UserError(f"{shown}: cannot be read ({errors.reason(error)})") from None
     name, value = override.key_or_group, override.value()
     if name.startswith("hydra") and not name.startswith(HYDRA_SETTINGS):
-        allowed = ", ".join(HYDRA_SETTINGS)
-        raise UserError(
-            f"{word}: is no setting of a run; results go to results_dir=; allowed of Hydra's: {allowed}"
-        )
+        allowed = f"results go to results_dir=; allowed of Hydra's: {', '.join(HYDRA_SETTINGS)}"
+        raise UserError(f"{word}: is no setting of a run; {allowed}")
     if isinstance(value, ChoiceSweep) and not is_sweep:
         raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
     values = value.list if isinstance(value, ChoiceSweep) else [value]
-    words = [each.text if isinstance(each, QuotedString) else each for each in values]
-    chooses = isinstance(value, ChoiceSweep) or not (
-        override.is_delete() or isinstance(value, Sweep | Glob)
-    )
-    if (
-        is_group(name)
-        and chooses
-        and not all(isinstance(each, str) and _is_file_name(each) for each in words)
-    ):
+    choices = [item.text if isinstance(item, QuotedString) else item for item in values]
+    is_other = override.is_delete() or isinstance(value, Sweep | Glob)
+    chooses = isinstance(value, ChoiceSweep) or not is_other
+    if is_group(name) and chooses and not all(map(_is_file_name, choices)):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
-    if name == "label" and isinstance(value, ChoiceSweep) and not {*words} <= {*LABELS}:
-        raise UserError(
-            f"{word}: names the same run several times; a sweep takes systems alone: {', '.join(LABELS)}"
-        )
+    if name == "label" and isinstance(value, ChoiceSweep) and not {*choices} <= {*LABELS}:
+        systems = f"a sweep takes systems alone: {', '.join(LABELS)}"
+        raise UserError(f"{word}: names the same run several times; {systems}")
     return word
 
 
-def _is_file_name(choice: str) -> bool:
+def _is_file_name(choice: object) -> bool:
     """False for a choice that no file system can hold, which Hydra would look for."""
-    return all(len(part) <= LONGEST_NAME for part in choice.split("/"))
+    return isinstance(choice, str) and all(len(part) <= LONGEST_NAME for part in choice.split("/"))
 
 
 def _as_text(word: str) -> str:

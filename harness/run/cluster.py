@@ -1,7 +1,6 @@
-"""A command as jobs of a cluster: `cluster=slurm` submits its runs, waits, and reports as if they
-had run here.
+"""A command as jobs of a cluster: `cluster=slurm` submits its runs, waits, and reports as here.
 
-python run.py cluster=slurm cluster.jobs=8 grid=paper model=opt-6.7b platform=cuda data=hub
+    python run.py cluster=slurm cluster.jobs=8 grid=paper model=opt-6.7b platform=cuda data=hub
 
 A job is one share of a grid, or one combination of a sweep. Finished ones are not submitted.
 `results/jobs` has a folder for each command: `job.sh`, which anybody can read and submit, `array`,
@@ -78,9 +77,9 @@ class Job(NamedTuple):
 
 
 @dataclass
-class Batch:
-    """The jobs of one command, submitted together. title: names them in Slurm. on_gpu: they compute
-    on one."""
+class JobArray:
+    """The jobs of one command, submitted together as an array of Slurm's. title: names them there.
+    on_gpu: they compute on one."""
 
     cluster: Cluster
     title: str
@@ -89,7 +88,7 @@ class Batch:
     jobs: list[Job] = field(default_factory=list)
 
     @classmethod
-    def of(cls, config: DictConfig, title: str) -> Batch:
+    def of(cls, config: DictConfig, title: str) -> JobArray:
         """An empty one, as a composed command line asks for; UserError where a setting is wrong."""
         node = group({"cluster": OmegaConf.to_container(config.cluster, resolve=True)}, "cluster")
         on_gpu = config.platform.name == "cuda"
@@ -99,16 +98,14 @@ class Batch:
         """Add runs as one job; UserError for one of a kind that only prints what it finds."""
         for config in configs:
             if not find(config.kind).keeps_record:
-                raise UserError(
-                    f"experiment={config.experiment}: writes no record, so it is nothing for cluster=slurm"
-                )
+                no_record = "writes no record, so it is nothing for cluster=slurm"
+                raise UserError(f"experiment={config.experiment}: {no_record}")
         self.jobs.append(Job(tuple(overrides), tuple(map(Run.of, configs))))
 
     def deal(self, overrides: Sequence[str], cells: Sequence[RunConfig]) -> None:
         """Add a grid as `cluster.jobs` jobs."""
-        for share in (
-            f"{number}/{self.cluster.jobs}" for number in range(1, self.cluster.jobs + 1)
-        ):
+        for number in range(1, self.cluster.jobs + 1):
+            share = f"{number}/{self.cluster.jobs}"
             self.add([*overrides, SHARE + share], share_of(cells, share))
 
     def finished(self) -> list[Run]:
@@ -131,43 +128,52 @@ class Batch:
         if not todo:
             print(f"all {len(finished)} runs were finished before: no job")
             return 0
-        # A command's folder goes by its settings and the folder in which it starts, not by the
-        # number of its jobs.
-        words = (word for job in self.jobs for word in job.overrides if not word.startswith(SHARE))
-        command = text_sha256(str(Path.cwd()), *dict.fromkeys(words))
-        folder = self.results_dir.resolve() / "jobs" / f"{self.title}-{command[:8]}"
-        note = folder / "array"
-        array = note.read_text().strip() if note.is_file() else ""
-        if array and living(array):
-            print(
-                f"job {array} of this command is alive: waiting for it; scancel {array} ends it",
-                flush=True,
-            )
-        else:
-            write_atomic(folder / "job.sh", self.script(folder, todo))
-            array = submit(folder / "job.sh")
-            write_atomic(note, array + "\n")
-            ends = f"scancel {array} ends it; logs: {folder / f'{array}_*.log'}"
-            print(f"job {array}, {len(todo)} of {len(self.jobs)} parts; {ends}", flush=True)
+        folder = self._folder()
+        array = self._living_or_submitted(folder, todo)
         try:
             wait(array)
         except KeyboardInterrupt as stop:
-            stop.args = (
-                f"job {array} runs on (scancel {array} ends it) and the same command waits for it again",
-            )
+            ends = f"scancel {array} ends it"
+            stop.args = (f"job {array} runs on ({ends}) and the same command waits for it again",)
             raise
         codes = []
-        for number in (number for number, job in todo.items() if not job.is_done):
+        for number, job in todo.items():
+            if job.is_done:
+                continue
             log = folder / f"{array}_{number}.log"
             why, code = why_ended(log)
             codes.append(code)
             print(f"error: job {array}_{number}: {why}; log: {log}", file=sys.stderr)
         if codes:
-            said = (
-                f"error: {len(codes)} of {len(todo)} jobs did not finish; the same command goes on"
-            )
-            print(said, file=sys.stderr)
+            unfinished = f"{len(codes)} of {len(todo)} jobs did not finish"
+            print(f"error: {unfinished}; the same command goes on", file=sys.stderr)
         return next((code for code in (BUG, USERS, UNFINISHED) if code in codes), 0)
+
+    def _folder(self) -> Path:
+        """The command's folder: it goes by its settings and the folder in which it starts, not by
+        the number of its jobs."""
+        words: dict[str, None] = {}
+        for job in self.jobs:
+            for override in job.overrides:
+                if not override.startswith(SHARE):
+                    words[override] = None
+        command = text_sha256(str(Path.cwd()), *words)
+        return self.results_dir.resolve() / "jobs" / f"{self.title}-{command[:8]}"
+
+    def _living_or_submitted(self, folder: Path, todo: Mapping[int, Job]) -> str:
+        """The number of the array that computes the jobs: of an earlier start, or a new one."""
+        number_file = folder / "array"
+        array = number_file.read_text().strip() if number_file.is_file() else ""
+        if array and living(array):
+            alive = f"job {array} of this command is alive"
+            print(f"{alive}: waiting for it; scancel {array} ends it", flush=True)
+            return array
+        write_atomic(folder / "job.sh", self.script(folder, todo))
+        array = submit(folder / "job.sh")
+        write_atomic(number_file, array + "\n")
+        ends = f"scancel {array} ends it; logs: {folder / f'{array}_*.log'}"
+        print(f"job {array}, {len(todo)} of {len(self.jobs)} parts; {ends}", flush=True)
+        return array
 
     def script(self, folder: Path, jobs: Mapping[int, Job]) -> str:
         """A script for `sbatch` with an element of an array for each of `jobs`, by its number. Logs
@@ -177,6 +183,7 @@ class Batch:
         `restarts` times, those after a preemption included, which are Slurm's own.
         """
         asked = self.cluster
+        gpus = int(self.on_gpu) if asked.gpus is None else asked.gpus
         options = {
             "array": ",".join(map(str, jobs)),
             "time": asked.minutes,
@@ -188,25 +195,24 @@ class Batch:
             "account": asked.account,
             "cpus-per-task": asked.cpus,
             "mem": f"{asked.mem_gib}G",
-            "gpus-per-node": (int(self.on_gpu) if asked.gpus is None else asked.gpus) or None,
+            "gpus-per-node": gpus or None,
             "chdir": Path.cwd(),
             "output": folder / "%A_%a.log",
             **asked.options,
         }
-        flags = [
-            f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-            for name, value in options.items()
-            if value is not None
-        ]
-        words = {
-            number: shlex.join([sys.executable, *RUN, *job.overrides])
-            for number, job in jobs.items()
-        }
+        lines = ["#!/bin/bash"]
+        for name, value in options.items():
+            if value is True:
+                lines.append(f"#SBATCH --{name}")
+            elif value is not None:
+                lines.append(f"#SBATCH --{name}={shlex.quote(str(value))}")
+        lines += ["", "case $SLURM_ARRAY_TASK_ID in"]
+        for number, job in jobs.items():
+            command = shlex.join([sys.executable, *RUN, *job.overrides])
+            lines.append(f"{number}) set -- {command} ;;")
+        lines += ["esac", ""]
         over = f"unfinished: the job's {asked.minutes} minutes are over"
-        commands = [f"{number}) set -- {command} ;;" for number, command in words.items()]
-        return "\n".join(
-            ["#!/bin/bash", *flags, "", "case $SLURM_ARRAY_TASK_ID in", *commands, "esac", ""]
-        ) + (
+        return "\n".join(lines) + (
             f"""
 export PYTHONUNBUFFERED=1 TQDM_MININTERVAL=60 OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}
 trap : TERM  # Slurm sends it to the command as well, which this script has to outlive
@@ -232,10 +238,8 @@ def call(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run([program, *arguments], capture_output=True, text=True)
     except FileNotFoundError:
-        said = (
-            f"cluster=slurm: {program} is not on the PATH; start this on a machine of the cluster"
-        )
-        raise UserError(said) from None
+        missing = f"{program} is not on the PATH; start this on a machine of the cluster"
+        raise UserError(f"cluster=slurm: {missing}") from None
 
 
 def submit(path: Path) -> str:
@@ -243,13 +247,13 @@ def submit(path: Path) -> str:
     it refuses."""
     answer = call("sbatch", "--parsable", str(path))
     if answer.returncode != 0:
-        said = [
-            line.removeprefix("sbatch: ").removeprefix("error: ")
-            for line in answer.stderr.splitlines()
-        ]
-        raise UserError(
-            f"cluster=slurm: sbatch refuses: {'; '.join(filter(None, said)) or answer.returncode}"
-        )
+        refusals = []
+        for line in answer.stderr.splitlines():
+            refusal = line.removeprefix("sbatch: ").removeprefix("error: ")
+            if refusal:
+                refusals.append(refusal)
+        words = "; ".join(refusals) or answer.returncode
+        raise UserError(f"cluster=slurm: sbatch refuses: {words}")
     return answer.stdout.strip().partition(";")[0]
 
 
@@ -258,9 +262,8 @@ def living(array: str) -> list[str]:
     why it does not."""
     while True:
         answer = call("squeue", "--noheader", f"--jobs={array}", "--format=%i: %T %R")
-        if (
-            answer.returncode == 0 or "Invalid job id" in answer.stderr
-        ):  # it forgets a job minutes after its end
+        is_forgotten = "Invalid job id" in answer.stderr  # some minutes after its end
+        if answer.returncode == 0 or is_forgotten:
             return answer.stdout.splitlines()
         time.sleep(POLL_S)  # Slurm does not answer now
 
@@ -278,8 +281,11 @@ def wait(array: str) -> None:
 
 def why_ended(log: Path) -> tuple[str, int]:
     """Why a job did not finish, from its log, and the exit code that stands for it."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    why = next((line for line in reversed(lines) if line.startswith(REASONS)), "did not finish")
+    why = "did not finish"
+    if log.is_file():
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(REASONS):
+                why = line  # the last one counts
     if why.startswith("unfinished: ") or "TIME LIMIT" in why:
         return why, UNFINISHED
     return why, BUG if "HYDRA_FULL_ERROR=1" in why else USERS

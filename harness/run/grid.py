@@ -2,8 +2,8 @@
 
     python run.py grid=accuracy results_dir=/tmp/results
 
-settings: {num_windows: 3}            # for every cell of this file, unless the command line says
-otherwise cells:
+settings: {num_windows: 3}            # for every cell of this file; the command line wins
+cells:
   - method: infinigen                 # one value, or
     method.alpha: [4, 5, 6]           # a list of alternatives: a cell for each combination of them
     experiment: [fig11, fig12]        # the last key varies fastest
@@ -13,13 +13,11 @@ otherwise cells:
     data: local
     data.root: ${grid.data_root}
   - method: ${choices:method,full}    # every file of a group but those named
-    where_allowed: true               # a cell whose settings are refused is left out, and that is
-                                      said
+    where_allowed: true               # a refused cell is left out, and that is said
 data_root: null                       # a setting of the grid's own: grid.data_root=DIR
-grids: [speedup, table2]              # further grids, whose cells follow; a setting of this grid's
-own replaces theirs
-minutes: {fig11: 12}                  # by experiment, for one start: what would begin later is put
-off
+grids: [speedup, table2]              # further grids, whose cells follow; `data_root` replaces
+                                      # a setting of that name there
+minutes: {fig11: 12}                  # by experiment, for one start: later cells are put off
 
 A run that a file names twice is one cell. `grid.share=K/N` is the K-th of N shares of any grid, for
 as many processes that know nothing of one another. The cells timed at one shape stay together, as
@@ -80,10 +78,10 @@ class Plan:
         reasons: dict[str, list[str]] = {}
         for experiment, reason in self.left_out:
             reasons.setdefault(reason, []).append(experiment)
-        return [
-            f"left out, as {reason}: {counted(experiments)}"
-            for reason, experiments in reasons.items()
-        ]
+        lines = []
+        for reason, experiments in reasons.items():
+            lines.append(f"left out, as {reason}: {counted(experiments)}")
+        return lines
 
 
 def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
@@ -124,9 +122,8 @@ def share_of(cells: Sequence[RunConfig], share: str) -> list[RunConfig]:
     number, shares = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= shares:
         raise UserError(f"grid.share={share}: must be K/N with K from 1 to N, such as 2/8")
-    return list(
-        itertools.chain.from_iterable(groups(cells, lambda config: config)[number - 1 :: shares])
-    )
+    own_groups = groups(cells, lambda config: config)[number - 1 :: shares]
+    return list(itertools.chain.from_iterable(own_groups))
 
 
 def _read(
@@ -139,9 +136,8 @@ def _read(
     """Add the cells of one file to `plan`, then those of the grids in it. within: the names of the
     grids around it."""
     written: Any = OmegaConf.to_container(node, resolve=False)
-    if "${model.shape." in str(
-        written
-    ):  # a model of the user's own has its shape, not the chosen entry's
+    if "${model.shape." in str(written):
+        # A model of the user's own has its shape, not the chosen entry's.
         config: Any = node._get_root()
         model = chosen_model(config, overrides)
         if model.shape is None:
@@ -153,8 +149,11 @@ def _read(
     if not asked.cells and not asked.grids:
         raise UserError("grid.cells: must be a list of cells; see harness/run/grid.py")
 
-    given = {setting_of(override): override for override in overrides}
-    given = {name: override for name, override in given.items() if name.partition(".")[0] != "grid"}
+    given: dict[str, str] = {}
+    for word in overrides:
+        name = setting_of(word)
+        if name.partition(".")[0] != "grid":
+            given[name] = word
     cells: list[tuple[dict[str, Any], bool]] = []  # with whether it may be refused
     for entry, source in zip(asked.cells, written.get("cells") or (), strict=True):
         settings = dict(entry)
@@ -162,32 +161,31 @@ def _read(
         for cell in _combinations(settings):
             if condition is None:
                 experiment = _experiment_of({**asked.settings, **cell})
-                plan.left_out.append(
-                    (experiment, str(source["when"]).strip("${}") + " is not given")
-                )
+                missing = str(source["when"]).strip("${}")
+                plan.left_out.append((experiment, f"{missing} is not given"))
             else:
                 cells.append((cell, where_allowed))
     if "method" in given:
         cells = _of_method(cells, given["method"].partition("=")[2])
     for key in given:
-        if len({str(cell[key]) for cell, _ in cells if key in cell}) > 1:
+        values = {str(cell[key]) for cell, _ in cells if key in cell}
+        if len(values) > 1:
             raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
     configs: list[RunConfig] = []
     for cell, where_allowed in cells:
-        fixed = {
-            key: value for key, value in {**asked.settings, **cell}.items() if key not in given
-        }
+        settings = {**asked.settings, **cell}
+        fixed = {key: value for key, value in settings.items() if key not in given}
         try:
-            config = load([*itertools.starmap(override, fixed.items()), *given.values()], composer)
+            words = [override(key, value) for key, value in fixed.items()]
+            config = load([*words, *given.values()], composer)
         except (UserError, HydraException) as error:
             if not where_allowed:
                 raise
             plan.left_out.append((_experiment_of(fixed), str(error).splitlines()[0].rstrip(".")))
             continue
         if not find(config.kind).keeps_record:
-            raise UserError(
-                f"grid.cells: experiment={config.experiment} writes no record, so it is no cell"
-            )
+            no_record = f"experiment={config.experiment} writes no record"
+            raise UserError(f"grid.cells: {no_record}, so it is no cell")
         if config not in configs:
             configs.append(config)
     plan.cells += configs
@@ -217,14 +215,19 @@ def _of_method(
     if len(names) < 2:
         return cells
     if method in names:
-        return [(cell, may) for cell, may in cells if cell.get("method") == method]
-    taken: list[tuple[dict[str, Any], bool]] = []
-    for cell, may in cells:
-        if not any(key.startswith("method.") and key != "method.num_exempt_layers" for key in cell):
-            replaced = {**cell, "method": method}, may
-            if replaced not in taken:
-                taken.append(replaced)
-    return taken
+        return [entry for entry in cells if entry[0].get("method") == method]
+    replaced: list[tuple[dict[str, Any], bool]] = []
+    for cell, where_allowed in cells:
+        if any(map(_is_of_one_method, cell)):
+            continue
+        entry = {**cell, "method": method}, where_allowed
+        if entry not in replaced:
+            replaced.append(entry)
+    return replaced
+
+
+def _is_of_one_method(key: str) -> bool:
+    return key.startswith("method.") and key != "method.num_exempt_layers"
 
 
 def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -233,11 +236,16 @@ def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for key, value in entry.items():
         names = key.split()
         alternatives = value if isinstance(value, list) else [value]
-        rows = [item if len(names) > 1 else [item] for item in alternatives]
-        if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
-            raise UserError(
-                f"grid.cells: {key} needs a list of lists of {len(names)} values, not {value}"
-            )
-        axes.append([dict(zip(names, row, strict=True)) for row in rows])
+        axis = []
+        for item in alternatives:
+            values = item if len(names) > 1 else [item]
+            if not isinstance(values, list) or len(values) != len(names):
+                needed = f"{key} needs a list of lists of {len(names)} values"
+                raise UserError(f"grid.cells: {needed}, not {value}")
+            axis.append(dict(zip(names, values, strict=True)))
+        axes.append(axis)
     for chosen in itertools.product(*axes):
-        yield {name: value for part in chosen for name, value in part.items()}
+        cell: dict[str, Any] = {}
+        for settings in chosen:
+            cell |= settings
+        yield cell

@@ -1,5 +1,6 @@
-"""How a run of each kind is checked and made. `harness.settings.kinds` says what decides its
-numbers.
+"""How a run of each kind is checked and made.
+
+`harness.settings.kinds` says which settings and which code decide the numbers of a kind.
 
 Light to import: torch and pandas come when a run begins.
 """
@@ -27,16 +28,16 @@ def _texts(config: RunConfig) -> dict[str, str]:
 
 def _refuse(config: RunConfig, where: str, *names: str) -> None:
     for name in names:
-        if (value := getattr(config, name)) is not None:
+        value = getattr(config, name)
+        if value is not None:
             raise UserError(f"{name}={value}: plays no part in {where}; leave it out")
 
 
 def _check_one_answer(config: RunConfig) -> None:
     config.sampling.rule()
     if config.sampling.repeats > 1:
-        raise UserError(
-            f"repeats={config.sampling.repeats}: kind={config.kind} writes one text a prompt; leave it out"
-        )
+        one_text = f"kind={config.kind} writes one text a prompt; leave it out"
+        raise UserError(f"repeats={config.sampling.repeats}: {one_text}")
 
 
 class Measurement:
@@ -65,9 +66,10 @@ class Measurement:
 
     def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         """`memory_settings` as the user writes them, with their values."""
-        return {
-            name.removeprefix("latency."): attrgetter(name)(config) for name in self.memory_settings
-        }
+        values = {}
+        for name in self.memory_settings:
+            values[name.removeprefix("latency.")] = attrgetter(name)(config)
+        return values
 
     def process(self, config: RunConfig) -> Any:
         """What runs must have in common to share a process of their own; None where a run needs
@@ -92,9 +94,8 @@ class Perplexity(Measurement):
             why = "so that a decode row predicts a token of the window"
             raise UserError(f"{lengths}: seq_len must be at least {needed}, {why}")
         if config.method.needs_prompt and config.prefill_len < 1:
-            raise UserError(
-                f"prefill_len=0: must be at least 1, {config.method_name} learns from the prompt"
-            )
+            learns = f"{config.method_name} learns from the prompt"
+            raise UserError(f"prefill_len=0: must be at least 1, {learns}")
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         return _texts(config)
@@ -112,18 +113,19 @@ class Tasks(Measurement):
 
     def check(self, config: RunConfig) -> None:
         if config.model.weights == "random" and tokenizer_of_random(config.model) is None:
-            lacks = f"kind={config.kind} reads text, and there is no tokenizer for {config.model.name} here"
+            lacks = f"there is no tokenizer for {config.model.name} here"
+            ids = "random token ids serve kind=perplexity and others"
             raise UserError(
-                f"model.weights=random: {lacks}; random token ids serve kind=perplexity and others"
+                f"model.weights=random: kind={config.kind} reads text, and {lacks}; {ids}"
             )
-        if {*config.tasks} <= {*TASKS} and (
-            config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}
-        ):
+        is_offline = config.data.name == "offline"
+        known = OFFLINE_TASKS if is_offline else TASKS
+        if set(config.tasks).issubset(known):
             return  # spares loading lm-eval
         from harness.data.tasks import check_names, plan
 
         check_names(config.tasks, config.task.include_path)
-        if config.data.name == "offline":
+        if is_offline:
             plan(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
@@ -136,18 +138,15 @@ class Tasks(Measurement):
 
 
 class Turns(Tasks):
-    """`kind=turns`: several questions to one cache, known and unknown when the method reduced
-    it."""
+    """`kind=turns`: several questions to one cache, known and unknown when it was reduced."""
 
     def check(self, config: RunConfig) -> None:
         if config.prefill != "auto":
-            raise UserError(
-                f"prefill={config.prefill}: kind=turns asks each question both ways; leave it out"
-            )
+            both = "kind=turns asks each question both ways; leave it out"
+            raise UserError(f"prefill={config.prefill}: {both}")
         if config.task.too_long == "truncate":
-            raise UserError(
-                "too_long=truncate: kind=turns would cut a context differently for each question"
-            )
+            cuts = "kind=turns would cut a context differently for each question"
+            raise UserError(f"too_long=truncate: {cuts}")
         super().check(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
@@ -164,7 +163,8 @@ class LongDecode(Measurement):
     def check(self, config: RunConfig) -> None:
         # The dense pass of a prompt gives the first token; a method decodes from the second on.
         for name, lowest in (("prefill_len", 1), ("max_new_tokens", 2)):
-            if (value := getattr(config, name)) < lowest:
+            value = getattr(config, name)
+            if value < lowest:
                 raise UserError(f"{name}={value}: must be at least {lowest} in kind=long_decode")
         _check_one_answer(config)
 
@@ -178,7 +178,7 @@ class LongDecode(Measurement):
 
 
 class Latency(Measurement):
-    """`kind=latency`: one timed cell of the figures of speed (Figs 14 to 18)."""
+    """`kind=latency`: the timed decode steps of one shape (Figs 14 to 18)."""
 
     memory_settings = ("latency.batch_size", "latency.prompt_len")
 
@@ -253,18 +253,15 @@ class Analysis(Measurement):
     def check(self, config: RunConfig) -> None:
         statistic = config.analysis.statistic
         if statistic is None:
-            raise UserError(
-                f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}"
-            )
+            allowed = ", ".join(get_args(Statistic))
+            raise UserError(f"analysis.statistic=null: kind=analysis needs one of {allowed}")
         if config.model.device == "map":
-            raise UserError(
-                "model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
-            )
+            one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
+            raise UserError(f"model.device=map: {one}")
         _refuse(config, "kind=analysis", "codec", "size")
         if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
-            raise UserError(
-                f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming"
-            )
+            compares = "analysis.statistic=similarity compares h2o or streaming"
+            raise UserError(f"method={config.method_name}: {compares}")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return config.analysis.statistic != "memory"  # which follows from the shape

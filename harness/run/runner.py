@@ -62,9 +62,10 @@ class Run:
     def title(self) -> str:
         """A few words for a progress line: experiment, shape, label, size."""
         config = self.config
-        size = f"at {config.size:g}" if config.size is not None and not config.label_given else ""
-        shape = measurement_of(config.kind).shape(config)
-        return " ".join(filter(None, [config.experiment, shape, config.label, size]))
+        words = [config.experiment, measurement_of(config.kind).shape(config), config.label]
+        if config.size is not None and not config.label_given:
+            words.append(f"at {config.size:g}")
+        return " ".join(filter(None, words))
 
     def is_finished(self) -> bool:
         """True if there is a finished record of it."""
@@ -79,9 +80,9 @@ class Run:
             return f"{damage}; kept as {records.aside(self.path).name}, run again"
         if record is None:
             other = records.made_by_other_code(self.path)
-            return (
-                f"{self.title}: made by other code (record {other}), run again" if other else None
-            )
+            if not other:
+                return None
+            return f"{self.title}: made by other code (record {other}), run again"
         error = f" ({record['error']})" if record["error"] else ""
         return f"{self.title}: {record['status']} before{error}, run again"
 
@@ -139,14 +140,13 @@ def run(
             return _skip(todo, say)
         record, damage = todo.found()
         if since is None:
-            if why := todo.why_again():
+            why = todo.why_again()
+            if why:
                 say(why)
-        elif (
-            record is not None
-            and record["status"] == "failed"
-            and todo.path.stat().st_mtime > since
-        ):
-            raise from_record("failed in another process: ", record["error"])
+        elif record is not None and record["status"] == "failed":
+            ended = todo.path.stat().st_mtime
+            if ended > since:
+                raise from_record("failed in another process: ", record["error"])
         if damage is not None:
             todo.path.replace(records.aside(todo.path))
         _record(todo, resources)
@@ -188,9 +188,8 @@ def report(paths: Sequence[Path]) -> str:
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
     record, config, measurement = _unfinished(todo), todo.config, measurement_of(todo.config.kind)
-    records.write_record(
-        todo.path, record
-    )  # before any work, so that an unwritable folder costs nothing
+    # Before any work, so that an unwritable folder costs nothing.
+    records.write_record(todo.path, record)
     start = time.perf_counter()
     try:
         with users_faults(config):
@@ -198,23 +197,26 @@ def _record(todo: Run, resources: Resources) -> None:
             records.require_finite(outcome.metrics)
             devices: list[str] = []
             if measurement.needs_weights(config):
-                model = resources.model(config.model).model
-                spread = dict.fromkeys(
-                    f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values()
-                )
-                devices = [*spread] or [str(model.device)]
+                devices = _devices_of(resources.model(config.model).model)
             measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}
             measured["environment"] = environment.describe(devices)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
         _end(todo, record | measured | {"status": "finished", "seconds": seconds})
     except Exception as error:
-        failure = {
-            "status": "failed",
-            "error": to_record(error),
-            "seconds": time.perf_counter() - start,
-        }
+        seconds = time.perf_counter() - start
+        failure = {"status": "failed", "error": to_record(error), "seconds": seconds}
         _end(todo, record | failure)
         raise
+
+
+def _devices_of(model: Any) -> list[str]:
+    """The devices of a model: several where its layers are spread over CUDA devices."""
+    devices: list[str] = []
+    for index in getattr(model, "hf_device_map", {}).values():
+        device = f"cuda:{index}"
+        if device not in devices:
+            devices.append(device)
+    return devices or [str(model.device)]
 
 
 def _end(todo: Run, record: Mapping[str, Any]) -> None:
@@ -260,34 +262,34 @@ def users_faults(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        said = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
-        own = _of_own_code(config, end, said)
-        raise UserError(own or f"{said}; a method or task must not end the process") from end
+        call = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
+        own = _of_own_code(config, end, call)
+        raise UserError(own or f"{call}; a method or task must not end the process") from end
     except (UserError, KeyboardInterrupt, HeldError, BrokenPipeError):
         raise
     except OSError as error:
-        if own := _of_own_code(config, error, reason(error), by_line=True):
+        own = _of_own_code(config, error, reason(error), by_line=True)
+        if own:
             raise UserError(own) from error
         raise
     except BaseException as error:
-        said, kind = message(error), type(error).__name__
+        text, kind = message(error), type(error).__name__
+        # "OutOfMemoryError" is CUDA's, "DefaultCPUAllocator" the CPU's.
+        of_torch = kind == "OutOfMemoryError" or "DefaultCPUAllocator" in text
         refusal: str | None
-        if (
-            isinstance(error, MemoryError)
-            or kind == "OutOfMemoryError"
-            or "DefaultCPUAllocator" in said
-        ):  # CUDA, CPU
-            values = measurement_of(config.kind).memory_hints(config).items()
-            lower = " or ".join(
-                name if value is None else f"{name}={value}" for name, value in values
-            )
-            refusal = f"out of memory: lower {lower}, or choose a smaller model"
-        elif isinstance(error, ValueError) and said.startswith("method."):
-            refusal = said  # `methods` knows no UserError
+        if of_torch or isinstance(error, MemoryError):
+            hints = []
+            for name, value in measurement_of(config.kind).memory_hints(config).items():
+                hints.append(name if value is None else f"{name}={value}")
+            refusal = f"out of memory: lower {' or '.join(hints)}, or choose a smaller model"
+        elif isinstance(error, ValueError) and text.startswith("method."):
+            refusal = text  # `methods` knows no UserError
         elif isinstance(error, OverflowError):
-            refusal = f"model={config.model.name}: its numbers are beyond a float's range ({one_line(error)})"
+            beyond = f"its numbers are beyond a float's range ({one_line(error)})"
+            refusal = f"model={config.model.name}: {beyond}"
         elif kind == "SafetensorError":
-            refusal = f"a file of tensors cannot be read or written ({one_line(error)}); is the disk full?"
+            unread = f"a file of tensors cannot be read or written ({one_line(error)})"
+            refusal = f"{unread}; is the disk full?"
         else:
             refusal = _of_own_code(config, error, reason(error))
         if refusal is None:
@@ -296,7 +298,7 @@ def users_faults(config: RunConfig) -> Iterator[None]:
 
 
 def _of_own_code(
-    config: RunConfig, error: BaseException, said: str, *, by_line: bool = False
+    config: RunConfig, error: BaseException, fault: str, *, by_line: bool = False
 ) -> str | None:
     """The fault of a user's own codec, method or task function, with its file and line; None where
     none ran.
@@ -304,24 +306,28 @@ def _of_own_code(
     Where an own method returned something that only our code stumbles over, the line is that of its
     class. by_line: do not look for such a method.
     """
-    parts = (
+    own: tuple[str, type, Path] | None = None
+    for setting, part in (
         (f"codec={config.codec}", config.own_codec),
         (f"method={config.method_name}", config.method),
-    )
-    files = ((what, type(each), inputs.own_file(type(each).__module__)) for what, each in parts)
-    own = [(what, cls, file) for what, cls, file in files if file is not None]
-    for what, _, file in own:
-        if line := line_in(error, set(map(str, file.parent.glob("*.py")))):
-            return f"{what}: {line}: {said}"
-    folder = config.task.include_path
-    if folder is not None and (
-        line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))
     ):
-        return f"include_path={folder}: {line}: {said}"
-    if not own or by_line:
+        file = inputs.own_file(type(part).__module__)
+        if file is None:
+            continue
+        line = line_in(error, set(map(str, file.parent.glob("*.py"))))
+        if line:
+            return f"{setting}: {line}: {fault}"
+        own = setting, type(part), file
+    folder = config.task.include_path
+    if folder is not None:
+        line = line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))
+        if line:
+            return f"include_path={folder}: {line}: {fault}"
+    if own is None or by_line:
         return None
-    what, cls, file = own[-1]
-    return f"{what}: {file}:{inspect.getsourcelines(cls)[1]}: returned what cannot be used: {said}"
+    setting, cls, file = own
+    line = f"{file}:{inspect.getsourcelines(cls)[1]}"
+    return f"{setting}: {line}: returned what cannot be used: {fault}"
 
 
 def is_held(record: Path) -> bool:

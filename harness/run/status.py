@@ -1,9 +1,7 @@
-"""How far runs are, by experiment: done, running, failed, interrupted, missing, and the time that
-is left.
+"""How far runs are, by experiment: done, running, failed, interrupted, missing; and the time left.
 
     python run.py status=true results_dir=results     # of all that was started there
-    python run.py grid=leaderboard status=true        # of the cells of a command, with status=true
-    at its end
+    python run.py grid=leaderboard status=true        # of the cells of a command
 
 A grid leaves a list of its cells in `runs/grids` until all have begun, so that after an
 interruption a folder counts those that were never begun as missing, too. A run is running if a
@@ -34,7 +32,7 @@ ended."""
 STATES = ("done", "running", "failed", "interrupted", "missing")
 
 
-class Cell(NamedTuple):
+class Progress(NamedTuple):
     """How far a run is. seconds: that it took, or has been running; None where it did not end.
     error: of a failed one."""
 
@@ -65,59 +63,57 @@ def _noted(results_dir: str | Path) -> Iterator[dict[str, str]]:
     for path in sorted((Path(results_dir) / "runs" / GRIDS).glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             cells = json.loads(path.read_text(encoding="utf-8"))
-            yield from [
-                {name: str(cell[name]) for name in ("experiment", "settings_id", "title")}
-                for cell in cells
-            ]
+            names = ("experiment", "settings_id", "title")
+            yield from [{name: str(cell[name]) for name in names} for cell in cells]
 
 
-def of_runs(runs: Iterable[Run]) -> Iterator[Cell]:
-    """The cells of a command."""
+def of_runs(runs: Iterable[Run]) -> Iterator[Progress]:
+    """How far the runs of a command are."""
     for run in runs:
-        yield _cell(run.title, run.path, *run.found())
+        yield _progress(run.title, run.path, *run.found())
 
 
-def of_folder(results_dir: str | Path) -> Iterator[Cell]:
+def of_folder(results_dir: str | Path) -> Iterator[Progress]:
     """All that was started in a results folder: of runs that differ in code alone, the one that is
     furthest. The cells of a grid that has not ended are missing where they have no record."""
-    best: dict[tuple[str, str], Cell] = {}
+    best: dict[tuple[str, str], Progress] = {}
     for record in records.read_all(results_dir):
         path = records.record_path(results_dir, record["experiment"], record["run_id"])
-        cell = _cell(f"{record['experiment']} {record['config']['label']}", path, record)
+        run = _progress(f"{record['experiment']} {record['config']['label']}", path, record)
         key = (record["experiment"], record["settings_id"])
-        if key not in best or STATES.index(cell.state) < STATES.index(best[key].state):
-            best[key] = cell
+        if key not in best or STATES.index(run.state) < STATES.index(best[key].state):
+            best[key] = run
     for noted in _noted(results_dir):
         key = (noted["experiment"], noted["settings_id"])
-        best.setdefault(key, Cell(noted["experiment"], noted["title"], "missing"))
+        best.setdefault(key, Progress(noted["experiment"], noted["title"], "missing"))
     yield from best.values()
 
 
-def _cell(
+def _progress(
     title: str, path: Path, record: Mapping[str, Any] | None, damage: UserError | None = None
-) -> Cell:
+) -> Progress:
     experiment = path.parts[-3]
     if damage is not None:
-        return Cell(experiment, title, "failed", error=str(damage))
+        return Progress(experiment, title, "failed", error=str(damage))
     if record is None:
-        return Cell(experiment, title, "missing")
+        return Progress(experiment, title, "missing")
     status, seconds = record["status"], record["seconds"]
     if status == "finished":
-        return Cell(experiment, title, "done", seconds)
+        return Progress(experiment, title, "done", seconds)
     if is_held(path):
         elapsed = datetime.now(UTC) - datetime.fromisoformat(record["started"])
-        return Cell(experiment, title, "running", elapsed.total_seconds())
-    return Cell(experiment, title, status, seconds, record["error"])
+        return Progress(experiment, title, "running", elapsed.total_seconds())
+    return Progress(experiment, title, status, seconds, record["error"])
 
 
-def render(cells: Iterable[Cell]) -> str:
+def render(runs: Iterable[Progress]) -> str:
     """A line for each experiment, then those that run, failed or were interrupted, by name."""
-    found = list(cells)
+    found = list(runs)
     if not found:
         return "nothing was started yet"
-    experiments: dict[str, list[Cell]] = {}
-    for cell in found:
-        experiments.setdefault(cell.experiment, []).append(cell)
+    experiments: dict[str, list[Progress]] = {}
+    for run in found:
+        experiments.setdefault(run.experiment, []).append(run)
     left = {name: _seconds_left(own) for name, own in experiments.items()}
     if len(experiments) > 1:
         experiments["all"] = found
@@ -125,42 +121,43 @@ def render(cells: Iterable[Cell]) -> str:
         left["all"] = sum(known) if len(known) == len(left) else None
     table = []
     for name, own in experiments.items():
-        counts = [str(sum(cell.state == state for cell in own)) for state in STATES]
+        counts = [str(sum(run.state == state for run in own)) for state in STATES]
         seconds = left[name]
         table.append([name, *counts, "?" if seconds is None else _duration(seconds)])
     header, sides = ["experiment", *STATES, "time left"], ["left", *["right"] * (len(STATES) + 1)]
     lines = [tabulate(table, header, "plain", colalign=sides, disable_numparse=True)]
-    named = [
-        cell
-        for state in ("running", "failed", "interrupted")
-        for cell in found
-        if cell.state == state
-    ]
-    if named:
+    by_name = []
+    for state in ("running", "failed", "interrupted"):
+        by_name += [_line(run) for run in found if run.state == state]
+    if by_name:
         lines.append("")
-    for cell in named:
-        since = (
-            f" for {_duration(cell.seconds)}"
-            if cell.state == "running" and cell.seconds is not None
-            else ""
-        )
-        lines.append(
-            f"{cell.state}{since}: {cell.title}" + (f": {cell.error}" if cell.error else "")
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *by_name])
 
 
-def _seconds_left(cells: list[Cell]) -> float | None:
-    """Of the cells of one experiment; None where some are left and none is done."""
-    took = [cell.seconds for cell in cells if cell.state == "done" and cell.seconds is not None]
-    todo = [
-        cell.seconds or 0.0 if cell.state == "running" else 0.0
-        for cell in cells
-        if cell.state != "done"
-    ]
-    if todo and not took:
+def _line(run: Progress) -> str:
+    """A run by its name."""
+    since = error = ""
+    if run.state == "running" and run.seconds is not None:
+        since = f" for {_duration(run.seconds)}"
+    if run.error:
+        error = f": {run.error}"
+    return f"{run.state}{since}: {run.title}{error}"
+
+
+def _seconds_left(runs: list[Progress]) -> float | None:
+    """Of the runs of one experiment; None where some are left and none is done."""
+    took: list[float] = []
+    elapsed: list[float] = []
+    for run in runs:
+        if run.state == "running":
+            elapsed.append(run.seconds or 0.0)
+        elif run.state != "done":
+            elapsed.append(0.0)
+        elif run.seconds is not None:
+            took.append(run.seconds)
+    if elapsed and not took:
         return None
-    return sum(max(0.0, fmean(took) - elapsed) for elapsed in todo)
+    return sum(max(0.0, fmean(took) - seconds) for seconds in elapsed)
 
 
 def _duration(seconds: float) -> str:

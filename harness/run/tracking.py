@@ -13,6 +13,7 @@ unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT says otherwise.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -78,13 +79,13 @@ class MLflow:
     def check(self) -> str:
         """The id of the project, made where it is not there. Raises where it cannot be sent to."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        if (found := self._client.get_experiment_by_name(name)) is None:
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
             try:
                 return self._client.create_experiment(name)
             except Exception:
-                if (
-                    found := self._client.get_experiment_by_name(name)
-                ) is None:  # no other process has made it
+                found = self._client.get_experiment_by_name(name)
+                if found is None:  # no other process has made it
                     raise
         return found.experiment_id
 
@@ -99,22 +100,17 @@ class MLflow:
         if found and found[0].data.tags.get("status") == FINISHED:
             return
         if not found:
-            found = [
-                client.create_run(
-                    project, start_time=start, tags={"run_id": entry.key}, run_name=entry.title
-                )
-            ]
+            tags = {"run_id": entry.key}
+            made = client.create_run(project, start_time=start, tags=tags, run_name=entry.title)
+            found = [made]
         run = found[0].info.run_id
-        items = {
-            "metrics": [
-                entities.Metric(_mlflow_name(key), value, end, 0)
-                for key, value in entry.metrics.items()
-            ],
-            "params": [
-                entities.Param(_mlflow_name(key), value) for key, value in entry.parameters.items()
-            ],
-            "tags": [entities.RunTag(key, value) for key, value in entry.tags.items()],
-        }
+        items: dict[str, list[Any]] = {"metrics": [], "params": [], "tags": []}
+        for key, value in entry.metrics.items():
+            items["metrics"].append(entities.Metric(_mlflow_name(key), value, end, 0))
+        for key, text in entry.parameters.items():
+            items["params"].append(entities.Param(_mlflow_name(key), text))
+        for key, text in entry.tags.items():
+            items["tags"].append(entities.RunTag(key, text))
         for kind, values in items.items():
             for first in range(0, len(values), self.BATCHES[kind]):
                 client.log_batch(run, **{kind: values[first : first + self.BATCHES[kind]]})
@@ -145,9 +141,8 @@ class WandB:
         """Raise where it cannot be sent to."""
         online = self._wandb.setup().settings.mode in ("online", "shared")
         if online and not self._wandb.login(prompt=False, verify=True):
-            raise UserError(
-                "tracker=wandb: no API key; `wandb login` asks for it, WANDB_MODE=offline needs none"
-            )
+            login = "`wandb login` asks for it, WANDB_MODE=offline needs none"
+            raise UserError(f"tracker=wandb: no API key; {login}")
 
     def send(self, entry: Entry) -> None:
         """Make the entry's run, or renew it."""
@@ -163,14 +158,15 @@ class WandB:
         )
         try:
             run.summary.update(dict(entry.metrics))
-            for path in (path for paths in entry.files.values() for path in paths):
+            for path in itertools.chain.from_iterable(entry.files.values()):
                 if path.suffix == ".png":
                     run.log({path.stem: self._wandb.Image(str(path))})
                 else:
                     run.save(str(path), base_path=str(path.parent), policy="now")
             run.finish(exit_code=int(entry.status != FINISHED))
         finally:
-            self._wandb.teardown()  # its process would go on beside the next run, which may be timed
+            # Its process would go on beside the next run, which may be timed.
+            self._wandb.teardown()
 
 
 TRACKERS: Mapping[str, Callable[[], MLflow | WandB]] = {"mlflow": MLflow, "wandb": WandB}
@@ -212,12 +208,10 @@ def send_figures(name: str, paths: Iterable[Path]) -> None:
 def _send(name: str, entry: Callable[[], Entry], source: Path) -> bool:
     try:
         TRACKERS[name]().send(entry())
-    except (
-        Exception
-    ) as error:  # of a foreign package, a network or a server: none is worth a measurement
-        tqdm.write(
-            f"warning: tracker={name}: {source} was not sent ({reason(error)})", file=sys.stderr
-        )
+    except Exception as error:
+        # Of a foreign package, a network or a server: none is worth a measurement.
+        warning = f"tracker={name}: {source} was not sent ({reason(error)})"
+        tqdm.write(f"warning: {warning}", file=sys.stderr)
         return False
     return True
 
@@ -235,24 +229,23 @@ def _of_record(record: Mapping[str, Any], path: Path) -> Entry:
         "label": config["label"],
     }
     tags |= {"model": config["model"]["name"], "platform": config["platform"]["name"]}
-    metrics = records.flat(record["metrics"] | {"seconds": record["seconds"]}, "/")
-    settings = records.flat(records.deciding(config))
+    metrics: dict[str, float] = {}
+    measured = records.flat(record["metrics"] | {"seconds": record["seconds"]}, "/")
+    for name, value in measured.items():
+        if type(value) in (int, float) and math.isfinite(value):
+            metrics[name] = float(value)
+    parameters: dict[str, str] = {}
+    for name, value in records.flat(records.deciding(config)).items():
+        if value is not None:
+            parameters[name] = value if isinstance(value, str) else json.dumps(value)
     return Entry(
         key=record["run_id"],
         title=f"{record['experiment']} {config['label']}",
         started=datetime.fromisoformat(record["started"]).timestamp(),
         seconds=record["seconds"] or 0.0,  # of a process that died nobody knows
         status=status,
-        metrics={
-            name: float(value)
-            for name, value in metrics.items()
-            if type(value) in (int, float) and math.isfinite(value)
-        },
-        parameters={
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in settings.items()
-            if value is not None
-        },
+        metrics=metrics,
+        parameters=parameters,
         tags=tags if status == FINISHED else tags | {"error": record["error"]},
         files={"": [path]},
     )
@@ -266,16 +259,15 @@ def send_all(name: str, results_dir: str | Path) -> None:
         UserError: the tracker cannot be used, or some records were not sent.
     """
     require([name])
-    runs = [record for record in records.read_all(results_dir) if record["status"] == FINISHED]
-    paths = [
-        records.record_path(results_dir, record["experiment"], record["run_id"]) for record in runs
-    ]
-    there, all_of_them = (
-        sum(send(name, path) for path in paths),
-        f"{len(runs)} finished runs of {results_dir}",
-    )
-    if there < len(runs):
-        raise UserError(f"tracker={name}: {len(runs) - there} of {all_of_them} were not sent")
+    paths = []
+    for record in records.read_all(results_dir):
+        if record["status"] == FINISHED:
+            path = records.record_path(results_dir, record["experiment"], record["run_id"])
+            paths.append(path)
+    num_sent = sum(send(name, path) for path in paths)
+    all_of_them = f"{len(paths)} finished runs of {results_dir}"
+    if num_sent < len(paths):
+        raise UserError(f"tracker={name}: {len(paths) - num_sent} of {all_of_them} were not sent")
     print(f"{name} has all {all_of_them}")
 
 

@@ -30,11 +30,8 @@ MARKS = ("/", ".", ":")
 """In the value of a setting, what no name of this project's has."""
 ENDED = b"ended"
 PROJECT = Path(__file__).resolve().parents[2]
-NOT_OWN = (
-    sys.prefix,
-    sys.base_prefix,
-    *(str(PROJECT / name) for name in ("harness", "methods", "plots", "run.py")),
-)
+PACKAGES = tuple(str(PROJECT / name) for name in ("harness", "methods", "plots", "run.py"))
+NOT_OWN = (sys.prefix, sys.base_prefix, *PACKAGES)
 """Where code lies that is not the user's."""
 
 
@@ -61,9 +58,8 @@ def watched(command: Callable[[], int], words: Sequence[str]) -> int:
     parents_life, held_by_parent = os.pipe()
     waited_for = {*STOPS, signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, waited_for
-    )  # none is lost between the fork and the wait
+    # None is lost between the fork and the wait.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     child = os.fork()
     if child == 0:
         os.close(report)
@@ -77,8 +73,8 @@ def watched(command: Callable[[], int], words: Sequence[str]) -> int:
     os.close(reports)
     os.close(parents_life)
     code = _wait(child, waited_for)
-    said = _read_all(report)
-    if said.endswith(ENDED):
+    written = _read_all(report)
+    if written.endswith(ENDED):
         return code if code >= 0 else 128 - code
     if code >= 0:
         how = f"exit code {code}"
@@ -86,11 +82,9 @@ def watched(command: Callable[[], int], words: Sequence[str]) -> int:
         how = signal.Signals(-code).name
         if code == -signal.SIGKILL:
             how += ", as systems do where memory runs out"
-    line = _own_line(said.decode(errors="replace"))
-    print(
-        f"error: {line}the process ended in the middle of a run ({how}), which has no result",
-        file=sys.stderr,
-    )
+    line = _own_line(written.decode(errors="replace"))
+    ended = f"the process ended in the middle of a run ({how}), which has no result"
+    print(f"error: {line}{ended}", file=sys.stderr)
     return USERS if code >= 0 else 128 - code
 
 
@@ -103,9 +97,8 @@ def _wait(child: int, waited_for: set[signal.Signals]) -> int:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
-        elif (
-            info.si_code <= 0
-        ):  # sent by a process; Ctrl-C of a terminal reaches the child by itself
+        elif info.si_code <= 0:
+            # Sent by a process. Ctrl-C of a terminal reaches the child by itself.
             os.kill(child, info.si_signo)
 
 
