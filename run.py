@@ -1,9 +1,10 @@
-"""Entry point of a checkout: `python run.py method=infinigen`. `--help` lists the settings; the
-work is in `harness`.
+"""Entry point of a checkout. `--help` lists the settings.
 
-python run.py method=infinigen model=llama2-7b
-python run.py -m method=full,h2o,int4,infinigen
-python run.py grid=accuracy
+    python run.py method=infinigen model=llama2-7b
+    python run.py -m method=full,h2o,int4,infinigen
+    python run.py grid=accuracy
+
+`harness.run.cli.main` does the work; `harness.__main__` prepares for signals around it.
 """
 
 import sys

@@ -109,9 +109,9 @@ def new_states(
     """A method's fresh states for a batch, one on each device that has layers under the method, in
     their order; none where it reads everything.
 
-    Raises ValueError where the method cannot work at these lengths or with these attention modules,
-    and UserError for one on several devices that shares selections between layers and does not say
-    what they hand on.
+    They are of its class `state`. Raises ValueError where the method cannot work at these lengths
+    or with these attention modules, and UserError for one on several devices that shares selections
+    between layers and does not say what they hand on.
     """
     if method.needs_inputs:
         first = attached.numbers.index(method.num_exempt_layers)

@@ -211,10 +211,11 @@ class JobArray:
             command = shlex.join([sys.executable, *RUN, *job.overrides])
             lines.append(f"{number}) set -- {command} ;;")
         lines += ["esac", ""]
+        threads = "OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"
         over = f"unfinished: the job's {asked.minutes} minutes are over"
         return "\n".join(lines) + (
             f"""
-export PYTHONUNBUFFERED=1 TQDM_MININTERVAL=60 OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}
+export PYTHONUNBUFFERED=1 TQDM_MININTERVAL=60 {threads}
 trap : TERM  # Slurm sends it to the command as well, which this script has to outlive
 trap 'late=1; kill -TERM $!' USR1
 "$@" &

@@ -36,8 +36,7 @@ else:
     Method = RowCodec = Any  # importing them here would import torch
 
 CPU_DTYPE: Final = "float32"
-"""Precision of a run on a CPU unless the user gives one. The entries of `conf/model` name a
-GPU's."""
+"""Precision of a run on a CPU unless the user gives one. `conf/model` names a GPU's."""
 GENERATED_TASKS = ("kv_recall", "passkey")
 RULER_TASKS = (
     "niah_single_1",
@@ -70,8 +69,7 @@ INTEGER_CODECS = ("int8", "int4", "int2", "int1")
 CODEC_WORDS = ("codec", "value_codec", "rotation", "key_groups", "residual")
 """The settings that a codec's name says."""
 Placement = Literal["device", "host", "managed"]
-"""Where the cache lies: device memory, host memory, or managed memory, which CUDA's driver
-pages."""
+"""Where the cache lies: device, host, or managed memory, which CUDA's driver pages."""
 Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
 
 
@@ -104,9 +102,8 @@ class ModelConfig:
         if not self.gguf_file.endswith(".gguf"):
             raise UserError(f"model.gguf_file={self.gguf_file}: must be the name of a .gguf file")
         if self.hub_id is None and self.path is None:
-            raise UserError(
-                f"model.gguf_file={self.gguf_file}: needs model.hub_id=, or model.path= of its folder"
-            )
+            source = "needs model.hub_id=, or model.path= of its folder"
+            raise UserError(f"model.gguf_file={self.gguf_file}: {source}")
 
 
 @dataclass(frozen=True)
@@ -118,13 +115,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.name == "local" and self.root is None:
-            raise UserError(
-                "data=local needs data.root=DIR, the folder with one sub-folder a data set"
-            )
+            folder = "the folder with one sub-folder a data set"
+            raise UserError(f"data=local needs data.root=DIR, {folder}")
         if self.name != "local" and self.root is not None:
-            raise UserError(
-                f"data.root={self.root} is read by data=local only, not by data={self.name}"
-            )
+            local = f"is read by data=local only, not by data={self.name}"
+            raise UserError(f"data.root={self.root} {local}")
 
 
 @dataclass(frozen=True)
@@ -235,13 +230,11 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise UserError(
-                "fewshot_as_multiturn=true: needs apply_chat_template=true, whose turns the examples are"
-            )
+            template = "needs apply_chat_template=true, whose turns the examples are"
+            raise UserError(f"fewshot_as_multiturn=true: {template}")
         if self.question_marker is not None and not self.question_marker.strip("\n "):
-            raise UserError(
-                f"question_marker={self.question_marker!r}: must hold a character that is no space"
-            )
+            wanted = "must hold a character that is no space"
+            raise UserError(f"question_marker={self.question_marker!r}: {wanted}")
         lengths: Any = self.lengths
         listed = isinstance(lengths, list) and all(
             type(length) is int and 0 < length <= MOST for length in lengths
@@ -304,8 +297,9 @@ class SamplingConfig:
         return Sampling(temperature, self.top_p or of_task.top_p, self.top_k or of_task.top_k)
 
     def _refuse_where_greedy(self, why: str) -> None:
-        for name, plays_no_part in (("top_p", None), ("top_k", None), ("repeats", 1)):
-            if (value := getattr(self, name)) != plays_no_part:
+        for name, unset in (("top_p", None), ("top_k", None), ("repeats", 1)):
+            value = getattr(self, name)
+            if value != unset:
                 raise UserError(f"{name}={value}: {why}; set temperature above 0")
 
 
@@ -350,9 +344,14 @@ def codec_words(
     None for none."""
     if codec is None:
         return None
-    keys, values = codec if key_groups == "token" else f"{key_groups}-{codec}", value_codec or codec
+    keys = codec if key_groups == "token" else f"{key_groups}-{codec}"
+    values = value_codec or codec
     words = keys if keys == values else f"{keys}/{values}"
-    return (f"{rotation}-" if rotation else "") + words + (f"-r{residual}" if residual else "")
+    if rotation:
+        words = f"{rotation}-{words}"
+    if residual:
+        words += f"-r{residual}"
+    return words
 
 
 @dataclass(frozen=True)
@@ -426,9 +425,8 @@ class RunConfig:
             from methods.base import Method  # loaded with the method
 
             if not isinstance(sized, Method):
-                raise UserError(
-                    f"method={self.method_name}: with_size returned {sized!r}; allowed: the sized method"
-                )
+                wrong = f"with_size returned {sized!r}; allowed: the sized method"
+                raise UserError(f"method={self.method_name}: {wrong}")
         self._check_codecs()
 
     @property
@@ -440,12 +438,8 @@ class RunConfig:
         from methods.base import TokenCounts  # loaded with the method
 
         sized = self.method.with_size(self.size)
-        return (
-            sized.tokens_read(
-                TokenCounts(cached=1000, prompt=900, final=1100), sized.num_exempt_layers
-            )
-            is None
-        )
+        any_counts = TokenCounts(cached=1000, prompt=900, final=1100)
+        return sized.tokens_read(any_counts, sized.num_exempt_layers) is None
 
     @property
     def codec_name(self) -> str | None:
@@ -455,43 +449,34 @@ class RunConfig:
 
     def _check_codecs(self) -> None:
         if self.value_codec is not None and self.codec is None:
-            raise UserError(
-                f"value_codec={self.value_codec}: needs codec=, the format of the keys; fp32 is exact"
-            )
-        if (
-            self.codec is not None
-            and self.own_codec is None
-            and self.codec not in get_args(CodecName)
-        ):
-            raise UserError(f"codec={self.codec}: {nearest(self.codec, get_args(CodecName))}")
+            codec = "needs codec=, the format of the keys; fp32 is exact"
+            raise UserError(f"value_codec={self.value_codec}: {codec}")
+        shipped = get_args(CodecName)
+        if self.codec is not None and self.own_codec is None and self.codec not in shipped:
+            raise UserError(f"codec={self.codec}: {nearest(self.codec, shipped)}")
         keys, values = self.codec, self.value_codec or self.codec
         words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
         integers = {keys, values} & {*INTEGER_CODECS}
         if self.group_size != GROUP_SIZE and not integers:
-            raise UserError(
-                f"group_size={self.group_size}: {words} has no groups; choose an integer codec"
-            )
+            no_groups = f"{words} has no groups; choose an integer codec"
+            raise UserError(f"group_size={self.group_size}: {no_groups}")
         if self.rotation is not None and integers != {keys, values}:
-            raise UserError(
-                f"rotation={self.rotation}: {words} is not turned; choose an integer codec"
-            )
+            not_turned = f"{words} is not turned; choose an integer codec"
+            raise UserError(f"rotation={self.rotation}: {not_turned}")
         if self.residual and not {keys, values} - {*FLOAT_CODECS, None}:
-            raise UserError(
-                f"residual={self.residual}: {words} leaves no token behind; choose an integer codec"
-            )
+            no_token = f"{words} leaves no token behind; choose an integer codec"
+            raise UserError(f"residual={self.residual}: {no_token}")
         if self.key_groups == "channel" and self.codec not in INTEGER_CODECS:
-            raise UserError(
-                f"key_groups=channel: codec={self.codec} has no groups; choose an integer codec"
-            )
+            no_groups = f"codec={self.codec} has no groups; choose an integer codec"
+            raise UserError(f"key_groups=channel: {no_groups}")
         if self.key_groups == "channel" and (not self.residual or self.residual % self.group_size):
-            allowed = (
-                f"a multiple of group_size={self.group_size}, above 0, with key_groups=channel"
-            )
-            raise UserError(f"residual={self.residual}: must be {allowed}")
-        if self.residual and not self.method.reads_all:
+            multiple = f"a multiple of group_size={self.group_size}, above 0"
             raise UserError(
-                f"residual={self.residual}: method={self.method_name} does not read all that is cached"
+                f"residual={self.residual}: must be {multiple}, with key_groups=channel"
             )
+        if self.residual and not self.method.reads_all:
+            reads = f"method={self.method_name} does not read all that is cached"
+            raise UserError(f"residual={self.residual}: {reads}")
 
     def prefill_of(self, task: str, *, writes: bool = False) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.

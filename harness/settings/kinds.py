@@ -1,5 +1,4 @@
-"""The kinds of run, such as perplexity: which settings and which code decide their numbers, and
-where these go.
+"""The kinds of run, such as perplexity: what decides their numbers, and where these go.
 
 `harness.run.kinds` says how a run of each kind is checked and made. Imports no torch.
 """
@@ -14,7 +13,8 @@ from harness.settings.config import CODEC_WORDS, RunConfig
 
 OF_CODECS = (*CODEC_WORDS, "own_codec", "group_size")
 COMMON = (
-    "experiment", "kind", "model", "method", "method_name", *OF_CODECS, "size", "sizing", "device_rows", "prefetch",
+    "experiment", "kind", "model", "method", "method_name",
+    *OF_CODECS, "size", "sizing", "device_rows", "prefetch",
 )  # fmt: skip
 """Settings that decide the numbers of every kind of run."""
 
@@ -41,11 +41,10 @@ class Kind:
     """What the runs of one kind have in common.
 
     depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes
-    no other run. table: the shape of its rows in tables.
-    code: the folders and modules of `harness` that make its numbers, besides the core that all
-    kinds share. live: it decodes through two memories, so that its label may name a system
-    (`harness.settings.systems`). keeps_record: its outcome is recorded, and the run is skipped the
-    next time. Otherwise it only prints.
+    no other run. table: the shape of its rows in tables. code: the folders and modules of `harness`
+    that make its numbers, besides the core that all kinds share. live: it decodes through two
+    memories, so that its label may name a system (`harness.settings.systems`). keeps_record: its
+    outcome is recorded, and the run is skipped the next time. Otherwise it only prints.
     """
 
     depends_on: tuple[str, ...] = ()
@@ -57,16 +56,9 @@ class Kind:
 
 TEXTS = ("corpus", "data", "calibration")
 ABOUT_TASKS = (
-    "tasks",
-    "task",
-    "num_samples",
-    "num_fewshot",
-    "scoring",
-    "sampling",
-    "seed",
-    "data",
+    "tasks", "task", "num_samples", "num_fewshot", "scoring", "sampling", "seed", "data",
     "calibration",
-)
+)  # fmt: skip
 KINDS = {
     "perplexity": Kind(
         depends_on=(*TEXTS, "seq_len", "prefill_len", "num_windows"),

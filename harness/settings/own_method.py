@@ -75,110 +75,107 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     UserError if there is no such file or press, for an error in a file, with its line, and unless
     it holds one whole method.
     """
-    from methods.base import (
-        Method,
-        State,
-        When,
-    )  # loads torch, which a wrong path need not wait for
+    # Loads torch, which a wrong path need not wait for.
+    from methods.base import Method, State, When
 
-    said = f"method={choice}"
+    setting = f"method={choice}"
     if choice.startswith(PRESS):
-        press = _press(choice.removeprefix(PRESS), said)
-        return press, {"_target_": choice, "name": choice} | _defaults(press, said)
-    module, where, name = _module(choice, said)
-    cls = _class(module, name, Method, said)
-    _require_text(cls, "title", said)
-    _require_flags(cls, ("reads_all", "needs_prompt", "holds_keys", "weighs_rest", "rereads"), said)
+        press = _press(choice.removeprefix(PRESS), setting)
+        return press, {"_target_": choice, "name": choice} | _defaults(press, setting)
+    module, where, name = _module(choice, setting)
+    cls = _class(module, name, Method, setting)
+    _require_text(cls, "title", setting)
+    _require_flags(
+        cls, ("reads_all", "needs_prompt", "holds_keys", "weighs_rest", "rereads"), setting
+    )
     file = _constant(cls, "file", None)
     if file is not None and not isinstance(file, str):
-        raise UserError(f"{said}: {cls.__name__}.file={file!r}: must be a path or None")
+        raise UserError(f"{setting}: {cls.__name__}.file={file!r}: must be a path or None")
     names = [field.name for field in fields(cls)]
-    for setting in _constant(cls, "calibration_settings", ()):
-        if setting not in names:
-            raise UserError(
-                f"{said}: {cls.__name__}.calibration_settings={setting!r}: {nearest(setting, names)}"
-            )
+    for needed in _constant(cls, "calibration_settings", ()):
+        if needed not in names:
+            listed = f"{cls.__name__}.calibration_settings={needed!r}"
+            raise UserError(f"{setting}: {listed}: {nearest(needed, names)}")
     when = _constant(cls, "when", "kept")
     if when not in get_args(When):
-        raise UserError(f"{said}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
+        raise UserError(f"{setting}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
     has_state = cls.reads_all or hasattr(cls, "state") or cls.new_state is not Method.new_state
     has_size = cls.reads_all or cls.tokens_read is not Method.tokens_read
     if not has_state or not has_size:
         lacks = "tokens_read" if has_state else "state"
-        raise UserError(f"{said}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
+        raise UserError(f"{setting}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
     if cls.new_state is Method.new_state and not cls.reads_all:
         state = _constant(cls, "state", State)
         if not (inspect.isclass(state) and issubclass(state, State)):
-            raise UserError(
-                f"{said}: {cls.__name__}.state={state!r}: must be a class that derives from State"
-            )
+            derives = "must be a class that derives from State"
+            raise UserError(f"{setting}: {cls.__name__}.state={state!r}: {derives}")
     target = {"_target_": f"{where}:{cls.__name__}", "name": _name(module, name)}
-    return cls, target | _defaults(cls, said)
+    return cls, target | _defaults(cls, setting)
 
 
-def _press(choice: str, said: str) -> type:
+def _press(choice: str, setting: str) -> type:
     """The method of a press of kvpress."""
     from methods.kvpress import press_class  # loads torch, and kvpress loads transformers
 
     try:
         return press_class(choice)
     except ValueError as error:
-        raise UserError(f"{said}: {error}") from error
+        raise UserError(f"{setting}: {error}") from error
 
 
 def find_codec(choice: str) -> tuple[type, str]:
     """The class that `codec=<choice>` names, and its name in tables. Raises UserError as `find`."""
     from methods.codec import RowCodec
 
-    said = f"codec={choice}"
-    module, _, name = _module(choice, said)
-    cls = _class(module, name, RowCodec, said)
+    setting = f"codec={choice}"
+    module, _, name = _module(choice, setting)
+    cls = _class(module, name, RowCodec, setting)
     for part in ("bits", "row_bytes", "encode", "decode"):
         if getattr(cls, part) is getattr(RowCodec, part):
             raise UserError(
-                f"{said}: {cls.__name__} lacks {part}; methods/codec.py says what it is"
+                f"{setting}: {cls.__name__} lacks {part}; methods/codec.py says what it is"
             )
-    _require_text(cls, "name", said)
-    _defaults(cls, said)
+    _require_text(cls, "name", setting)
+    _defaults(cls, setting)
     return cls, _name(module, name)
 
 
-def _module(choice: str, said: str) -> tuple[ModuleType, str, str]:
+def _module(choice: str, setting: str) -> tuple[ModuleType, str, str]:
     """The module that `choice` names, where it lies (a file's path or a module's name), and the
     class's name if any.
 
-    said: the choice as the user wrote it, for errors.
+    setting: the choice as the user wrote it, for errors.
     """
     where, _, name = choice.partition(":")
     if where.endswith(".py"):
-        module = _run_file(Path(where).expanduser(), said)
+        module = _run_file(Path(where).expanduser(), setting)
         return module, str(Path(str(module.__file__)).resolve()), name
     if not name:
         where, _, name = where.rpartition(".")
-    return _import(where, said, Path.cwd()), where, name
+    return _import(where, setting, Path.cwd()), where, name
 
 
 def _name(module: ModuleType, name: str) -> str:
     return ".".join(filter(None, (module.__name__, name)))
 
 
-def _run_file(path: Path, said: str) -> ModuleType:
+def _run_file(path: Path, setting: str) -> ModuleType:
     """Run a file as a module of its own name, so that it can import what lies beside it, here and
     in a child."""
     if not path.is_file():
-        raise UserError(f"{said}: there is no file {path}")
+        raise UserError(f"{setting}: there is no file {path}")
     if not path.stem.isidentifier():
-        kind = said.partition("=")[0]
-        raise UserError(f"{said}: the file's name must be a Python name, as my_{kind}.py is")
-    module = _import(path.stem, said, path.resolve().parent)
+        kind = setting.partition("=")[0]
+        raise UserError(f"{setting}: the file's name must be a Python name, as my_{kind}.py is")
+    module = _import(path.stem, setting, path.resolve().parent)
     found = getattr(module, "__file__", None)  # none in what is built into Python
     if found is None or not path.samefile(found):
         taken = found or "Python itself"
-        raise UserError(f"{said}: {path.stem} is a module of {taken} already; rename the file")
+        raise UserError(f"{setting}: {path.stem} is a module of {taken} already; rename the file")
     return module
 
 
-def _import(name: str, said: str, folder: Path) -> ModuleType:
+def _import(name: str, setting: str, folder: Path) -> ModuleType:
     """Import module `name`, from `folder` if no other place has it."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # last: nothing of the user's takes the place of a library
@@ -189,21 +186,17 @@ def _import(name: str, said: str, folder: Path) -> ModuleType:
         raise
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own
-        lines = [
-            (frame.filename, frame.lineno)
-            for frame in frames
-            if Path(frame.filename).is_relative_to(folder)
-        ]
+        line = ""
+        for frame in frames:
+            if Path(frame.filename).is_relative_to(folder):
+                line = f"{frame.filename}:{frame.lineno}: "  # the innermost
         words = reason(error)
         if isinstance(error, SyntaxError):
-            lines, words = (
-                [(str(error.filename), error.lineno)],
-                f"{type(error).__name__}: {error.msg}",
-            )
-        line = f"{lines[-1][0]}:{lines[-1][1]}: " if lines else ""
-        raise UserError(f"{said}: {line}{words}") from error
+            line = f"{error.filename}:{error.lineno}: "
+            words = f"{type(error).__name__}: {error.msg}"
+        raise UserError(f"{setting}: {line}{words}") from error
     if file := getattr(module, "__file__", None):
-        _IMPORTED.setdefault(Path(file).parent, said)
+        _IMPORTED.setdefault(Path(file).parent, setting)
     return module
 
 
@@ -221,40 +214,39 @@ def faults() -> Iterator[None]:
         raise
     except BaseException as error:
         files: dict[str, str] = {}
-        for folder, said in _IMPORTED.items():
+        for folder, setting in _IMPORTED.items():
             if not folder.is_relative_to(HARNESS):  # as the template of a method does
-                files |= {str(file): said for file in folder.glob("*.py")}
+                files |= {str(file): setting for file in folder.glob("*.py")}
         # The innermost of them, whichever method was imported before.
         line = line_in(error, set(files))
         if not line:
             raise
-        said = files[line.rpartition(":")[0]]
-        raise UserError(f"{said}: {line}: {reason(error)}") from error
+        setting = files[line.rpartition(":")[0]]
+        raise UserError(f"{setting}: {line}: {reason(error)}") from error
 
 
-def _class(module: ModuleType, name: str, base: type, said: str) -> Any:
+def _class(module: ModuleType, name: str, base: type, setting: str) -> Any:
     """The class called `name`, or the only one derived from `base` that the module defines."""
-    every = [
-        each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, base)
-    ]
-    own = {each.__name__: each for each in every if each.__module__ == module.__name__}
+    own: dict[str, Any] = {}
+    for value in vars(module).values():
+        is_derived = inspect.isclass(value) and issubclass(value, base)
+        if is_derived and value.__module__ == module.__name__:
+            own[value.__name__] = value
     if name and name not in own:
-        allowed = (
-            nearest(name, own) if own else f"{module.__file__} defines no {said.partition('=')[0]}"
-        )
-        raise UserError(f"{said}: {allowed}")
+        kind = setting.partition("=")[0]
+        allowed = nearest(name, own) if own else f"{module.__file__} defines no {kind}"
+        raise UserError(f"{setting}: {allowed}")
     if not own:
-        raise UserError(
-            f"{said}: no class in it derives from {base.__module__}.{base.__name__}, directly or not"
-        )
+        derives = f"derives from {base.__module__}.{base.__name__}, directly or not"
+        raise UserError(f"{setting}: no class in it {derives}")
     if not name and len(own) > 1:
         raise UserError(
-            f"{said}: defines {', '.join(own)}; choose one, as {said}:{next(iter(own))}"
+            f"{setting}: defines {', '.join(own)}; choose one, as {setting}:{next(iter(own))}"
         )
     cls = own[name] if name else next(iter(own.values()))
     if "__dataclass_fields__" not in vars(cls):
         raise UserError(
-            f"{said}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings"
+            f"{setting}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings"
         )
     return cls
 
@@ -266,28 +258,31 @@ def _constant(cls: type, name: str, computed: Any) -> Any:
     return computed if isinstance(value, property | cached_property) else value
 
 
-def _require_text(cls: type, name: str, said: str) -> None:
+def _require_text(cls: type, name: str, setting: str) -> None:
     value = _constant(cls, name, "")
     if not isinstance(value, str) or not value.isprintable():
-        raise UserError(f"{said}: {cls.__name__}.{name}={value!r}: must be text in one line")
+        raise UserError(f"{setting}: {cls.__name__}.{name}={value!r}: must be text in one line")
 
 
-def _require_flags(cls: type, names: Sequence[str], said: str) -> None:
+def _require_flags(cls: type, names: Sequence[str], setting: str) -> None:
     for name in names:
         value = _constant(cls, name, False)
         if not isinstance(value, bool):
-            raise UserError(f"{said}: {cls.__name__}.{name}={value!r}: must be True or False")
+            raise UserError(f"{setting}: {cls.__name__}.{name}={value!r}: must be True or False")
 
 
-def _defaults(cls: Any, said: str) -> dict[str, Any]:
+def _defaults(cls: Any, setting: str) -> dict[str, Any]:
     """The settings of a class as YAML holds them. Raises UserError for a field without a
     default."""
     values = {}
-    for each in fields(cls):
-        if each.default is MISSING and each.default_factory is MISSING:
-            raise UserError(f"{said}: {cls.__name__}.{each.name} needs a default")
-        value = each.default if each.default_factory is MISSING else each.default_factory()
-        values[each.name] = list(value) if isinstance(value, tuple) else value
+    for field in fields(cls):
+        if field.default_factory is not MISSING:
+            value = field.default_factory()
+        elif field.default is not MISSING:
+            value = field.default
+        else:
+            raise UserError(f"{setting}: {cls.__name__}.{field.name} needs a default")
+        values[field.name] = list(value) if isinstance(value, tuple) else value
     return values
 
 

@@ -222,10 +222,9 @@ def _model(cls: Any) -> type[BaseModel]:
         config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=own)
         return create_model(cls.__name__, __config__=config, **fields)
     except (PydanticUserError, NameError) as error:
-        said = str(error).splitlines()[0]
-        raise UserError(
-            f"{cls.__name__}: a type is none that a setting can have ({said})"
-        ) from error
+        refusal = str(error).splitlines()[0]
+        wrong = f"a type is none that a setting can have ({refusal})"
+        raise UserError(f"{cls.__name__}: {wrong}") from error
 
 
 def _in_words(error: ValidationError, cls: Any, where: str) -> str:
@@ -240,11 +239,11 @@ def _in_words(error: ValidationError, cls: Any, where: str) -> str:
     if isinstance(context.get("error"), UserError):
         return str(context["error"])
     if kind == "literal_error":
-        said = nearest(value, re.findall("'(.*?)'", first["msg"]))
+        refusal = nearest(value, re.findall("'(.*?)'", first["msg"]))
     elif kind == "value_error":
-        said = str(context["error"])
+        refusal = str(context["error"])
+    elif kind in WORDS:
+        refusal = f"must be {WORDS[kind].format(name=name, **context)}"
     else:
-        said = (
-            f"must be {WORDS[kind].format(name=name, **context)}" if kind in WORDS else first["msg"]
-        )
-    return f"{name}={value}: {said}"
+        refusal = first["msg"]
+    return f"{name}={value}: {refusal}"
