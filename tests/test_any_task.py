@@ -24,7 +24,8 @@ from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.results import inputs
 from harness.results.samples import clustered_stderr
-from harness.scoring.evaluation import Repeat, _joined, pass_at, run_tasks
+from harness.scoring.evaluation import run_tasks
+from harness.scoring.metrics import Repeat, joined, pass_at
 from harness.settings.config import DataConfig, RunConfig, SamplingConfig
 from methods.h2o import H2O
 from tests.composed import load
@@ -337,7 +338,7 @@ def test_metrics_over_repeats_by_hand():
         repeat_of(right=[1, 0, 1, 0], share=[0.5, 0, 0, 1]),
         repeat_of(right=[1, 0, 0, 0], share=[0.5, 0, 0, 1]),
     ]
-    metrics, by_question = _joined(runs)
+    metrics, by_question = joined(runs)
     assert metrics["right,none"] == pytest.approx(5 / 12)
     assert metrics["right_repeats_stderr,none"] == pytest.approx(statistics.stdev([0.5, 0.5, 0.25]) / 3**0.5)
     means = [1, 0, 1 / 3, 1 / 3]
@@ -349,9 +350,9 @@ def test_metrics_over_repeats_by_hand():
     assert metrics["right_pass@3_stderr,none"] == pytest.approx(clustered_stderr([1, 0, 1, 1], [0, 0, 1, 1]))
     assert [name for name in metrics if "pass@" in name and name.startswith("share")] == []
     assert metrics["share,none"] == pytest.approx((0.125 + 0.375 + 0.375) / 3)
-    assert _joined(runs[:1]) == (runs[0].metrics, runs[0].by_question)
+    assert joined(runs[:1]) == (runs[0].metrics, runs[0].by_question)
     runs[1].metrics["right,none"] = None
-    assert _joined(runs)[0]["right,none"] is None
+    assert joined(runs)[0]["right,none"] is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])

@@ -154,19 +154,17 @@ class PromptBatch:
     ) -> None:
         self.requests = requests
         self.device = attached.device
-        self.branches = [
-            (parent, branch) for parent, prompt in enumerate(prompts) for branch in prompt.branches
-        ]
+        self.branches: list[tuple[int, Branch]] = []
+        requests_of_prompt = []
+        for parent, prompt in enumerate(prompts):
+            self.branches += [(parent, branch) for branch in prompt.branches]
+            requests_of_prompt.append(sum(len(branch.requests) for branch in prompt.branches))
         ids, valid = pad([prompt.ids for prompt in prompts], self.device, left=True)
         self.num_columns = ids.shape[1]
         final_lengths = self.tensor([prompt.final_length for prompt in prompts])
         self.root = setup.replay(attached, final_lengths, self.num_columns)
-        counts = self.tensor(
-            [sum(len(branch.requests) for branch in prompt.branches) for prompt in prompts]
-        )
-        self.last_hidden = self.root.prefill(ids, valid, counts)[
-            :, -1:
-        ]  # [prompts, 1, hidden_size]
+        hidden = self.root.prefill(ids, valid, self.tensor(requests_of_prompt))
+        self.last_hidden = hidden[:, -1:]  # [prompts, 1, hidden_size]
 
     def slices(self) -> Iterator[list[tuple[int, Branch]]]:
         """The branches, each with the index of its prompt in the batch, in slices of bounded
@@ -225,10 +223,9 @@ def pad(
 ) -> tuple[Tensor, Tensor]:
     """Ids int [batch, longest], 0 where padded, and bool of the same shape, True where real."""
     rows = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]
+    real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
     padded = partial(pad_sequence, batch_first=True, padding_side="left" if left else "right")
-    return padded(rows).to(device), padded(
-        [torch.ones_like(row, dtype=torch.bool) for row in rows]
-    ).to(device)
+    return padded(rows).to(device), padded(real).to(device)
 
 
 # Scores
@@ -292,9 +289,8 @@ def _decode_choices(
                 groups[len(own).bit_length()].append((at, index, own))
     for group in groups.values():
         ids, valid = pad([own for _, _, own in group], batch.device)
-        tips = trunk.fork(
-            batch.tensor([at for at, _, _ in group]), trunk.history.length + ids.shape[1]
-        )
+        parents = batch.tensor([at for at, _, _ in group])
+        tips = trunk.fork(parents, trunk.history.length + ids.shape[1])
         add(tips.decode(ids, valid), [([index], len(own)) for _, index, own in group])
         reads += tips.reads
     return torch.cat(blocks), addresses, reads
@@ -308,12 +304,14 @@ def _read_off(
     targets = {index: requests[index].ids[requests[index].context_len :] for index in rows}
     # The continuation's first token is predicted by the row of the context's last: one row before
     # its own.
-    addresses = [rows[index][-len(tokens) :] for index, tokens in targets.items()]
+    all_tokens: list[int] = []
+    all_rows: list[int] = []
+    for index, tokens in targets.items():
+        all_tokens += tokens
+        all_rows += rows[index][-len(tokens) :]
     device = attached.device
-    wanted = torch.tensor([token for tokens in targets.values() for token in tokens], device=device)
-    unique, where = torch.unique(
-        torch.tensor([at for each in addresses for at in each], device=device), return_inverse=True
-    )
+    wanted = torch.tensor(all_tokens, device=device)
+    unique, where = torch.unique(torch.tensor(all_rows, device=device), return_inverse=True)
     hidden = hidden[unique]
     log_probs = torch.empty(len(wanted), device=device)
     greedy = torch.empty(len(wanted), dtype=torch.bool, device=device)
@@ -325,10 +323,10 @@ def _read_off(
         greedy[here] = logits.argmax(-1)[row] == token
     lengths = [len(tokens) for tokens in targets.values()]
     sums, all_greedy = log_probs.double().split(lengths), greedy.split(lengths)
-    return {
-        index: Score(float(total.sum()), bool(same.all()))
-        for index, total, same in zip(targets, sums, all_greedy, strict=True)
-    }
+    scores = {}
+    for index, total, same in zip(targets, sums, all_greedy, strict=True):
+        scores[index] = Score(float(total.sum()), bool(same.all()))
+    return scores
 
 
 # Texts
@@ -372,36 +370,30 @@ def generate(
         batch = PromptBatch(group, requests, attached, setup)
         reads += batch.root.reads
         for branches in batch.slices():
-            answers = [
-                _Answer(branch, requests[branch.requests[0]], tokenizer, eos)
-                for _, branch in branches
-            ]
-            session, hidden = batch.decode_shared(
-                branches, max(answer.left for answer in answers) - 1
-            )
+            answers = []
+            for _, branch in branches:
+                request = requests[branch.requests[0]]
+                answers.append(_Answer(branch, request, tokenizer, eos))
+            most_left = max(answer.left for answer in answers)
+            session, hidden = batch.decode_shared(branches, most_left - 1)
             last = batch.tensor([len(branch.shared) for _, branch in branches])
             writing = _Writing(session, attached)
-            num_ended = 0
-            for _ in write(
-                answers, writing.logits(answers, hidden[range(len(last)), last]), writing.feed
-            ):
-                before, num_ended = (
-                    num_ended,
-                    sum(len(answer.requests) for answer in answers if answer.ended),
-                )
-                on_answered(num_ended - before)
+            first_logits = writing.logits(answers, hidden[range(len(last)), last])
+            num_told = 0
+            for _ in write(answers, first_logits, writing.feed):
+                num_ended = sum(len(answer.requests) for answer in answers if answer.ended)
+                on_answered(num_ended - num_told)
+                num_told = num_ended
             reads += writing.reads + writing.session.reads
-            written |= {
-                index: Written(answer.tokens, not answer.ends_itself())
-                for answer in answers
-                for index in answer.requests
-            }
+            for answer in answers:
+                result = Written(answer.tokens, not answer.ends_itself())
+                written |= dict.fromkeys(answer.requests, result)
     if reads.rows:
         reads.check_fired()
     elif not batch.root.reads_everything:
         raise UserError(
-            "every answer ended with its first token, which the dense prompt gives, so the method decoded nothing: use "
-            "prefill=question, or leave the task out"
+            "every answer ended with its first token, which the dense prompt gives, so the method "
+            "decoded nothing: use prefill=question, or leave the task out"
         )
     return [written[index] for index in range(len(requests))], reads
 
@@ -425,13 +417,14 @@ class _Answer(Draft):
         self.request = request
         self._eos = eos
         self._criteria = stop_sequences_criteria(tokenizer, list(request.stops), 0, 1)
-        self._looks_back = max((each.sequence_id_len for each in self._criteria), default=0)
+        lengths = [criterion.sequence_id_len for criterion in self._criteria]
+        self._looks_back = max(lengths, default=0)
 
     def ends_itself(self) -> bool:
         last = torch.tensor([self.tokens[-self._looks_back :]])
-        return self.tokens[-1] in self._eos or any(
-            criterion(last, None) for criterion in self._criteria
-        )
+        if self.tokens[-1] in self._eos:
+            return True
+        return any(criterion(last, None) for criterion in self._criteria)
 
 
 class _Writing:
@@ -446,9 +439,9 @@ class _Writing:
         self.attached = attached
         self.reads = ReadStats()
         penalty = attached.model.generation_config.repetition_penalty
-        self._penalize = (
-            RepetitionPenaltyLogitsProcessor(penalty) if penalty not in (None, 1.0) else None
-        )
+        self._penalize = None
+        if penalty not in (None, 1.0):
+            self._penalize = RepetitionPenaltyLogitsProcessor(penalty)
 
     def logits(self, answers: Sequence[_Answer], hidden: Tensor) -> Tensor:
         """What predicts the next token of each answer, [batch, vocab], from hidden states [batch,
@@ -456,13 +449,11 @@ class _Writing:
         logits = self.attached.logits(hidden)
         if self._penalize is None:
             return logits
-        so_far = [
-            torch.tensor([[*each.request.ids, *each.tokens]], device=hidden.device)
-            for each in answers
-        ]
-        return torch.cat(
-            [self._penalize(ids, row) for ids, row in zip(so_far, logits.split(1), strict=True)]
-        )
+        penalized = []
+        for answer, row in zip(answers, logits.split(1), strict=True):
+            so_far = torch.tensor([[*answer.request.ids, *answer.tokens]], device=hidden.device)
+            penalized.append(self._penalize(so_far, row))
+        return torch.cat(penalized)
 
     def feed(self, answers: Sequence[_Answer]) -> tuple[Sequence[_Answer], Tensor]:
         """Run the last token of each answer."""

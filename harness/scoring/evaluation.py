@@ -5,37 +5,47 @@ answers under the method. Any task, group or tag of lm-eval runs by its name, be
 generated ones. Each leaf task is sized, run and reported on its own; a group is reported on top of
 them.
 
-A metric is named as lm-eval prints it, `exact_match,strict-match`, or plainly, `acc`, where no
-filter has a name. Its value is lm-eval's. If it is the mean of one number per question, its
-standard error is clustered by context.
+`harness.scoring.metrics` makes metrics and samples of what lm-eval logs.
 
     python run.py method=h2o experiment=tasks data=local data.root=DIR tasks=[copa] num_samples=50
 """
 
 import io
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
 from harness.data.generated import MARKER
-from harness.data.ruler import MARKERS, facts
+from harness.data.ruler import MARKERS
 from harness.data.tasks import COMPLAINTS, FEWSHOT_SEED, load_suite
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.sizes import ReadStats
 from harness.replay.setup import prepare
-from harness.results.samples import clustered_stderr
-from harness.scoring.answers import Document, Request, Score, Written, generate, score
+from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
+from harness.scoring.metrics import (
+    ByQuestion,
+    Metrics,
+    Repeat,
+    Samples,
+    joined,
+    lengths_of,
+    means,
+    measured,
+    number_of,
+    numbers_of,
+    plain_name,
+    samples_of,
+)
 from harness.scoring.progress import bar
 from harness.settings.config import GENERATED_TASKS, RunConfig
 from harness.settings.kinds import Outcome
@@ -43,36 +53,9 @@ from methods.base import TokenCounts
 
 ANSWER_ROWS = 16
 """Decode rows of a generated answer, evenly spaced, on which a method is sized."""
-NO_FILTER = "none"
-GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
-"""Metrics of every generated answer: its tokens, the one that ended it included, and whether
-`max_gen_toks` did."""
 UNKNOWN, KNOWN, LESS = "unknown", "known", "unknown_less_known"
 """Whether the method knew the question when it reduced the cache, and the difference; see
 `run_turns`."""
-OTHER_LENGTH = -1
-"""Score of a question under the metric of another length, in a task of several lengths."""
-
-Metrics = dict[str, Any]
-Samples = list[dict[str, Any]]
-Logged = Sequence[Mapping[str, Any]]
-"""lm-eval's samples of one task: one a question and filter."""
-ByQuestion = dict[str, dict[int, float]]
-"""Of each metric that is the mean of one number a question, these numbers by question."""
-
-
-class Repeat(NamedTuple):
-    """All questions of a task, answered once. metrics: lm-eval's, under its names, with standard
-    errors of means."""
-
-    logged: Logged
-    metrics: Metrics
-    by_question: ByQuestion
-
-    @property
-    def contexts(self) -> dict[int, Any]:
-        """The text that each question is about."""
-        return {sample["doc_id"]: _context(sample) for sample in self.logged}
 
 
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
@@ -102,19 +85,19 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
         )
         outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
     for group in suite.groups.values():
-        if group.has_aggregation:
-            names = [task.task_name for task in group.get_all_tasks()]
-            by_rule = group.aggregate(results).items()
-            found: Metrics = {
-                _plain_name(key): _number(value) for key, value in by_rule if "," in key
-            }
-            found |= {
-                "num_samples": sum(outcome.metrics[name]["num_samples"] for name in names),
-                "tasks": names,
-            }
-            outcome.metrics[group.name] = (
-                found | sum((reads[name] for name in names), ReadStats()).sizes
-            )
+        if not group.has_aggregation:
+            continue
+        found: Metrics = {}
+        for key, value in group.aggregate(results).items():
+            if "," in key:
+                found[plain_name(key)] = number_of(value)
+        names = [task.task_name for task in group.get_all_tasks()]
+        num_samples, all_reads = 0, ReadStats()
+        for name in names:
+            num_samples += outcome.metrics[name]["num_samples"]
+            all_reads += reads[name]
+        found |= {"num_samples": num_samples, "tasks": names}
+        outcome.metrics[group.name] = found | all_reads.sizes
     return outcome
 
 
@@ -145,52 +128,62 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
                 f"task {name}: scores whole texts, which ask no question; kind=turns cannot run it"
             )
         marker = _marker(name, config)
-        ways = {
-            UNKNOWN: Prefill("question", marker, in_turns=True),
-            KNOWN: Prefill("dense", marker),
-        }
-        engines = {way: ReplayEngine(config, loaded, name, sys.stderr) for way in ways}
-        runs = {way: _run_task(task, config, loaded, engines[way], ways[way])[1:] for way in ways}
-        prompts = {request.document[1]: request.prompt for request in engines[UNKNOWN].requests}
-        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts.values()))}
-        contexts = {question: numbers[prompt] for question, prompt in prompts.items()}
-        outcome.metrics[name], outcome.samples[name] = _both_ways(name, runs, contexts)
-        sizes, known = (engines[way].reads.sizes for way in (UNKNOWN, KNOWN))
-        outcome.metrics[name] |= (
-            {"num_contexts": len(numbers)} | sizes | {"known_size": known["size"]}
-        )
-        outcome.methods[name] = asdict(engines[UNKNOWN].method)
+        unknown = ReplayEngine(config, loaded, name, sys.stderr)
+        known = ReplayEngine(config, loaded, name, sys.stderr)
+        before_question = Prefill("question", marker, in_turns=True)
+        _, *of_unknown = _run_task(task, config, loaded, unknown, before_question)
+        _, *of_known = _run_task(task, config, loaded, known, Prefill("dense", marker))
+        contexts = _contexts(unknown.requests)
+        metrics, samples = _both_ways(name, of_unknown, of_known, contexts)
+        metrics |= {"num_contexts": len({*contexts.values()})} | unknown.reads.sizes
+        metrics |= {"known_size": known.reads.sizes["size"]}
+        outcome.metrics[name], outcome.samples[name] = metrics, samples
+        outcome.methods[name] = asdict(unknown.method)
     return outcome
 
 
+def _contexts(requests: Sequence[Request]) -> dict[Any, int]:
+    """The number of the prompt of each question, in the order in which prompts occur."""
+    numbers: dict[tuple[int, ...], int] = {}
+    contexts = {}
+    for request in requests:
+        contexts[request.document[1]] = numbers.setdefault(request.prompt, len(numbers))
+    return contexts
+
+
 def _both_ways(
-    name: str, runs: Mapping[str, tuple[Metrics, Samples]], contexts: Mapping[Any, int]
+    name: str, of_unknown: Sequence[Any], of_known: Sequence[Any], contexts: Mapping[Any, int]
 ) -> tuple[Metrics, Samples]:
-    """Metrics and samples of a task whose questions were answered both ways. contexts: the prompt
-    of each question."""
-    (unknown, samples), (_, others) = runs[UNKNOWN], runs[KNOWN]
+    """Metrics and samples of a task whose questions were answered both ways.
+
+    of_unknown, of_known: (metrics, samples) of a way. contexts: the prompt of each question.
+    """
+    (unknown, samples), (_, others) = of_unknown, of_known
     by_question: ByQuestion = defaultdict(dict)
     for metric in unknown:
+        if f"{metric}_stderr" not in unknown:  # not a mean over questions
+            continue
         for sample, other in zip(samples, others, strict=True):
-            if (
-                f"{metric}_stderr" in unknown and metric in sample
-            ):  # a mean over questions, and this is one of them
-                question, value, of_known = sample["question"], sample[metric], other[metric]
-                by_question[f"{UNKNOWN},{metric}"][question] = value
-                by_question[f"{KNOWN},{metric}"][question] = of_known
-                by_question[f"{LESS},{metric}"][question] = value - of_known
+            if metric not in sample:
+                continue
+            question, value, value_known = sample["question"], sample[metric], other[metric]
+            by_question[f"{UNKNOWN},{metric}"][question] = value
+            by_question[f"{KNOWN},{metric}"][question] = value_known
+            by_question[f"{LESS},{metric}"][question] = value - value_known
     if not by_question:
         raise UserError(
             f"task {name}: no metric of it is a mean over questions; kind=turns cannot compare them"
         )
-    metrics = {_plain_name(key): value for key, value in _means(by_question, contexts).items()}
+    metrics = {plain_name(key): value for key, value in means(by_question, contexts).items()}
+    metrics["num_samples"] = unknown["num_samples"]
+    metrics["num_fewshot"] = unknown["num_fewshot"]
     joined = []
     for sample, other in zip(samples, others, strict=True):
-        entry = {"question": sample["question"], "context": contexts[sample["question"]]}
-        joined.append(
-            entry | _of(sample["question"], by_question) | {UNKNOWN: sample, KNOWN: other}
-        )
-    return metrics | {each: unknown[each] for each in ("num_samples", "num_fewshot")}, joined
+        question = sample["question"]
+        entry = {"question": question, "context": contexts[question]}
+        entry |= numbers_of(question, by_question)
+        joined.append(entry | {UNKNOWN: sample, KNOWN: other})
+    return metrics, joined
 
 
 class ReplayEngine:
@@ -238,24 +231,28 @@ def decode_rows(requests: Sequence[Request]) -> list[TokenCounts]:
     for request in requests:
         stride = max(1, request.num_rows // ANSWER_ROWS) if request.max_new_tokens else 1
         cached = range(request.prefill_len, request.prefill_len + request.num_rows, stride)
-        rows += [TokenCounts(each, request.prefill_len, request.final_length) for each in cached]
+        for count in cached:
+            rows.append(TokenCounts(count, request.prefill_len, request.final_length))
     return rows
 
 
 def _check_sampling(config: RunConfig, tasks: Iterable[Task]) -> None:
     """Raise UserError for settings of sampling that no task can follow."""
-    asked, tasks = config.sampling, list(tasks)
-    if not any(_generates(task) for task in tasks):
+    asked = config.sampling
+    generating = [task for task in tasks if _generates(task)]
+    if not generating:
+        names = ", ".join(config.tasks)
         for name in ("temperature", "top_p", "top_k", "repeats"):
-            if (value := getattr(asked, name)) not in (None, 0 if name == "temperature" else 1):
-                raise UserError(
-                    f"{name}={value}: no answer of {', '.join(config.tasks)} is generated; leave it out"
-                )
-    for task in tasks:
-        if asked.repeats > 1 and (own := task.config.repeats) > 1 and _generates(task):
+            value = getattr(asked, name)
+            plain = 0 if name == "temperature" else 1
+            if value not in (None, plain):
+                raise UserError(f"{name}={value}: no answer of {names} is generated; leave it out")
+    for task in generating:
+        own = task.config.repeats
+        if asked.repeats > 1 and own > 1:
             raise UserError(
-                f"repeats={asked.repeats}: task {task.task_name} joins {own} answers to a question by its own rule "
-                "(repeats in its YAML); leave repeats out"
+                f"repeats={asked.repeats}: task {task.task_name} joins {own} answers to a question "
+                "by its own rule (repeats in its YAML); leave repeats out"
             )
 
 
@@ -268,8 +265,9 @@ def prefill_of(name: str, config: RunConfig, *, writes: bool) -> Prefill:
     mode = config.prefill_of(name, writes=writes)
     if mode == "artifact" and config.size is not None:
         raise UserError(
-            f"size={config.size}: not with prefill=artifact (task {name}), whose decode rows depend on the size "
-            "itself; leave prefill out, which is dense with a size, or set the method's own settings in place of size"
+            f"size={config.size}: not with prefill=artifact (task {name}), whose decode rows "
+            "depend on the size itself; leave prefill out, which is dense with a size, or set the "
+            "method's own settings in place of size"
         )
     # Under a codec every row past the first reads coded tokens, even where none is dropped.
     coded = config.method.reads_all and config.codec is not None
@@ -278,9 +276,9 @@ def prefill_of(name: str, config: RunConfig, *, writes: bool) -> Prefill:
 
 def _marker(name: str, config: RunConfig) -> str:
     """The text with which a task's question starts."""
-    return config.task.question_marker or (
-        MARKER if name in GENERATED_TASKS else MARKERS.get(name, FEWSHOT_SEPARATOR)
-    )
+    if config.task.question_marker:
+        return config.task.question_marker
+    return MARKER if name in GENERATED_TASKS else MARKERS.get(name, FEWSHOT_SEPARATOR)
 
 
 def _run_task(
@@ -290,9 +288,15 @@ def _run_task(
     samples."""
     name, too_long = engine.task, config.task.too_long
     lm = ReplayLM(
-        loaded, prefill, engine.score, generator=engine.generate, mean=config.scoring == "mean", too_long=too_long,
-        sampling=config.sampling, seed=config.seed,
-    )  # fmt: skip
+        loaded,
+        prefill,
+        engine.score,
+        generator=engine.generate,
+        mean=config.scoring == "mean",
+        too_long=too_long,
+        sampling=config.sampling,
+        seed=config.seed,
+    )
     repeats: list[Repeat] = []
     with _lm_eval(f"task {name}"):
         for lm.repeat in range(config.sampling.repeats if _generates(task) else 1):
@@ -308,14 +312,14 @@ def _run_task(
                 fewshot_as_multiturn=config.task.fewshot_as_multiturn,
             )
             logged = results["samples"][name]
-            repeats.append(Repeat(logged, *_measured(results["results"][name], logged)))
-    found, by_question = _joined(repeats)
+            repeats.append(measured(results["results"][name], logged))
+    found, by_question = joined(repeats)
     for_group = {key: value for key, value in found.items() if value is not None}
-    lengths, of_question = _lengths(lm.written, repeats[0].contexts)
-    found, by_question = found | lengths, by_question | of_question
+    of_lengths, lengths = lengths_of(lm.written, repeats[0].contexts)
+    found, by_question = found | of_lengths, by_question | lengths
     first = {request.document[1]: request for request in reversed(lm.requests)}
-    samples = _samples(task, repeats, by_question, first, lm.written)
-    metrics = {_plain_name(key): value for key, value in found.items()}
+    samples = samples_of(task, repeats, by_question, first, lm.written)
+    metrics = {plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
     if too_long == "truncate":
         metrics["num_truncated"] = len(lm.truncated)
@@ -336,236 +340,8 @@ def _lm_eval(what: str) -> Iterator[None]:
         ) from error
     except OverflowError as error:
         raise UserError(
-            f"{what}: a metric overflows ({error}), as perplexity does where the model does not fit the text; "
-            "choose another model"
+            f"{what}: a metric overflows ({error}), as perplexity does where the model does not "
+            "fit the text; choose another model"
         ) from error
     finally:
         COMPLAINTS.stream = None
-
-
-def _measured(results: Mapping[str, Any], logged: Logged) -> tuple[Metrics, ByQuestion]:
-    """lm-eval's `results` of a task under its names, with standard errors of means; None for no
-    number.
-
-    Returns also, for each metric that is the mean of one number a question, these numbers by
-    question.
-    """
-    metrics: Metrics = {}
-    by_question = {}
-    for key, result in results.items():
-        name, _, filtered = key.partition(",")
-        # A metric named by a length leaves out questions of other lengths.
-        answers = [
-            sample
-            for sample in logged
-            if sample["filter"] == filtered
-            and name in sample
-            and not (name.isdigit() and sample[name] == OTHER_LENGTH)
-        ]
-        if not answers:
-            continue
-        value, numbers = _number(result), [_number(sample[name]) for sample in answers]
-        values = [number for number in numbers if number is not None]
-        metrics |= {key: value, f"{name}_stderr,{filtered}": None}
-        if value is None or len(values) < len(numbers):
-            continue
-        if math.isclose(sum(values) / len(values), value, abs_tol=1e-9):
-            metrics[f"{name}_stderr,{filtered}"] = clustered_stderr(
-                values, [_context(sample) for sample in answers]
-            )
-            by_question[key] = dict(
-                zip((sample["doc_id"] for sample in answers), values, strict=True)
-            )
-    return metrics, by_question
-
-
-def _joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
-    """The metrics of all repeats: each the mean over repeats.
-
-    The standard error of a mean is over questions, each with its mean over repeats.
-    `repeats_stderr` is that over repeats of the same questions: sample standard deviation /
-    sqrt(number of repeats). Where every answer is right or wrong, `pass@k` is there for k = 2, 4,
-    8, ... and the number of repeats.
-    """
-    if len(repeats) == 1:
-        return repeats[0].metrics, repeats[0].by_question
-    contexts, count = repeats[0].contexts, len(repeats)
-    metrics: Metrics = {}
-    by_question: ByQuestion = {}
-    for key in repeats[0].metrics:
-        name, _, filtered = key.partition(",")
-        values = [repeat.metrics.get(key) for repeat in repeats]
-        if f"{name}_stderr,{filtered}" not in repeats[0].metrics:  # it is such an error itself
-            continue
-        metrics |= {key: None, f"{name}_stderr,{filtered}": None}
-        known = [value for value in values if value is not None]
-        if len(known) < count:
-            continue
-        metrics[key] = sum(known) / count
-        metrics[f"{name}_repeats_stderr,{filtered}"] = clustered_stderr(known, range(count))
-        answers = [repeat.by_question[key] for repeat in repeats if key in repeat.by_question]
-        if len(answers) < count:
-            continue
-        asked = {question: [answer[question] for answer in answers] for question in answers[0]}
-        of_question = {key: {question: sum(each) / count for question, each in asked.items()}}
-        if all(value in (0, 1) for each in asked.values() for value in each):
-            for k in sorted(
-                {count, *(2**power for power in range(1, count.bit_length()) if 2**power <= count)}
-            ):
-                passed = {
-                    question: pass_at(k, count, round(sum(each)))
-                    for question, each in asked.items()
-                }
-                of_question[f"{name}_pass@{k},{filtered}"] = passed
-        by_question |= of_question
-        metrics |= _means(of_question, contexts)
-    return metrics, by_question
-
-
-def pass_at(k: int, count: int, right: int) -> float:
-    """Probability that one of k answers is right, where `right` of `count` were: 1 - C(count -
-    right, k) / C(count, k), the unbiased estimate of Chen et al. (2021, arXiv 2107.03374, equation
-    1)."""
-    return 1 - math.comb(count - right, k) / math.comb(count, k)
-
-
-def _lengths(
-    written: Sequence[Mapping[Document, Sequence[Written]]], contexts: Mapping[int, Any]
-) -> tuple[Metrics, ByQuestion]:
-    """Tokens of the generated answers, and the share of answers that `max_gen_toks` ended; of a
-    question, the mean over its answers. {} of a task that generates none."""
-    of_question: dict[int, list[Written]] = defaultdict(list)
-    for repeat in written:
-        for (_, question), answers in repeat.items():
-            assert question is not None, "lm-eval numbers its questions"
-            of_question[question] += answers
-    if not of_question:
-        return {}, {}
-    tokens = {
-        question: sum(len(each.tokens) for each in all_) / len(all_)
-        for question, all_ in of_question.items()
-    }
-    at_limit = {
-        question: sum(each.at_limit for each in all_) / len(all_)
-        for question, all_ in of_question.items()
-    }
-    lengths = {f"{GENERATED_TOKENS},{NO_FILTER}": tokens, f"{AT_LIMIT},{NO_FILTER}": at_limit}
-    return _means(lengths, contexts), lengths
-
-
-def _means(by_question: ByQuestion, contexts: Mapping[int, Any]) -> Metrics:
-    """The mean of each metric, and its standard error clustered by context."""
-    metrics: Metrics = {}
-    for key, values in by_question.items():
-        name, _, filtered = key.partition(",")
-        metrics[key] = sum(values.values()) / len(values)
-        stderr = clustered_stderr([*values.values()], [contexts[question] for question in values])
-        metrics[f"{name}_stderr,{filtered}"] = stderr
-    return metrics
-
-
-def _plain_name(key: str) -> str:
-    """The name of lm-eval's `acc,none` and `acc_stderr,none` without a filter that has no name."""
-    name, _, filtered = key.partition(",")
-    if filtered == NO_FILTER:
-        return name
-    metric = name.removesuffix("_stderr").removesuffix("_repeats")
-    return f"{metric},{filtered}{name[len(metric) :]}"
-
-
-def _number(value: Any) -> float | None:
-    """A finite number; None for anything else, such as the pair of F1 over all questions or an
-    error of N/A."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _context(sample: Mapping[str, Any]) -> Any:
-    """The text that a question is about; a question that shares its text with no other is its
-    own."""
-    doc = sample["doc"]
-    return doc.get("context_id", sample["doc_id"]) if isinstance(doc, Mapping) else sample["doc_id"]
-
-
-def _samples(
-    task: Task,
-    repeats: Sequence[Repeat],
-    by_question: ByQuestion,
-    requests: Mapping[int | None, Request],
-    written: Sequence[Mapping[Document, Sequence[Written]]],
-) -> Samples:
-    """One entry a question, in lm-eval's order; requests: the first of each question, by its
-    number.
-
-    Enough to recompute the metrics and to look at what went wrong: question, context, its number
-    under each metric that is a mean; of given choices their log_likelihoods, predicted and gold; of
-    text that the model wrote text, filtered (by filter) and target; of a whole text its
-    log_likelihood; context_tokens, prefill_len; of RULER's `facts`. With several repeats, whose
-    first is the text, `repeats` has all of them.
-    """
-    grouped = [_by_number(repeat.logged) for repeat in repeats]
-    samples = []
-    for number, answers in grouped[0].items():
-        entry = {"question": number, "context": _context(answers[0])} | _answer(task, answers)
-        if len(repeats) > 1:
-            entry["repeats"] = [_answer(task, of_repeat[number]) for of_repeat in grouped]
-            for own, repeat, texts in zip(entry["repeats"], repeats, written, strict=True):
-                (answer,) = texts[task.task_name, number]
-                own |= {GENERATED_TOKENS: len(answer.tokens), AT_LIMIT: answer.at_limit}
-                own |= _of(number, repeat.by_question)
-        entry |= _of(number, by_question)
-        if (request := requests.get(number)) is not None:
-            entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
-        samples.append(entry | facts(task.task_name, answers[0]["doc"]))
-    return samples
-
-
-def _by_number(logged: Logged) -> dict[int, list[Mapping[str, Any]]]:
-    questions: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for sample in logged:
-        questions[sample["doc_id"]].append(sample)
-    return questions
-
-
-def _of(number: int, by_question: ByQuestion) -> dict[str, float]:
-    """A question's numbers under their plain names."""
-    return {
-        _plain_name(key): values[number] for key, values in by_question.items() if number in values
-    }
-
-
-def _answer(task: Task, answers: Logged) -> dict[str, Any]:
-    """The model's answer to one question, and the right one."""
-    sample = answers[0]
-    if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
-        choices = (
-            list(task.doc_to_choice(sample["doc"])) if task.config.doc_to_choice is not None else []
-        )
-        # Some tasks ask for the choices again, without their context, after them.
-        scores = [float(answer[0]) for answer in sample["filtered_resps"]][: len(choices) or None]
-        predicted = max(range(len(scores)), key=scores.__getitem__)
-        gold = (
-            task.doc_to_text(sample["doc"])
-            if getattr(task, "multiple_input", 0)
-            else sample["target"]
-        )
-        if isinstance(gold, str):
-            # A task of one continuation (LAMBADA) asks whether it is the likeliest: its choice 0.
-            gold = (choices.index(gold) if gold in choices else None) if choices else 0
-        return {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
-    if task.OUTPUT_TYPE == "loglikelihood_rolling":
-        return {"log_likelihood": float(sample["filtered_resps"][0])}
-    text, *others = sample["resps"][0]  # others: of a task that asks for several answers
-    filtered = {each["filter"]: _plain(each["filtered_resps"][0]) for each in answers}
-    more = {"more_texts": _plain(others)} if others else {}
-    return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])} | more
-
-
-def _plain(value: Any) -> Any:
-    """Text, numbers and lists of them, as JSON can hold them."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -177,8 +177,8 @@ class ReplayLM(TemplateLM):
     def _require_chat_template(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise UserError(
-                f"apply_chat_template=true: model {self._name} has no chat template; choose one that was trained to "
-                "chat, or apply_chat_template=false"
+                f"apply_chat_template=true: model {self._name} has no chat template; choose one "
+                "that was trained to chat, or apply_chat_template=false"
             )
 
     # Requests of each type
@@ -193,18 +193,15 @@ class ReplayLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Encoded], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        contexts = [
-            self._fit(document, context, self.max_length + 1 - len(continuation))
-            for document, (_, context, continuation) in zip(self._documents, requests, strict=True)
-        ]
-        given = list(zip(self._documents, requests, contexts, strict=True))
+        contexts = []
         longest: dict[Document, int] = defaultdict(int)
-        for document, (_, _, continuation), context in given:
-            longest[document] = max(longest[document], len(context) + len(continuation))
-        asked = [
-            self._request(document, each, context, longest[document])
-            for document, each, context in given
-        ]
+        for document, (_, context, continuation) in zip(self._documents, requests, strict=True):
+            fitted = self._fit(document, context, self.max_length + 1 - len(continuation))
+            contexts.append(fitted)
+            longest[document] = max(longest[document], len(fitted) + len(continuation))
+        asked = []
+        for document, request, context in zip(self._documents, requests, contexts, strict=True):
+            asked.append(self._request(document, request, context, longest[document]))
         planned = self._in_turns(asked)
         self.requests += planned
         answers = []
@@ -219,8 +216,11 @@ class ReplayLM(TemplateLM):
     ) -> list[float]:
         """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a
         sequence of its own."""
-        windows = [self._windows(_document(each), each.args[0]) for each in requests]
-        planned = [window for text in windows for window in text]
+        windows, planned = [], []
+        for instance in requests:
+            of_text = self._windows(_document(instance), instance.args[0])
+            windows.append(of_text)
+            planned += of_text
         self.requests += planned
         scores = iter(self._scorer(planned))
         answers = []
@@ -232,8 +232,8 @@ class ReplayLM(TemplateLM):
     def _windows(self, document: Document, text: str) -> list[Request]:
         if self._prefill.mode == "question":
             raise UserError(
-                f"task {document[0]}: scores whole texts, in which prefill=question finds no question; "
-                "use prefill=dense or artifact"
+                f"task {document[0]}: scores whole texts, in which prefill=question finds no "
+                "question; use prefill=dense or artifact"
             )
         windows = get_rolling_token_windows(
             self.tok_encode(text), self.prefix_token_id, self.max_length, 1
@@ -257,8 +257,8 @@ class ReplayLM(TemplateLM):
             self._write(planned)
         elif planned != self._planned:
             raise UserError(
-                f"repeats={self._sampling.repeats}: task {requests[0].task_name} makes other prompts each time it is "
-                "asked; leave repeats out"
+                f"repeats={self._sampling.repeats}: task {requests[0].task_name} makes other "
+                "prompts each time it is asked; leave repeats out"
             )
         remaining = {
             document: iter(answers) for document, answers in self.written[self.repeat].items()
@@ -333,7 +333,8 @@ class ReplayLM(TemplateLM):
         prefill_len = self._prefill_len(document, text, cut, len(context), final_length)
         if prefill_len + 1 >= final_length:
             raise UserError(
-                f"{_where(document)}: max_gen_toks={max_new_tokens} leaves no decode row, so no method could act on it"
+                f"{_where(document)}: max_gen_toks={max_new_tokens} leaves no decode row, so no "
+                "method could act on it"
             )
         asked = Request(
             tuple(context),
@@ -357,7 +358,8 @@ class ReplayLM(TemplateLM):
         num_tokens = len(context) + len(continuation)
         if num_tokens <= prefill_len + 1:  # the last token is predicted, not run
             raise UserError(
-                f"{_where(document)}: {num_tokens} tokens leave no decode row, so no method could act on it"
+                f"{_where(document)}: {num_tokens} tokens leave no decode row, so no method could "
+                "act on it"
             )
         return Request((*context, *continuation), len(context), prefill_len, final_length, document)
 
@@ -379,7 +381,8 @@ class ReplayLM(TemplateLM):
             ways = "lower num_fewshot, choose a model with a longer context"
             ways += "" if most < 1 else ", or too_long=truncate"
             raise UserError(
-                f"{_where(document)}: context and answer have {len(context) - most + self.max_length} tokens, "
+                f"{_where(document)}: context and answer have "
+                f"{len(context) - most + self.max_length} tokens, "
                 f"the model takes {self.max_length}; {ways}"
             )
         self.truncated.add(document)
@@ -398,19 +401,21 @@ class ReplayLM(TemplateLM):
             if at >= 0:
                 if not self.tokenizer.is_fast:
                     raise UserError(
-                        "prefill=question needs a fast tokenizer, which knows where in the text tokens lie"
+                        "prefill=question needs a fast tokenizer, which knows where in the text "
+                        "tokens lie"
                     )
                 offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
                 marker_at = next(index for index, (_, stop) in enumerate(offsets) if stop > at)
             if marker_at <= cut and self._prefill.in_turns:
                 raise UserError(
-                    f"{_where(document)}: kind=turns needs {self._prefill.marker!r} inside the prompt, where the "
-                    "question starts; set question_marker="
+                    f"{_where(document)}: kind=turns needs {self._prefill.marker!r} inside the "
+                    "prompt, where the question starts; set question_marker="
                 )
             if marker_at <= cut:
                 raise UserError(
-                    f"{_where(document)}: prefill=question needs {self._prefill.marker!r} inside the context, where "
-                    "the question starts; use prefill=dense or artifact, or num_fewshot above 0"
+                    f"{_where(document)}: prefill=question needs {self._prefill.marker!r} inside "
+                    "the context, where the question starts; use prefill=dense or artifact, or "
+                    "num_fewshot above 0"
                 )
             end = marker_at - cut
         return max(1, min(end, most))

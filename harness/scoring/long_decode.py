@@ -90,8 +90,8 @@ def run_long_decode(
     length, steps = config.prefill_len, config.max_new_tokens
     if length + steps > loaded.max_length:
         raise UserError(
-            f"prefill_len={length} and max_new_tokens={steps}: must be together at most {loaded.max_length}, the limit "
-            f"of {loaded.name}"
+            f"prefill_len={length} and max_new_tokens={steps}: must be together at most "
+            f"{loaded.max_length}, the limit of {loaded.name}"
         )
     ids = corpus_ids(config.corpus, config.data, loaded.reader)
     offset = first_window_offset(config.corpus, config.calibration)
@@ -216,7 +216,7 @@ def summarize(pairs: Sequence[Pair]) -> dict[str, Any]:
     prompts = [measures(pair) for pair in pairs]
     entries: dict[str, Any] = {"num_samples": len(pairs)}
     for name in prompts[0]:
-        entries |= _mean(AS_PERPLEXITY.get(name, name), [each[name] for each in prompts])
+        entries |= _mean(AS_PERPLEXITY.get(name, name), [prompt[name] for prompt in prompts])
     entries["never_diverged"] = sum(pair.own.tokens == pair.full.tokens for pair in pairs)
     return entries
 

@@ -62,12 +62,14 @@ def score_rows(attached: Attached, hidden: Tensor, targets: Tensor, reference: T
     targets: int [rows], the token that follows each row.
     """
     parts = []
-    chunks = [each.split(HEAD_CHUNK) for each in (hidden, reference, targets)]
+    chunks = [tensor.split(HEAD_CHUNK) for tensor in (hidden, reference, targets)]
     for rows, of_full, following in zip(*chunks, strict=True):
-        log_probs, full = (attached.logits(each).log_softmax(-1) for each in (rows, of_full))
+        log_probs = attached.logits(rows).log_softmax(-1)
+        full = attached.logits(of_full).log_softmax(-1)
         kl = (full.exp() * full.sub(log_probs)).sum(-1)
         parts.append((_nll(log_probs, following), kl, full.argmax(-1) == log_probs.argmax(-1)))
-    return RowScores(*(torch.cat(each).double().cpu() for each in zip(*parts, strict=True)))
+    columns = zip(*parts, strict=True)
+    return RowScores(*(torch.cat(column).double().cpu() for column in columns))
 
 
 def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
@@ -178,8 +180,9 @@ def as_perplexity(nll: float, where: str) -> float:
     is no number."""
     if not nll <= MAX_NLL:
         raise UserError(
-            f"{where}: perplexity overflows, the mean negative log-likelihood is {nll:.4g} nats a token (at most "
-            f"{MAX_NLL:g}): the model does not fit the text; choose another model, model.dtype or corpus"
+            f"{where}: perplexity overflows, the mean negative log-likelihood is {nll:.4g} nats a "
+            f"token (at most {MAX_NLL:g}): the model does not fit the text; choose another model, "
+            "model.dtype or corpus"
         )
     return math.exp(nll)
 

@@ -1,0 +1,281 @@
+"""Metrics of a task, and the samples behind them, from what lm-eval logs.
+
+A metric is named as lm-eval prints it, `exact_match,strict-match`, or plainly, `acc`, where no
+filter has a name. Its value is lm-eval's. If it is the mean of one number per question, its
+standard error is clustered by context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lm_eval.api.task import Task
+
+from harness.data.ruler import facts
+from harness.results.samples import clustered_stderr
+from harness.scoring.answers import Document, Request, Written
+
+NO_FILTER = "none"
+GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
+"""Metrics of every generated answer: its tokens, the one that ended it included, and whether
+`max_gen_toks` did."""
+OTHER_LENGTH = -1
+"""Score of a question under the metric of another length, in a task of several lengths."""
+
+Metrics = dict[str, Any]
+Samples = list[dict[str, Any]]
+Logged = Sequence[Mapping[str, Any]]
+"""lm-eval's samples of one task: one a question and filter."""
+ByQuestion = dict[str, dict[int, float]]
+"""Of each metric that is the mean of one number a question, these numbers by question."""
+
+
+class Repeat(NamedTuple):
+    """All questions of a task, answered once. metrics: lm-eval's, under its names, with standard
+    errors of means."""
+
+    logged: Logged
+    metrics: Metrics
+    by_question: ByQuestion
+
+    @property
+    def contexts(self) -> dict[int, Any]:
+        """The text that each question is about."""
+        return {sample["doc_id"]: _context(sample) for sample in self.logged}
+
+
+def measured(results: Mapping[str, Any], logged: Logged) -> Repeat:
+    """lm-eval's `results` of a task under its names, with standard errors of means; None for no
+    number."""
+    metrics: Metrics = {}
+    by_question: ByQuestion = {}
+    for key, result in results.items():
+        name, _, filtered = key.partition(",")
+        answers = _answers_to(name, filtered, logged)
+        if not answers:
+            continue
+        value, values, contexts = number_of(result), {}, []
+        for sample in answers:
+            number = number_of(sample[name])
+            if number is not None:
+                values[sample["doc_id"]] = number
+                contexts.append(_context(sample))
+        metrics |= {key: value, f"{name}_stderr,{filtered}": None}
+        if value is None or len(values) < len(answers):
+            continue
+        if math.isclose(sum(values.values()) / len(values), value, abs_tol=1e-9):
+            stderr = clustered_stderr([*values.values()], contexts)
+            metrics[f"{name}_stderr,{filtered}"] = stderr
+            by_question[key] = values
+    return Repeat(logged, metrics, by_question)
+
+
+def _answers_to(name: str, filtered: str, logged: Logged) -> list[Mapping[str, Any]]:
+    """The samples that have a metric. One named by a length leaves out questions of others."""
+    found = []
+    for sample in logged:
+        if sample["filter"] != filtered or name not in sample:
+            continue
+        if not (name.isdigit() and sample[name] == OTHER_LENGTH):
+            found.append(sample)
+    return found
+
+
+def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
+    """The metrics of all repeats: each the mean over repeats.
+
+    The standard error of a mean is over questions, each with its mean over repeats.
+    `repeats_stderr` is that over repeats of the same questions: sample standard deviation /
+    sqrt(number of repeats). Where every answer is right or wrong, `pass@k` is there for k = 2, 4,
+    8, ... and the number of repeats.
+    """
+    if len(repeats) == 1:
+        return repeats[0].metrics, repeats[0].by_question
+    contexts, count = repeats[0].contexts, len(repeats)
+    metrics: Metrics = {}
+    by_question: ByQuestion = {}
+    for key in repeats[0].metrics:
+        name, _, filtered = key.partition(",")
+        values = [repeat.metrics.get(key) for repeat in repeats]
+        if f"{name}_stderr,{filtered}" not in repeats[0].metrics:  # it is such an error itself
+            continue
+        metrics |= {key: None, f"{name}_stderr,{filtered}": None}
+        known = [value for value in values if value is not None]
+        if len(known) < count:
+            continue
+        metrics[key] = sum(known) / count
+        metrics[f"{name}_repeats_stderr,{filtered}"] = clustered_stderr(known, range(count))
+        answers = [repeat.by_question[key] for repeat in repeats if key in repeat.by_question]
+        if len(answers) < count:
+            continue
+        totals = {question: sum(a[question] for a in answers) for question in answers[0]}
+        of_question = {key: {question: total / count for question, total in totals.items()}}
+        if all({*answer.values()} <= {0, 1} for answer in answers):
+            for k in _powers_of_two(count):
+                passed = {}
+                for question, total in totals.items():
+                    passed[question] = pass_at(k, count, round(total))
+                of_question[f"{name}_pass@{k},{filtered}"] = passed
+        by_question |= of_question
+        metrics |= means(of_question, contexts)
+    return metrics, by_question
+
+
+def _powers_of_two(count: int) -> list[int]:
+    """2, 4, 8, ... below `count`, and `count`."""
+    powers = []
+    power = 2
+    while power < count:
+        powers.append(power)
+        power *= 2
+    return [*powers, count]
+
+
+def pass_at(k: int, count: int, right: int) -> float:
+    """Probability that one of k answers is right, where `right` of `count` were: 1 - C(count -
+    right, k) / C(count, k), the unbiased estimate of Chen et al. (2021, arXiv 2107.03374, equation
+    1)."""
+    return 1 - math.comb(count - right, k) / math.comb(count, k)
+
+
+def lengths_of(
+    written: Sequence[Mapping[Document, Sequence[Written]]], contexts: Mapping[int, Any]
+) -> tuple[Metrics, ByQuestion]:
+    """Tokens of the generated answers, and the share of answers that `max_gen_toks` ended; of a
+    question, the mean over its answers. {} of a task that generates none."""
+    of_question: dict[int, list[Written]] = defaultdict(list)
+    for repeat in written:
+        for (_, question), answers in repeat.items():
+            assert question is not None, "lm-eval numbers its questions"
+            of_question[question] += answers
+    if not of_question:
+        return {}, {}
+    tokens, at_limit = {}, {}
+    for question, all_answers in of_question.items():
+        num_tokens = sum(len(answer.tokens) for answer in all_answers)
+        num_at_limit = sum(answer.at_limit for answer in all_answers)
+        tokens[question] = num_tokens / len(all_answers)
+        at_limit[question] = num_at_limit / len(all_answers)
+    lengths = {f"{GENERATED_TOKENS},{NO_FILTER}": tokens, f"{AT_LIMIT},{NO_FILTER}": at_limit}
+    return means(lengths, contexts), lengths
+
+
+def means(by_question: ByQuestion, contexts: Mapping[int, Any]) -> Metrics:
+    """The mean of each metric, and its standard error clustered by context."""
+    metrics: Metrics = {}
+    for key, values in by_question.items():
+        name, _, filtered = key.partition(",")
+        metrics[key] = sum(values.values()) / len(values)
+        stderr = clustered_stderr([*values.values()], [contexts[question] for question in values])
+        metrics[f"{name}_stderr,{filtered}"] = stderr
+    return metrics
+
+
+def plain_name(key: str) -> str:
+    """The name of lm-eval's `acc,none` and `acc_stderr,none` without a filter that has no name."""
+    name, _, filtered = key.partition(",")
+    if filtered == NO_FILTER:
+        return name
+    metric = name.removesuffix("_stderr").removesuffix("_repeats")
+    return f"{metric},{filtered}{name[len(metric) :]}"
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number; None for anything else, such as the pair of F1 over all questions or an
+    error of N/A."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _context(sample: Mapping[str, Any]) -> Any:
+    """The text that a question is about; a question that shares its text with no other is its
+    own."""
+    doc = sample["doc"]
+    return doc.get("context_id", sample["doc_id"]) if isinstance(doc, Mapping) else sample["doc_id"]
+
+
+def samples_of(
+    task: Task,
+    repeats: Sequence[Repeat],
+    by_question: ByQuestion,
+    requests: Mapping[int | None, Request],
+    written: Sequence[Mapping[Document, Sequence[Written]]],
+) -> Samples:
+    """One entry a question, in lm-eval's order; requests: the first of each question, by its
+    number.
+
+    Enough to recompute the metrics and to look at what went wrong: question, context, its number
+    under each metric that is a mean; of given choices their log_likelihoods, predicted and gold; of
+    text that the model wrote text, filtered (by filter) and target; of a whole text its
+    log_likelihood; context_tokens, prefill_len; of RULER's `facts`. With several repeats, whose
+    first is the text, `repeats` has all of them.
+    """
+    grouped = [_by_number(repeat.logged) for repeat in repeats]
+    samples = []
+    for number, answers in grouped[0].items():
+        entry = {"question": number, "context": _context(answers[0])} | _answer(task, answers)
+        if len(repeats) > 1:
+            entry["repeats"] = [_answer(task, of_repeat[number]) for of_repeat in grouped]
+            for own, repeat, texts in zip(entry["repeats"], repeats, written, strict=True):
+                (answer,) = texts[task.task_name, number]
+                own |= {GENERATED_TOKENS: len(answer.tokens), AT_LIMIT: answer.at_limit}
+                own |= numbers_of(number, repeat.by_question)
+        entry |= numbers_of(number, by_question)
+        request = requests.get(number)
+        if request is not None:
+            entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
+        samples.append(entry | facts(task.task_name, answers[0]["doc"]))
+    return samples
+
+
+def _by_number(logged: Logged) -> dict[int, list[Mapping[str, Any]]]:
+    questions: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for sample in logged:
+        questions[sample["doc_id"]].append(sample)
+    return questions
+
+
+def numbers_of(number: int, by_question: ByQuestion) -> dict[str, float]:
+    """A question's numbers under their plain names."""
+    return {
+        plain_name(key): values[number] for key, values in by_question.items() if number in values
+    }
+
+
+def _answer(task: Task, answers: Logged) -> dict[str, Any]:
+    """The model's answer to one question, and the right one."""
+    sample = answers[0]
+    if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
+        choices = []
+        if task.config.doc_to_choice is not None:
+            choices = list(task.doc_to_choice(sample["doc"]))
+        # Some tasks ask for the choices again, without their context, after them.
+        scores = [float(answer[0]) for answer in sample["filtered_resps"]][: len(choices) or None]
+        predicted = max(range(len(scores)), key=scores.__getitem__)
+        gold = sample["target"]
+        if getattr(task, "multiple_input", 0):
+            gold = task.doc_to_text(sample["doc"])
+        if isinstance(gold, str) and not choices:
+            gold = 0  # a task of one continuation (LAMBADA) asks whether it is the likeliest
+        elif isinstance(gold, str):
+            gold = choices.index(gold) if gold in choices else None
+        return {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return {"log_likelihood": float(sample["filtered_resps"][0])}
+    text, *others = sample["resps"][0]  # others: of a task that asks for several answers
+    filtered = {answer["filter"]: _plain(answer["filtered_resps"][0]) for answer in answers}
+    more = {"more_texts": _plain(others)} if others else {}
+    return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])} | more
+
+
+def _plain(value: Any) -> Any:
+    """Text, numbers and lists of them, as JSON can hold them."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
