@@ -91,10 +91,10 @@ def test_an_off_by_one_prefill_len_shows(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_over_the_link_goes_the_selection_and_the_size_is_its_closed_form(name):
-    case = CASES[name]
+    case, expected = CASES[name], replayed("gqa", name)
     with attached_with_link() as (attached, link):
         trial = Trial(attached, link, setup_of(attached, case), PADDED)
-        trial.replayed = replayed("gqa", name)
+        trial.replayed = expected
         if case.codec is None:
             CHECKS["the size is its closed form"](trial)
         if name in OFFLOADED and not (case.codec and case.codec.residual):  # bytes of such codecs are counted by hand
