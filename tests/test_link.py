@@ -3,7 +3,6 @@
 Times are bounded from below exactly and from above loosely, since other processes share the cores.
 """
 
-import math
 import signal
 import threading
 import time
@@ -14,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import Crossed, make_store
 
-from harness.errors import UserError
-from harness.live.links import EmulatedLink, open_link
+from harness.live.links import EmulatedLink
 from harness.live.store import chosen
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
@@ -177,12 +175,3 @@ def test_an_interrupt_ends_a_wait_and_the_link(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(waits) == 1 and 0 < waits[0] <= 600
-
-
-@pytest.mark.parametrize(
-    ("device", "rate", "message"),
-    [*(("cpu", rate, "must be positive") for rate in (0.0, math.nan)), ("cuda", 1e9, "emulated link of a CPU")],
-)
-def test_rates_without_meaning_are_refused(device, rate, message):
-    with pytest.raises(UserError, match=f"link_gbps=.* {message}"):
-        open_link(torch.device(device), bytes_per_s=rate)

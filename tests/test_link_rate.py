@@ -27,7 +27,6 @@ def test_the_fewest_programs_that_are_close_to_the_fastest_are_chosen():
     ("kernel_s", "copy_s", "expected"),
     [
         ([1, 1, 1, 1], [4, 2, 0.9, 0.8], 16),
-        ([1, 1, 1, 1], [0.9, 2, 0.9, 0.8], 16),  # once was chance
         ([1, 1, 1, 1], [0.9, 0.9, 0.9, 0.9], 4),
         ([1, 1, 1, 1], [4, 2, 2, 2], 64),  # never, as far as was measured
     ],
@@ -67,12 +66,12 @@ def tuned(tuning):
 @pytest.mark.parametrize(
     ("text", "device", "said"),
     [
-        *((text, CPU, "damaged") for text in ("", "[1, 2]", '{"cpu', "7")),
-        *((f'{{"NAME": {rate}}}', CPU, "is no rate") for rate in ("NaN", "-1.0", '"fast"')),
-        *((text, CUDA, "damaged") for text in ("{", "[1]")),
+        ('{"cpu', CPU, "damaged"),
+        ('{"NAME": NaN}', CPU, "is no rate"),
+        ('{"NAME": -1.0}', CPU, "is no rate"),
+        ("{", CUDA, "damaged"),
         ('{"GPU": 5e10}', CUDA, None),
-        *((tuned(tuning), CUDA, None) for tuning in (3, {"num_programs": 64}, TUNING | {"num_programs": 0})),
-        (tuned(TUNING | {"bytes_in_flight": "many"}), CUDA, None),
+        (tuned(TUNING | {"num_programs": 0}), CUDA, None),
     ],
 )
 def test_garbage_in_place_of_a_rate_is_named_and_measured_anew(text, device, said, tmp_path, measured, caplog):

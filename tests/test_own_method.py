@@ -70,17 +70,14 @@ def test_it_is_one_of_a_sweep(runs, capsys):
 REFUSED = [
     ("./none.py", None, "there is no file none.py"),
     ("./mine.py", "\nclass Mine(:\n", "{here}/mine.py:5: SyntaxError: invalid syntax"),
-    ("mine.py", "\nimport nothing_of_this_name\n", "{here}/mine.py:5: ModuleNotFoundError: No module named"),
     ("./mine.py", "", "no class in it derives from methods.base.Method"),
     ("./mine.py", MINE + OTHER, "defines Mine, Other; choose one, as method=./mine.py:Mine"),
-    ("./mine.py:Mime", MINE + OTHER, "did you mean 'Mine'? allowed: Mine, Other"),
     ("nowhere.Mine", MINE, "ModuleNotFoundError: No module named 'nowhere'"),
     ("./mine.py", "\nclass Mine(Streaming):\n    kept_frac: float = 0.5\n", "Mine must be a @dataclass(frozen=True)"),
     ("./mine.py", "\n@dataclass(frozen=True)\nclass Mine(Method):\n    def new_state(self, *_): ...\n",
      "Mine lacks tokens_read; methods/base.py says what it is"),
     ("./mine.py", MINE + "    late: int = field(kw_only=True)\n", "Mine.late needs a default"),
     ("./h2o.py", MINE, "h2o is a method of conf/method; rename the file"),
-    ("./torch.py", MINE, "torch is a module of "),
     ("./my-own.py", MINE, "the file's name must be a Python name"),
 ]  # fmt: skip
 
@@ -211,11 +208,6 @@ MISTAKES = {
         "        least = (count % 4)[:, None, :, None] * 20\n"
         "        mask = rows.visible() & (rows.slot_positions.unsqueeze(2) >= least)",
         "a padded sequence is itself alone: in replay.*, the sequence with a prompt of .* logits differ by ",
-    ),
-    "reads an index beyond the block": (
-        "worth = self.norms[layer].unsqueeze(2)\n"
-        "        mask = rows.visible() & (worth > worth.mean(-1, keepdim=True))",
-        "live decoding is replay: replay in blocks of 3 rows: .*RuntimeError: The size of tensor a",
     ),
     "goes on from the first row of the block": (
         "count = self.count[layer][:, None] + torch.arange(rows.positions.shape[1])\n"

@@ -288,13 +288,9 @@ def refusal(results: Path) -> str:
     ("file", "text", "message"),
     [
         ("figures/fig11.svg", "no image", "fig11.svg: not an SVG image; `python -m plots`"),
-        ("figures/fig11.svg", "<html/>", "fig11.svg: not an SVG image"),
         ("tables/fig11.csv", "no table", "fig11.csv: not a table of results"),
-        ("tables/fig11.csv", f"{HEADER}\n{'x,' * HEADER.count(',')}x\n", "fig11.csv: not a table of results"),
         ("tables/fig11.csv", f"{HEADER}\n{LONG_NUMBER}\n", "fig11.csv: not a table of results (ValueError: value=inf)"),
         ("findings.yaml", "fig111: a", "findings.yaml: fig111: did you mean 'fig11'"),
-        ("findings.yaml", "fig11: 3", "findings.yaml: must map names of figures to sentences"),
-        ("findings.yaml", "a: b: c", "findings.yaml: not YAML"),
         ("findings.yaml", "[" * 10_000, "findings.yaml: not YAML"),
     ],
 )
