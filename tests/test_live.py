@@ -9,7 +9,7 @@ from harness.errors import UserError
 from harness.live import links as emulated
 from harness.live import timeline as timelines
 from harness.live.hot_rows import HotFetcher
-from harness.live.session import LiveSession, generate
+from harness.live.session import generate
 from harness.live.timeline import SEGMENTS, Timeline
 from harness.model.prompts import run_prompt
 from harness.model.sampling import Draft
@@ -106,23 +106,6 @@ def test_a_prompt_that_is_handed_over_is_as_good_as_ones_own(name):
             assert torch.equal(torch.stack(logits, 1), expected[:, : 1 + steps])
 
 
-@pytest.mark.parametrize("name", ["h2o", "infinigen"])
-def test_sessions_do_not_know_each_other(name):
-    with attached_with_link() as (attached, link):
-        alone = live(attached, CASES[name], EVEN, placement="host", link=link)
-        first = open_live(attached, CASES[name], placement="host", link=link)
-        second = open_live(attached, CASES["pool-lru"], placement="host", link=link)
-        ids, real = token_batch(EVEN)
-        logits = [first.prefill(ids[:, :PROMPT], real[:, :PROMPT])]
-        second.prefill(ids[:, 1 : PROMPT + 1], real[:, :PROMPT])
-        for step in range(STEPS):  # interleaved on one link
-            logits.append(first.decode_step(ids[:, PROMPT + step]))
-            second.decode_step(ids[:, step])
-        first.close()
-        second.close()
-        assert torch.equal(torch.stack(logits, 1), alone.logits) and first.reads.size == alone.size
-
-
 def test_generate_feeds_each_token_and_stops_at_max_new_tokens():
     ids, real = token_batch(EVEN)
     with attached_with_link() as (attached, _):
@@ -183,28 +166,12 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
         (Oracle(), {"placement": "host"}, UserError, "placement=host.*Oracle.*placement=device"),
         (InfiniGen(), {"device_rows": 1}, UserError, "device_rows=1: placement=device.*placement=host"),
         (H2O(), {"placement": "host", "device_rows": 1}, UserError, "device_rows=1: H2O selects no rows"),
-        (Full(), {"placement": "host", "device_rows": 2}, UserError, "device_rows=2: Full cache selects no rows"),
         (InfiniGen(when="own_query"), {"placement": "host", "prefetch": True}, UserError, "prefetch=true: needs dev"),
         (InfiniGen(), {"placement": "host", "device_rows": 2, "prefetch": True}, UserError, "prefetch=true: InfiniGen"),
-        (InfiniGen(pool_frac=0.5, eviction="artifact"), {}, UserError, "method.eviction=artifact.*replay"),
         (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, managed"),
         (Full(), {"placement": "host", "link": None}, ValueError, "placement=host: needs a link"),
-        (H2O(num_exempt_layers=4), {}, ValueError, "num_exempt_layers=4.*4 layers"),
     ],
 )
 def test_combinations_without_meaning_are_refused(method, options, error, message):
     with attached_with_link() as (attached, link), pytest.raises(error, match=message):
         open_live(attached, Case(method), **({"link": link} | options))
-
-
-def test_a_session_prefills_once_and_decodes_no_more_than_it_was_opened_for():
-    ids, real = token_batch(EVEN)
-    with attached_with_link() as (attached, _):
-        session = open_live(attached, Case(Full()), 2)
-        force(session, EVEN, 2)
-        with pytest.raises(ValueError, match="max_new_tokens=2"):
-            session.decode_step(torch.tensor([5, 5]))
-        with pytest.raises(RuntimeError, match="once"):
-            session.prefill(ids, real)
-        with pytest.raises(ValueError, match="method InfiniGen: needs a calibration"):
-            LiveSession(attached, InfiniGen(), max_new_tokens=2).prefill(ids, real)

@@ -57,20 +57,15 @@ def edit(file, text):
         ("", "num_samples=7 tasks=passkey scoring=mean seed=1 batch_size=2 platform.overlap=false", True),
         ("", "model.device=cpu model.dtype=float32", True),
         ("experiment=latency", "data=hub corpus=wikitext2", True),
-        ("experiment=tasks", "seq_len=512 num_windows=9", True),
         ("experiment=tasks", "num_samples=7", False),
-        ("experiment=tasks", "seed=1", False),
         ("experiment=latency", "seed=1", False),
         ("", "method=full", False),
         ("", "method.alpha=inf", False),
-        ("", "seq_len=512", False),
         ("", "codec=int4", False),
         ("method=int4", "group_size=32", False),
         ("experiment=fig5", "seq_len=99", True),
         ("experiment=fig5", "analysis.num_tokens=99", False),
-        ("method=full", "analysis.num_tokens=99", True),
         ("", "size=0.2", False),
-        ("", "experiment=fig12", False),
         ("", "model=opt-125m", False),
         ("", "calibration.num_tokens=512", False),
         *((f"experiment={kind}", "platform=cuda", False) for kind in ("perplexity", "tasks", "fig5")),
@@ -201,15 +196,11 @@ def rewritten(**changed):
 
 DAMAGED = {
     "truncated": lambda text: text[: len(text) // 2],
-    "deep": lambda text: "[" * 10**5,
     "another run's": rewritten(run_id="0"),
     "a number changed": lambda text: text.replace('"nll": 2.5', '"nll": 2.4'),
     "without digest": lambda text: text.replace('"digest": "', '"other": "'),
     "not a number": lambda text: text.replace('"nll": 2.5', '"nll": NaN'),
-    "another schema": rewritten(schema=1),
     "an unknown status": rewritten(status="fine"),
-    "no label": rewritten(config={"method_name": "h2o"}),
-    "inputs without digests": rewritten(inputs={"model": None}),
 }
 
 
@@ -287,10 +278,8 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't alloc
         (MemoryError(), "perplexity", "out of memory: lower seq_len=1024 or num_windows=4, or choose a smaller model"),
         (OutOfMemoryError("CUDA out of memory."), "tasks", "out of memory: lower num_fewshot, or choose a smaller"),
         (RuntimeError(CPU_FULL), "long_decode", "out of memory: lower max_new_tokens=256 or prefill_len=256, or"),
-        (ValueError("method.size=0.01: keeps 1 of 100"), "perplexity", "method.size=0.01: keeps 1 of 100"),
         (OverflowError("math range error"), "perplexity", "model=smollm2-135m: its numbers are beyond a float's range"),
         (SystemExit(3), "perplexity", r"sys.exit\(3\) was called in a run; a method or task must not end the process"),
-        (OSError(28, "No space left on device"), "perplexity", r"\[Errno 28\] No space left on device"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_that_names_the_setting(error, kind, message, runs, capsys):

@@ -88,10 +88,8 @@ def test_questions_without_flips_or_right_in_part():
 @pytest.mark.parametrize(
     ("own", "full"),
     [
-        ([], []),
         (answers([1, 0]), answers([1, 0, 1])),
         (answers([1, 0, 1]), answers([1, 0, 1], first=1)),  # as many, but other questions
-        (answers([1]), answers([1], "f1")),
         (answers([None]), answers([1])),
     ],
 )

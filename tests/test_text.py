@@ -110,7 +110,6 @@ def test_the_start_is_what_the_tokenizer_puts_before_a_text():
         (CorpusConfig("wikitext2"), None, 0),
         (CorpusConfig("offline", path=__file__), None, 0),
         (CorpusConfig("offline"), __file__, 0),
-        (CorpusConfig("offline", offset_tokens=5), None, 5),
         (CorpusConfig("offline", offset_tokens=0), None, 0),
     ],
 )
