@@ -329,12 +329,10 @@ def test_a_front_is_what_no_other_beats():
     ("values", "stderr", "expected"),
     [
         (((0.09964, 0.57, None), (0.1, 0.07, None)), 0.0, ["", "size"]),  # .036 points of size are no lead
-        (((0.0989, 0.57, None), (0.1, 0.07, None)), 0.0, ["size", "size"]),
         (((0.1, 0.09, None), (0.1, 0.07, None)), 0.01, ["", "size"]),  # the difference has an error of .014
         (((0.1, 0.08, None), (0.1, 0.07, None)), 0.01, ["size", "size"]),
         (((0.1, 0.08, None), (0.08, 0.085, None)), 0.01, ["", "size"]),
         (((0.1, 0.5, 1.0), (0.2, 0.1, 1.009)), 0.0, ["size", "size, step time"]),
-        (((0.1, 0.5, 1.0), (0.2, 0.1, 1.02)), 0.0, ["size, step time", "size, step time"]),
     ],
 )
 def test_a_front_does_not_reward_noise(values, stderr, expected):

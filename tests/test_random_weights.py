@@ -97,9 +97,7 @@ def test_attach_calibrates_on_random_ids(folder):
 
 REFUSED = {
     "experiment=tasks": "model.weights=random: kind=tasks reads text, and there is no tokenizer for llama2-7b here",
-    "experiment=turns": "model.weights=random: kind=turns reads text, and there is no tokenizer for llama2-7b here",
     "corpus.path={file}": "corpus.path={file}: model.weights=random reads random token ids; leave it out",
-    "calibration.path={file}": "calibration.path={file}: model.weights=random reads random token ids; leave it out",
 }
 
 
