@@ -222,6 +222,7 @@ REFUSED = {
     "kind=taks": "kind=taks: did you mean 'tasks'?",
     "kind=latency": "kind=latency: its rows are none of experiment=perplexity's table; choose an experiment of that",
     "label=true": "label=True: must be text",
+    "seed=true": "seed=True: must be a whole number",
     "~seed": None,
     "~experiment": "setting experiment is missing",
     "~method": "method=None: allowed: ",
