@@ -210,6 +210,7 @@ ON_CUDA = ["platform=cuda"]
         (["label=offload", "method=h2o"], "method=h2o: label=offload stands for method=full"),
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
         (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
+        ([*ON_CUDA, "placement=managed", "device_rows=2"], "device_rows=2: placement=managed fetches no"),
         ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
         ([*ON_CUDA, "label=uvm", "placement=device"], "placement=device: label=uvm stands for placement=managed"),
         ([*ON_CUDA, "label=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),

@@ -147,11 +147,8 @@ REFUSED = {
     "method=h2o": "pretrained=: is missing from --model_args; must be an entry of conf/model",
     "pretrained=smollm2": "model=smollm2: no folder",
     "pretrained=MODEL,method=h2": "method=h2: did you mean 'h2o'",
-    "pretrained=MODEL,size=2": "size=2",
-    "pretrained=MODEL,batch=3": "unknown setting batch: did you mean 'batch_size'",
     "pretrained=MODEL,max_length=513": "max_length=513: must be a number of tokens from 2 to 512",
     "pretrained=MODEL,method=full,prefill=dense,max_length=20": "question 0: context and answer have",
-    "pretrained=MODEL,dtype=int3": "model.dtype=int3: allowed: float32, float16, bfloat16",
 }
 
 

@@ -162,8 +162,14 @@ DECODERS = r"allowed: decoders of transformers \d+\.\d+\.\d+ \(AutoModelForCausa
 NO_MODELS = [
     ({"model_type": "lama"}, rf"model_type=lama is not supported: did you mean 'llama' .*\? {DECODERS}"),
     ({"model_type": "bart"}, f"model_type=bart is not supported: it is an encoder-decoder; {DECODERS}"),
+    ({"model_type": "vit"}, f"model_type=vit is not supported: it is no decoder; {DECODERS}"),
     ({"model_type": "bert"}, "is_decoder=False of model_type=bert is not supported: tokens would attend to later ones"),
+    (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "use_bidirectional_attention=True of model_type=gemma3_text is not supported",
+    ),
     (TINY_SHAPE | {"num_hidden_layers": 0}, "num_hidden_layers=0 must be above 0"),
+    (TINY_SHAPE | {"hidden_size": 2.5}, "its shape is not valid .*'hidden_size' expected int"),
     (TINY_SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num"),
     (TINY_SHAPE | {"hidden_size": 33}, "its shape is not valid .*not a multiple"),
 ]
@@ -264,8 +270,10 @@ OF_FOLDER = "allowed: .safetensors files of that folder"
 BAD_CONFIG = "cannot be read|is not supported|is not valid"
 DAMAGE = {
     "no model at all": ({"config.json": None, "model.safetensors": None}, "neither a config.json nor a GGUF"),
+    "a config that is a list": ({"config.json": "[1]"}, BAD_CONFIG),
     "a config of words": ({"config.json": '{"model_type": "llama", "num_attention_heads": "many"}'}, BAD_CONFIG),
     "a missing layer": ({"config.json": {"num_hidden_layers": 5}}, r"lacks \d+ weights"),
+    "a missing shard": (only("model-2.safetensors"), "not all of its safetensors are here: model-2.safetensors"),
     "a pickle as a shard": (only("pytorch_model.bin"), f"weights lie in pytorch_model.bin; {OF_FOLDER}"),
     "a shard elsewhere": (only("../outside.safetensors"), f"weights lie in ../outside.safetensors; {OF_FOLDER}"),
     "a tokenizer of nothing": ({"tokenizer.json": '{"version": "1.0"}'}, "tokenizer in .* cannot be loaded"),

@@ -87,6 +87,7 @@ def test_what_is_wrong_with_a_file_is_one_line(choice, text, expected, own_folde
         (["codec=./mine.py", "+codec_settings.levels=few"], "codec_settings.levels=few: must be a whole number"),
         (["codec=./mine.py", "+codec_settings.level=3"], "setting codec_settings.level: did you mean 'levels'?"),
         (["codec=./mine.py", "group_size=32"], "group_size=32: codec=mine has no groups"),
+        (["codec=./mine.py", "rotation=hadamard"], "rotation=hadamard: codec=mine is not turned"),
         (["codec=int4", "value_codec=./mine.py"], "value_codec=./mine.py: "),
     ],
 )

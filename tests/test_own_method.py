@@ -72,6 +72,7 @@ REFUSED = [
     ("./mine.py", "\nclass Mine(:\n", "{here}/mine.py:5: SyntaxError: invalid syntax"),
     ("./mine.py", "", "no class in it derives from methods.base.Method"),
     ("./mine.py", MINE + OTHER, "defines Mine, Other; choose one, as method=./mine.py:Mine"),
+    ("./mine.py:Mime", MINE + OTHER, "did you mean 'Mine'? allowed: Mine, Other"),
     ("nowhere.Mine", MINE, "ModuleNotFoundError: No module named 'nowhere'"),
     ("./mine.py", "\nclass Mine(Streaming):\n    kept_frac: float = 0.5\n", "Mine must be a @dataclass(frozen=True)"),
     ("./mine.py", "\n@dataclass(frozen=True)\nclass Mine(Method):\n    def new_state(self, *_): ...\n",

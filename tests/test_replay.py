@@ -158,16 +158,6 @@ def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
     assert got.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-5)
 
 
-@every_case
-def test_several_calls_are_one(tiny_gqa, name):
-    """One row a call is live decoding's rhythm; the last calls hold sequences that are padding alone."""
-    expected = run_ragged(tiny_gqa, CASES[name])
-    got = run_ragged(tiny_gqa, CASES[name], calls=tuple(range(1, 37)))
-    for rows, wanted in zip(got.logits, expected.logits, strict=True):
-        assert_close(rows, wanted)
-    assert got.reads.size == pytest.approx(expected.reads.size)
-
-
 # Forks
 
 
@@ -218,17 +208,13 @@ LIMITS = {
     "h2o-halves": H2O(heavy_frac=0.5, recent_frac=0.5),
     "streaming": Streaming(kept_frac=1.0),
     "oracle": Oracle(alpha=inf, max_fetch_frac=1.0),
-    "oracle-fixed": Oracle(fixed_fetch=LENGTH),
     "infinigen-skew": InfiniGen(alpha=inf, max_fetch_frac=1.0),
-    "infinigen-final": InfiniGen(alpha=inf, max_fetch_frac=1.0, cap_of="final"),
     "infinigen-pool": InfiniGen(alpha=inf, max_fetch_frac=1.0, pool_frac=1.0),
     "quest": Quest(read_frac=1.0, page_size=5),
-    "quest-token": Quest(read_frac=1.0, page_size=1),
     "snapkv": SnapKV(kept_frac=1.0),
     "sparq": SparQ(read_tokens=None, read_frac=1.0),
     "rkv-late": RKV(kept_tokens=PROMPT, divide_length=LENGTH),
     "duo-window": DuoAttention(),
-    "duo-none": DuoAttention(sparsity=0.0, num_sinks=0, num_recent=1),
     "shadowkv": ShadowKV(read_frac=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
 }
 

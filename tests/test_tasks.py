@@ -267,6 +267,7 @@ COPA = ROWS["copa"]
 BAD_ROWS = {
     "a label in words": ("copa", COPA | {"label": "1"}, "field 'label' holds text, but a number in line 1"),
     "no label": ("copa", COPA | {"label": None}, "field 'label' is None; allowed: 0, 1"),
+    "too many fields": ("copa", COPA | dict.fromkeys(map(str, range(1000)), 0), "1,006 fields; allowed: up to 1,000"),
     "no UTF-8": ("copa", b'{"premise": "\xff"}', "not JSON, 'utf-8' codec can't decode"),
     "no field of the prompt": ("piqa", {"sol1": "a knife", "sol2": "a spoon", "label": 0}, "field 'goal' is missing"),
     "arc, an empty choice": (
