@@ -213,6 +213,7 @@ ON_CUDA = ["platform=cuda"]
         ([*ON_CUDA, "placement=managed", "device_rows=2"], "device_rows=2: placement=managed fetches no"),
         ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
         ([*ON_CUDA, "label=uvm", "placement=device"], "placement=device: label=uvm stands for placement=managed"),
+        ([*ON_CUDA, "label=uvm", "platform.device_gib=0"], "platform.device_gib=0: must be above 0"),
         ([*ON_CUDA, "label=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),
         (["platform.device_gib=48"], "platform.device_gib=48.0: makes a smaller card of pl"),
         (["time_limit_s=0"], "time_limit_s=0: must be at least 1"),
