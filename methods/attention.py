@@ -92,9 +92,9 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     stacked = query.reshape(batch, num_kv_heads, -1, head_dim)
     if stacked.dtype != torch.float32 or key.dtype != torch.float32:
         scores = product(stacked, key.mT, scale)
-    elif (
-        rows == 1
-    ):  # a thin product takes half the time on a CPU with the keys first, where K and V lie side by side
+    elif rows == 1:
+        # On a CPU a thin product takes half the time with the keys first, where K and V lie side by
+        # side.
         scores = (key @ (stacked * scale).mT).mT
     else:
         scores = by_matrix(stacked * scale, key.mT)

@@ -100,7 +100,7 @@ class Method:
                 require(field.allowed.holds(value), field.name, value, field.allowed.words)
 
     @property
-    def label(self) -> str:
+    def full_title(self) -> str:
         """The title, and the settings that make it another method."""
         return self.title
 
@@ -237,7 +237,8 @@ class Method:
         """
         no_size = f"method {type(self).__name__} has no size to set: it reads the same share always"
         raise ValueError(
-            f"{no_size}; size=nearest:{frac:g} runs it as it is, and with_size gives it one (CONTRIBUTING.md)"
+            f"{no_size}; size=nearest:{frac:g} runs it as it is, and with_size gives it one "
+            "(CONTRIBUTING.md)"
         )
 
     def min_size(self, counts: TokenCounts) -> float:

@@ -464,9 +464,8 @@ class SplitCodec:
 
     def __post_init__(self) -> None:
         if self.residual % self.keys.span or (self.keys.span > 1 and not self.residual):
-            raise ValueError(
-                f"residual={self.residual}: must be a multiple of the {self.keys.span} tokens of a group"
-            )
+            allowed = f"a multiple of the {self.keys.span} tokens of a group"
+            raise ValueError(f"residual={self.residual}: must be {allowed}")
 
     @property
     def name(self) -> str:

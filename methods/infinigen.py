@@ -126,7 +126,7 @@ class ScoreSelecting(Selecting):
     def artifact_budget(self) -> float:
         return self.max_fetch_frac
 
-    def select(
+    def choose(
         self, scores: Tensor, rows: QueryRows, final: Tensor, geometry: Geometry,
         cached: Tensor | None = None, order: Tensor | None = None,
     ) -> Selection:  # fmt: skip
@@ -152,9 +152,8 @@ class ScoreSelecting(Selecting):
             )
             return Selection(*found)
         first = 0
-        if (
-            scores.device.type == "cpu"
-        ):  # in replay all rows see most slots: those before the first hidden one
+        if scores.device.type == "cpu":
+            # In replay all rows see most slots: those before the first hidden one.
             hidden = (rows.slot_positions >= rows.positions.min()).flatten(0, 1).any(0)
             first = int(hidden.int().argmax())
         scores[..., first:].masked_fill_(~rows.visible()[..., first:].unsqueeze(2), -math.inf)
@@ -172,7 +171,7 @@ class OracleState(State):
     """Step 4 over the true scores of the cached tokens."""
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        return self.method.select(
+        return self.method.choose(
             rows.true_scores().clone(), rows, self.lengths.final, self.geometry
         )
 
@@ -239,7 +238,7 @@ class InfiniGenState(ProjectedState):
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """Steps 3 and 4."""
-        selection = self.method.select(
+        selection = self.method.choose(
             self.scores(layer, rows), rows, self.lengths.final, self.geometry
         )
         return selection._replace(side=self.index_read(layer, rows.positions))
@@ -306,11 +305,9 @@ class PooledState(InfiniGenState, EvictingState):
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """Steps 3 and 4, one row after the other: each selects, then its own token enters."""
         scores = self.scores(layer, rows)
-        candidates = (
-            rows.positions
-            if self.simulates
-            else torch.minimum(rows.positions, self.capacities[:, None])
-        )
+        num_candidates = rows.positions
+        if not self.simulates:
+            num_candidates = torch.minimum(num_candidates, self.capacities[:, None])
         own = self.enter(layer, rows)
         held = self.tokens[layer][..., : scores.shape[-1]]
         masks, counts = [], []
@@ -330,7 +327,9 @@ class PooledState(InfiniGenState, EvictingState):
                 self.geometry,
             )
             # Live slots are reused; ties go to the lowest token.
-            chosen = self.method.select(*given, cached=candidates[:, this], order=by_age.indices)
+            chosen = self.method.choose(
+                *given, cached=num_candidates[:, this], order=by_age.indices
+            )
             self.use(layer, one, chosen.mask[:, :, 0], by_age.values)
             masks.append(chosen.mask)
             # The artifact's cap is a share of all tokens, of which its FIFO may hold fewer.
@@ -339,7 +338,7 @@ class PooledState(InfiniGenState, EvictingState):
             )
         if len(masks) > 1:  # `torch.cat` would copy a single mask
             masks, counts = [torch.cat(masks, 2)], [torch.cat(counts, 1)]
-        return Selection(masks[0], counts[0], self.index_read(layer, candidates))
+        return Selection(masks[0], counts[0], self.index_read(layer, num_candidates))
 
     def use(self, layer: int, row: QueryRows, mask: Tensor, ascending: Tensor) -> None:
         """Count the slots that a row fetched (`mask`, bool [batch, num_kv_heads, slots]), and evict
@@ -475,7 +474,7 @@ class InfiniGen(ScoreSelecting, SelectingBy):
         )
 
     @property
-    def label(self) -> str:
+    def full_title(self) -> str:
         """Skewing is half of the method; another index is another method."""
         kinds = ["balanced"] * (self.index == "balanced") + ["coded"] * (
             self.index_bits is not None
@@ -497,7 +496,8 @@ class InfiniGen(ScoreSelecting, SelectingBy):
         """The artifact's victims stay candidates, so their slots are never free."""
         if not self.limited or self.eviction == "corrected":
             return None
-        return f"method.eviction={self.eviction}: frees no slot, so it can only be scored (replay), not decoded live"
+        why = "frees no slot, so it can only be scored (replay), not decoded live"
+        return f"method.eviction={self.eviction}: {why}"
 
     @property
     def needs_calibration(self) -> bool:

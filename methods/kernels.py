@@ -90,7 +90,7 @@ def _take_largest(
     order,  # None: slots are taken as they lie
     mask, taken, slots, sets, rows,
     FRAC: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr,
-    MEAN_OF: tl.constexpr,  # sets whose mean number `within` bounds the count, rounded up; 0: none does
+    MEAN_OF: tl.constexpr,  # sets whose mean `within`, rounded up, limits the count; 0: no limit
 ):  # fmt: skip
     program = tl.program_id(0)
     row, batch = program % rows, program // rows // sets
@@ -262,7 +262,8 @@ def _evict_least(
 def _use(
     chosen,
     ascending,  # the tokens in the slots, sorted
-    tokens, fetches, last_fetch, positions, capacities, unprotected, slots, num_slots, heads, position_stride,
+    tokens, fetches, last_fetch, positions, capacities, unprotected,
+    slots, num_slots, heads, position_stride,
     POLICY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)

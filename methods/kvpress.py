@@ -73,10 +73,11 @@ USING_OUTPUT = {"CriticalKVPress", "CriticalAdaKVPress"}
 REFUSED = {
     **dict.fromkeys(("BasePress", "ScorerPress"), "is the base of other presses"),
     "CAMPress": "merges values of tokens during decoding, and here a press evicts after the prompt",
-    "ChunkKVPress": "keeps whole chunks of unequal lengths, so its data decide how many tokens it keeps; "
-    "kvpress:EntropyGatedChunkKVPress:... keeps a fixed number",
+    "ChunkKVPress": "keeps whole chunks of unequal lengths, so its data decide how many tokens it "
+    "keeps; kvpress:EntropyGatedChunkKVPress:... keeps a fixed number",
     "ComposedPress": "runs several presses one after another; choose one of them",
-    "CompressionRatioDecodingPress": "evicts during decoding, and here a press evicts after the prompt",
+    "CompressionRatioDecodingPress": "evicts during decoding, and here a press evicts after the "
+    "prompt",
     "DMSPress": "keeps what is above a threshold, so its data decide how many tokens it keeps",
     "DecodingPress": "evicts during decoding, and here a press evicts after the prompt",
     "DuoAttentionPress": "needs patterns of heads from the network; method=duo measures them",
@@ -94,7 +95,8 @@ REFUSED = {
     "PrefillDecodingPress": "evicts during decoding, and here a press evicts after the prompt",
     "QFilterPress": "needs trained filters from the hub",
     "RestoreKVPress": "needs trained weights from the hub",
-    "SimLayerKVPress": "keeps all tokens of some layers, so its data decide how many tokens it keeps",
+    "SimLayerKVPress": "keeps all tokens of some layers, so its data decide how many tokens it "
+    "keeps",
     "ThinKPress": "removes channels of keys, and no token",
 }  # fmt: skip
 """Presses that are no method here, and why."""
@@ -347,9 +349,8 @@ class KvPress(EvictingOnce):
                 f"makes no queries from {type(inputs.module).__name__} ({_reason(error)})"
             ) from error
         if not alike >= SAME_QUERY:
-            raise self.refuse(
-                f"makes other queries than {type(inputs.module).__name__}, which kvpress does not know"
-            )
+            module = type(inputs.module).__name__
+            raise self.refuse(f"makes other queries than {module}, which kvpress does not know")
 
     # Sizes
 

@@ -101,7 +101,7 @@ class KVzip(PromptEvicting):
         require(together, "heads", self.heads, "adaptive where method.layers=adaptive")
 
     @property
-    def label(self) -> str:
+    def full_title(self) -> str:
         return "KVzip+" if self.value_weighted else self.title
 
     @property

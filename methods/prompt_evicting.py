@@ -290,7 +290,7 @@ class SnapKV(PromptEvicting):
     state = SnapKVState
 
     @property
-    def label(self) -> str:
+    def full_title(self) -> str:
         """Shared budgets have names of their own."""
         pyramid, adaptive = self.layers == "pyramid", self.heads == "adaptive"
         if pyramid and adaptive:

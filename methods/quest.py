@@ -20,8 +20,8 @@ MIN_PAGES = 3
 
 
 class QuestState(RetrievingState):
-    """lowest[layer], highest[layer]: bounds of each page's keys, [batch, num_kv_heads, pages + 1,
-    head_dim]; the last page is for padding."""
+    """lowest[layer], highest[layer]: elementwise extremes of each page's keys, [batch,
+    num_kv_heads, pages + 1, head_dim]; the last page is for padding."""
 
     paged = True
     sequence_tensors = ("lowest", "highest")
@@ -31,37 +31,33 @@ class QuestState(RetrievingState):
     def append(
         self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
     ) -> None:
-        """Widen the bounds of the keys' pages."""
+        """Widen the extremes of the keys' pages."""
         if layer not in self.lowest:
-            shape, limit = (
-                (*key.shape[:2], self.num_pages + 1, key.shape[-1]),
-                torch.finfo(key.dtype).max,
-            )
-            self.lowest[layer], self.highest[layer] = (
-                key.new_full(shape, limit),
-                key.new_full(shape, -limit),
-            )
+            shape = (*key.shape[:2], self.num_pages + 1, key.shape[-1])
+            limit = torch.finfo(key.dtype).max
+            self.lowest[layer] = key.new_full(shape, limit)
+            self.highest[layer] = key.new_full(shape, -limit)
         page = (positions // self.method.page_size).clamp(max=self.num_pages).long()
         index = page[:, None, :, None].expand_as(key)
         self.lowest[layer].scatter_reduce_(2, index, key, "amin")
         self.highest[layer].scatter_reduce_(2, index, key, "amax")
 
     def scores(self, layer: int, rows: QueryRows) -> Tensor:
-        """The bound of each page: q_j times the highest key where q_j > 0, else times the
-        lowest."""
-        lowest, highest = (bound[layer][:, :, :-1].mT for bound in (self.lowest, self.highest))
+        """Each page's highest possible score: the sum over j of q_j times the highest key where
+        q_j > 0, else times the lowest."""
+        lowest = self.lowest[layer][:, :, :-1].mT
+        highest = self.highest[layer][:, :, :-1].mT
         batch, num_kv_heads, head_dim, pages = lowest.shape
         query = (rows.query.float() * self.geometry.scale).reshape(
             batch, num_kv_heads, -1, head_dim
         )
-        bound = query.clamp(min=0) @ highest.float() + query.clamp(max=0) @ lowest.float()
-        return bound.view(batch, num_kv_heads, self.geometry.group, -1, pages)
+        possible = query.clamp(min=0) @ highest.float() + query.clamp(max=0) @ lowest.float()
+        return possible.view(batch, num_kv_heads, self.geometry.group, -1, pages)
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """Two vectors for each full page."""
-        return (positions // self.method.page_size).double() * (
-            2 * self.geometry.head_dim / self.geometry.elements
-        )
+        full_pages = (positions // self.method.page_size).double()
+        return full_pages * (2 * self.geometry.head_dim / self.geometry.elements)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 from harness.errors import UserError
 from harness.run import cluster
 from harness.run.cli import main
-from harness.run.cluster import JobArray, Cluster, Job
+from harness.run.cluster import Cluster, Job, JobArray
 from tests.runs import own_grids
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -70,7 +70,7 @@ HOOKS = {
     "import": lambda raising: method(pre=raising),
     "prompt_worth": lambda raising: method(worth=raising),
     "__post_init__": lambda raising: method(f"    def __post_init__(self): {raising}"),
-    "label": lambda raising: method(f"    @property\n    def label(self): {raising}"),
+    "full_title": lambda raising: method(f"    @property\n    def full_title(self): {raising}"),
     "when": lambda raising: method(f"    @property\n    def when(self): {raising}"),
     "with_size": lambda raising: method(f"    def with_size(self, frac): {raising}"),
     "tokens_read": lambda raising: method(f"    def tokens_read(self, row, layer): {raising}"),
@@ -122,7 +122,7 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("file = 5", "Mine.file=5: must be a path or None"),
         ("calibration_settings = ('kept_fract',)", "='kept_fract': did you mean 'kept_frac'"),
         ("def with_size(self, frac): return 5", "with_size returned 5; allowed: the sized method"),
-        ("label = 5", "its label is 5; must be text in one line"),
+        ("full_title = 5", "its label is 5; must be text in one line"),
     ],
 )
 def test_what_a_method_says_of_itself_is_checked(constant, expected, texts, capsys):

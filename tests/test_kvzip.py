@@ -152,7 +152,7 @@ def test_sizes_by_hand():
     uniform = replace(shared, layers="uniform", heads="uniform")
     assert uniform.tokens_read(row, 2) == uniform.tokens_kept(row, 2) == 25 + 10
     assert shared.with_size(0.5).tokens_read(row, 2) == 50 + 10
-    assert shared.label == "KVzip" and replace(shared, value_weighted=True).label == "KVzip+"
+    assert shared.full_title == "KVzip" and replace(shared, value_weighted=True).full_title == "KVzip+"
 
 
 @pytest.mark.parametrize("family", ["gqa", "opt", "phi3", "gpt_neox"])

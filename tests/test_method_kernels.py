@@ -87,9 +87,9 @@ def rows_on_device(rows: QueryRows) -> QueryRows:
 def test_selections_are_those_of_the_torch_code(case, method, elements):
     scores, rows, final = make({**case, "of_heads": case["of_heads"] and method.covers == "kv_head"})
     geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
-    expected = method.select(scores.clone(), rows, final, geometry)
+    expected = method.choose(scores.clone(), rows, final, geometry)
     with compiled(elements):
-        got = method.select(scores.to(DEVICE), rows_on_device(rows), final.to(DEVICE), geometry)
+        got = method.choose(scores.to(DEVICE), rows_on_device(rows), final.to(DEVICE), geometry)
     assert torch.equal(got.mask.cpu(), expected.mask)
     assert torch.equal(got.num_read.cpu(), expected.num_read)
 

@@ -162,7 +162,7 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     ],
 )  # fmt: skip
 def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):
-    assert method.label == label
+    assert method.full_title == label
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def chosen(method, scores, positions, final, geometry=None):
     slots = torch.arange(scores.shape[-1]).expand(1, 1, -1)
     query = torch.empty(1, GROUP * KV_HEADS, positions.shape[1], 0)
     rows = QueryRows(query, positions, positions >= 0, slots, positions[:, None], lambda: scores)
-    return method.select(scores, rows, torch.tensor([final]), geometry or GEOMETRY)
+    return method.choose(scores, rows, torch.tensor([final]), geometry or GEOMETRY)
 
 
 @pytest.mark.parametrize("family, threshold", [("opt", 4), ("llama", 5), ("qwen3", 5)])

@@ -27,12 +27,13 @@ QUESTIONS_PER_CONTEXT = 8
 NUM_CHOICES = 4
 
 ITEMS = """
-    apple bottle bridge bucket button cabin camera candle carpet castle chair church clock cloud coat
-    compass cotton cradle desert diamond doctor dragon engine farmer feather fence flower forest garden
-    guitar hammer harbor helmet hotel island jacket kettle kitchen ladder lantern lemon letter library
-    lizard market mirror mountain needle orange oven painter pencil piano pillow planet pocket rabbit ribbon
-    river rocket saddle school shadow silver spider spoon station statue stone table temple ticket tiger
-    tower train tunnel turtle valley vessel village violin wagon wallet whale window winter zebra
+    apple bottle bridge bucket button cabin camera candle carpet castle chair church clock cloud
+    coat compass cotton cradle desert diamond doctor dragon engine farmer feather fence flower
+    forest garden guitar hammer harbor helmet hotel island jacket kettle kitchen ladder lantern
+    lemon letter library lizard market mirror mountain needle orange oven painter pencil piano
+    pillow planet pocket rabbit ribbon river rocket saddle school shadow silver spider spoon
+    station statue stone table temple ticket tiger tower train tunnel turtle valley vessel
+    village violin wagon wallet whale window winter zebra
 """.split()  # noqa: SIM905 (87 lines as a list)
 
 

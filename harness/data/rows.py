@@ -131,8 +131,8 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     count = len(source.rows.get(str(split), ()))
     if shots and shots >= count:
         raise UserError(
-            f"num_fewshot={shots}: {task} has {count} rows of its split {split or 'train'} in {source.name}, "
-            "from which examples are drawn; allowed: fewer"
+            f"num_fewshot={shots}: {task} has {count} rows of its split {split or 'train'} in "
+            f"{source.name}, from which examples are drawn; allowed: fewer"
         )
     return source
 
@@ -381,7 +381,9 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
             return load()
     except ImportError:
         raise
-    except Exception:  # `datasets` has many for rows that are not cached, or not whole; online it says what is wrong
+    except Exception:
+        # `datasets` has many for rows that are not cached, or not whole; online it says what is
+        # wrong.
         pass
     why = "not cached, and "
     try:
@@ -394,8 +396,8 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
     except Exception as error:
         local = "data=local data.root=DIR" + (f" with {files}" if files else "")
         raise UserError(
-            f"data=hub: {name} cannot be loaded ({why}{refusal(error)}); what remains: {local}, or data=offline (no "
-            "download)"
+            f"data=hub: {name} cannot be loaded ({why}{refusal(error)}); what remains: {local}, or "
+            "data=offline (no download)"
         ) from error
 
 

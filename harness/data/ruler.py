@@ -73,21 +73,19 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     )
     rows: list[TaskRow] = []
     for length in lengths:
-        each = count // len(lengths)
-        of_length = _rows_that_fit(task, length, each, config.seed, loaded, max_gen_toks)
+        wanted = count // len(lengths)
+        of_length = _rows_that_fit(task, length, wanted, config.seed, loaded, max_gen_toks)
         if config.kind == "turns" and task in NEEDLES:
-            of_length = [
-                turn
-                for number, row in enumerate(of_length)
-                for turn in turns(row, f"{config.seed}/{number}")
-            ]
-        rows += of_length[:each]
+            contexts, of_length = of_length, []
+            for number, row in enumerate(contexts):
+                of_length += turns(row, f"{config.seed}/{number}")
+        rows += of_length[:wanted]
     return settings | {
         "task": task,
         "process_results": _score,
         "metric_list": [
-            {"metric": str(each), "aggregation": "mean", "higher_is_better": True}
-            for each in lengths
+            {"metric": str(length), "aggregation": "mean", "higher_is_better": True}
+            for length in lengths
         ],
         "num_fewshot": 0,
     }, rows
@@ -116,8 +114,8 @@ def _rows_that_fit(
     def check_limit(tokens: int) -> None:
         if max_gen_toks is not None and tokens > loaded.max_length:
             raise UserError(
-                f"metadata.max_seq_lengths: {length} is too long: {task} takes {tokens} tokens, generated ones "
-                f"included; model {loaded.name} takes {loaded.max_length}"
+                f"metadata.max_seq_lengths: {length} is too long: {task} takes {tokens} tokens, "
+                f"generated ones included; model {loaded.name} takes {loaded.max_length}"
             )
 
     check_limit(length)
@@ -270,7 +268,8 @@ def _vt_example(module: Any, tokenizer: Any) -> TaskRow:
     if shortest > VT_EXAMPLE_TOKENS:
         allowed = f"lm-eval allows {VT_EXAMPLE_TOKENS} at any length"
         raise UserError(
-            f"tasks=ruler_vt: its worked example takes {shortest} tokens with this tokenizer; {allowed}"
+            f"tasks=ruler_vt: its worked example takes {shortest} tokens with this tokenizer; "
+            f"{allowed}"
         )
     return module.sys_vartrack_w_noise_random(tokenizer, 1, VT_EXAMPLE_TOKENS, incremental=5)[0]
 

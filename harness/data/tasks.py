@@ -291,9 +291,8 @@ class _Planner(TaskFactory):
         members: Any = raw_cfg.get("task")
         for place, member in enumerate(members if isinstance(members, list) else []):
             if isinstance(member, str) and member not in registry:
-                raise UserError(
-                    f"tasks={group_name}: its member {member} is unknown; {nearest(member, registry)}"
-                )
+                known = nearest(member, registry)
+                raise UserError(f"tasks={group_name}: its member {member} is unknown; {known}")
             if isinstance(member, dict) and "task" in member and member["task"] not in registry:
                 name = f"{group_name}::{member['task']}"
                 registry[name] = Entry(name, Kind.TASK, None, cfg=member | {"task": name})
@@ -474,7 +473,10 @@ def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> No
 
 
 def _number_of(doc: Any, docs: Iterable[Any]) -> int:
-    return next((number for number, each in enumerate(docs) if each == doc), 0)
+    for number, other in enumerate(docs):
+        if other == doc:
+            return number
+    return 0
 
 
 def _unlabelled(task: Task, doc: Any, labels: Sequence[Any]) -> str | None:
@@ -505,11 +507,8 @@ def _unanswerable(task: Task, doc: Any, templates: Any) -> str | None:
             else f"asks {text!r}, answered by {target!r}"
         )
     choices = task.doc_to_choice(doc, templates and templates.doc_to_choice)
-    if (
-        not isinstance(choices, list)
-        or not choices
-        or not all(isinstance(each, str) and each for each in choices)
-    ):
+    are_texts = isinstance(choices, list) and bool(choices)
+    if not are_texts or not all(isinstance(choice, str) and choice for choice in choices):
         return f"its choices are {choices!r}; must be texts, none of them empty"
     gold = text if task.multiple_input else target
     if task.config.process_results is None and not _is_among(gold, choices):
@@ -520,12 +519,10 @@ def _unanswerable(task: Task, doc: Any, templates: Any) -> str | None:
 def _is_among(gold: Any, choices: list[str]) -> bool:
     """Whether an answer, or each of several, is a choice or the index of one."""
     if isinstance(gold, list):
-        return bool(gold) and all(_is_among(each, choices) for each in gold)
-    return (
-        gold in choices
-        if isinstance(gold, str)
-        else isinstance(gold, int) and 0 <= gold < len(choices)
-    )
+        return bool(gold) and all(_is_among(answer, choices) for answer in gold)
+    if isinstance(gold, str):
+        return gold in choices
+    return isinstance(gold, int) and 0 <= gold < len(choices)
 
 
 # Warnings

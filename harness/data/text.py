@@ -92,7 +92,8 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
         rows = from_hub(WIKITEXT_HUB[0], lambda: datasets.load_dataset(*WIKITEXT_HUB, split="test"))
         return "\n\n".join(rows["text"])
     raise UserError(
-        f"corpus={corpus.name} needs data=local data.root=DIR or data=hub; without: corpus=offline or corpus.path=FILE"
+        f"corpus={corpus.name} needs data=local data.root=DIR or data=hub; without: corpus=offline "
+        "or corpus.path=FILE"
     )
 
 
@@ -132,8 +133,8 @@ def start_ids(tokenizer: Any) -> list[int]:
         if whole[first : first + len(plain)] == plain:
             return whole[:first]
     raise UserError(
-        f"the tokenizer makes {whole} of {PROBE!r} and {plain} without special tokens: where its special tokens stand "
-        "cannot be told; give the model another tokenizer"
+        f"the tokenizer makes {whole} of {PROBE!r} and {plain} without special tokens: where its "
+        "special tokens stand cannot be told; give the model another tokenizer"
     )
 
 
@@ -141,7 +142,8 @@ def require_tokenizer(tokenizer: Any) -> None:
     """Raise UserError without a tokenizer (None)."""
     if tokenizer is None:
         raise UserError(
-            "this model has no tokenizer, so it cannot read text: choose one that has, such as smollm2-135m"
+            "this model has no tokenizer, so it cannot read text: choose one that has, such as "
+            "smollm2-135m"
         )
 
 
@@ -156,7 +158,8 @@ def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]
     ids = [*start_ids(tokenizer), *token_ids(calibration_text(calibration), tokenizer)]
     if len(ids) < calibration.num_tokens:
         raise UserError(
-            f"calibration.num_tokens={calibration.num_tokens}: the calibration text has {len(ids)} tokens"
+            f"calibration.num_tokens={calibration.num_tokens}: the calibration text has "
+            f"{len(ids)} tokens"
         )
     return ids[: calibration.num_tokens]
 
@@ -190,12 +193,13 @@ def window_ids(
     of_text = seq_len - len(start)
     if of_text < 1:
         raise UserError(
-            f"{setting}={seq_len}: must be above {len(start)}, the tokens with which every text starts"
+            f"{setting}={seq_len}: must be above {len(start)}, the tokens with which every text "
+            "starts"
         )
     stop = offset + of_text * num_windows
     if len(ids) < stop:
         raise UserError(
-            f"num_windows={num_windows} of {setting}={seq_len} from token {offset} need {stop} tokens, "
-            f"but the text has {len(ids)}: lower them, or choose a longer text"
+            f"num_windows={num_windows} of {setting}={seq_len} from token {offset} need {stop} "
+            f"tokens, but the text has {len(ids)}: lower them, or choose a longer text"
         )
     return [[*start, *ids[first : first + of_text]] for first in range(offset, stop, of_text)]

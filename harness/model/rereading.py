@@ -182,9 +182,9 @@ def _require_positions(attached: Attached, method: Method, prompt: int, rows: in
     most = getattr(attached.decoder.stack.config, "max_position_embeddings", None)
     if most and prompt + rows > most:
         raise UserError(
-            f"method {method.label}: a prompt of {prompt} tokens and the {rows} in which a part of "
-            f"it is repeated take {prompt + rows} positions, and the model has {most}; lower the "
-            "prompt's length or method.chunk_size"
+            f"method {method.full_title}: a prompt of {prompt} tokens and the {rows} in which a "
+            f"part of it is repeated take {prompt + rows} positions, and the model has {most}; "
+            "lower the prompt's length or method.chunk_size"
         )
 
 

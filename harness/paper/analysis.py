@@ -214,18 +214,20 @@ def similarity(subject: Subject) -> list[Point]:
     methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry
     layers = subject.layers(SIMILARITY_LAYERS)
     try:
-        observers = {
-            layer: [Similarity(each, geometry, subject.ids) for each in methods] for layer in layers
-        }
+        observers = {}
+        for layer in layers:
+            pair = [Similarity(compared, geometry, subject.ids) for compared in methods]
+            observers[layer] = pair
     except ValueError as error:  # of the method, as a session would raise it
         raise UserError(f"analysis.kept_frac={kept}: {error}") from error
     subject.observe(observers)
-    return [
-        mean_point(heads, each.title, "cosine_similarity", "token", x, layer)
-        for layer, pair in observers.items()
-        for each, seen in zip(methods, pair, strict=True)
-        for x, heads in binned(seen.cosines[:, 1:], 1, SIMILARITY_BINS)
-    ]
+    points = []
+    for layer, pair in observers.items():
+        for compared, seen in zip(methods, pair, strict=True):
+            for x, heads in binned(seen.cosines[:, 1:], 1, SIMILARITY_BINS):
+                point = mean_point(heads, compared.title, "cosine_similarity", "token", x, layer)
+                points.append(point)
+    return points
 
 
 class Similarity:
@@ -416,7 +418,8 @@ def layer_inputs(subject: Subject) -> list[Point]:
     decoder, name = subject.attached.decoder, subject.loaded.name
     if not getattr(subject.loaded.model.config, "do_layer_norm_before", True):
         raise UserError(
-            f"model {name}: norms after the residual sum; Table 1 needs a model that norms before it"
+            f"model {name}: norms after the residual sum; Table 1 needs a model that norms before "
+            "it"
         )
     num_layers = len(decoder.layers)
     if len(decoder.blocks) != num_layers:
@@ -430,7 +433,8 @@ def layer_inputs(subject: Subject) -> list[Point]:
         for layer in decoder.layers:
             hooks.append(layer.block.register_forward_pre_hook(stream.enter, with_kwargs=True))
             hooks.append(layer.module.register_forward_hook(stream.attended))
-            hooks += [each.register_forward_hook(stream.computed) for each in layer.block.modules()]
+            for module in layer.block.modules():
+                hooks.append(module.register_forward_hook(stream.computed))
         subject.run()
     finally:
         for hook in hooks:
@@ -468,17 +472,17 @@ class _ResidualStream:
         if before is not None and attn_out is not None:
             ffn_out = hidden - before - attn_out
             close = 1e-2 * float(ffn_out.abs().max())
-            shaped = (
-                each.float().reshape(ffn_out.shape)
-                for each in self.outputs
-                if each.numel() == ffn_out.numel()
-            )
-            if not any(torch.allclose(each, ffn_out, atol=close) for each in shaped):
+            is_output = False
+            for output in self.outputs:
+                if output.numel() == ffn_out.numel():
+                    same_shape = output.float().reshape(ffn_out.shape)
+                    is_output |= torch.allclose(same_shape, ffn_out, atol=close)
+            if not is_output:
                 # The model adds something else to the residual stream, or scales or norms the FFN
                 # output first.
                 raise UserError(
-                    "Table 1 needs a model whose residual stream takes in the outputs of its attention and its FFN as "
-                    "they are"
+                    "Table 1 needs a model whose residual stream takes in the outputs of its "
+                    "attention and its FFN as they are"
                 )
             earlier = (before, attn_out, ffn_out)
             cosines = [torch.cosine_similarity(hidden, other, dim=-1).mean() for other in earlier]
@@ -517,15 +521,16 @@ def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
     num_tokens = config.analysis.num_tokens
     if num_tokens > loaded.max_length:
         raise UserError(
-            f"analysis.num_tokens={num_tokens}: {loaded.name} takes at most {loaded.max_length} tokens"
+            f"analysis.num_tokens={num_tokens}: {loaded.name} takes at most {loaded.max_length} "
+            "tokens"
         )
     offset = first_window_offset(config.corpus, config.calibration)
     text = corpus_ids(config.corpus, config.data, loaded.reader)[offset:]
     ids = [*start_ids(loaded.reader), *text]
     if len(ids) < num_tokens:
         raise UserError(
-            f"analysis.num_tokens={num_tokens}: the text has {len(ids)} tokens from token {offset} on; choose a "
-            "longer one"
+            f"analysis.num_tokens={num_tokens}: the text has {len(ids)} tokens from token {offset} "
+            "on; choose a longer one"
         )
     assert config.analysis.statistic is not None, "RunConfig checks it"
     with attach(loaded.model) as attached:

@@ -7,7 +7,7 @@ from itertools import chain, compress
 from typing import TypeVar
 
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
-from harness.paper.costmodel.published import PaperCell, quantity
+from harness.paper.costmodel.published import PaperBar, quantity
 from harness.results import columns
 from harness.results.columns import ASKED_SIZE, BOARD_METRICS, KL, MISSING, SIZE, TableRow
 from harness.results.fronts import EQUAL, REFERENCES
@@ -84,13 +84,13 @@ def our_value(number: Mapping[str, str], rows: Sequence[TableRow]) -> float | No
         return None
 
 
-def _timed_row(rows: Sequence[TableRow], cell: PaperCell) -> TableRow:
-    """The row of a timed cell of the paper; ValueError where there is none, or several."""
-    wanted = {"model": cell.model, "label": cell.label, "batch_size": cell.batch_size}
+def _timed_row(rows: Sequence[TableRow], bar: PaperBar) -> TableRow:
+    """The row of a bar of the paper; ValueError where there is none, or several."""
+    wanted = {"model": bar.model, "label": bar.label, "batch_size": bar.batch_size}
     found = []
     for row in rows:
         total_len = row["prompt_len"] + row["gen_len"]
-        is_alike = row["source"] != "emulated" and total_len == cell.total_len
+        is_alike = row["source"] != "emulated" and total_len == bar.total_len
         if is_alike and _holds(row, wanted):
             found.append(row)
     (row,) = found

@@ -205,8 +205,8 @@ def faults() -> Iterator[None]:
     """Raise an error in the block that comes out of a file of the user's own as a UserError that
     names its line.
 
-    What a method or codec says of itself, such as `label` and `with_size`, is asked while settings
-    are checked.
+    What a method or codec says of itself, such as `full_title` and `with_size`, is asked while
+    settings are checked.
     """
     try:
         yield

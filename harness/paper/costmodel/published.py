@@ -29,8 +29,8 @@ OFFLOADED = ("offload", "offload-pageable", "offload+int4", "offload+h2o", "infi
 COMPARED = ("uvm", "uvm+h2o", *OFFLOADED)
 
 
-class PaperCell(NamedTuple):
-    """A run of the paper's figures, on a platform to be chosen."""
+class PaperBar(NamedTuple):
+    """A bar of the paper's figures: a run on a platform to be chosen."""
 
     label: str
     model: str = "opt-13b"
@@ -38,22 +38,22 @@ class PaperCell(NamedTuple):
     total_len: int = TOTAL_LEN
 
 
-FIGURES: Mapping[str, tuple[PaperCell, ...]] = {
-    "fig14": tuple(PaperCell(label, batch_size=20) for label in COMPARED),
+FIGURES: Mapping[str, tuple[PaperBar, ...]] = {
+    "fig14": tuple(PaperBar(label, batch_size=20) for label in COMPARED),
     "fig15": tuple(
-        PaperCell(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED
+        PaperBar(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED
     ),
     "fig16a": tuple(
-        PaperCell(label, total_len=length)
+        PaperBar(label, total_len=length)
         for length in (512, 1024, 1536, 2048)
         for label in OFFLOADED
     ),
     "fig16b": tuple(
-        PaperCell(label, model, batch_size=4)
+        PaperBar(label, model, batch_size=4)
         for model in ("opt-6.7b", "opt-13b", "opt-30b")
         for label in OFFLOADED
     ),
-    "fig18": tuple(PaperCell(label) for label in (*OFFLOADED, "ideal")),
+    "fig18": tuple(PaperBar(label) for label in (*OFFLOADED, "ideal")),
 }
 """The figures that the cost model predicts, and the bars of each."""
 
@@ -145,19 +145,17 @@ def error(comparisons: Sequence[Comparison]) -> float:
 def render(comparisons: Sequence[Comparison]) -> str:
     """A table for a terminal: predicted, published, ratio; `*` marks a number that is more than 20
     % off."""
-    lines = [
-        f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} {'published':>10} {'':4} ratio"
-    ]
+    header = f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} "
+    lines = [f"{header}{'published':>10} {'':4} ratio"]
     for row in comparisons:
         off = "" if abs(row.ratio - 1) <= 0.2 else " *"
-        lines.append(
-            f"{row.figure:7} {row.series:13} {row.x:>8} {row.metric:21} {row.predicted:10.4g} {row.published:10.4g} "
-            f"{row.unit:4} {row.ratio:5.2f}{off}"
-        )
+        which = f"{row.figure:7} {row.series:13} {row.x:>8} {row.metric:21}"
+        numbers = f"{row.predicted:10.4g} {row.published:10.4g} {row.unit:4} {row.ratio:5.2f}"
+        lines.append(f"{which} {numbers}{off}")
     return "\n".join(lines)
 
 
-def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], TableRow]) -> float | None:
+def quantity(row: Mapping[str, str], timed: Callable[[PaperBar], TableRow]) -> float | None:
     """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit;
     None if the row is not about time.
 
@@ -171,7 +169,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], TableRow]) -> 
     )
 
     def run(label: str, batch: int = batch_size) -> TableRow:
-        return timed(PaperCell(label, row["model"], batch, total_len))
+        return timed(PaperBar(label, row["model"], batch, total_len))
 
     def block_s(label: str) -> float:
         return sum(run(label)[segment.name] or 0 for segment in SEGMENTS)
@@ -196,7 +194,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], TableRow]) -> 
 
 
 @cache
-def _predict(cell: PaperCell, platform: str, efficiency: Efficiency) -> TableRow:
+def _predict(cell: PaperBar, platform: str, efficiency: Efficiency) -> TableRow:
     sizes = {
         "batch_size": cell.batch_size,
         "prompt_len": cell.total_len - GEN_LEN,
@@ -220,9 +218,11 @@ def fit(
 
     def log_ratios(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         compared = calibrate(Efficiency(*np.exp(logs).tolist()), figures)
-        return np.array(
-            [math.log(each.ratio) for each in compared if each.independent or not independent_only]
-        )
+        logarithms = []
+        for comparison in compared:
+            if comparison.independent or not independent_only:
+                logarithms.append(math.log(comparison.ratio))
+        return np.array(logarithms)
 
     logs = np.log(start)
     off = log_ratios(logs)
@@ -248,8 +248,9 @@ def render_errors() -> str:
         f"used:                       {_words(FITTED, 2)}",
         f"fitted to all {len(comparisons)}:           {_words(fit(), 3)}",
         f"to the {len(independent)} independent ones: {_words(fit(independent_only=True), 3)}",
-        f"in-sample, root mean square of log(predicted / published): {error(comparisons):.1%} over all "
-        f"{len(comparisons)} numbers, {error(independent):.1%} over the {len(independent)} independent ones",
+        "in-sample, root mean square of log(predicted / published): "
+        f"{error(comparisons):.1%} over all {len(comparisons)} numbers, "
+        f"{error(independent):.1%} over the {len(independent)} independent ones",
         "",
         f"{'predicted by a fit to the other figures':59} {'rms':>6} {'worst':>6}",
     ]
