@@ -400,7 +400,7 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
         ]
         moved = max(abs(after - before) for after, before in zip(means, positive, strict=True))
         positive = means
-    return (*(-each for each in reversed(positive)), *positive)
+    return (*(-level for level in reversed(positive)), *positive)
 
 
 @cache

@@ -597,10 +597,8 @@ def balanced(
     column of the keys has variance 1. Coded in steps that all columns share, with an error of e^2
     in units of the keys' variance, the scores then err by e^2 sum S^2 in place of e^2 max S sum S.
     """
-    left, right = (
-        _factor(reduce(torch.add, (each[name].double() for each in known)))
-        for name in ("query", "key")
-    )
+    left = _factor(reduce(torch.add, (measured["query"].double() for measured in known)))
+    right = _factor(reduce(torch.add, (measured["key"].double() for measured in known)))
     left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
     scale = strength[..., None, :columns].rsqrt()
     of_query, of_key = (

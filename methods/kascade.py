@@ -150,7 +150,8 @@ class Kascade(Method):
         best = weights.topk(max(1, min(NUM_BEST, num_tokens // SHARE_OF_TEXT))).indices
         most = weights.gather(-1, best).sum(-1)
         similarity = weights.new_zeros(geometry.num_layers, len(key), len(key))
-        for number, theirs in enumerate((*(each["best"] for each in earlier), best)):
+        best_of_layers = [calibration["best"] for calibration in earlier]
+        for number, theirs in enumerate((*best_of_layers, best)):
             for head, tokens in enumerate(theirs):
                 found = weights.gather(-1, tokens.expand(len(key), -1, -1)).sum(-1)
                 similarity[number, :, head] = (found / most.clamp(min=1e-30)).mean(-1)

@@ -228,10 +228,9 @@ def _place_own(
         first = tl.minimum(first, tl.min(tl.where(token == EMPTY, slot, own), 0))
     target = tl.where(gone, num_slots - 1, first)
     tl.store(free + head, tl.where(gone, -1, first).to(tl.int64))
-    for each in tl.static_range(len(WIDTHS)):
-        _move(
-            data[each] + head * num_slots * WIDTHS[each], own, target, WIDTHS[each], EMPTIES[each]
-        )
+    for part in tl.static_range(len(WIDTHS)):
+        of_head = data[part] + head * num_slots * WIDTHS[part]
+        _move(of_head, own, target, WIDTHS[part], EMPTIES[part])
 
 
 @triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
@@ -250,9 +249,9 @@ def _evict_least(
         slot = start + tl.arange(0, TILE)
         token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
         old = (slot < slots) & (token <= position - recent)
-        each = tl.where(old, tl.load(worth + slot, mask=old, other=0), float("inf"))
-        lowest = tl.min(each, 0)
-        first = tl.min(tl.where(each == lowest, slot, slots), 0)
+        of_slots = tl.where(old, tl.load(worth + slot, mask=old, other=0), float("inf"))
+        lowest = tl.min(of_slots, 0)
+        first = tl.min(tl.where(of_slots == lowest, slot, slots), 0)
         victim = tl.where(lowest < least, first, victim)
         least = tl.minimum(least, lowest)
     tl.store(tokens + victim, EMPTY, mask=position >= budget)
@@ -315,9 +314,9 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
     """As `EvictingState.place_own`. data: a layer's slot tensors, `tokens` among them; empties: see
     `slot_tensors`."""
     tokens = data["tokens"]
-    assert all(each.is_contiguous() for each in data.values())
+    assert all(tensor.is_contiguous() for tensor in data.values())
     free = torch.empty((*tokens.shape[:2], 1), dtype=torch.int64, device=tokens.device)
-    widths = tuple(each[0, 0, 0].numel() for each in data.values())
+    widths = tuple(tensor[0, 0, 0].numel() for tensor in data.values())
     values = tuple(empties[name] for name in data)
     given = (tokens, tuple(data.values()), free, own, tokens.shape[2])
     _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=ELEMENTS)

@@ -308,7 +308,8 @@ class ExpectedState(PromptEvictingState):
         batch, num_kv_heads, prompt, head_dim = key.shape
         past_sinks = rows.real & (rows.positions >= self.method.num_sinks)
         mean, cov = self._statistics(layer, query, rows, past_sinks)
-        mean, cov = (each.view(batch, num_kv_heads, -1, *each.shape[2:]) for each in (mean, cov))
+        mean = mean.view(batch, num_kv_heads, -1, *mean.shape[2:])
+        cov = cov.view(batch, num_kv_heads, -1, *cov.shape[2:])
         keys = key.float().unsqueeze(2) * self.geometry.scale  # [batch, kv, 1, prompt, head_dim]
         scores = (keys @ mean.unsqueeze(-1)).squeeze(-1) + ((keys @ cov) * keys).sum(-1) / 2
         probs = scores.masked_fill_(~past_sinks[:, None, None], -INF).softmax(-1).mean(2)
@@ -331,9 +332,11 @@ class ExpectedState(PromptEvictingState):
             -1, -1, HORIZON, -1
         )
         ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=query.device)
-        rotation = torch.stack(
-            [self.geometry.rotate(units, each[None], layer=layer).mean(2) for each in ahead]
-        )
+        rotations = []
+        for positions in ahead:
+            turned = self.geometry.rotate(units, positions[None], layer=layer)
+            rotations.append(turned.mean(2))
+        rotation = torch.stack(rotations)
         cov = rotation.mT @ (centred.mT @ centred / number) @ rotation
         return (mean @ rotation).squeeze(2), cov
 

@@ -249,9 +249,8 @@ class RetroInferState(State):
         )  # as `num_clusters`
         num_clusters = of_prompt + done * method.clusters_of_update
         read, estimated = self._zones(ordered, num_clusters, positions, self._first_recent(done))
-        read, estimated = (
-            torch.zeros_like(each).scatter_(-1, order, each) for each in (read, estimated)
-        )
+        read = torch.zeros_like(read).scatter_(-1, order, read)
+        estimated = torch.zeros_like(estimated).scatter_(-1, order, estimated)
         mask = self._tokens(layer, rows, read, self._first_recent(done))
         logits = scores + estimated.float().log().unsqueeze(2)
         log_mass = logits.logsumexp(-1)
