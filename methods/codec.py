@@ -28,6 +28,36 @@ centroid of a normal distribution, and the row's length.
 
 `roundtrip(x)` is `decode(encode(x))` bit for bit without the packing. Replay uses the first, live
 decoding the others.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**int8** to **int1**: elements in groups of `group_size` share a minimum and a step in fp16
+(asymmetric). Any method can have such a codec (`codec=int4`). **fp8** has no scales and saturates
+at ±448. **-hadamard** rotates keys (after their positions) and values before they are coded and
+back after, at no byte more. QuaRot itself turns the query instead of turning keys back, and folds
+the rotation of values into the weights. Its 4-bit cache has asymmetric codes as here, with one
+group a row; the simulation beside it starts from symmetric ones (`--k_asym`, `--v_asym`) and can
+clip.
+
+**turboquant4** and **turboquant3** are vLLM's `turboquant_4bit_nc` and `turboquant_k3v4_nc`
+(`vllm/model_executor/layers/quantization/turboquant`); **turboquant2** goes on in the same way. A
+key, after its position, is rotated by the Hadamard matrix and divided by its length; a coordinate
+of such a direction, times sqrt(head_dim), is nearly N(0, 1), and is coded as the nearest of that
+distribution's 2^bits Lloyd-Max centroids (Max 1960; computed, not typed in). Beside its codes a row
+has one number in fp16, with which it reads back with its own length: `norm_correction` there, which
+corrects when it reads. A value is coded as an integer codec codes it, one group a row. Bytes at
+head_dim 64: a key 2 + 32, 24 or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The paper's second
+stage (QJL, 1 bit) is left out, as in vLLM. vLLM recommends to leave the first two and the last two
+layers alone; here `num_exempt_layers` exempts first ones only. Where head_dim is no power of two
+the rotation is in blocks, and coordinates are less normal. `codec=turbo4`, `turbo3` and `turbo2`
+are the key's format for any method, for values too where `value_codec` gives no other. No kernel
+codes it: on a GPU it takes plain torch operations.
+
+**kivi**: keys share minimum and step per channel over `group_size` (32) consecutive tokens, values
+per token over 32 channels; scales take 3 bits per element at 2 bits, 5 at 4. The values of the last
+`residual` (128) tokens are exact. Keys stay exact until 128 are there, and are coded after the step
+that completes them. Its parts can be set apart, with methods that read all: `codec=int4
+value_codec=int2 key_groups=channel residual=128`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,13 @@ most recent.
 A token competes with its whole history as soon as it is no longer recent, as in H2O's own rule. The
 InfiniGen artifact drops new tokens from the heavy set at once, which recalls less attention
 (docs/methods.md).
+
+The rule, and where it differs (made into docs/methods.md):
+
+**h2o**: a token's worth is the attention it received, summed over all rows and the group. After the
+prompt and after each step, tokens of the least worth leave until floor(`heavy_frac` · T) +
+floor(`recent_frac` · T) are left; the recent ones are safe. InfiniGen's artifact drops new tokens
+from the heavy set at once ([findings](findings.md#what-to-know-when-comparing)).
 """
 
 from __future__ import annotations

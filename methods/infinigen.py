@@ -19,6 +19,48 @@ Cov(k). Keys are centred: a number that all scores of a query share changes no c
 L_q^T L_k = P S R^T, the best A of rank r is the one whose L_q^T A L_k is that SVD cut to r (Eckart
 and Young): W_q = L_k R_r S_r^(-1/2), W_k = L_q P_r S_r^(-1/2). This is balanced truncation of
 control theory in its square-root form.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**oracle** selects as InfiniGen by the true scores: the upper bound of any selection of that size.
+It needs every key on the device (`placement=device`).
+
+**infinigen**, by the steps of the paper:
+
+1. **Calibrate**, once per model and text: A = V of the SVD of a KV head's stacked queries.
+   `skew=false` takes the identity. The artifact folds A into the weights; here it is applied when
+   scoring, which changes no score.
+2. **Prompt**: the importance of a column is the sum over the prompt of |q A| and |k A|. The best
+   `partial_weight_ratio` of the columns are kept of every key, on the device. `columns=query` (the
+   first term) is the artifact's speed code, `columns=union` its accuracy code. `round_columns=down`
+   rounds as the artifact does.
+3. **Rehearse**: the query of layer l is made from the attention input of layer l - 1 and scored on
+   the partial keys.
+4. **Select** tokens within `alpha` of the head's best score. Their mean number over the KV heads,
+   between 1 and the cap, is what each KV head reads. `alpha=null` is the paper's 4 for OPT and 5
+   otherwise; `alpha=inf` always takes the cap.
+
+The **cap** is floor(`max_fetch_frac` · cached), or of T with `cap_of=final`, as in the artifact's
+accuracy code. `fixed_fetch=N` reads N tokens instead, as the artifact's speed code does.
+
+The **pool** (section 4.4) holds `pool_tokens` tokens, or `pool_frac` of T, for each layer, sequence
+and KV head. A token that enters a full pool replaces one: the oldest (`pool_policy=fifo`), the one
+fetched longest ago (`lru`) or least often (`counter`), among the floor((1 - `protect_recent`) ·
+capacity) oldest. `eviction=artifact` follows the artifact's simulation: a victim stays a candidate
+and stays the worst, so `lru` and `counter` evict the same token again and again. It frees no slot,
+so it can only be scored.
+
+Two presets have another **index**; neither is of the paper. **infinigen-coded** keeps all columns
+in 4 bits (`partial_weight_ratio=1 index_bits=4`): 0.141 of a token at head_dim 64, where the
+paper's 20 columns are 0.156. **infinigen-balanced** keeps as many numbers as the paper, by the pair
+of projections with the least expected squared error of q · k, from second moments of queries and
+keys (`statistics`: of the prompt, the calibration text, or both). `columns` and `skew` then play no
+part. `methods/infinigen.py` has the formulas. **infinigen2** goes further: no exempt layer, the
+layer's own query, the sum of a group's probabilities, and a balanced index in 4 bits ([its
+page](infinigen2.md)).
+
+A balanced index in few bits (`index_bits`) takes the mean of the prompt's keys off before it codes
+them, and scales its columns to variance 1.
 """
 
 from __future__ import annotations

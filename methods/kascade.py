@@ -13,6 +13,24 @@ dynamic program finds them.
 
 Official code: github.com/microsoft/kascade, `src/strategies/DecodeOnlyKascadeStrategy.py` (the
 choice) and `src/runners/stats_runner.py` (similarity, anchors, heads).
+
+The rule, and where it differs (made into docs/methods.md):
+
+**kascade**: an anchor reads every token, adds up the attention of each KV head's group, and chooses
+the best max(`min_tokens`, floor(`read_frac` · cached)), 128 and 0.1. It attends to these alone;
+layer 0, always an anchor, attends to all. The layers up to the next anchor read what it chose:
+known a layer ahead, so their rows cross the link while other layers compute. Each of their KV heads
+takes the tokens of the anchor's head that is most similar on the calibration text: the share of its
+attention that it finds there, of that on its own best 64 tokens. `anchors=[2,8,13,14]` names
+anchors beside the first layer; by default a dynamic program takes the `num_anchors` (5) with the
+largest sum of similarities. An anchor counts whole in `size`, so that 5 of 30 layers are 17 %
+before anything else is read, and 28 % of 1,024 tokens with `min_tokens`, which a `size` leaves as
+it is. The [official code](https://github.com/microsoft/kascade) takes the least similarity of a
+prompt's tiles of 32 rows, mean over 1,000 prompts, where this takes the mean over rows of one text;
+it compares the 32 best tokens before a tile, and the tile itself; it weighs layers by what
+attention adds to the hidden state; and its prefill is sparse too, which is dense here. There the
+row's own token competes for the anchor's choice, and a layer behind reads it only if it was chosen;
+here it is read always.
 """
 
 from __future__ import annotations

@@ -12,6 +12,29 @@ sinks.
 
 KVzip+ (KVzap, Jegou & Jeblick, 2026; kvpress' `kvzip_plus_normalization`) multiplies a probability
 by the length of W_O v over the length of the row's attention input.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**kvzip**: after the dense pass, each chunk of `chunk_size` (2,048) tokens is read again, with the
+whole prompt in the cache: the model gets `instruction` and `suffix`, or from the second chunk on
+`continuation`, the last 8 tokens of the chunk before and `suffix`, and then the chunk. A token's
+worth in a KV head is the largest probability that any row of that pass gives it, over the group's
+heads; the softmax is over the `num_sinks` (4) first tokens, the chunk, and the pass's own rows up
+to that row. The best tokens over all layers and KV heads stay, so that a head may keep only the
+sinks, or everything (`layers=adaptive`); `layers=uniform heads=uniform` is the official code's
+`pair-uniform`. The second reading is part of the prefill, which takes about 3.4 times as long
+(SmolLM2, 1,024 tokens, one CPU core). What stays does not depend on a question behind the prompt.
+
+- **kvzip-plus** (`value_weighted`) multiplies a probability by |W_O v| / |h|: the length of what
+  the layer's output projection makes of the token's value, over that of the row's attention input.
+  The projection is found by running the layer's own code on unit vectors; a layer with an output
+  gate has none, and is refused.
+- The official code (snu-mllab/KVzip) has a system prompt in the place of the first tokens, and the
+  chat template's text before an answer for `suffix`; "\\n" is kvpress' for a model without a
+  template. Its `continuation` ends in a space, which kvpress and this project leave out. Its chunks
+  are 2,000 tokens in `model/wrapper.py` and 2,048 in the paper and in kvpress, whose first chunk
+  begins with the sinks where there is no template. A model without a tokenizer takes token ids
+  (`method.instruction=[5,6]`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,14 @@
 A key, after its position, is cut into sub-vectors with `2^bits` centroids each, found by k-means on
 one KV head's keys of the prompt. The index stores the numbers of a token's nearest centroids, and a
 token's score is a sum of look-ups. A generated token takes the nearest existing centroids.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**pqcache** cuts a key into `sub_vectors` (2) parts with 2^`bits` (64) centroids each, from k-means
+on the prompt's keys without the first `num_sinks` (32) tokens. A token's score is the sum of its
+centroids' products with the query; a group adds its heads' probabilities. `recent_frac` (0.5) is a
+share of the tokens read beside the sinks. K-means starts at even distances (the official code at
+random) and runs `iterations` (10) rounds, so that a prompt has the same codes in any batch.
 """
 
 from __future__ import annotations

@@ -9,6 +9,23 @@ their positions, measured on a text. Double Sparsity (Yang et al., 2024): the ch
 to the scores on a text. SparQ (Ribar et al., ICML 2024): the channels in which the present query is
 largest. They change from query to query, so the index is the keys themselves. The mean value stands
 for the tokens that are not read.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**doublesparsity**, **loki** and **sparq** score on `rank` · head_dim numbers per key; with `rank=1`
+they rank as the true scores do. The official code is `group=union`.
+
+- **doublesparsity**: channels ranked on the calibration text by the mean of |q_j k_j|, |q_j| or
+  |k_j| (`channels`), after positions. The official code measures the last two before them; its mean
+  of |q_j k_j| mixes the heads, as it reshapes [heads, tokens] to [tokens, heads] without a
+  transpose, and is of the last block of text alone. Defaults: 1/16 of the channels and of the
+  tokens. DS-Offload is `when=previous_layer`.
+- **loki**: the first principal components of a KV head's keys on the calibration text. Defaults: a
+  quarter of both.
+- **sparq**: the channels in which the present query is largest. They change every step, so all keys
+  lie on the device. Scores are divided by the root of the share of |q| that the channels hold. The
+  output is (1 - u) · attention + u · the mean of all values, u the softmax weight of the tokens not
+  read (`mean_value`; needs `when=own_query`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,29 @@ KeyDiff (Park et al., NeurIPS 2025): how unlike the other keys a key is, compare
 their directions.
 
 Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attention.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**snapkv**: the attention of the prompt's last `window` (32) rows, summed over rows and group, is
+smoothed along the tokens (`pooling`, `kernel`). The best tokens stay, with the window and
+`num_sinks` first tokens, so that `kept_frac` of the prompt or `kept_tokens` are kept. A maximum
+makes a peak's neighbours equal to it; the attention before smoothing decides between them, so that
+the peak itself stays. The official code leaves that to `topk`. A small `size` needs a prompt that
+is most of the sequence. Results depend on whether the question is in the window; `prefill=` says
+so.
+
+- `layers=pyramid` (`pyramidkv`, `window` 8): the budget falls from layer to layer, from 2 · mean -
+  floor(mean / 20) to as much below the mean. PyramidKV's code rounds the step down and uses equal
+  budgets for short prompts; here the sum over layers is exact.
+- `heads=adaptive` (`adakv`): the best tokens of a layer over all its KV heads stay; each head has a
+  fifth of the uniform budget for certain. Memory is reserved for the most that a head could hold;
+  empty slots are not fetched.
+
+**keydiff**, **knorm**, **expected** follow kvpress. Their worths: minus the cosine between a key
+and the mean of the prompt's normalised keys; minus the key's length; the expected attention of
+coming queries, plus `epsilon`, times the value's length. Coming queries are taken to be normal,
+with mean and covariance of the prompt's, rotated to the next 512 positions; the `num_sinks` (4)
+first tokens are left out.
 """
 
 from __future__ import annotations

@@ -4,6 +4,18 @@ in the page.
 The device keeps the elementwise minimum and maximum of each page's keys, after their positions. No
 key of the page scores above sum_j max(q_j * min_j, q_j * max_j). The budget counts the last page,
 which is always read, as Quest's speed code does; its accuracy code gives that page no privilege.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**quest**: a page's score is sum_j max(q_j · min_j, q_j · max_j), with the elementwise minimum and
+maximum of the keys of its `page_size` (16) tokens: an upper bound. It reads max(3,
+floor(`read_frac` · cached / `page_size`)) pages. The least of 3 is the rule of Quest's accuracy
+code; that the last, unfinished page is one of them is the rule of its speed code.
+
+**freekv** is `quest` with `when=previous_step`, in pages of 32, by the sum of probabilities over
+the pages that compete, with a first page and a quarter of the pages, the most recent ones, always
+read. FreeKV's code takes the probabilities of unscaled bounds. Its correction (to select again when
+a query has turned) is left out; its budgets of 2,048 and 512 tokens are shares here.
 """
 
 from __future__ import annotations

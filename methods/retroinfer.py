@@ -13,6 +13,30 @@ Keys are centred before they are clustered. Rounds of k-means assign a key to th
 largest product, and normalise the means; the last round assigns among the centroids of all segments
 and does not normalise. It starts at even distances, so that a prompt has the same clusters in any
 batch. Each 1,024 tokens that have left the last ones are clustered on their own.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**retroinfer** reads the `num_sinks` (4) first and `num_recent` (64) last tokens. Between them, keys
+are clustered in each KV head: centred, in segments of `segment` (8,192) tokens, about
+`cluster_size` (16) to a cluster, in `iterations` (10) rounds of k-means by the largest product with
+normalised means, the last without. Clusters are ranked by the sum over the group of the softmax
+over their centroids c. The tokens of the best `retrieval_frac` (1.8 %) of the clusters are read;
+the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of the attention and
+e^(q · c) · (sum of values) to its numerator; the others nothing. When `update` (1,024) tokens have
+left the last ones, they are clustered, too.
+
+- Clusters differ in size, so the data decides how many tokens are read. `size` (and `read_frac`)
+  fix that number: clusters are read in their order, the last one in part, and what is left of it is
+  estimated at the cluster's mean value.
+- In the official code (microsoft/RetrievalAttention, newest version) the numbers of clusters, of
+  segments, and of clusters read and estimated are rounded to the nearest, where they are rounded
+  down here. The number of clusters is that of the whole prompt and a multiple of lcm(8, segments)
+  for its kernel. Each update adds its share to the clusters read, at least one; here the share is
+  of all clusters so far. A prompt below 1,092 tokens has full attention until 1,024 tokens are
+  outside the first and last ones; here every prompt is clustered.
+- A centroid without keys shrinks by a thousandth a round, so that it never ties with an equal one.
+  First and last tokens, which the official code holds on the GPU, count as read. The prompt must be
+  longer than they are.
 """
 
 from __future__ import annotations

@@ -5,6 +5,20 @@ After the prompt, and after every `divide_length` generated tokens, each KV head
 budget. A token's worth grows with the attention of the last rows and falls with the similarity of
 its key to the other keys, as a reasoning text says much twice. The state keeps these rows' queries,
 and a second copy of the kept keys on the device.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**rkv**: after the prompt and after every `divide_length` (128) generated tokens, each KV head goes
+back to floor(`kept_frac` · T) tokens or `kept_tokens`, the last `window` (8) among them. Worth is
+`mix_lambda` (0.07) · attention - (1 - `mix_lambda`) · similarity: the attention of the last
+`window` rows, smoothed by a maximum `kernel` (7) wide, and the softmax of the key's mean cosine
+with the other kept keys; of the keys with a cosine above 0.5 the latest does not count. The size
+includes the tokens between compressions. Each sequence of a batch has its own schedule. The
+official code differs in four points. It compresses where the length of prompt and answer is a
+multiple of `divide_length`, and one step later, with the next token. A compression leaves its cache
+in the order of worth, so that later "the latest" and the smoothing follow that order instead of the
+text. Where no cosine exceeds 0.5, its first key does not count. Its serving code waits until the
+budget and a whole `buffer` (128) are there.
 """
 
 from __future__ import annotations

@@ -6,6 +6,20 @@ DuoAttention (Xiao et al., ICLR 2025): the KV heads with the smallest gates keep
 ("stream"), the others keep everything. Gates come from a file, as the authors trained them, or are
 measured on a text without training (as in kvpress): the mean query attends to the mean key at 500
 positions, and the more of its attention falls on early positions, the larger the gate.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**streaming** keeps floor(`kept_frac` · T) tokens, the `num_sinks` (4) first ones among them, at
+their own positions. StreamingLLM's code renumbers them.
+
+**duo**: round(`sparsity` · number) of the KV heads under the method, those with the smallest gates,
+keep only `num_sinks` (64) first and `num_recent` (256) last tokens. `pattern` is a file of gates as
+the authors publish them: a line per layer, a column per KV head, separated by tabs. Without it
+gates are measured on the calibration text, as kvpress does: how much of the mean query's attention
+to the mean key at 500 positions falls on early ones. That needs rotary positions, so OPT needs a
+file. `size` sets `sparsity`; the least size is that of the windows. The prompt is dense, as in the
+official code where it is one pass; in chunks, the official streaming heads see their window alone
+from the second chunk on.
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 After the prompt, once, and after every row, the tokens that the last row attends to least leave;
 its own token may leave too. All heads of a layer share one set: the attention is the mean over all
 of them.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**tova** keeps floor(`kept_frac` · T) tokens or `kept_tokens`. After the prompt and every row, the
+tokens that this row attends to least leave, by the mean over all heads of a layer. The row's own
+token may leave, and no sink is safe; `protect_last=true` keeps the own token, as kvpress does.
 """
 
 from __future__ import annotations

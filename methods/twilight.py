@@ -8,6 +8,16 @@ many tokens, and one that is focused reads few.
 
 Official code: github.com/tsinghua-ideal/Twilight, `twilight/pyimpl/{attention,top_p,quantize}.py`;
 its `benchmark/configs/config_quest_twi.json` has the defaults.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**twilight** prunes the candidates of `quest` (`candidate_frac`, 0.5; `null` takes every token).
+Keys in 4 bits give the softmax over the candidates. A KV head reads tokens in its order until their
+sum is `p` (0.85), at most `max_fetch_frac` of the cached tokens. `group=sum_probs` adds up the
+group's mean probabilities; `union`, the official rule, prunes for each query head, among pages of
+its own, and reads the union. In the [official code](https://github.com/tsinghua-ideal/Twilight) the
+row's own token competes too, and Quest's budget is 8,192 tokens. `size` sets the cap and `p=1`, as
+the data decides how many tokens `p` is.
 """
 
 from __future__ import annotations

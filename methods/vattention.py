@@ -12,6 +12,23 @@ sample, the denominator would be too small on average.
 Official code: github.com/xAlg-ai/sparse-attention-hub (now skylight-org),
 `maskers/sampling/implementations/ adaptive_sampling.py` under
 `sparse_attention_hub/sparse_attention/research_attention`.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**vattention** reads a fixed set of `fixed_frac` (0.1) of the cached tokens: sinks, recent ones
+(`recent_frac` of the set) and the best by keys in 4 bits. Of the other n tokens it draws b, each of
+which counts n / b times in the softmax. b = (z σ n / (ε D))² with z = Φ⁻¹(1 - `delta`): the
+softmax's denominator D is then off by more than `epsilon` · D in a share `delta` of all cases to
+either side. A base sample of `base_frac` (0.05) of the n gives σ and D, and its size is the least
+b; the heads of a group share the largest b. The b tokens are drawn anew: a base sample that misses
+heavy tokens asks for few, and as a part of the sample it would make D too small. Both samples are
+hashes of `seed`, layer, KV head, row and token, so that replay and live decoding draw the same. A
+small base sample still misjudges σ, so that more cases are off than `delta` says
+([parity](parity.md)). `size` sets the cap with `epsilon=0`, half of it for the fixed set. The
+[official code](https://github.com/xAlg-ai/sparse-attention-hub) draws with replacement from all but
+first and recent tokens, a sample for each query head, takes σ and D from exact scores, and the best
+by an oracle (`when=true_scores`) or an index of its own. Its 128 first and 128 recent of 32,768
+tokens are shares here.
 """
 
 from __future__ import annotations

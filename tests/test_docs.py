@@ -23,6 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lm_eval._cli import HarnessCLI
 
 import harness
+from harness.checks import methods_page
 from harness.model.tiny import tiny_model
 from harness.run.cli import main
 from harness.run.cluster import Cluster
@@ -331,6 +332,10 @@ def test_methods_has_a_line_for_every_method_with_its_settings():
         fields -= {field.name for field in dataclasses.fields(SelectingBy)}  # have a table of their own
         assert file.stem in lines, f"docs/methods.md: no line for {file.stem}"
         assert fields - {"num_bits"} <= set(re.findall(r"`(\w+)`", lines[file.stem])), file.stem
+
+
+def test_the_page_of_methods_is_made_of_their_docstrings():
+    assert methods_page.render() == methods_page.PAGE.read_text()
 
 
 def test_contributing_names_every_hook():
