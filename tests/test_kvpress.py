@@ -287,7 +287,7 @@ def test_inputs_are_not_held_beyond_their_layer():
         ids, real = token_batch(PROMPTS["even"], 0)
         session = open_replay(attached, Setup(Projected(), None, None), real)
         session.prefill(ids, real)
-        assert all(rows.inputs is None for rows in session._prompt_rows.values())
+        assert all(rows.inputs is None for rows in session.prompt_rows.values())
 
 
 # What it does not take
