@@ -27,7 +27,7 @@ def main() -> int:
         print(f"error: {sys.executable}: {missing(error)}; {installs}", file=sys.stderr)
         return USERS
     if sys.argv[1:2] == ["lm-eval"]:
-        from harness import lm_command  # lm-eval takes seconds to import
+        from harness.api import lm_command  # lm-eval takes seconds to import
 
         return lm_command.main(sys.argv[2:])
     return main(sys.argv[1:], draw=draw_figures)
