@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 MEANING, ALLOWED = "meaning", "allowed"
@@ -36,13 +37,19 @@ def setting(default: Any, meaning: str | None = None, allowed: Allowed | None = 
     return dataclasses.field(default=default, metadata={MEANING: meaning, ALLOWED: allowed})
 
 
-def settings_of(cls: Any) -> list[Setting]:
+def settings_of(cls: Any) -> tuple[Setting, ...]:
     """All settings of a dataclass, in the order of its fields."""
+    return _read_once(cls)
+
+
+@cache
+def _read_once(cls: Any) -> tuple[Setting, ...]:
+    """Methods are made often while a size is looked for, each with a check of its settings."""
     found = []
     for field in dataclasses.fields(cls):
         meaning = _said(cls, field.name, MEANING) or ""
         found.append(Setting(field.name, field.default, meaning, _said(cls, field.name, ALLOWED)))
-    return found
+    return tuple(found)
 
 
 def _said(cls: type, name: str, key: str) -> Any:

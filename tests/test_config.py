@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.cli import in_words
+from harness.run.kinds import MEASUREMENTS
 from harness.run.parse import OF_THE_FILE, method_file, parse
 from harness.settings.config import PAPER_TASKS, RunConfig
 from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
@@ -99,6 +100,7 @@ def test_the_platform_decides_device_and_precision(experiment):
 
 
 def test_a_kind_depends_on_settings_that_exist():
+    assert MEASUREMENTS.keys() == KINDS.keys(), "what is declared can be run"
     names = {field.name for field in dataclasses.fields(RunConfig)}
     shown = {"label", "label_given", "results_dir", "tracker"}
     depends = {kind: {*COMMON, *find(kind).depends_on} for kind in KINDS}

@@ -7,7 +7,6 @@ library loads.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -52,7 +51,8 @@ AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
 
 def method_file(name: object) -> dict[str, Any]:
     """The settings of a shipped method. Raises OSError if there is none."""
-    return dict(own_method.shipped(str(name)))
+    _, settings = own_method.shipped(str(name))
+    return dict(settings)
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -274,8 +274,7 @@ def _method(node: dict[str, Any], given: set[str]) -> ChosenMethod:
             if value != own:
                 has = f"method={name} has {own}; choose another by method=NAME"
                 raise UserError(f"method.{key}={value}: {has}")
-        module, _, cls_name = str(file["_target_"]).rpartition(".")
-        cls = getattr(importlib.import_module(module), cls_name)
+        cls, _ = own_method.shipped(str(name))
     return ChosenMethod(str(name), build(cls, node, "method"), file)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import textwrap
 from typing import Any, get_type_hints
 
@@ -22,9 +21,7 @@ def method_help(name: str, target: str) -> str:
     from methods.settings import settings_of  # loads torch
 
     if name in options("method"):
-        defaults = own_method.shipped(name)
-        module, _, cls_name = str(defaults["_target_"]).rpartition(".")
-        cls = getattr(importlib.import_module(module), cls_name)
+        cls, defaults = own_method.shipped(name)
     else:
         cls, defaults = own_method.find(target)
     types = get_type_hints(cls)

@@ -56,15 +56,15 @@ def is_own(choice: str) -> bool:
 
 
 @cache
-def shipped(name: str) -> dict[str, Any]:
-    """The whole settings of a method of `conf/method`: the defaults of its class, and what its file
-    changes. Raises OSError if there is no such file."""
+def shipped(name: str) -> tuple[type, dict[str, Any]]:
+    """The class of a method of `conf/method` and its whole settings: the defaults of the class, and
+    what its file changes. Raises OSError if there is no such file."""
     file = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "method" / f"{name}.yaml"))
     assert isinstance(file, dict), "a mapping, as tests check"
     changes = {str(key): value for key, value in file.items()}
-    module, _, cls = str(changes["_target_"]).rpartition(".")
-    defaults = _defaults(getattr(importlib.import_module(module), cls), f"method={name}")
-    return defaults | changes
+    module, _, cls_name = str(changes["_target_"]).rpartition(".")
+    cls = getattr(importlib.import_module(module), cls_name)
+    return cls, _defaults(cls, f"method={name}") | changes
 
 
 def find(choice: str) -> tuple[type, dict[str, Any]]:
@@ -300,7 +300,8 @@ class MethodSource(ConfigSource):
         else:
             choice = config_path.removeprefix(GROUP)
             try:
-                node = OmegaConf.create(find(choice)[1] if is_own(choice) else shipped(choice))
+                _, settings = find(choice) if is_own(choice) else shipped(choice)
+                node = OmegaConf.create(settings)
             except UnsupportedValueType as error:
                 raise UserError(
                     f"method={choice}: a setting's default is no number, text or list: {error}"
