@@ -110,6 +110,7 @@ def test_a_session_needs_its_slots_and_buffers(name, placement, device_rows):
         force(session, prompts, 3)
         slots = sum(aligned(store.slots.nbytes) for store in session.stores)
         needed = prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
+        needed += sum(cache.device_bytes for cache in session.caches)  # rows that stay, and their lists
         if placement == "host":
             (share,) = session.shares.values()
             buffers = sum(buffer.nbytes for buffer in share.buffers)

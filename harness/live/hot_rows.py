@@ -78,6 +78,11 @@ class HotRows:
         """Bytes of these lists on the device."""
         return self.slots.nbytes + self.age.nbytes
 
+    @staticmethod
+    def bytes_of(rooms: Sequence[int], num_kv_heads: int) -> int:
+        """`nbytes` of the lists for these rooms."""
+        return 2 * len(rooms) * num_kv_heads * max(rooms) * torch.int64.itemsize
+
     def request(self, mask: Tensor, tokens: Tensor, most: int) -> tuple[Chosen, Tensor]:
         """The slots to fetch so that all of `mask` are there, and their rows in the buffer. From
         now on they count as there.

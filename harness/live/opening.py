@@ -15,7 +15,7 @@ from harness.live.cache import Fetcher, LayerCache
 from harness.live.hot_rows import HotFetcher, HotRows
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.live.resident import LocalCache, ResidualCache, ValuesCache
-from harness.live.share import DeviceShare, TokenBatch
+from harness.live.share import BatchLengths, DeviceShare
 from harness.live.store import KVStore, RowFormat, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
@@ -90,14 +90,18 @@ class Opening:
                 numbers.append(policy.number)
         if not stores:
             return
-        reads_less = bool(numbers) and (not self.method.reads_all or self.codec.bits < 16)
-        num_ahead = len(stores) - len(numbers) if reads_less and share.link is not None else 0
+        num_ahead = 0
         plan = None
         if share.link is not None:
-            selected = self._most_selected(share.batch, numbers)
-            plan = _plan_buffers(share, [*stores.values()], selected, num_ahead)
-        buffers = 0 if plan is None else plan.num_bytes
-        self._allocate(share, [*stores.values()], buffers + activations + window_bytes)
+            num_ahead = num_fetched_ahead(self.method, self.codec, len(stores), len(numbers))
+            selected = most_selected(self.method, share.batch.counts, numbers)
+            plan = plan_buffers([*stores.values()], share.rooms, selected, num_ahead)
+        on_device = activations + window_bytes + (0 if plan is None else plan.num_bytes)
+        for layer, store in stores.items():
+            on_device += resident_bytes(
+                store, self.policies[layer], self.method, share.batch.counts, share.rooms
+            )
+        self._allocate(share, [*stores.values()], on_device)
         if plan is not None:
             for _ in range(2):
                 share.free.append(share.new_buffer(plan.largest, plan.num_rows))
@@ -108,13 +112,7 @@ class Opening:
         here."""
         shape, policy = self.attached.layers[layer], self.policies[layer]
         codec = self.codec if policy.kind == "method" else self.exact
-        rows = share.batch.rows(share.batch.max_new_tokens)
-        if policy.kind == "method" and isinstance(share.state, EvictingState):
-            capacity = max(self.method.tokens_kept(row, policy.number) for row in rows)
-        elif codec.residual:
-            capacity = max(codec.stored(row.cached) for row in rows)
-        else:
-            capacity = share.batch.tokens.shape[1]
+        capacity = num_slots(self.method, policy, codec, share.batch.counts)
         is_latent = shape.latent is not None
         return KVStore(
             RowFormat(codec, shape.head_dim, self.attached.dtype, shape.value_dim, is_latent),
@@ -125,14 +123,6 @@ class Opening:
             device=share.device,
             tuning=DEFAULT_TUNING if share.link is None else share.link.tuning,
         )
-
-    def _most_selected(self, batch: TokenBatch, numbers: Sequence[int]) -> int:
-        """The most tokens that a KV head reads in any layer under the method, in any step."""
-        most = 0
-        for steps in range(batch.max_new_tokens + 1):
-            for row, number in product(batch.rows(steps), numbers):
-                most = max(most, self.method.max_tokens_read(row, number))
-        return most
 
     def _allocate(self, share: DeviceShare, stores: Sequence[KVStore], on_device: int) -> None:
         """Ask for the memory of a device's layers, allocate the stores, and compile the kernels of
@@ -189,8 +179,42 @@ class Opening:
         return LayerCache(policy, share, store, state, method, fetcher)
 
 
-def _plan_buffers(
-    share: DeviceShare, stores: Sequence[KVStore], selected: int, num_ahead: int
+# The arithmetic of a device's memory. `harness.live.needs` asks it before there is a session.
+
+
+def evicts(method: Method) -> bool:
+    """True if tokens leave the cache for good, and their slots are used again."""
+    return not method.reads_all and issubclass(method.state, EvictingState)
+
+
+def num_slots(method: Method, policy: Policy, codec: AnyCodec, lengths: BatchLengths) -> int:
+    """Slots of a layer's store, of each sequence and KV head."""
+    rows = lengths.rows(lengths.max_new_tokens)
+    if policy.kind == "method" and evicts(method):
+        return max(method.tokens_kept(row, policy.number) for row in rows)
+    if codec.residual:
+        return max(codec.stored(row.cached) for row in rows)
+    return lengths.columns
+
+
+def num_fetched_ahead(method: Method, codec: AnyCodec, num_layers: int, num_governed: int) -> int:
+    """The first layers whose rows cross a link during the whole step before: the exempt ones, where
+    the others read less. num_governed: of the layers, those under the method."""
+    reads_less = num_governed > 0 and (not method.reads_all or codec.bits < 16)
+    return num_layers - num_governed if reads_less else 0
+
+
+def most_selected(method: Method, lengths: BatchLengths, numbers: Sequence[int]) -> int:
+    """The most tokens that a KV head reads in any layer under the method, in any step."""
+    most = 0
+    for steps in range(lengths.max_new_tokens + 1):
+        for row, number in product(lengths.rows(steps), numbers):
+            most = max(most, method.max_tokens_read(row, number))
+    return most
+
+
+def plan_buffers(
+    stores: Sequence[KVStore], rooms: Sequence[int] | None, selected: int, num_ahead: int
 ) -> BufferPlan:
     """Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; where
     rows stay, each of the others keeps one for them."""
@@ -200,10 +224,32 @@ def _plan_buffers(
     num_bytes = 2 * largest.buffer_bytes(num_rows)
     for store in ahead:
         num_bytes += store.buffer_bytes(store.capacity)
-    if share.rooms is not None:
+    if rooms is not None:
         for store in others:
-            num_bytes += store.buffer_bytes(max(share.rooms))
+            num_bytes += store.buffer_bytes(max(rooms))
     return BufferPlan(largest, num_rows, num_bytes)
+
+
+def resident_bytes(
+    store: KVStore,
+    policy: Policy,
+    method: Method,
+    lengths: BatchLengths,
+    rooms: Sequence[int] | None,
+) -> int:
+    """Bytes of a layer that stay on the device beside slots, buffers and state: exact rows, and the
+    lists of the rows that stay (`LayerCache.device_bytes`)."""
+    codec = store.codec
+    if isinstance(codec, SplitCodec) and codec.residual:
+        return ResidualCache.bytes_of(store, codec)
+    num_bytes = 0
+    if rooms is not None and policy.names_rows:
+        num_bytes += HotRows.bytes_of(rooms, store.num_kv_heads)
+    if policy.kind == "method" and method.holds_keys:
+        rows = lengths.rows(0)
+        most = max(method.tokens_resident(row, policy.number) for row in rows)
+        num_bytes += ValuesCache.bytes_of(store, most, lengths.max_new_tokens)
+    return num_bytes
 
 
 def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:

@@ -19,7 +19,7 @@ from harness.live.share import DeviceShare, TokenBatch
 from harness.live.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.policies import Policy
-from methods.base import EMPTY, LayerInputs, Method, Selection, State
+from methods.base import EMPTY, LayerInputs, Method, Selection, State, Window
 from methods.codec import RowCodec, SplitCodec
 
 
@@ -71,6 +71,14 @@ class ValuesCache(LayerCache):
     def device_bytes(self) -> int:
         return super().device_bytes + self.keys.nbytes + self.values.nbytes + self.present.nbytes
 
+    @staticmethod
+    def bytes_of(store: KVStore, num_prompt: int, max_new_tokens: int) -> int:
+        """Bytes of the rows that stay, with `num_prompt` of the prompt in each head."""
+        row = store.format
+        elements = row.head_dim + (row.value_dim or row.head_dim)
+        rows = num_prompt + max_new_tokens
+        return store.heads * (rows * elements * row.dtype.itemsize + num_prompt)
+
     def request_rows(self, selection: Selection) -> Tensor:
         slots = super().request_rows(selection)
         self.fetched_keys = self.state.rebuild(self.policy.number, slots)  # beside the transfer
@@ -115,7 +123,7 @@ class ResidualCache(LayerCache):
         super().__init__(policy, share, store, None, method, fetcher)
         self.is_fused = self.attends_to_codes = False  # the ring lies between
         self.codec = codec
-        self.ring_rows = codec.residual + codec.keys.span
+        self.ring_rows = self.num_ring_rows(codec)
         heads, row_format = store.slots.shape[:2], store.format
         value_dim = row_format.value_dim or row_format.head_dim
         options: dict[str, Any] = {"dtype": row_format.dtype, "device": store.device}
@@ -127,9 +135,22 @@ class ResidualCache(LayerCache):
             # Slots of a shorter sequence are read before they are written, and must be numbers.
             store.slots.zero_()
 
+    @staticmethod
+    def num_ring_rows(codec: SplitCodec) -> int:
+        """Rows of the ring: the exact tokens, and those of a group of keys."""
+        return codec.residual + codec.keys.span
+
     @property
     def device_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes + self.rows.nbytes
+
+    @classmethod
+    def bytes_of(cls, store: KVStore, codec: SplitCodec) -> int:
+        """Bytes of the ring, one row more included."""
+        row = store.format
+        elements = row.head_dim + (row.value_dim or row.head_dim)
+        of_row = elements * row.dtype.itemsize + store.slot_bytes
+        return store.heads * (cls.num_ring_rows(codec) + 1) * of_row
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         rows = self.batch.rows(self.batch.steps + steps_ahead)
@@ -256,9 +277,14 @@ class LocalCache:
         self.policy = policy
         self.batch = batch
         self.window = policy.window
-        self.ring_rows = max(1, min(self.window.size - 1, batch.tokens.shape[1]))
+        self.ring_rows = self.num_ring_rows(self.window, batch.tokens.shape[1])
         self.keys = self.values = torch.empty(0)
         self.tokens = batch.tokens.new_full((len(batch.tokens), self.ring_rows), EMPTY)
+
+    @staticmethod
+    def num_ring_rows(window: Window, columns: int) -> int:
+        """Rows of the ring in a batch of so many columns."""
+        return max(1, min(window.size - 1, columns))
 
     @property
     def device_bytes(self) -> int:

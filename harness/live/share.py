@@ -4,6 +4,7 @@ link, the fetch buffers, and counts of the rows that cross the link."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,25 @@ from methods.base import EMPTY, Lengths, PromptRows, State, TokenCounts
 
 COUNTS_AT_ONCE = 1024
 """Counts on the device that are kept before they are summed: one launch for many."""
+
+
+class BatchLengths(NamedTuple):
+    """The lengths of a batch. prompts: tokens of each sequence's prompt. max_new_tokens: of all."""
+
+    prompts: Sequence[int]
+    max_new_tokens: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of the batch at its end."""
+        return max(self.prompts) + self.max_new_tokens
+
+    def rows(self, steps: int) -> list[TokenCounts]:
+        """The distinct rows of the sequences after `steps` steps, for the arithmetic of sizes."""
+        return [
+            TokenCounts(prompt + steps, prompt, prompt + self.max_new_tokens)
+            for prompt in sorted({*self.prompts})
+        ]
 
 
 class TokenBatch:
@@ -33,6 +53,7 @@ class TokenBatch:
         self.real = real
         self.lengths = Lengths(prompt, prompt + max_new_tokens)
         self.prompts: list[int] = prompt.tolist()
+        self.counts = BatchLengths(self.prompts, max_new_tokens)
         self.is_padded = min(self.prompts) < prompt_columns
         self.max_new_tokens = max_new_tokens
         self.steps = 0
@@ -49,11 +70,8 @@ class TokenBatch:
         return self.real.shape[1] + self.steps
 
     def rows(self, steps: int) -> list[TokenCounts]:
-        """The distinct rows of the sequences after `steps` steps, for the arithmetic of sizes."""
-        return [
-            TokenCounts(prompt + steps, prompt, prompt + self.max_new_tokens)
-            for prompt in sorted({*self.prompts})
-        ]
+        """As `BatchLengths.rows`."""
+        return self.counts.rows(steps)
 
     def advance(self) -> None:
         """End the step: its tokens are cached now."""

@@ -93,14 +93,21 @@ def policies_of(
             policies.append(Policy("full", number, "kept", softmax, None))
         else:
             is_first = layer.before is None  # of the model: no layer before it can rehearse
-            when = method.when_of(number)
-            if is_first and when == "previous_layer":
-                when = "own_query"
-            prefetches = prefetch and not is_first and method.prefetches(number)
-            policies.append(Policy("method", number, when, softmax, None, prefetches))
+            policies.append(method_policy(method, number, softmax, is_first, prefetch))
     if any(policy.rehearses for policy in policies):
         attached.require_rehearsal()
     return policies
+
+
+def method_policy(
+    method: Method, number: int, softmax: Softmax, is_first: bool, prefetch: bool
+) -> Policy:
+    """The policy of a layer under the method. is_first: no layer before it can rehearse."""
+    when = method.when_of(number)
+    if is_first and when == "previous_layer":
+        when = "own_query"
+    prefetches = prefetch and not is_first and method.prefetches(number)
+    return Policy("method", number, when, softmax, None, prefetches)
 
 
 def new_states(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from harness.model.attached import Attached, Handler
 from harness.model.attention import prompt_attention
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.model_cache import ModelCache
-from methods.base import LayerInputs
+from methods.base import Geometry, LayerInputs
 
 Keep = Callable[..., None]
 """Takes a layer, and its query, key and value [batch, heads, prompt, size]; behind them its
@@ -82,19 +83,48 @@ def held_prompt(
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
-def prompt_bytes(attached: Attached, num_tokens: int) -> int:
-    """An upper bound of a layer's bytes in a dense pass over `num_tokens` tokens of all prompts.
+class PassSizes(NamedTuple):
+    """Elements of the tensors of one layer in a dense pass.
 
-    Per token: four hidden states, the rotary tables, and the larger of FFN and attention
-    activations. Attention makes query, key, value and output, the query once more, and the packed
-    row and a copy. An FFN that takes some rows at a time holds the activations of these.
+    hidden: of a token's hidden state. head_dim: of its rotary tables. attention, ffn: of its
+    activations. ffn_rows: an FFN takes so many rows at a time; None: all at once.
     """
+
+    hidden: int
+    head_dim: int
+    attention: int
+    ffn: int
+    ffn_rows: int | None
+
+    def num_elements(self, num_tokens: int) -> int:
+        """An upper bound of a layer's elements in a pass over `num_tokens` tokens of all prompts.
+
+        Per token: four hidden states, the rotary tables, and the larger of FFN and attention
+        activations. An FFN that takes some rows at a time holds the activations of these.
+        """
+        rows = num_tokens if self.ffn_rows is None else min(num_tokens, self.ffn_rows)
+        always = num_tokens * (4 * self.hidden + 4 * self.head_dim)
+        return always + max(num_tokens * self.attention, rows * self.ffn)
+
+
+def attention_elements(projections: int, geometry: Geometry) -> int:
+    """Elements of a token's attention activations: query, key, value and output, the query once
+    more, and the packed row and a copy. projections: outputs of the layer's projections."""
+    return projections + geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
+
+
+def prompt_bytes(attached: Attached, num_tokens: int) -> int:
+    """An upper bound of a layer's bytes in a dense pass over `num_tokens` tokens of all prompts."""
+    return pass_sizes(attached).num_elements(num_tokens) * attached.dtype.itemsize
+
+
+def pass_sizes(attached: Attached) -> PassSizes:
+    """The sizes of a pass of a loaded model."""
     layer = attached.layers[0]
     geometry, decoder = attached.geometry, attached.decoder
     hidden = layer.call.hidden.shape[-1]
     of_attention = list(layer.module.parameters())
-    attention = sum(weight.numel() for weight in of_attention if weight.dim() == 2) // hidden
-    attention += geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
+    projections = sum(weight.numel() for weight in of_attention if weight.dim() == 2) // hidden
     matrices, experts = [], []
     for weight in _without(layer.block.parameters(), of_attention):
         if weight.dim() == 2:
@@ -113,12 +143,14 @@ def prompt_bytes(attached: Attached, num_tokens: int) -> int:
     in_parts: list[Tensor] = []
     for module in decoder.row_wise:
         in_parts += module.parameters()
-    rows = num_tokens
-    if not _without(matrices, in_parts):
-        rows = min(num_tokens, decoder.rows_at_once)
-    elements = num_tokens * (4 * hidden + 4 * geometry.head_dim)
-    elements += max(num_tokens * attention, rows * activations)
-    return elements * attached.dtype.itemsize
+    is_row_wise = not _without(matrices, in_parts)
+    return PassSizes(
+        hidden,
+        geometry.head_dim,
+        attention_elements(projections, geometry),
+        activations,
+        decoder.rows_at_once if is_row_wise else None,
+    )
 
 
 def _without(weights: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:

@@ -1,0 +1,268 @@
+"""The memory that a live session will take, and the largest batch that a device's memory holds,
+known without opening a session.
+
+It is the arithmetic by which `harness.live.opening` opens one, over the same stores; the method's
+state is sized by its own code (`harness.live.state_sizes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from harness.live import memory
+from harness.live.hot_rows import rooms
+from harness.live.opening import (
+    most_selected,
+    num_fetched_ahead,
+    num_slots,
+    plan_buffers,
+    resident_bytes,
+)
+from harness.live.resident import LocalCache
+from harness.live.share import BatchLengths
+from harness.live.state_sizes import StateSizes, state_sizes
+from harness.live.store import KVStore, RowFormat
+from harness.model.attached import Attached
+from harness.model.policies import Policy, policies_of
+from harness.model.prompts import PassSizes, pass_sizes
+from harness.settings.config import Placement
+from methods.base import Calibration, Geometry, Method
+from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
+
+PASS_TOKENS = 2048
+"""Prompt tokens that a serving engine takes in one pass (chunked prefill: vLLM's and SGLang's
+defaults are 2,048 to 8,192). The workspace is sized for them."""
+
+
+class LayerSizes(NamedTuple):
+    """An attention layer's cache: its policy, and the sizes of a token there. values_in_keys: as in
+    `RowFormat`."""
+
+    policy: Policy
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    values_in_keys: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What the memory of a session depends on in a model.
+
+    weight_bytes: of all weights. sizes: of a pass through a layer.
+    """
+
+    layers: Sequence[LayerSizes]
+    geometry: Geometry
+    dtype: torch.dtype
+    sizes: PassSizes
+    weight_bytes: int
+
+
+class DeviceNeeds(NamedTuple):
+    """Bytes of a batch. All but `host` lie on the device.
+
+    host: slots in host memory. slots: those on the device. aligned: what the pieces of all slots
+    take on the device, each at its own address. windows: of local layers. buffers: of fetched rows.
+    resident: exact rows, and lists of rows that stay. kept: what the state keeps of the prompt;
+    state: all of the state, calibration included. workspace: activations. weights: of the model.
+    """
+
+    host: int
+    slots: int
+    aligned: int
+    windows: int
+    buffers: int
+    resident: int
+    kept: int
+    state: int
+    workspace: int
+    weights: int
+
+    @property
+    def session(self) -> int:
+        """`LiveSession.device_bytes` after the prompt."""
+        return self.slots + self.windows + self.buffers + self.resident + self.state
+
+    @property
+    def asked(self) -> int:
+        """`LiveSession.bytes_needed.device` after the prompt, without activations."""
+        return self.aligned + self.windows + self.buffers + self.resident + self.kept
+
+    @property
+    def device(self) -> int:
+        """Device memory that must be there: weights, session and workspace."""
+        return self.weights + max(self.session, self.asked) + self.workspace
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A session to be sized. codec: of the layers under the method; None stores rows as they are.
+    Other fields as in `LiveSession`."""
+
+    model: ModelSizes
+    method: Method
+    codec: AnyCodec | None
+    placement: Placement
+    device_rows: float = 0
+    prefetch: bool = False
+    calibration: Calibration | None = None
+    _of_state: dict[tuple[tuple[int, ...], int], StateSizes] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @property
+    def coded(self) -> AnyCodec:
+        """The codec of the layers under the method."""
+        codec = self.codec or self.exact
+        return without_keys(codec) if self.method.holds_keys else codec
+
+    @property
+    def exact(self) -> Codec:
+        """The codec that stores rows as they are."""
+        dtype = self.model.dtype
+        return Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
+
+    def needs(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> DeviceNeeds:
+        """The bytes of a batch. pass_tokens: prompt tokens in one pass.
+
+        Raises UserError or ValueError for a method that cannot run so.
+        """
+        model, method = self.model, self.method
+        stores = self.stores(lengths)
+        policies = [layer.policy for layer in model.layers]
+        pairs = [(prompt, prompt + lengths.max_new_tokens) for prompt in lengths.prompts]
+        of_rooms = rooms(method, policies, self.device_rows, pairs)
+        numbers = [policy.number for policy in policies if policy.kind == "method"]
+        windows = resident = 0
+        for index, layer in enumerate(model.layers):
+            window = layer.policy.window
+            if window is not None:
+                rows = LocalCache.num_ring_rows(window, lengths.columns) * len(lengths.prompts)
+                elements = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
+                windows += rows * elements * model.dtype.itemsize
+            else:
+                resident += resident_bytes(stores[index], layer.policy, method, lengths, of_rooms)
+        slots = sum(store.nbytes for store in stores.values())
+        aligned = sum(memory.aligned(store.nbytes) for store in stores.values())
+        buffers = 0
+        if self.placement == "host":
+            num_ahead = num_fetched_ahead(method, self.coded, len(stores), len(numbers))
+            selected = most_selected(method, lengths, numbers)
+            plan = plan_buffers([*stores.values()], of_rooms, selected, num_ahead)
+            buffers = plan.num_bytes
+        state = self._state(lengths)
+        kept = state.by_layer[numbers[0]] * len(numbers) if state.by_layer else 0
+        on_device = self.placement == "device"
+        return DeviceNeeds(
+            host=0 if on_device else aligned,
+            slots=slots if on_device else 0,
+            aligned=aligned if on_device else 0,
+            windows=windows,
+            buffers=buffers,
+            resident=resident,
+            kept=kept,
+            state=state.whole,
+            workspace=self.workspace(lengths, pass_tokens),
+            weights=model.weight_bytes,
+        )
+
+    def stores(self, lengths: BatchLengths) -> dict[int, KVStore]:
+        """The store of each layer that sees every token, without memory."""
+        found = {}
+        for index, layer in enumerate(self.model.layers):
+            policy = layer.policy
+            if policy.window is not None:
+                continue
+            codec = self.coded if policy.kind == "method" else self.exact
+            found[index] = KVStore(
+                RowFormat(
+                    codec, layer.head_dim, self.model.dtype, layer.value_dim, layer.values_in_keys
+                ),
+                batch=len(lengths.prompts),
+                num_kv_heads=layer.num_kv_heads,
+                capacity=num_slots(self.method, policy, codec, lengths),
+                placement=self.placement,
+                device=torch.device("cpu"),
+            )
+        return found
+
+    def workspace(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> int:
+        """Bytes of the activations of one layer: in a pass over `pass_tokens` of the prompts'
+        tokens, or in a decode step of the whole batch, whichever are more."""
+        batch = len(lengths.prompts)
+        prompt = min(pass_tokens, batch * max(lengths.prompts))
+        rows = max(prompt, batch)
+        return self.model.sizes.num_elements(rows) * self.model.dtype.itemsize
+
+    def index_bytes(self, lengths: BatchLengths) -> dict[int, int]:
+        """By a layer's number, bytes that the state keeps of it, which a step reads."""
+        return dict(self._state(lengths).by_layer)
+
+    def _state(self, lengths: BatchLengths) -> StateSizes:
+        """The sizes of the state. Those of a batch of equal prompts grow by the same number of
+        bytes with each sequence."""
+        batch = len(lengths.prompts)
+        if batch <= 2 or len({*lengths.prompts}) > 1:
+            return self._state_of(tuple(lengths.prompts), lengths.max_new_tokens)
+        one = self._state_of((lengths.prompts[0],), lengths.max_new_tokens)
+        two = self._state_of((lengths.prompts[0],) * 2, lengths.max_new_tokens)
+        by_layer = {}
+        for number, of_one in one.by_layer.items():
+            by_layer[number] = of_one + (batch - 1) * (two.by_layer[number] - of_one)
+        return StateSizes(one.whole + (batch - 1) * (two.whole - one.whole), by_layer)
+
+    def _state_of(self, prompts: tuple[int, ...], max_new_tokens: int) -> StateSizes:
+        key = prompts, max_new_tokens
+        if key not in self._of_state:
+            lengths = BatchLengths(prompts, max_new_tokens)
+            numbered = {}
+            for layer in self.model.layers:
+                if layer.policy.kind == "method":
+                    numbered[layer.policy.number] = layer.policy
+
+            def capacity_of(number: int) -> int:
+                return num_slots(self.method, numbered[number], self.coded, lengths)
+
+            self._of_state[key] = state_sizes(
+                self.method,
+                self.model.geometry,
+                prompts,
+                max_new_tokens,
+                self.model.dtype,
+                capacity_of,
+                self.calibration,
+            )
+        return self._of_state[key]
+
+
+def sizes_of(attached: Attached, method: Method, *, prefetch: bool = False) -> ModelSizes:
+    """The sizes of a loaded model under a method."""
+    layers = []
+    for layer, policy in zip(
+        attached.layers, policies_of(attached, method, prefetch=prefetch), strict=True
+    ):
+        is_latent = layer.latent is not None
+        layers.append(
+            LayerSizes(policy, layer.num_kv_heads, layer.head_dim, layer.value_dim, is_latent)
+        )
+    weights = sum(weight.nbytes for weight in attached.model.parameters())
+    return ModelSizes(layers, attached.geometry, attached.dtype, pass_sizes(attached), weights)
+
+
+def largest_batch(fits: Callable[[int], bool], most: int) -> int:
+    """The largest batch from 0 to `most` that fits, where every smaller one fits too."""
+    fits = cache(fits)
+    low, high = 0, 1  # `low` fits
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)  # does not fit, or is beyond
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,183 @@
+"""How many bytes a method's state will keep of a batch, without the batch: the state's own code
+runs on tensors that have a shape and no numbers.
+
+Queries, keys and values lie on torch's `meta` device, where an operation makes the shape of its
+result and allocates nothing. The lengths of the sequences are real numbers, since states size their
+tensors by them. So the bytes are those that the state would have, and nothing is stated twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from harness.errors import UserError
+from harness.live.memory import layer_bytes, tensor_bytes
+from methods.base import Calibration, Geometry, Lengths, Method, PromptRows
+from methods.evicting import EvictingState
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Bytes of a state after the prompt.
+
+    whole: all of it, calibration included. by_layer: of the tensors that it declares to keep, by
+    the layer's number.
+    """
+
+    whole: int
+    by_layer: Mapping[int, int]
+
+
+class ShapesAlone(TorchDispatchMode):
+    """Operations on tensors with and without numbers: a result of any without has none either.
+
+    A tensor with numbers that is written in place from one without keeps its numbers, which then
+    mean nothing; its size is right.
+    """
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(_has_no_numbers, tree_leaves((args, kwargs)))):
+            return operation(*args, **kwargs)
+        written = _written(operation, args, kwargs)
+        without = tree_map(_without_numbers, (args, kwargs))
+        out = operation(*without[0], **without[1])
+        return out if written is None else written
+
+
+def _has_no_numbers(value: object) -> bool:
+    is_meta_tensor = isinstance(value, Tensor) and value.device == META
+    return is_meta_tensor or value == META
+
+
+def _without_numbers(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return META
+    if not isinstance(value, Tensor) or value.device == META:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+
+
+def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The tensor that an operation writes and returns; None where it makes a new one."""
+    schema = operation._schema
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return args[place] if place < len(args) else kwargs[argument.name]
+    return None
+
+
+def state_sizes(
+    method: Method,
+    geometry: Geometry,
+    prompts: Sequence[int],
+    max_new_tokens: int,
+    dtype: torch.dtype,
+    capacity_of: Callable[[int], int],
+    calibration: Calibration | None = None,
+    calibration_tokens: int = 1024,
+) -> StateSizes:
+    """The sizes of a method's state for sequences with prompts of these numbers of tokens.
+
+    capacity_of: slots of a layer's store, by the layer's number. calibration: None: it is made
+    without numbers, as if of a text of `calibration_tokens` tokens, where one is needed. Raises
+    UserError for a method whose sizes depend on the numbers, and ValueError as `Method.new_state`.
+    """
+    if method.reads_all:
+        return StateSizes(0, {})
+    # Masks and positions without numbers are faster; some states read how many tokens are real.
+    for real_device in (META, torch.device("cpu")):
+        try:
+            return _state_sizes(
+                method,
+                geometry,
+                prompts,
+                max_new_tokens,
+                dtype,
+                capacity_of,
+                calibration,
+                calibration_tokens,
+                real_device,
+            )
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            fault = error
+    raise UserError(
+        f"method {method.full_title}: what it keeps depends on the text, so that its memory is "
+        "known only after a prompt has run"
+    ) from fault
+
+
+@torch.inference_mode()
+def _state_sizes(
+    method: Method,
+    geometry: Geometry,
+    prompts: Sequence[int],
+    max_new_tokens: int,
+    dtype: torch.dtype,
+    capacity_of: Callable[[int], int],
+    calibration: Calibration | None,
+    calibration_tokens: int,
+    real_device: torch.device,
+) -> StateSizes:
+    batch, columns = len(prompts), max(prompts)
+    heads, kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    value_dim = geometry.value_dim or head_dim
+    first = method.num_exempt_layers
+    prompt = torch.tensor(prompts)
+    lengths = Lengths(prompt, prompt + max_new_tokens)
+    real = torch.zeros(batch, columns, dtype=torch.bool)
+    for sequence, length in enumerate(prompts):
+        real[sequence, columns - length :] = True
+    real = real.to(real_device)
+    query = torch.empty(batch, heads, columns, head_dim, dtype=dtype, device=META)
+    key = torch.empty(batch, kv_heads, columns, head_dim, dtype=dtype, device=META)
+    value = torch.empty(batch, kv_heads, columns, value_dim, dtype=dtype, device=META)
+    with ShapesAlone():
+        if calibration is None and method.needs_calibration:
+            calibration = _calibration(method, geometry, dtype, calibration_tokens)
+        state = method.new_state(geometry, lengths, calibration)
+        if method.rereads:
+            worth = torch.empty(batch, kv_heads, columns, device=META)
+            numbers = range(first, geometry.num_layers)
+            state.take_worth(dict.fromkeys(numbers, worth), PromptRows(real, columns))
+        for number in range(first, geometry.num_layers):
+            capacity = capacity_of(number)
+            if isinstance(state, EvictingState):
+                state.prompt(number, query, key, value, PromptRows(real, columns))
+                state.compact(number, capacity)
+            else:
+                state.prompt(number, query, key, value, PromptRows(real, capacity))
+            if method.holds_keys:
+                state.resident(number)
+    by_layer = {number: layer_bytes(state, number) for number in range(first, geometry.num_layers)}
+    return StateSizes(tensor_bytes(vars(state)), by_layer)
+
+
+def _calibration(
+    method: Method, geometry: Geometry, dtype: torch.dtype, num_tokens: int
+) -> Calibration:
+    """A calibration without numbers, of all layers."""
+    query = torch.empty(geometry.num_heads, num_tokens, geometry.head_dim, dtype=dtype, device=META)
+    key = torch.empty(
+        geometry.num_kv_heads, num_tokens, geometry.head_dim, dtype=dtype, device=META
+    )
+    measured: list[Calibration] = []
+    for _ in range(geometry.num_layers):
+        measured.append(method.calibrate(query, key, geometry, measured))
+    stacked = {}
+    for name in measured[0]:
+        stacked[name] = torch.stack([of_layer[name] for of_layer in measured])
+    return stacked

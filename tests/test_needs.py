@@ -1,0 +1,140 @@
+"""The memory of a session and the largest batch, known by arithmetic, against sessions that are opened and loops."""
+
+from contextlib import closing
+
+import pytest
+import torch
+from cases import CASES, Case, shipped
+from living import PROMPT, attached_with_link, calibration_of, open_live
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.live.needs import Plan, largest_batch, sizes_of
+from harness.live.share import BatchLengths
+from harness.model.prompts import prompt_bytes
+from methods.full import Full
+from methods.quest import Quest
+
+ALL_AT_ONCE = 10**9
+"""More prompt tokens than any batch here has: one pass, as in a session that runs its prompt itself."""
+BATCHES = {"padded": (PROMPT, 15), "three": (PROMPT,) * 3}
+NAMES = (
+    "full", "h2o", "int4", "infinigen", "infinigen2", "quest", "retroinfer", "shadowkv", "kivi", "streaming", "rkv",
+    "snapkv", "pool-lru", "shadowkv+smooth", "infinigen+int4", "sparq", "knorm",
+)  # fmt: skip
+
+
+def case_of(name: str) -> Case:
+    return CASES[name] if name in CASES else shipped(name)
+
+
+def prompts_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Ids and mask of left-padded prompts."""
+    real = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
+    for sequence, length in enumerate(lengths):
+        real[sequence, -length:] = True
+    return torch.arange(real.numel()).view(real.shape) % 250 + 3, real
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("name", "placement", "device_rows"),
+    [
+        *((name, placement, 0) for name in NAMES for placement in ("device", "host")),
+        *((name, "host", 2) for name in ("infinigen", "infinigen2", "quest", "shadowkv", "pool-lru")),
+    ],
+)
+def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, placement, device_rows, batch):
+    case, prompts = case_of(name), BATCHES[batch]
+    options = {"placement": placement, "device_rows": device_rows}
+    with attached_with_link() as (attached, link):
+        with closing(open_live(attached, case, 3, link=link, **options)) as session:
+            session.prefill(*prompts_of(prompts))
+            made, asked = session.device_bytes, session.bytes_needed
+            activations = prompt_bytes(attached, len(prompts) * max(prompts))
+            method, lengths = session.method, BatchLengths(prompts, session.max_new_tokens)
+        plan = Plan(sizes_of(attached, method), method, case.codec, calibration=calibration_of(attached), **options)
+        needs = plan.needs(lengths, ALL_AT_ONCE)
+    assert needs.session == made
+    assert (needs.host, needs.asked + activations) == (asked.host, asked.device)
+    assert needs.workspace == activations
+    assert needs.weights == sum(weight.nbytes for weight in attached.model.parameters())
+
+
+def test_bytes_by_hand():
+    """Full and int4 on 4 layers of 2 KV heads of 16 elements in fp32: 2 sequences of 24 + 8 tokens."""
+    with attached_with_link() as (attached, _):
+        lengths = BatchLengths((24, 24), 8)
+        sizes = sizes_of(attached, Full())
+        on_device = Plan(sizes, Full(), None, "device").needs(lengths)
+        row = 2 * 16 * 4  # key and value
+        assert on_device.session == on_device.asked == 4 * 2 * 2 * 32 * row
+        on_host = Plan(sizes, Full(), None, "host").needs(lengths)
+        assert on_host.host == on_device.session
+        assert on_host.session == 2 * (2 * 2 * (32 + 1) * row)  # two buffers, with the own row
+        # 16 bytes of codes and, a group being the 16 elements, fp16 scale and minimum, for key and value; two layers
+        # are exempt, and each has a buffer of its own under a link.
+        quantized = case_of("int4")
+        coded = 2 * (16 // 2 + 4)
+        slots = 2 * (2 * 2 * 32 * row) + 2 * (2 * 2 * 32 * coded)
+        plan = Plan(sizes, quantized.method, quantized.codec, "device")
+        assert plan.needs(lengths).session == slots
+        plan = Plan(sizes, quantized.method, quantized.codec, "host")
+        assert plan.needs(lengths).session == 2 * (2 * 2 * 33 * row) + 2 * (2 * 2 * 33 * coded)
+
+
+def test_a_state_whose_size_depends_on_the_text_is_refused():
+    """Its own numbers decide how large a tensor is."""
+
+    class State(Quest.state):
+        def prompt(self, layer, query, key, value, rows):
+            super().prompt(layer, query, key, value, rows)
+            self.some = {layer: key[:, :, : int(key.abs().sum() > 0)]}
+
+    class Reading(Quest):
+        state = State
+
+    with attached_with_link() as (attached, _):
+        method = Reading(read_frac=0.4, page_size=3)
+        plan = Plan(sizes_of(attached, method), method, None, "device")
+        with pytest.raises(UserError, match=r"^method Quest: what it keeps depends on the text") as refusal:
+            plan.needs(BatchLengths((PROMPT,), 8))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("wall", [0, 1, 2, 3, 7, 8, 9, 100, 1000])
+@pytest.mark.parametrize("most", [1, 2, 5, 64, 1000])
+def test_the_search_finds_what_a_loop_finds(wall, most):
+    expected = 0
+    while expected < min(wall, most):
+        expected += 1
+    asked: list[int] = []
+
+    def fits(batch: int) -> bool:
+        asked.append(batch)
+        return batch <= wall
+
+    assert largest_batch(fits, most) == expected
+    assert len(asked) == len(set(asked)) <= 22 and all(1 <= batch <= most for batch in asked)
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen2", "kivi"])
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_the_largest_batch_is_the_last_that_fits(name, placement):
+    """A plain loop over batches, with a limit that about nine sequences meet."""
+    case = case_of(name)
+    with attached_with_link() as (attached, _):
+        model = sizes_of(attached, case.method)
+        plan = Plan(model, case.method, case.codec, placement, calibration=calibration_of(attached))
+
+        def needed(batch: int) -> int:
+            return plan.needs(BatchLengths((PROMPT,) * batch, 8)).device
+
+        limit = needed(9) + 1
+        found = largest_batch(lambda batch: needed(batch) <= limit, 40)
+        by_loop = 0
+        while by_loop < 40 and needed(by_loop + 1) <= limit:
+            by_loop += 1
+        assert found == by_loop >= 9
+        growing = [needed(batch) for batch in range(1, 20)]
+        assert growing == sorted(growing)
