@@ -147,6 +147,7 @@ class Fetcher:
         for ticket, num_rows in fetch.moving:
             ticket.wait()
             self.share.loaded.add(num_rows, self.store.slot_bytes)
+            self.share.block_bytes += ticket.block_bytes
         if fetch.shared is not None:
             self.share.free.append(fetch.shared)
         return fetch

@@ -5,8 +5,8 @@
         ticket.wait()                                  # layer l + 1 may read the rows now
         link.write_back(store, store.format.pack(k, v), at=column)
 
-`CudaLink` is the real link. `EmulatedLink` stands in for it on a CPU. Packed rows and weights
-cross.
+`CudaLink` is the real link. `EmulatedLink` stands in for it on a CPU. `DiskLink` leads to a file on
+a local disk. Packed rows and weights cross.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
+from harness.live.disk import Disk
 from harness.live.memory import DEFAULT_TUNING, Tuning
 from harness.live.store import Chosen, KVStore, SlotRequest
+from harness.settings.config import DiskLayout
 
 SLEEP_SLACK_S = 1e-4
 """time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
@@ -64,6 +66,12 @@ class Ticket:
                 self._started = self._start()
             self._link.finish(self._started)
             self._is_done = True
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a disk moved for it, once it is waited for; 0 for another memory."""
+        is_of_disk = isinstance(self._link, DiskLink)
+        return self._started.num_bytes if is_of_disk and self._started is not None else 0
 
 
 class Link(AbstractContextManager["Link"], ABC):
@@ -179,37 +187,36 @@ def open_link(
 
 
 class _Job:
-    """One transfer of the emulated link; times are perf_counter seconds, set by the worker before
-    `done`."""
+    """One transfer of a worker. Set before `done`: the end in perf_counter seconds, and the bytes
+    moved."""
 
     def __init__(self, direction: Direction, move: Move) -> None:
         self.direction = direction
         self.move = move
         self.submitted_s = self.end_s = time.perf_counter()
+        self.num_bytes = 0
         self.error: BaseException | None = None
         self.done = threading.Event()
 
 
-class EmulatedLink(Link):
-    """A worker thread that copies within RAM and holds the link for bytes / bytes_per_s.
+class WorkerLink(Link):
+    """A worker thread that moves bytes, one transfer after another.
 
-    A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later,
-    the copy's own time included. Who waits for it sleeps until then; the worker goes on to the next
-    copy, whose start is computed, so late wake-ups do not add up. It copies on one thread, as a
-    copy engine that takes no compute cores would. If it dies, every transfer under way and every
-    later call raises its error.
+    It copies on one thread, as a copy engine that takes no compute cores would. If it dies, every
+    transfer under way and every later call raises its error.
     """
 
-    def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
-        if not bytes_per_s > 0:
-            raise UserError(f"link_gbps={bytes_per_s / 1e9} must be positive")
+    def __init__(self, *, overlap: bool = True) -> None:
         super().__init__(overlap=overlap)
-        self.bytes_per_s = bytes_per_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
         self._error: BaseException | None = None
         self._worker = threading.Thread(target=self._work, name="kv-link", daemon=True)
         self._worker.start()
+
+    def ends_at(self, start_s: float, num_bytes: int) -> float:
+        """When a transfer that has moved its bytes gives the link free, in perf_counter seconds."""
+        return time.perf_counter()
 
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> _Job:
         if self._error is not None:
@@ -246,17 +253,60 @@ class EmulatedLink(Link):
         torch.set_num_threads(1)  # of this thread: OpenMP keeps the number per thread
         free_s = 0.0
         while (job := self._jobs.get()) is not None:
+            start_s = max(job.submitted_s, free_s)
             try:
-                num_bytes = int(job.move())
+                job.num_bytes = int(job.move())
             except BaseException as error:
                 self._error = job.error = error
                 job.done.set()
                 return
-            start_s = max(job.submitted_s, free_s)
-            job.end_s = free_s = max(start_s + num_bytes / self.bytes_per_s, time.perf_counter())
+            job.end_s = free_s = self.ends_at(start_s, job.num_bytes)
             if self._recorded is not None:
-                self._recorded.append(Transfer(job.direction, start_s, free_s, num_bytes))
+                self._recorded.append(Transfer(job.direction, start_s, free_s, job.num_bytes))
             job.done.set()
+
+
+class EmulatedLink(WorkerLink):
+    """A link within RAM, of a given rate.
+
+    A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later,
+    the copy's own time included. Who waits for it sleeps until then; the worker goes on to the next
+    copy, whose start is computed, so late wake-ups do not add up.
+    """
+
+    def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
+        if not bytes_per_s > 0:
+            raise UserError(f"link_gbps={bytes_per_s / 1e9} must be positive")
+        self.bytes_per_s = bytes_per_s
+        super().__init__(overlap=overlap)
+
+    def ends_at(self, start_s: float, num_bytes: int) -> float:
+        return max(start_s + num_bytes / self.bytes_per_s, super().ends_at(start_s, num_bytes))
+
+
+class DiskLink(WorkerLink):
+    """Rows of files on a disk, whose own rate it has. A transfer's bytes are those of whole blocks.
+
+    layout: of the rows in a file; None: as the method reads them. gap_blocks: see
+    `harness.live.disk_store`. It closes the disk.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        *,
+        layout: DiskLayout | None = None,
+        gap_blocks: int = 0,
+        overlap: bool = True,
+    ) -> None:
+        self.disk = disk
+        self.layout = layout
+        self.gap_blocks = gap_blocks
+        super().__init__(overlap=overlap)
+
+    def close(self) -> None:
+        super().close()
+        self.disk.close()
 
 
 class CudaLink(Link):

@@ -12,14 +12,17 @@ import torch
 from harness.live import memory
 from harness.live.ahead import AheadFetcher, AheadPart
 from harness.live.cache import Fetcher, LayerCache
+from harness.live.disk import Disk
+from harness.live.disk_store import DiskStore
 from harness.live.hot_rows import HotFetcher, HotRows
+from harness.live.links import DiskLink
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.live.resident import LocalCache, ResidualCache, ValuesCache
 from harness.live.share import BatchLengths, DeviceShare
 from harness.live.store import KVStore, RowFormat, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
-from harness.settings.config import Placement
+from harness.settings.config import DiskLayout, Placement
 from methods.base import Method
 from methods.codec import AnyCodec, Codec, SplitCodec
 from methods.evicting import EvictingState
@@ -114,8 +117,21 @@ class Opening:
         codec = self.codec if policy.kind == "method" else self.exact
         capacity = num_slots(self.method, policy, codec, share.batch.counts)
         is_latent = shape.latent is not None
+        row_format = RowFormat(
+            codec, shape.head_dim, self.attached.dtype, shape.value_dim, is_latent
+        )
+        if isinstance(share.link, DiskLink):
+            return DiskStore(
+                row_format,
+                batch=len(share.batch.prompts),
+                num_kv_heads=shape.num_kv_heads,
+                capacity=capacity,
+                device=share.device,
+                layout=share.link.layout or _layout_of(policy),
+                gap_blocks=share.link.gap_blocks,
+            )
         return KVStore(
-            RowFormat(codec, shape.head_dim, self.attached.dtype, shape.value_dim, is_latent),
+            row_format,
             batch=len(share.batch.prompts),
             num_kv_heads=shape.num_kv_heads,
             capacity=capacity,
@@ -130,6 +146,8 @@ class Opening:
         slots = sum(memory.aligned(store.nbytes) for store in stores)
         if self.placement == "host":
             needed = SessionBytes(slots, on_device)
+        elif self.placement == "disk":
+            needed = SessionBytes(_disk_buffer(stores), on_device)
         elif self.placement == "device":
             needed = SessionBytes(0, slots + on_device)
         else:
@@ -138,8 +156,11 @@ class Opening:
         memory.require_session(needed, share.device)
         if self.pinned and slots:
             share.slab = PinnedSlab(slots)
-        for store in stores:
-            store.allocate(share.slab)
+        if isinstance(share.link, DiskLink):
+            _allocate_on_disk(share, share.link.disk, stores)
+        else:
+            for store in stores:
+                store.allocate(share.slab)
         if share.device.type == "cuda":
             _compile_kernels(share, stores)
 
@@ -250,6 +271,27 @@ def resident_bytes(
         most = max(method.tokens_resident(row, policy.number) for row in rows)
         num_bytes += ValuesCache.bytes_of(store, most, lengths.max_new_tokens)
     return num_bytes
+
+
+def _disk_buffer(stores: Sequence[KVStore]) -> int:
+    """Host memory for the blocks of a layer that cross together, and those that stay open."""
+    return 2 * max(store.nbytes for store in stores)
+
+
+def _allocate_on_disk(share: DeviceShare, disk: Disk, stores: Sequence[KVStore]) -> None:
+    """Give each store its blocks of one file. Raises UserError where the disk has no space."""
+    on_disk = [store for store in stores if isinstance(store, DiskStore)]
+    share.file = disk.new_file(sum(store.lines.num_blocks for store in on_disk))
+    first_block = 0
+    for store in on_disk:
+        store.place_in(share.file, first_block)
+        first_block += store.lines.num_blocks
+
+
+def _layout_of(policy: Policy) -> DiskLayout:
+    """The layout that a method's reads suit: a head's tokens one after another where pages or all
+    are read, a token's heads side by side where single tokens are."""
+    return "tokens" if policy.names_rows else "heads"
 
 
 def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:

@@ -124,7 +124,7 @@ class ResidualCache(LayerCache):
         self.is_fused = self.attends_to_codes = False  # the ring lies between
         self.codec = codec
         self.ring_rows = self.num_ring_rows(codec)
-        heads, row_format = store.slots.shape[:2], store.format
+        heads, row_format = (store.batch, store.num_kv_heads), store.format
         value_dim = row_format.value_dim or row_format.head_dim
         options: dict[str, Any] = {"dtype": row_format.dtype, "device": store.device}
         self.keys = torch.zeros(*heads, self.ring_rows + 1, row_format.head_dim, **options)
@@ -133,7 +133,7 @@ class ResidualCache(LayerCache):
         self.rows = torch.zeros(*heads, self.ring_rows + 1, store.slot_bytes, **options)
         if self.batch.is_padded:
             # Slots of a shorter sequence are read before they are written, and must be numbers.
-            store.slots.zero_()
+            store.clear()
 
     @staticmethod
     def num_ring_rows(codec: SplitCodec) -> int:

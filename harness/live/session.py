@@ -22,7 +22,7 @@ from harness.errors import UserError
 from harness.live import hot_rows, memory
 from harness.live.ahead import AheadPart
 from harness.live.cache import LayerCache
-from harness.live.links import Link, Links, link_of
+from harness.live.links import DiskLink, Link, Links, link_of
 from harness.live.opening import Opening
 from harness.live.resident import LocalCache
 from harness.live.share import DeviceShare, TokenBatch, Traffic
@@ -36,7 +36,7 @@ from harness.model.policies import Policy, new_states, policies_of
 from harness.model.prompts import prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
-from harness.settings.config import Placement
+from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, LayerInputs, Method, State
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
@@ -47,8 +47,8 @@ class LiveSession:
 
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the
     cached rows in the layers under the method; None stores them as they are. placement: where the
-    cache lies. link: moves the rows under host placement; one for all devices of a model, or one
-    for each. device_rows: rows of each layer and KV head that stay on the device, in times of what
+    cache lies. link: moves the rows of a host memory or a disk; one for all devices of a model, or
+    one for each. device_rows: rows of each layer and KV head that stay on the device, in times of what
     a step reads at most; 0, or 1 and more. prefetch: what a query made in the layer before would
     select crosses the link early, for methods that select by the layer's own. pinned: host memory
     is page-locked under CUDA, so that transfers can overlap. timeline: marks the segments of each
@@ -74,9 +74,11 @@ class LiveSession:
         timeline: Timeline | None = None,
     ) -> None:
         check_combination(method, placement, device_rows, prefetch)
-        on_host = placement == "host"
-        if on_host and link is None:
-            raise ValueError("placement=host: needs a link")
+        crosses = placement in BEHIND_LINK
+        if crosses and link is None:
+            raise ValueError(f"placement={placement}: needs a link")
+        if (placement == "disk") != isinstance(link, DiskLink):
+            raise ValueError(f"placement={placement}: a DiskLink is the link of placement=disk alone")
         if placement == "managed" and len(attached.devices) > 1:
             raise UserError(
                 "placement=managed: the model lies on several devices; allowed there: device, host"
@@ -84,9 +86,9 @@ class LiveSession:
         self.attached = attached
         self.method = method
         self.policies: list[Policy] = policies_of(attached, method, prefetch=prefetch)
-        if on_host and any(policy.when == "true_scores" for policy in self.policies):
+        if crosses and any(policy.when == "true_scores" for policy in self.policies):
             raise ValueError(
-                f"placement=host: {method.title} selects by the true scores of all keys"
+                f"placement={placement}: {method.title} selects by the true scores of all keys"
             )
         self.max_new_tokens = max_new_tokens
         self.exact = Codec(_name_of(attached.dtype))
@@ -94,10 +96,10 @@ class LiveSession:
         if method.holds_keys:
             self.codec = without_keys(self.codec)
         self.placement: Placement = placement
-        self.link = link if on_host else None
+        self.link = link if crosses else None
         self.calibration = calibration
         self.device_rows = device_rows
-        self.pinned = pinned and on_host and attached.device.type == "cuda"
+        self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
         self.shares: dict[torch.device, DeviceShare] = {}
         self.caches: list[LayerCache | LocalCache] = []
@@ -215,6 +217,17 @@ class LiveSession:
         """Rows of `loaded_bytes`, of one token and KV head each."""
         return int(self._total([share.loaded.num_rows for share in self.shares.values()]))
 
+    @property
+    def disk_read_bytes(self) -> int:
+        """Bytes that a disk read in whole blocks for the rows of `loaded_bytes`."""
+        return sum(share.block_bytes for share in self.shares.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that hold the cache."""
+        files = [share.file for share in self.shares.values()]
+        return sum(file.nbytes for file in files if file is not None)
+
     def _count_from_here(self) -> None:
         """The prompt is written: the bytes counted from here on are those of decode steps."""
         for share in self.shares.values():
@@ -277,6 +290,8 @@ class LiveSession:
                 store.free()
             for device, share in self.shares.items():
                 share.buffers, share.free = [], []
+                if share.file is not None:
+                    share.file.close()
                 if share.slab is not None:
                     with launching_on(device):
                         share.slab.close()

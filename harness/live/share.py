@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.live.disk import DiskFile
 from harness.live.links import Link
 from harness.live.memory import PinnedSlab
 from harness.live.store import KVStore
@@ -123,12 +124,14 @@ class DeviceShare:
     Set by the session: device; batch; link, None but under host placement; rooms: of each sequence,
     the rows of a KV head that stay on the device in each layer, None: no row stays; state: the
     method's, None where it reads everything.
-    Set by `harness.live.opening`: slab: the page-locked memory of the stores.
+    Set by `harness.live.opening`: slab: the page-locked memory of the stores. file: the file of the
+    stores on a disk.
     Changed by the layers: buffers: all that fetched rows may lie in; free: the buffers that layers
     use in turns and that hold no rows, the one that was read last at the end. loaded, written: rows
     that the decode steps took from the link and wrote back, counted in the step that waits for
     them, so that they are exact for any run of steps. late: the rows of `loaded` that a layer
-    requested by its own query, in the layer itself.
+    requested by its own query, in the layer itself. block_bytes: read from a disk for the rows of
+    `loaded`, in whole blocks.
     """
 
     def __init__(
@@ -145,11 +148,13 @@ class DeviceShare:
         self.rooms = rooms
         self.state = state
         self.slab: PinnedSlab | None = None
+        self.file: DiskFile | None = None
         self.buffers: list[Tensor] = []
         self.free: list[Tensor] = []
         self.loaded = Traffic()
         self.written = Traffic()
         self.late = Traffic()
+        self.block_bytes = 0
 
     def new_buffer(self, store: KVStore, num_rows: int) -> Tensor:
         """A buffer that lasts as long as the session."""

@@ -212,6 +212,10 @@ class KVStore:
         """Give the slots back. Drain the link before."""
         self.slots = self.slots.new_empty(0)
 
+    def clear(self) -> None:
+        """Fill the slots with zeros."""
+        self.slots.zero_()
+
     def num_rows(self, request: int | Chosen) -> int | Tensor:
         """Rows of that many slots of every head, or of the chosen slots."""
         return request * self.heads if isinstance(request, int) else request.num_rows

@@ -68,8 +68,13 @@ FLOAT_CODECS = ("fp32", "fp16", "bf16", "fp8")
 INTEGER_CODECS = ("int8", "int4", "int2", "int1")
 CODEC_WORDS = ("codec", "value_codec", "rotation", "key_groups", "residual")
 """The settings that a codec's name says."""
-Placement = Literal["device", "host", "managed"]
-"""Where the cache lies: device, host, or managed memory, which CUDA's driver pages."""
+Placement = Literal["device", "host", "disk", "managed"]
+"""Where the cache lies: device memory, host memory, a local disk, or managed memory, which CUDA's
+driver pages."""
+BEHIND_LINK = ("host", "disk")
+"""Placements whose rows cross a link."""
+DiskLayout = Literal["heads", "tokens"]
+"""What lies side by side on a disk: the rows of a KV head, or those of a token."""
 Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
 
 

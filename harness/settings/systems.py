@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from harness.errors import UserError, nearest, question
-from harness.settings.config import Placement, RunConfig
+from harness.settings.config import BEHIND_LINK, Placement, RunConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -137,12 +137,12 @@ def check_combination(method: Method, placement: str, device_rows: float, prefet
         raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
     if method.replay_only:
         raise UserError(method.replay_only)
-    if placement == "host" and method.when == "true_scores":
+    if placement in BEHIND_LINK and method.when == "true_scores":
         scores = "selects by the true scores of all keys; use placement=device"
-        raise UserError(f"placement=host: {method.title} {scores}")
+        raise UserError(f"placement={placement}: {method.title} {scores}")
     check_hot_rows(method, device_rows, prefetch)
-    if device_rows and placement != "host":
-        no_rows = f"placement={placement} fetches no rows; needs placement=host"
+    if device_rows and placement not in BEHIND_LINK:
+        no_rows = f"placement={placement} fetches no rows; needs placement=host or disk"
         raise UserError(f"device_rows={device_rows:g}: {no_rows}")
 
 

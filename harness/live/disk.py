@@ -1,0 +1,323 @@
+"""A local disk as the second memory: a file without a name, read and written in blocks past the
+page cache.
+
+    with Disk("results") as disk, disk.new_file(num_blocks) as file:
+        file.write(blocks, places)     # block blocks[i] is disk.buffer[places[i]]
+        file.read(blocks, places)
+
+O_DIRECT takes whole blocks at block boundaries, in memory as on the disk, so everything passes the
+disk's buffer, which begins at a page. Neighbouring blocks move in one piece, and pieces on several
+threads at once, since a disk answers many requests as fast as one.
+
+A file has a name at no time (O_TMPFILE), or only until it is open: the system frees it with the
+process, however that ends. Its space is taken when it is made, so that a full disk is found before
+the first step.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.errors import UserError, reason
+
+if sys.platform != "win32":
+    import fcntl
+
+BLOCK_BYTES = 4096
+"""What a disk reads and writes at least. Disks of 512 bytes a sector take these blocks too."""
+PIECE_BLOCKS = 64
+"""Most blocks that one call moves: 256 KiB, from where on larger pieces are no faster."""
+NUM_THREADS = 32
+PIECES_OF_A_THREAD = 2
+"""A thread that starts for fewer pieces costs more than it saves."""
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems that are no disk. Newer kernels accept O_DIRECT there."""
+GIB = 2**30
+SETTING = "platform.disk_dir"
+
+Blocks = NDArray[np.int64]
+"""Numbers of blocks of a file, ascending, each once: int64 [n]."""
+
+
+class Rates(NamedTuple):
+    """What a disk does in a second. bytes_per_s: of long pieces; reads_per_s: of single blocks."""
+
+    bytes_per_s: float
+    reads_per_s: float
+
+    @property
+    def gap_blocks(self) -> int:
+        """Up to so many unwanted blocks between two wanted ones take less time to read than a
+        second request."""
+        return int(self.bytes_per_s / self.reads_per_s / BLOCK_BYTES)
+
+
+class Disk(AbstractContextManager["Disk"]):
+    """A folder on a local disk, for the files of one process.
+
+    is_alone: no other run may use the folder meanwhile, as its requests would take time from this
+    run's. Raises UserError for a folder that does not exist, where no file can be made, in memory,
+    without O_DIRECT, or in use.
+    """
+
+    def __init__(self, folder: str | Path, *, is_alone: bool = False) -> None:
+        if sys.platform != "linux":
+            raise UserError(f"placement=disk: needs Linux, and this is {sys.platform}")
+        self.folder = Path(folder).absolute()
+        self.buffer = _aligned(0)
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._lock = _locked(self.folder, is_alone)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
+        try:
+            self._require_direct()
+        except UserError:
+            self.close()
+            raise
+
+    def new_file(self, num_blocks: int) -> DiskFile:
+        """A file of so many blocks, whose space is taken. Raises UserError where it does not
+        fit."""
+        return DiskFile(self, num_blocks)
+
+    def reserve(self, num_blocks: int) -> None:
+        """Let the buffer have room for so many blocks; what it holds is lost where it grows."""
+        if num_blocks > len(self.buffer):
+            self.buffer = _aligned(num_blocks)
+
+    def each_piece(
+        self, blocks: Blocks, places: Blocks, move: Callable[[int, memoryview], None]
+    ) -> None:
+        """Call `move(offset, memory)` for each piece of neighbouring blocks, on several threads.
+
+        places: of each block in the buffer; ascending, and neighbouring where blocks are. offset:
+        bytes in the file. memory: the piece's part of the buffer. Raises the first error, once all
+        threads have ended.
+        """
+        pieces = _pieces(blocks, places)
+        memory = memoryview(self.buffer.reshape(-1))
+
+        def move_share(share: list[Piece]) -> None:
+            for piece in share:
+                begin = piece.place * BLOCK_BYTES
+                end = begin + piece.count * BLOCK_BYTES
+                move(piece.block * BLOCK_BYTES, memory[begin:end])
+
+        num_threads = min(NUM_THREADS, len(pieces) // PIECES_OF_A_THREAD)
+        if num_threads < 2:
+            move_share(pieces)
+            return
+        running = []
+        for number in range(num_threads):
+            running.append(self._pool.submit(move_share, pieces[number::num_threads]))
+        for share in running:
+            share.exception()  # waits
+        for share in running:
+            share.result()
+
+    def close(self) -> None:
+        """Give the folder free. Idempotent."""
+        self._pool.shutdown()
+        self.buffer = _aligned(0)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require_direct(self) -> None:
+        kind = file_system(self.folder)
+        if kind in IN_MEMORY:
+            raise UserError(
+                f"{SETTING}={self.folder}: is a {kind}, which lies in memory; give a folder on a "
+                "local disk"
+            )
+        with self.new_file(1) as file:
+            self.reserve(1)
+            file.read(np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+class DiskFile(AbstractContextManager["DiskFile"]):
+    """A file of `num_blocks` blocks. Blocks that were never written are zeros."""
+
+    def __init__(self, disk: Disk, num_blocks: int) -> None:
+        self.disk = disk
+        self.num_blocks = num_blocks
+        self._file: int | None = None
+        try:
+            _require_space(disk.folder, self.nbytes)
+            self._file = _unnamed(disk.folder)
+            os.posix_fallocate(self._file, 0, self.nbytes)
+            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError as error:
+            self.close()
+            raise self._refused(error) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk."""
+        return self.num_blocks * BLOCK_BYTES
+
+    def read(self, blocks: Blocks, places: Blocks) -> None:
+        """Read blocks to their places in the disk's buffer, as `Disk.each_piece` takes them."""
+        file = self._opened()
+
+        def move(offset: int, memory: memoryview) -> None:
+            self._whole(os.preadv(file, [memory], offset), memory, offset)
+
+        self._move(blocks, places, move)
+        self.disk.bytes_read += len(blocks) * BLOCK_BYTES
+
+    def write(self, blocks: Blocks, places: Blocks) -> None:
+        """Write blocks from their places in the disk's buffer."""
+        file = self._opened()
+
+        def move(offset: int, memory: memoryview) -> None:
+            self._whole(os.pwritev(file, [memory], offset), memory, offset)
+
+        self._move(blocks, places, move)
+        self.disk.bytes_written += len(blocks) * BLOCK_BYTES
+
+    def close(self) -> None:
+        """Free the file and its space. Idempotent."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _opened(self) -> int:
+        if self._file is None:
+            raise RuntimeError("the file is closed")
+        return self._file
+
+    def _move(
+        self, blocks: Blocks, places: Blocks, move: Callable[[int, memoryview], None]
+    ) -> None:
+        try:
+            self.disk.each_piece(blocks, places, move)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _whole(self, moved: int, memory: memoryview, offset: int) -> None:
+        if moved != len(memory):
+            what = f"{moved} of {len(memory)} bytes moved at byte {offset}"
+            raise OSError(errno.EIO, what)
+
+    def _refused(self, error: OSError) -> UserError:
+        where = f"{SETTING}={self.disk.folder}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _too_small(self.disk.folder, self.nbytes)
+        if error.errno == errno.EFBIG:
+            size = f"{self.nbytes / GIB:.1f} GiB"
+            return UserError(f"{where}: a file may not have {size} here; raise `ulimit -f`")
+        if error.errno == errno.EINVAL:
+            refused = "refuses O_DIRECT, without which memory would be measured"
+            return UserError(f"{where}: its file system ({file_system(self.disk.folder)}) {refused}")
+        return UserError(f"{where}: no file can be used there ({reason(error)})")
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system of a folder, such as ext4; "unknown" where Linux does not say."""
+    best, kind = "", "unknown"
+    with suppress(OSError):
+        where = str(folder.resolve())
+        for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+            _, mount, of_mount = line.split(" ")[:3]
+            is_inside = where == mount or where.startswith(mount.rstrip("/") + "/")
+            if is_inside and len(mount) >= len(best):
+                best, kind = mount, of_mount
+    return kind
+
+
+class Piece(NamedTuple):
+    """Neighbouring blocks: place of the first in the buffer, its number, and how many."""
+
+    place: int
+    block: int
+    count: int
+
+
+def _pieces(blocks: Blocks, places: Blocks) -> list[Piece]:
+    """Neighbouring blocks in pieces of at most `PIECE_BLOCKS`."""
+    if not len(blocks):
+        return []
+    begins = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) > 1)
+    counts = np.diff(begins, append=len(blocks))
+    pieces = []
+    for run in np.stack([places[begins], blocks[begins], counts], 1).tolist():
+        place, block, count = run
+        for done in range(0, count, PIECE_BLOCKS):
+            pieces.append(Piece(place + done, block + done, min(PIECE_BLOCKS, count - done)))
+    return pieces
+
+
+def _aligned(num_blocks: int) -> NDArray[np.uint8]:
+    """Memory uint8 [num_blocks, BLOCK_BYTES] that begins at a page."""
+    if not num_blocks:
+        return np.empty((0, BLOCK_BYTES), np.uint8)
+    pages = mmap.mmap(-1, num_blocks * BLOCK_BYTES)
+    return np.frombuffer(pages, np.uint8).reshape(num_blocks, BLOCK_BYTES)
+
+
+def _locked(folder: Path, is_alone: bool) -> int:
+    """The folder, opened and locked: by this run alone, or together with others that are not
+    alone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UserError(f"{SETTING}={folder}: cannot be opened ({reason(error)})") from error
+    try:
+        kind = fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(
+            f"{SETTING}={folder}: another run uses this disk, and each would measure the other; "
+            "wait for it, or give a folder on another disk"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def _unnamed(folder: Path) -> int:
+    """A new file without a name."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    descriptor, path = tempfile.mkstemp(dir=folder, prefix=".kv-")
+    os.unlink(path)
+    return descriptor
+
+
+def _require_space(folder: Path, num_bytes: int) -> None:
+    free = os.statvfs(folder)
+    if free.f_bavail * free.f_frsize < num_bytes:
+        raise _too_small(folder, num_bytes)
+
+
+def _too_small(folder: Path, num_bytes: int) -> UserError:
+    free = os.statvfs(folder)
+    free_gib = free.f_bavail * free.f_frsize / GIB
+    return UserError(
+        f"{SETTING}={folder}: the KV cache needs {num_bytes / GIB:.1f} GiB and {free_gib:.1f} GiB "
+        "are free there; lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
+    )

@@ -1,0 +1,331 @@
+"""The slots of a layer in a file on a disk (`placement=disk`), in one of two layouts.
+
+    heads     a line for each sequence and KV head, with the rows of all tokens one after another
+    tokens    a line for each sequence, in which the rows of a token lie side by side for all KV
+              heads
+
+A line begins at a block. A request reads whole blocks, each once, however many of its rows are
+wanted. It reads over a gap of up to `gap_blocks` rather than asking twice. What a block brings
+beside the wanted rows is the amplification: bytes read / bytes of the rows.
+
+Blocks that a write touches in part stay in memory until a write does not touch them: a step's own
+rows reach the disk once a block, and a row that replaces another one costs a read and a write.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from harness.live.disk import BLOCK_BYTES, Blocks, Disk, DiskFile
+from harness.live.memory import PinnedSlab
+from harness.live.store import Chosen, KVStore, RowFormat, SlotRequest
+from harness.settings.config import DiskLayout
+
+Bytes = NDArray[np.int64]
+"""Byte offsets."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where the rows of a layer lie, in bytes from the layer's beginning."""
+
+    batch: int
+    num_kv_heads: int
+    capacity: int
+    slot_bytes: int
+    layout: DiskLayout
+
+    @property
+    def rows_of_column(self) -> int:
+        """Rows of a line that belong to one token."""
+        return 1 if self.layout == "heads" else self.num_kv_heads
+
+    @property
+    def number(self) -> int:
+        """Of lines."""
+        return self.batch * self.num_kv_heads // self.rows_of_column
+
+    @property
+    def column_bytes(self) -> int:
+        """From a token of a line to the next."""
+        return self.rows_of_column * self.slot_bytes
+
+    @property
+    def line_blocks(self) -> int:
+        """Blocks of a line."""
+        return -(-self.capacity * self.column_bytes // BLOCK_BYTES)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all lines."""
+        return self.number * self.line_blocks
+
+    def offsets(self, heads: Bytes, slots: Bytes) -> Bytes:
+        """The first byte of rows. heads: of each row, counted over the batch; slots: alike."""
+        lines, places = np.divmod(heads, self.rows_of_column)
+        begins = lines * self.line_blocks * BLOCK_BYTES + places * self.slot_bytes
+        return begins + slots * self.column_bytes
+
+    def blocks(self, first: int, end: int) -> Blocks:
+        """Blocks from `first` to `end` of every line."""
+        begins = np.arange(self.number) * self.line_blocks
+        return (begins[:, None] + np.arange(first, end)).reshape(-1)
+
+    def rows(self, memory: Tensor, num_columns: int, begin: int) -> Tensor:
+        """Rows [batch, num_kv_heads, num_columns, slot_bytes] as a view of `memory`, uint8 [lines,
+        n], in each line of which the first column begins at byte `begin`."""
+        line = memory.stride(0)
+        if self.layout == "heads":
+            strides = (line * self.num_kv_heads, line, self.slot_bytes, 1)
+        else:
+            strides = (line, self.slot_bytes, self.column_bytes, 1)
+        shape = self.batch, self.num_kv_heads, num_columns, self.slot_bytes
+        return memory.as_strided(shape, strides, memory.storage_offset() + begin)
+
+
+class Listed(NamedTuple):
+    """Chosen slots one by one. heads: of each, counted over the batch; slots; targets: the buffer
+    row of each in its head. All int64 [n]."""
+
+    heads: Bytes
+    slots: Bytes
+    targets: Bytes
+
+
+class DiskStore(KVStore):
+    """Slots in a file. gap_blocks: see the module.
+
+    Set by the writes: is_stored: bool [num_blocks], True where the file has the latest bytes.
+    open_blocks: blocks that the last write touched in part, ascending; opened: what they hold,
+    uint8 [n, BLOCK_BYTES].
+    """
+
+    def __init__(
+        self,
+        row_format: RowFormat,
+        *,
+        batch: int,
+        num_kv_heads: int,
+        capacity: int,
+        device: torch.device,
+        layout: DiskLayout = "heads",
+        gap_blocks: int = 0,
+    ) -> None:
+        super().__init__(
+            row_format,
+            batch=batch,
+            num_kv_heads=num_kv_heads,
+            capacity=capacity,
+            placement="disk",
+            device=device,
+        )
+        self.lines = Lines(batch, num_kv_heads, capacity, self.slot_bytes, layout)
+        self.nbytes = self.lines.num_blocks * BLOCK_BYTES
+        self.gap_blocks = gap_blocks
+        self._unit_bytes = math.gcd(self.slot_bytes, BLOCK_BYTES)
+        self.is_stored = np.zeros(self.lines.num_blocks, bool)
+        self.open_blocks: Blocks = np.empty(0, np.int64)
+        self.opened = np.empty((0, BLOCK_BYTES), np.uint8)
+        self._file: DiskFile | None = None
+        self._first_block = 0
+
+    def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
+        raise TypeError("the slots lie in a file: place_in")
+
+    def place_in(self, file: DiskFile, first_block: int) -> None:
+        """Use the blocks of a file from `first_block` on."""
+        self._file = file
+        self._first_block = first_block
+
+    def free(self) -> None:
+        self._file = None
+        self.open_blocks, self.opened = self.open_blocks[:0], self.opened[:0]
+
+    def clear(self) -> None:
+        """Nothing: blocks that were never written are zeros."""
+
+    # Load
+
+    def load(self, request: SlotRequest, rows: Tensor) -> int:
+        """As `KVStore.load`; returns the bytes read from the disk."""
+        disk = self._disk()
+        before = disk.bytes_read
+        if isinstance(request, Chosen):
+            self._load_chosen(_listed(request), rows)
+        else:
+            part = request if isinstance(request, slice) else slice(0, request)
+            self._load_columns(part.start or 0, self._checked(part.stop), rows)
+        return disk.bytes_read - before
+
+    def _load_columns(self, begin: int, end: int, rows: Tensor) -> None:
+        first_byte = begin * self.lines.column_bytes
+        end_byte = end * self.lines.column_bytes
+        first, last = first_byte // BLOCK_BYTES, -(-end_byte // BLOCK_BYTES)
+        blocks = self.lines.blocks(first, last)
+        self._bring(blocks, np.arange(len(blocks)))
+        lines = self._memory(len(blocks)).view(self.lines.number, -1)
+        rows.copy_(self.lines.rows(lines, end - begin, first_byte - first * BLOCK_BYTES))
+
+    def _load_chosen(self, chosen: Listed, rows: Tensor) -> None:
+        if not len(chosen.slots):
+            return
+        offsets = self._offsets(chosen)
+        blocks = self._joined(self._touched(offsets))
+        self._bring(blocks, np.arange(len(blocks)))
+        index = self._unit_index(blocks, offsets)
+        found = self._units(len(blocks)).index_select(0, index).view(len(chosen.slots), -1)
+        rows_of_head = rows.stride(1) // self.slot_bytes  # a buffer has room behind a head's rows
+        target = torch.from_numpy(chosen.heads * rows_of_head + chosen.targets)
+        _flat(rows).index_copy_(0, target, found)
+
+    # Write
+
+    def write(self, rows: Tensor, at: int | Chosen) -> int:
+        """As `KVStore.write`; returns the bytes written to the disk."""
+        disk = self._disk()
+        before = disk.bytes_written
+        if isinstance(at, int):
+            self._write_columns(rows, at)
+        else:
+            self._write_chosen(rows, _listed(at))
+        return disk.bytes_written - before
+
+    def _write_columns(self, rows: Tensor, at: int) -> None:
+        num_columns = rows.shape[2]
+        first_byte = at * self.lines.column_bytes
+        end_byte = self._checked(at + num_columns) * self.lines.column_bytes
+        first, last = first_byte // BLOCK_BYTES, -(-end_byte // BLOCK_BYTES)
+        of_line = np.arange(first, last) * BLOCK_BYTES
+        is_whole = (of_line >= first_byte) & (of_line + BLOCK_BYTES <= end_byte)
+        blocks = self.lines.blocks(first, last)
+        whole = np.tile(is_whole, self.lines.number)
+        self._disk().reserve(len(blocks))
+        self._bring(blocks[~whole], np.flatnonzero(~whole))
+        lines = self._memory(len(blocks)).view(self.lines.number, -1)
+        self.lines.rows(lines, num_columns, first_byte - first * BLOCK_BYTES).copy_(rows)
+        self._keep(blocks, whole)
+
+    def _write_chosen(self, rows: Tensor, chosen: Listed) -> None:
+        if not len(chosen.slots):
+            return
+        offsets = self._offsets(chosen)
+        blocks = self._touched(offsets)
+        self._bring(blocks, np.arange(len(blocks)))
+        index = self._unit_index(blocks, offsets)
+        source = torch.from_numpy(chosen.heads * rows.shape[2] + chosen.targets)
+        units = self._units(len(blocks))
+        moved = _flat(rows.contiguous()).index_select(0, source)
+        units.index_copy_(0, index, moved.view(-1, units.shape[1]))
+        self._keep(blocks, np.zeros(len(blocks), bool))
+
+    def _keep(self, blocks: Blocks, is_whole: NDArray[np.bool_]) -> None:
+        """Take over the buffer's blocks: whole ones go to the disk, others stay in memory. Those
+        that stayed before and are not among them go to the disk too."""
+        disk, file = self._disk(), self._opened_file()
+        in_part = blocks[~is_whole]
+        opened = disk.buffer[: len(blocks)][~is_whole]
+        file.write(blocks[is_whole] + self._first_block, np.flatnonzero(is_whole))
+        self.is_stored[blocks[is_whole]] = True
+        leaves = ~np.isin(self.open_blocks, blocks)
+        leaving = self.open_blocks[leaves]
+        if len(leaving):
+            disk.reserve(len(leaving))
+            disk.buffer[: len(leaving)] = self.opened[leaves]
+            file.write(leaving + self._first_block, np.arange(len(leaving)))
+            self.is_stored[leaving] = True
+        self.is_stored[in_part] = False
+        self.open_blocks, self.opened = in_part, opened
+
+    # Blocks
+
+    def _bring(self, blocks: Blocks, places: Blocks) -> None:
+        """Let the disk's buffer hold `blocks` at `places`."""
+        disk = self._disk()
+        if len(places):
+            disk.reserve(int(places[-1]) + 1)
+        is_stored = self.is_stored[blocks]
+        self._opened_file().read(blocks[is_stored] + self._first_block, places[is_stored])
+        if is_stored.all():
+            return
+        others, their_places = blocks[~is_stored], places[~is_stored]
+        disk.buffer[their_places] = 0
+        is_open = np.isin(others, self.open_blocks)
+        of_opened = np.searchsorted(self.open_blocks, others[is_open])
+        disk.buffer[their_places[is_open]] = self.opened[of_opened]
+
+    def _touched(self, offsets: Bytes) -> Blocks:
+        """The blocks in which rows lie, each once."""
+        mask = np.zeros(self.lines.num_blocks, bool)
+        first = offsets // BLOCK_BYTES
+        last = (offsets + self.slot_bytes - 1) // BLOCK_BYTES
+        mask[last] = True
+        for number in range(-(-self.slot_bytes // BLOCK_BYTES)):
+            mask[np.minimum(first + number, last)] = True
+        return np.flatnonzero(mask)
+
+    def _joined(self, blocks: Blocks) -> Blocks:
+        """`blocks`, and those in gaps of up to `gap_blocks` between two of them."""
+        is_wide = np.diff(blocks) > self.gap_blocks + 1
+        begins = blocks[np.append(True, is_wide)]
+        ends = blocks[np.append(is_wide, True)]
+        change = np.zeros(self.lines.num_blocks + 1, np.int8)
+        change[begins] += 1
+        change[ends + 1] -= 1
+        return np.flatnonzero(change.cumsum())
+
+    def _offsets(self, chosen: Listed) -> Bytes:
+        highest = int(chosen.slots.max())
+        if highest >= self.capacity:
+            raise IndexError(f"slot {highest} is beyond the capacity of {self.capacity} slots")
+        return self.lines.offsets(chosen.heads, chosen.slots)
+
+    def _unit_index(self, blocks: Blocks, offsets: Bytes) -> Tensor:
+        """Where rows lie in the buffer that holds `blocks`, row by row, in `_units`: int64 [n]."""
+        places = np.searchsorted(blocks, offsets // BLOCK_BYTES) * BLOCK_BYTES
+        first_units = (places + offsets % BLOCK_BYTES) // self._unit_bytes
+        of_row = np.arange(self.slot_bytes // self._unit_bytes)
+        return torch.from_numpy((first_units[:, None] + of_row).reshape(-1))
+
+    def _units(self, num_blocks: int) -> Tensor:
+        """The first blocks of the disk's buffer in pieces of which rows and blocks are made: words,
+        int32 [n, words of a unit]."""
+        words = self._memory(num_blocks).view(torch.int32)
+        return words.view(-1, self._unit_bytes // 4)
+
+    def _memory(self, num_blocks: int) -> Tensor:
+        """The first blocks of the disk's buffer, uint8 [num_blocks, BLOCK_BYTES]."""
+        return torch.from_numpy(self._disk().buffer[:num_blocks])
+
+    def _disk(self) -> Disk:
+        return self._opened_file().disk
+
+    def _opened_file(self) -> DiskFile:
+        if self._file is None:
+            raise RuntimeError("the store lies in no file")
+        return self._file
+
+
+def _listed(chosen: Chosen) -> Listed:
+    slots = chosen.slots.flatten(0, 1).numpy()
+    heads, places = np.nonzero(slots >= 0)
+    targets = places
+    if chosen.targets is not None:
+        targets = chosen.targets.flatten(0, 1).numpy()[heads, places]
+    return Listed(heads, slots[heads, places], targets)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """Rows [batch, num_kv_heads, n, slot_bytes] of a buffer as words, int32 [all rows, words]; room
+    behind a head's rows is among them."""
+    words = rows.view(torch.int32)
+    row_words = words.shape[-1]
+    heads = words.shape[0] * words.shape[1]
+    num_rows = (heads - 1) * (words.stride(1) // row_words) + words.shape[2]
+    return words.as_strided((num_rows, row_words), (row_words, 1))
