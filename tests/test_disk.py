@@ -1,44 +1,54 @@
 """The cache on a local disk: the device's bits, bytes counted by hand, refusals, nothing left behind."""
 
 import errno
+import fcntl
 import os
 import resource
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cases import CASES, SHIPPED, shipped
-from living import PROMPTS, calibration_of, live, make_store, open_live, tiny
+from composed import load
+from living import PROMPTS, live, make_store, tiny
 
 from harness.errors import UserError
 from harness.live import disk as disks
-from harness.live.disk import BLOCK_BYTES, Disk, file_system
+from harness.live.disk import BLOCK_BYTES, Disk
 from harness.live.disk_store import DiskStore, Lines
-from harness.live.links import DiskLink
+from harness.live.links import DiskLink, EmulatedLink
 from harness.live.store import RowFormat, chosen
 from harness.model.attach import attach
+from harness.speed.link_rate import disk_rate
+from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.codec import Codec
+from methods.full import Full
 
-PADDED = PROMPTS["padded"]
-ON_DEVICE = [name for name in CASES if CASES[name].method.when != "true_scores" and not CASES[name].method.replay_only]
+LAYOUTS = ("heads", "tokens")
 CPU = torch.device("cpu")
 
 
-def has_disk() -> str:
-    """Why the folder of temporary files cannot be measured; empty where it can."""
+def why_not(folder: Path) -> str:
+    """Why the folder cannot be measured; empty where it can."""
     try:
-        Disk("/tmp").close()
+        Disk(folder).close()
     except UserError as error:
         return str(error)
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(has_disk()), reason=has_disk() or "a disk")
+@pytest.fixture
+def folder(tmp_path):
+    """A folder on a disk, which is empty at the end."""
+    if why := why_not(tmp_path):
+        pytest.skip(why)
+    yield tmp_path
+    assert [*tmp_path.iterdir()] == []
 
 
 @contextmanager
@@ -47,10 +57,283 @@ def attached_with_disk(folder, family="gqa", **options):
         yield attached, link
 
 
-@pytest.mark.parametrize("layout", ["heads", "tokens"])
-@pytest.mark.parametrize("name", ON_DEVICE)
-def test_disk_is_device_bit_for_bit(name, layout, tmp_path):
-    with attached_with_disk(tmp_path, layout=layout, gap_blocks=1) as (attached, link):
-        expected = live(attached, CASES[name], PADDED, placement="device")
-        got = live(attached, CASES[name], PADDED, placement="disk", link=link)
+# Bit for bit
+
+
+def can_cross(method):
+    return method.when != "true_scores" and not method.replay_only
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in CASES if can_cross(CASES[name].method)])
+def test_disk_is_device(name, layout, folder):
+    with attached_with_disk(folder, layout=layout, gap_blocks=1) as (attached, link):
+        expected = live(attached, CASES[name], PROMPTS["padded"], placement="device")
+        got = live(attached, CASES[name], PROMPTS["padded"], placement="disk", link=link)
     assert torch.equal(got.logits, expected.logits)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if can_cross(shipped(name).method)])
+def test_a_shipped_methods_disk_is_its_device(name, folder):
+    case = shipped(name)
+    with attached_with_disk(folder) as (attached, link):
+        expected = live(attached, case, (200, 180), placement="device")
+        got = live(attached, case, (200, 180), placement="disk", link=link)
+    assert torch.equal(got.logits, expected.logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("infinigen", {"device_rows": 2}),
+        ("pool-counter", {"device_rows": 1}),
+        ("quest", {"device_rows": 1.5, "prefetch": True}),
+    ],
+)
+def test_rows_may_stay_on_the_device_and_come_early(name, options, folder):
+    """As from host memory, whose rows lie in the same order of their arrival."""
+    with attached_with_disk(folder, overlap=False) as (attached, link), EmulatedLink(1e12) as memory:
+        expected = live(attached, CASES[name], (24, 24), placement="host", link=memory, **options)
+        got = live(attached, CASES[name], (24, 24), placement="disk", link=link, **options)
+    assert torch.equal(got.logits, expected.logits)
+    assert got[1:] == expected[1:]
+
+
+# A store against one in memory
+
+
+@contextmanager
+def two_stores(folder, codec, head_dim, layout, gap):
+    """The same slots on the disk and in memory: 2 sequences, 3 KV heads, 50 tokens."""
+    shape = {"batch": 2, "num_kv_heads": 3, "capacity": 50}
+    stored = RowFormat(Codec(codec), head_dim, torch.float32)
+    on_disk = DiskStore(stored, device=CPU, layout=layout, gap_blocks=gap, **shape)
+    in_memory = make_store(head_dim, codec, **shape)
+    in_memory.clear()
+    with Disk(folder) as disk, disk.new_file(on_disk.lines.num_blocks + 3) as file:
+        on_disk.place_in(file, 3)
+        yield on_disk, in_memory
+
+
+@pytest.mark.parametrize("gap", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("codec", "head_dim"), [("fp32", 64), ("int4", 64), ("int8", 36), ("fp32", 700)], ids=["512", "72", "88", "5600"]
+)
+def test_any_order_of_writes_and_reads_is_a_memorys(codec, head_dim, layout, gap, folder):
+    """Rows of a divisor of a block, of none, and of more than one."""
+    draw = torch.Generator().manual_seed(7)
+
+    def numbers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=draw)
+
+    with two_stores(folder, codec, head_dim, layout, gap) as (on_disk, in_memory):
+        size = on_disk.slot_bytes
+        for step in range(60):
+            begin, count = (int(numbers(0, 51, 1)) for _ in "12")
+            begin, end = min(begin, count), max(begin, count)
+            slots = torch.stack([torch.randperm(50, generator=draw)[:7] for _ in range(6)]).view(2, 3, 7)
+            slots = torch.where(numbers(0, 4, 2, 3, 7) == 0, -1, slots)
+            if step % 3 < 2:
+                at = chosen(slots) if step % 2 else begin
+                num_rows = 7 if step % 2 else end - begin
+                rows = numbers(0, 256, 2, 3, num_rows, size).to(torch.uint8)
+                for store in (on_disk, in_memory):
+                    store.write(rows, at)
+            requests = [(end, end), (slice(begin, end), end - begin), (chosen(slots), 7)]
+            targets = torch.stack([torch.randperm(9, generator=draw)[:7] for _ in range(6)]).view(2, 3, 7)
+            requests.append((chosen(slots, targets), 9))
+            for request, num_rows in requests:
+                got, expected = (store.rows_in(store.new_buffer(num_rows), num_rows) for store in (on_disk, in_memory))
+                on_disk.load(request, got[:, :, :num_rows])
+                in_memory.load(request, expected[:, :, :num_rows])
+                assert torch.equal(got, expected)
+
+
+# Bytes by hand: rows of 512 bytes, 8 a block
+
+
+def test_where_rows_lie():
+    heads, tokens = (Lines(2, 3, 50, 512, layout) for layout in LAYOUTS)
+    assert (heads.number, heads.line_blocks, heads.num_blocks) == (6, 7, 42)  # 50 tokens are 6.25 blocks
+    assert (tokens.number, tokens.line_blocks, tokens.num_blocks) == (2, 19, 38)  # of 3 rows: 18.75
+    head, slot = np.array([4]), np.array([10])  # the second head of the second sequence
+    assert heads.offsets(head, slot).tolist() == [4 * 7 * BLOCK_BYTES + 10 * 512]
+    assert tokens.offsets(head, slot).tolist() == [19 * BLOCK_BYTES + 10 * 3 * 512 + 512]
+
+
+def test_bytes_are_those_of_whole_blocks(folder):
+    with two_stores(folder, "fp32", 64, "heads", 0) as (store, _):
+        rows = torch.zeros(2, 3, 20, 512, dtype=torch.uint8)
+        assert store.write(rows, 0) == 6 * 2 * BLOCK_BYTES, "16 of 20 tokens fill blocks"
+        one = rows[:, :, :1]
+        assert [store.write(one, 20 + number) for number in range(6)] == [0, 0, 0, 0, 6 * BLOCK_BYTES, 0]
+        assert store.load(16, rows[:, :, :16]) == 6 * 2 * BLOCK_BYTES
+        assert store.load(26, torch.zeros(2, 3, 26, 512).byte()) == 6 * 3 * BLOCK_BYTES, "the open block is in memory"
+
+        slots = torch.full((2, 3, 3), -1)
+        slots[0, 1] = torch.tensor([3, 0, 17])  # two in block 0, one in block 2
+        buffer = torch.zeros(2, 3, 3, 512, dtype=torch.uint8)
+        assert store.load(chosen(slots), buffer) == 2 * BLOCK_BYTES
+        store.gap_blocks = 1
+        assert store.load(chosen(slots), buffer) == 3 * BLOCK_BYTES
+        before = store._disk().bytes_read
+        assert store.write(buffer, chosen(slots)) == 6 * BLOCK_BYTES, "the blocks that were open"
+        assert store._disk().bytes_read - before == 2 * BLOCK_BYTES, "two are read to be changed"
+
+
+def test_a_step_counts_the_blocks_that_it_waited_for(folder):
+    """4 KV heads in all, rows of 128 bytes, so that 32 tokens are a block."""
+    with attached_with_disk(folder) as (attached, link):
+        prompt = run_shared_prompt(attached, torch.arange(3, 99).view(2, 48))
+        shape = load(["experiment=latency", "gen_len=8", "warmup_steps=1", "timed_steps=6", "repeats=1"]).latency
+        timing = time_run(attached, prompt, TimedRun(Full(), shape, "disk"), link=link)
+        num_layers = len(attached.layers)
+    # 48 tokens and the step's: a stored block and an open one for each of 4 heads
+    assert timing.metrics["disk_read_bytes"] == 7 * num_layers * 4 * BLOCK_BYTES
+    assert timing.metrics["h2d_bytes"] == 7 * num_layers * 4 * 128 * sum(range(49, 55)) // 6
+
+
+def test_pieces_are_neighbours_of_at_most_256_kib():
+    blocks, places = np.array([3, 4, 5, 9, *range(100, 180)]), np.arange(84)
+    assert disks._pieces(blocks, places) == [(0, 3, 3), (3, 9, 1), (4, 100, 64), (68, 164, 16)]
+    assert disks._pieces(blocks[:0], places[:0]) == []
+
+
+def test_the_rate_is_measured(folder):
+    with Disk(folder) as disk:
+        assert disk_rate(disk).bytes_per_s > 1e6
+        assert disk.bytes_read == 5 * disk.bytes_written + BLOCK_BYTES, "a block asks whether the disk can be used"
+
+
+# Refusals
+
+
+def refusal(folder, num_blocks=1):
+    with pytest.raises(UserError) as found, Disk(folder) as disk, disk.new_file(num_blocks):
+        pass
+    message = str(found.value)
+    assert message.startswith(f"platform.disk_dir={folder}: ") and "\n" not in message
+    return message
+
+
+def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "No such file" in refusal(tmp_path / "no")
+    assert "Not a directory" in refusal(tmp_path / "file")
+
+
+@pytest.mark.skipif(disks.file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs here")
+def test_a_folder_in_memory():
+    assert "tmpfs, which lies in memory" in refusal(Path("/dev/shm"))
+
+
+def test_a_disk_without_space(folder, monkeypatch):
+    assert "GiB are free there; lower batch_size" in refusal(folder, 2**40)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)  # where another process took the space first
+    assert "are free there; lower batch_size" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "code", "says"),
+    [
+        (os, "open", errno.EROFS, "Read-only file system"),
+        (os, "open", errno.EMFILE, "Too many open files"),
+        (os, "preadv", errno.EIO, "Input/output error"),
+        (fcntl, "fcntl", errno.EINVAL, "refuses O_DIRECT, without which memory would be measured"),
+    ],
+)
+def test_what_the_system_refuses(target, name, code, says, folder, monkeypatch):
+    original = getattr(target, name)
+
+    def refuse(*arguments, **options):
+        if name == "open" and arguments[1] & os.O_TMPFILE != os.O_TMPFILE:
+            return original(*arguments, **options)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(target, name, refuse)
+    assert says in refusal(folder)
+
+
+def test_a_file_that_may_not_be_so_large(folder):
+    code = "from harness.live.disk import Disk; import sys; Disk(sys.argv[1]).new_file(100)"
+    limit = (64 * BLOCK_BYTES, 64 * BLOCK_BYTES)
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    assert "raise `ulimit -f`" in done.stderr.splitlines()[-1]
+
+
+def test_a_file_system_without_unnamed_files(folder, monkeypatch):
+    original = os.open
+
+    def old(path, flags, *mode, **options):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return original(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", old)
+    with Disk(folder) as disk, disk.new_file(1) as file:
+        disk.reserve(1)
+        disk.buffer[:] = 7
+        file.write(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        assert [*folder.iterdir()] == []
+
+
+def test_two_runs_at_once(folder):
+    with Disk(folder), Disk(folder):
+        assert why_not(folder) == ""
+        with pytest.raises(UserError, match="another run uses this disk"):
+            Disk(folder, is_alone=True)
+    with Disk(folder, is_alone=True):
+        assert "another run uses this disk" in refusal(folder)
+
+
+def test_a_failing_disk_ends_the_run_in_one_line(folder, monkeypatch):
+    with attached_with_disk(folder) as (attached, link):
+
+        def broken(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(UserError, match=r"platform.disk_dir=.*Input/output error"):
+            live(attached, CASES["full"], (40, 40), placement="disk", link=link)
+
+
+def test_a_killed_run_leaves_nothing(folder):
+    code = (
+        "import sys; from harness.live.disk import Disk; disk = Disk(sys.argv[1], is_alone=True); "
+        "file = disk.new_file(1000); print('open', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, folder], **pipes) as process:
+        assert process.stdout.readline() == b"open\n"
+        assert "another run uses this disk" in refusal(folder)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    Disk(folder, is_alone=True).close()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["placement=disk", "platform=cuda"], "placement=disk: needs platform=cpu"),
+        (["placement=disk", "platform.link_gbps=1"], "platform.link_gbps=1: placement=disk has the disk's own rate"),
+        (["placement=disk", "platform.weights_on_device=0.5"], "platform.weights_on_device=0.5: no weights cross"),
+        (["placement=disk", "method=oracle"], "placement=disk: .* true scores"),
+        (["platform.disk_layout=tokens"], "platform.disk_layout=tokens: is for placement=disk alone"),
+        (["platform.disk_gap_blocks=-1"], "platform.disk_gap_blocks=-1"),
+        (["placement=disk", "platform.disk_dir=/no/such"], "platform.disk_dir=/no/such: no such folder"),
+    ],
+)
+def test_settings_without_meaning(words, says):
+    with pytest.raises(UserError, match=says):
+        load(["experiment=latency", *words])

@@ -51,19 +51,6 @@ Blocks = NDArray[np.int64]
 """Numbers of blocks of a file, ascending, each once: int64 [n]."""
 
 
-class Rates(NamedTuple):
-    """What a disk does in a second. bytes_per_s: of long pieces; reads_per_s: of single blocks."""
-
-    bytes_per_s: float
-    reads_per_s: float
-
-    @property
-    def gap_blocks(self) -> int:
-        """Up to so many unwanted blocks between two wanted ones take less time to read than a
-        second request."""
-        return int(self.bytes_per_s / self.reads_per_s / BLOCK_BYTES)
-
-
 class Disk(AbstractContextManager["Disk"]):
     """A folder on a local disk, for the files of one process.
 
@@ -79,7 +66,7 @@ class Disk(AbstractContextManager["Disk"]):
         self.buffer = _aligned(0)
         self.bytes_read = 0
         self.bytes_written = 0
-        self._lock = _locked(self.folder, is_alone)
+        self._lock: int | None = _locked(self.folder, is_alone)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
         try:
             self._require_direct()
@@ -107,13 +94,13 @@ class Disk(AbstractContextManager["Disk"]):
         threads have ended.
         """
         pieces = _pieces(blocks, places)
-        memory = memoryview(self.buffer.reshape(-1))
+        memory = self.buffer.reshape(-1).data
 
         def move_share(share: list[Piece]) -> None:
             for piece in share:
                 begin = piece.place * BLOCK_BYTES
-                end = begin + piece.count * BLOCK_BYTES
-                move(piece.block * BLOCK_BYTES, memory[begin:end])
+                end = begin + piece.num_blocks * BLOCK_BYTES
+                move(piece.first * BLOCK_BYTES, memory[begin:end])
 
         num_threads = min(NUM_THREADS, len(pieces) // PIECES_OF_A_THREAD)
         if num_threads < 2:
@@ -227,8 +214,9 @@ class DiskFile(AbstractContextManager["DiskFile"]):
             size = f"{self.nbytes / GIB:.1f} GiB"
             return UserError(f"{where}: a file may not have {size} here; raise `ulimit -f`")
         if error.errno == errno.EINVAL:
+            kind = file_system(self.disk.folder)
             refused = "refuses O_DIRECT, without which memory would be measured"
-            return UserError(f"{where}: its file system ({file_system(self.disk.folder)}) {refused}")
+            return UserError(f"{where}: its file system ({kind}) {refused}")
         return UserError(f"{where}: no file can be used there ({reason(error)})")
 
 
@@ -246,11 +234,11 @@ def file_system(folder: Path) -> str:
 
 
 class Piece(NamedTuple):
-    """Neighbouring blocks: place of the first in the buffer, its number, and how many."""
+    """Neighbouring blocks. place: of the first one in the buffer; first: its number."""
 
     place: int
-    block: int
-    count: int
+    first: int
+    num_blocks: int
 
 
 def _pieces(blocks: Blocks, places: Blocks) -> list[Piece]:

@@ -162,6 +162,12 @@ def link_of(links: Links, device: torch.device) -> Link:
     return links[device] if isinstance(links, Mapping) else links
 
 
+def leads_to_disk(links: Links) -> bool:
+    """True if it is, or they are, of a disk."""
+    several = [*links.values()] if isinstance(links, Mapping) else [links]
+    return all(isinstance(link, DiskLink) for link in several)
+
+
 def open_link(
     device: torch.device,
     *,
@@ -287,15 +293,14 @@ class EmulatedLink(WorkerLink):
 class DiskLink(WorkerLink):
     """Rows of files on a disk, whose own rate it has. A transfer's bytes are those of whole blocks.
 
-    layout: of the rows in a file; None: as the method reads them. gap_blocks: see
-    `harness.live.disk_store`. It closes the disk.
+    layout, gap_blocks: of the stores, see `harness.live.disk_store`. It closes the disk.
     """
 
     def __init__(
         self,
         disk: Disk,
         *,
-        layout: DiskLayout | None = None,
+        layout: DiskLayout = "heads",
         gap_blocks: int = 0,
         overlap: bool = True,
     ) -> None:

@@ -22,7 +22,7 @@ from harness.live.share import BatchLengths, DeviceShare
 from harness.live.store import KVStore, RowFormat, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
-from harness.settings.config import DiskLayout, Placement
+from harness.settings.config import Placement
 from methods.base import Method
 from methods.codec import AnyCodec, Codec, SplitCodec
 from methods.evicting import EvictingState
@@ -127,7 +127,7 @@ class Opening:
                 num_kv_heads=shape.num_kv_heads,
                 capacity=capacity,
                 device=share.device,
-                layout=share.link.layout or _layout_of(policy),
+                layout=share.link.layout,
                 gap_blocks=share.link.gap_blocks,
             )
         return KVStore(
@@ -286,12 +286,6 @@ def _allocate_on_disk(share: DeviceShare, disk: Disk, stores: Sequence[KVStore])
     for store in on_disk:
         store.place_in(share.file, first_block)
         first_block += store.lines.num_blocks
-
-
-def _layout_of(policy: Policy) -> DiskLayout:
-    """The layout that a method's reads suit: a head's tokens one after another where pages or all
-    are read, a token's heads side by side where single tokens are."""
-    return "tokens" if policy.names_rows else "heads"
 
 
 def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:

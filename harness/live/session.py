@@ -22,7 +22,7 @@ from harness.errors import UserError
 from harness.live import hot_rows, memory
 from harness.live.ahead import AheadPart
 from harness.live.cache import LayerCache
-from harness.live.links import DiskLink, Link, Links, link_of
+from harness.live.links import Link, Links, leads_to_disk, link_of
 from harness.live.opening import Opening
 from harness.live.resident import LocalCache
 from harness.live.share import DeviceShare, TokenBatch, Traffic
@@ -47,12 +47,12 @@ class LiveSession:
 
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the
     cached rows in the layers under the method; None stores them as they are. placement: where the
-    cache lies. link: moves the rows of a host memory or a disk; one for all devices of a model, or
-    one for each. device_rows: rows of each layer and KV head that stay on the device, in times of what
-    a step reads at most; 0, or 1 and more. prefetch: what a query made in the layer before would
-    select crosses the link early, for methods that select by the layer's own. pinned: host memory
-    is page-locked under CUDA, so that transfers can overlap. timeline: marks the segments of each
-    step. Raises ValueError for combinations without meaning.
+    cache lies. link: moves the rows of host memory or a disk; one for all devices of a model, or
+    one for each. device_rows: rows of each layer and KV head that stay on the device, in times of
+    what a step reads at most; 0, or 1 and more. prefetch: what a query made in the layer before
+    would select crosses the link early, for methods that select by the layer's own. pinned: host
+    memory is page-locked under CUDA, so that transfers can overlap. timeline: marks the segments of
+    each step. Raises ValueError for combinations without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
     every token. reads: what the steps read on the device. bytes_needed: memory that was asked for.
@@ -77,8 +77,8 @@ class LiveSession:
         crosses = placement in BEHIND_LINK
         if crosses and link is None:
             raise ValueError(f"placement={placement}: needs a link")
-        if (placement == "disk") != isinstance(link, DiskLink):
-            raise ValueError(f"placement={placement}: a DiskLink is the link of placement=disk alone")
+        if (placement == "disk") != (link is not None and leads_to_disk(link)):
+            raise ValueError(f"placement={placement}: a DiskLink goes with placement=disk, alone")
         if placement == "managed" and len(attached.devices) > 1:
             raise UserError(
                 "placement=managed: the model lies on several devices; allowed there: device, host"

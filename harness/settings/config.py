@@ -163,7 +163,9 @@ class PlatformConfig:
     overlap: transfers run beside the computation. pinned: host memory is page-locked (CUDA).
     weights_on_device: share of the decoder layers' weights that stays on the device; the rest
     crosses the link in each pass. device_gib: memory in GiB that a smaller CUDA card would have for
-    weights and all else; None: all.
+    weights and all else; None: all. disk_dir: a folder on the disk of placement=disk; None: the
+    results folder. disk_layout: of the rows there. disk_gap_blocks: a read goes on over so many
+    unwanted blocks of 4 KiB rather than being two.
     """
 
     name: Literal["cpu", "cuda"]
@@ -172,6 +174,9 @@ class PlatformConfig:
     pinned: bool = True
     weights_on_device: Share = 1.0
     device_gib: Positive | None = None
+    disk_dir: FolderText | None = None
+    disk_layout: DiskLayout = "heads"
+    disk_gap_blocks: Natural = 4
 
     def __post_init__(self) -> None:
         if self.link_gbps is not None and self.name != "cpu":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from harness.errors import UserError, nearest, question
-from harness.settings.config import BEHIND_LINK, Placement, RunConfig
+from harness.settings.config import BEHIND_LINK, Placement, PlatformConfig, RunConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -169,11 +169,30 @@ def check_live(config: RunConfig) -> None:
     if placement == "managed" and platform.name != "cuda":
         cuda = f"needs platform=cuda; allowed on {platform.name}: device, host"
         raise UserError(f"placement=managed: {cuda}")
+    if placement == "disk" and platform.name != "cpu":
+        cpu = "needs platform=cpu; allowed on cuda: device, host, managed"
+        raise UserError(f"placement=disk: {cpu}")
     no_link = f"placement={placement} uses no link; use placement=host"
-    if placement != "host" and not platform.overlap:
+    if placement not in BEHIND_LINK and not platform.overlap:
         raise UserError(f"platform.overlap=false: {no_link}")
     if placement != "host" and platform.weights_on_device < 1:
-        raise UserError(f"platform.weights_on_device={platform.weights_on_device}: {no_link}")
+        crosses_none = f"no weights cross to placement={placement}; use placement=host"
+        raise UserError(f"platform.weights_on_device={platform.weights_on_device}: {crosses_none}")
+    _check_disk(config)
     if placement != "managed" and platform.device_gib is not None:
         setting = f"platform.device_gib={platform.device_gib:g}"
         raise UserError(f"{setting}: is for placement=managed; leave it null")
+
+
+def _check_disk(config: RunConfig) -> None:
+    platform = config.platform
+    if config.placement == "disk":
+        if platform.link_gbps is not None:
+            own_rate = "placement=disk has the disk's own rate; leave it null"
+            raise UserError(f"platform.link_gbps={platform.link_gbps:g}: {own_rate}")
+        return
+    defaults = PlatformConfig(platform.name)
+    for name in ("disk_dir", "disk_layout", "disk_gap_blocks"):
+        value = getattr(platform, name)
+        if value != getattr(defaults, name):
+            raise UserError(f"platform.{name}={value}: is for placement=disk alone")

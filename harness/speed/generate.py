@@ -23,7 +23,7 @@ from harness.model.load import LoadedModel
 from harness.model.sampling import Draft
 from harness.replay.setup import prepare
 from harness.settings.config import RunConfig
-from harness.speed.latency import SOURCES, compute_threads, two_memories
+from harness.speed.latency import compute_threads, source_of, two_memories
 from methods.base import TokenCounts
 
 MIB = 2**20
@@ -151,7 +151,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                     d2h_bytes=session.d2h_bytes,
                     device_bytes=session.device_bytes,
                     size=session.reads.size if session.steps else None,
-                    source=SOURCES[platform.name],
+                    source=source_of(config),
                     counted=session.placement != "managed",
                 )
 

@@ -13,13 +13,15 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from harness.data.text import named_text, start_ids, token_ids
 from harness.errors import UserError
-from harness.live.links import Link, open_link
+from harness.live.disk import Disk
+from harness.live.links import DiskLink, Link, open_link
 from harness.live.memory import require_memory, smaller_card
 from harness.model.attach import attach
 from harness.model.attached import Attached
@@ -29,11 +31,16 @@ from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
-from harness.speed.link_rate import LinkRate, link_rate
+from harness.speed.link_rate import LinkRate, disk_rate, link_rate
 from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
 from methods.base import TokenCounts
 
-SOURCES = {"cpu": "emulated", "cuda": "measured"}
+
+def source_of(config: RunConfig) -> str:
+    """What the times of a run are. On a CPU the link is emulated, unless it leads to a disk."""
+    is_real = config.platform.name == "cuda" or config.placement == "disk"
+    return "measured" if is_real else "emulated"
+
 
 Prompts = Memo[SharedPrompt]
 """The dense pass of a shape's prompt, for the runs that follow."""
@@ -85,7 +92,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                 prompt = (Memo() if prompts is None else prompts).get(key, run_densely)
             known = setup.calibration
             metrics, raw = time_run(attached, prompt, run, link=link, calibration=known)
-    marks = {"platform": platform.name, "source": SOURCES[platform.name]}
+    marks = {"platform": platform.name, "source": source_of(config)}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
     link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
     return Outcome(marks | metrics | link_facts, samples | raw, {"latency": asdict(setup.method)})
@@ -96,12 +103,24 @@ def two_memories(
     config: RunConfig, attached: Attached
 ) -> Iterator[tuple[LinkRate, dict[torch.device, Link] | None]]:
     """Device memory of the size that `platform.device_gib` gives, and a link from each device to
-    host memory.
+    host memory or the disk.
 
-    Yields the rate of the links, and the link of each device; None without host placement. They
-    close at the end.
+    Yields the rate of the links, and the link of each device; None where the cache lies on the
+    device. They close at the end.
     """
     platform = config.platform
+    if config.placement == "disk":
+        folder = Path(platform.disk_dir or config.results_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        disk = Disk(folder, is_alone=config.kind == "latency")
+        with DiskLink(
+            disk,
+            layout=platform.disk_layout,
+            gap_blocks=platform.disk_gap_blocks,
+            overlap=platform.overlap,
+        ) as disk_link:
+            yield disk_rate(disk), {attached.device: disk_link}
+        return
     rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
     bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
     devices = attached.devices if config.placement == "host" else []
@@ -117,8 +136,7 @@ def two_memories(
 
 @contextmanager
 def compute_threads(device: torch.device) -> Iterator[int]:
-    """On the CPU, compute on all cores but one, which the emulated link has; yields the number of
-    threads.
+    """On the CPU, compute on all cores but one, which the link has; yields the number of threads.
 
     Every label has the same number, ideal included.
     """

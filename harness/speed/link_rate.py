@@ -21,11 +21,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from harness.errors import reason
 from harness.files import write_atomic
+from harness.live.disk import BLOCK_BYTES, Disk
 from harness.live.memory import DEFAULT_TUNING, Tuning
 from harness.live.store import copy_heads, gather_rows
 from harness.results.environment import processor
@@ -37,6 +39,8 @@ MEMORY_TO_LINK = 62
 CPU = torch.device("cpu")
 COPIED = 256 * 2**20
 """Bytes of a copy that measures a rate."""
+MEASURED_ON_DISK = 128 * 2**20
+"""Bytes that are written and read to find a disk's rate."""
 CLOSE = 1.03
 """A launch that takes up to this many times the least time is as good."""
 NUM_PROGRAMS = (32, 64, 128)
@@ -92,6 +96,22 @@ def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | 
             known[name] = rate
         write_atomic(path, json.dumps(known, indent=1) + "\n")
     return LinkRate(rate if is_cuda else default_bytes_per_s(rate), rate, tuning)
+
+
+def disk_rate(disk: Disk) -> LinkRate:
+    """What the disk reads in long pieces at that moment. It is not kept: two runs may find
+    different disks under one name."""
+    num_blocks = MEASURED_ON_DISK // BLOCK_BYTES
+    blocks = np.arange(num_blocks)
+    seconds = []
+    with disk.new_file(num_blocks) as file:
+        disk.reserve(num_blocks)
+        file.write(blocks, blocks)
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            file.read(blocks, blocks)
+            seconds.append(time.perf_counter() - began)
+    return LinkRate(MEASURED_ON_DISK / statistics.median(seconds), None)
 
 
 def default_bytes_per_s(copy_rate: float) -> float:

@@ -49,7 +49,7 @@ from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attached import Attached
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.prompts import run_prompt
-from harness.settings.config import LatencyConfig, Placement
+from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
 from methods.base import Calibration, Method
 from methods.codec import AnyCodec
 
@@ -126,7 +126,7 @@ def time_run(
             max_new_tokens=run.shape.gen_len,
             codec=run.codec,
             placement=run.placement,
-            link=link if run.placement == "host" else None,
+            link=link if run.placement in BEHIND_LINK else None,
             calibration=calibration,
             device_rows=run.device_rows,
             prefetch=run.prefetch,
@@ -257,6 +257,7 @@ def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun
         "h2d_bytes": session.loaded_bytes if crosses else None,
         "d2h_bytes": session.written_bytes if crosses else None,
         "late_bytes": session.late_bytes if crosses else None,
+        "disk_read_bytes": session.disk_read_bytes if run.placement == "disk" else None,
         "weight_bytes": weights.num_bytes if weights else None,
         "device_read_bytes": session.reads.num_bytes,
     }

@@ -123,8 +123,10 @@ class Scheme:
     @property
     def placement(self) -> Literal["device", "pinned", "pageable", "managed"]:
         """Where the cache lies; managed: all memory is CUDA's managed memory."""
-        if self.system.placement != "host":
-            return self.system.placement
+        placement = self.system.placement
+        assert placement != "disk", "the paper's systems have none"
+        if placement != "host":
+            return placement
         return "pinned" if self.system.pinned else "pageable"
 
     @property
