@@ -30,7 +30,7 @@ from harness.live.store import KVStore, RowFormat
 from harness.model.attached import Attached
 from harness.model.policies import Policy, policies_of
 from harness.model.prompts import PassSizes, pass_sizes
-from harness.settings.config import Placement
+from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 
@@ -151,7 +151,7 @@ class Plan:
         slots = sum(store.nbytes for store in stores.values())
         aligned = sum(memory.aligned(store.nbytes) for store in stores.values())
         buffers = 0
-        if self.placement == "host":
+        if self.placement in BEHIND_LINK:
             num_ahead = num_fetched_ahead(method, self.coded, len(stores), len(numbers))
             selected = most_selected(method, lengths, numbers)
             plan = plan_buffers([*stores.values()], of_rooms, selected, num_ahead)
