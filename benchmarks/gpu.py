@@ -204,7 +204,7 @@ def render_floors(records: Sequence[dict[str, Any]]) -> str:
     lines = [f"{'shape':12}{'label':18}{'step':>12}{'over link':>14}{'floor':>12}{'step / floor':>14}"]
     for record in sorted(records, key=lambda record: record["config"]["label"] != "ideal"):
         cell, label = record["metrics"], record["config"]["label"]
-        shape, step_s = f"{cell['batch_size']} x {cell['prompt_len']}", cell["step_p50_s"]
+        shape, step_s = f"{cell['batch_size']} x {cell['prompt_len']}", cell["tpot_p50_s"]
         if label == "ideal":
             ideal_s[shape] = step_s
         moved = (cell["h2d_bytes"] + cell["d2h_bytes"]) / (cell["gen_len"] - 1)

@@ -73,7 +73,7 @@ def compare(model: Any, prompt: SharedPrompt, shape: LatencyConfig, rounds: int)
     """Print each round; returns the median over the rounds of transformers' median step over ours."""
     ratios = []
     for number in range(rounds):
-        theirs, faults = transformers_steps(model, prompt, shape.warmup_steps + shape.block_steps)
+        theirs, faults = transformers_steps(model, prompt, shape.warmup_steps + shape.steps_per_repeat)
         theirs = theirs[shape.warmup_steps :]
         with attach(model) as attached:
             (ours,) = time_run(attached, prompt, TimedRun(Full(), shape, "device")).samples["step_s"]

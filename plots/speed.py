@@ -151,7 +151,7 @@ def _stacked_times(
 
     The paper's totals stand on the bars.
     """
-    prefill = data.pivot(panel, "batch_size", "prefill_s")
+    prefill = data.pivot(panel, "batch_size", "ttft_s")
     decode = data.pivot(panel, "batch_size", "decode_s")
     batches = list(prefill.index)
     groups = [f"{batch:.0f}" for batch in batches]

@@ -112,6 +112,9 @@ class Event:
         Stream.host |= self.clock
         Stream.waits.append(place())
 
+    def query(self) -> bool:
+        return self.clock <= Stream.host
+
     def elapsed_time(self, other: Event) -> float:
         return 0.0
 

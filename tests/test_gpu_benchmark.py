@@ -67,7 +67,7 @@ def test_the_floor_of_a_step_is_ideals_or_its_bytes_over_the_link():
     cell = {"batch_size": 2, "prompt_len": 48, "gen_len": 11, "d2h_bytes": 0, "link_ceiling_bytes_per_s": 1e9}
     steps = {"infinigen": (1e7, 0.003), "ideal": (0, 0.002), "offload": (4e7, 0.006)}
     measured = [
-        {"config": {"label": label}, "metrics": cell | {"h2d_bytes": moved, "step_p50_s": step}}
+        {"config": {"label": label}, "metrics": cell | {"h2d_bytes": moved, "tpot_p50_s": step}}
         for label, (moved, step) in steps.items()
     ]
     assert [" ".join(line.split()[3:]) for line in gpu.render_floors(measured).splitlines()[1:]] == [

@@ -3,8 +3,11 @@
 import csv
 import json
 import os
+import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 from benchmarks.gpu import TINY
 from harness.errors import UserError
 from harness.live.links import open_link
+from harness.live.session import LiveSession
 from harness.model import load as models
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
@@ -37,8 +41,8 @@ from tests.dying import die
 
 BATCH, PROMPT = 2, 40
 SHAPE = LatencyConfig(BATCH, PROMPT, gen_len=12, warmup_steps=2, timed_steps=4, repeats=2)
-TIMED = range(2, 10)
-"""The steps that are timed; before step s, PROMPT + s tokens are cached."""
+TIMED = 2 * [2, 3, 4, 5]
+"""The steps that are timed, of both repeats; before step s, PROMPT + s tokens are cached."""
 METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": InfiniGen}
 FAST = 1e9
 """Bytes/s of a link that costs nothing here."""
@@ -58,7 +62,7 @@ def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
     """Metrics and samples of a cell."""
     with attach(model) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
         calibration = calibrate(attached, InfiniGen(), ids[0].tolist())
-        prompt = run_shared_prompt(attached, ids) if shared else ids
+        prompt = run_shared_prompt(attached, ids, cell.shape.repeats) if shared else ids
         return time_run(attached, prompt, cell, link=link, calibration=calibration)
 
 
@@ -93,9 +97,9 @@ def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_wa
     slow = 2e7
     metrics, samples = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=slow)
     moved, busy_s, steps_s = samples["transferred_bytes"], samples["link_busy_s"], sum(map(sum, samples["step_s"]))
-    # Of all ten steps, and what the last one asked for the next: the first layer's rows.
-    assert moved == EXACT * (4 * sum(PROMPT + s for s in range(10)) + PROMPT + 10 + 10 * 4)
-    assert 0.99 * moved / slow <= busy_s <= steps_s * 11 / 8 + 0.05
+    # Of all six steps of a repeat, and what the last one asked for the next: the first layer's rows.
+    assert moved == 2 * EXACT * (4 * sum(PROMPT + s for s in range(6)) + PROMPT + 6 + 6 * 4)
+    assert 0.99 * moved / slow <= busy_s <= steps_s * 12 / 8 + 0.05
     assert metrics["link_bytes_per_s"] == pytest.approx(moved / busy_s)
     # The first layer's rows of the first timed step have crossed before; no step is faster than the rest of them.
     assert steps_s >= 0.9 * (samples["timed_h2d_bytes"] + samples["timed_d2h_bytes"]) / slow
@@ -108,16 +112,86 @@ def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_wa
 
 def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
     metrics, samples = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE))
-    ordered = sorted(seconds for block in samples["step_s"] for seconds in block)
-    assert metrics["step_p50_s"] == pytest.approx((ordered[3] + ordered[4]) / 2)
-    assert ordered[6] <= metrics["step_p95_s"] <= ordered[7]
-    assert metrics["decode_s"] == pytest.approx(sum(ordered) / 8 * 11)
-    assert metrics["total_s"] == pytest.approx(metrics["prefill_s"] + metrics["decode_s"])
+    ordered = sorted(seconds for repeat in samples["step_s"] for seconds in repeat)
+    mean = sum(ordered) / 8
+    assert metrics["tpot_p50_s"] == pytest.approx((ordered[3] + ordered[4]) / 2)
+    assert ordered[6] <= metrics["tpot_p95_s"] <= metrics["tpot_p99_s"] <= ordered[7]
+    assert metrics["tpot_std_s"] == pytest.approx((sum((each - mean) ** 2 for each in ordered) / 7) ** 0.5)
+    assert metrics["decode_s"] == pytest.approx(mean * 11)
+    assert metrics["total_s"] == pytest.approx(metrics["ttft_s"] + metrics["decode_s"])
     assert metrics["tokens_per_s"] == pytest.approx(BATCH * 12 / metrics["total_s"])
-    assert metrics["prefill_s"] == samples["dense_s"] + samples["begin_s"] and samples["dense_s"] > 0
+    assert metrics["sequence_tokens_per_s"] == pytest.approx(1 / mean)
+    assert metrics["decode_tokens_per_s"] == pytest.approx(BATCH / mean)
+    first, second = (dense + begun for dense, begun in zip(samples["dense_s"], samples["begin_s"], strict=True))
+    assert metrics["ttft_s"] == pytest.approx((first + second) / 2) and min(samples["dense_s"]) > 0
+    assert metrics["ttft_spread_s"] == pytest.approx(abs(first - second) / 2**0.5)
+    medians = [statistics.median(repeat) for repeat in samples["step_s"]]
+    assert metrics["tpot_spread_s"] == pytest.approx(abs(medians[0] - medians[1]) / 2**0.5)
     assert metrics["prediction_s"] is None, "full rehearses nothing"
     block = metrics["attention_s"] + metrics["ffn_s"] + metrics["transfer_s"] + metrics["other_s"]
-    assert 0.3 * metrics["step_p50_s"] < 4 * block < 3 * metrics["step_p50_s"]
+    assert 0.3 * metrics["tpot_p50_s"] < 4 * block < 3 * metrics["tpot_p50_s"]
+
+
+class Followed(LiveSession):
+    """Notes the cached tokens of each step, and how many sessions there are when one opens its cache."""
+
+    cached: list[list[int]] = []
+    alive: WeakSet = WeakSet()
+    most_alive = 0
+
+    def _open(self, real, activations):
+        Followed.alive.add(self)
+        Followed.most_alive = max(Followed.most_alive, len(Followed.alive))
+        Followed.cached.append([])
+        super()._open(real, activations)
+
+    def decode_step(self, ids):
+        Followed.cached[-1].append(int(self.batch.positions[0]))
+        return super().decode_step(ids)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(tiny_gqa, ids, monkeypatch, shared):
+    monkeypatch.setattr(Followed, "cached", [])
+    monkeypatch.setattr(Followed, "most_alive", 0)
+    monkeypatch.setattr("harness.speed.timed_run.LiveSession", Followed)
+    shape = replace(SHAPE, repeats=3)
+    metrics, samples = timed(tiny_gqa, ids, TimedRun(InfiniGen(), shape, device_rows=1), shared=shared)
+    steps = [PROMPT + step for step in range(2 + 4)]
+    assert Followed.cached == [*([] if shared else [[]]), steps, steps, steps], "a prompt of ids has a warm-up"
+    assert Followed.most_alive == 1, "of one session's memory"
+    assert [len(repeat) for repeat in samples["step_s"]] == [4, 4, 4] and metrics["num_timed_steps"] == 12
+    assert len(samples["begin_s"]) == len(samples["dense_s"]) == 3 and len({*samples["dense_s"]}) == (
+        3 if shared else 1
+    )
+    once, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), replace(SHAPE, repeats=1), device_rows=1), shared=shared)
+    assert once["ttft_spread_s"] is once["tpot_spread_s"] is None
+    for name in ("h2d_bytes", "size", "hit_rate", "device_kv_bytes"):
+        assert once[name] == pytest.approx(metrics[name]), "repeats read the same rows"
+
+
+def test_a_prompt_that_ran_more_or_less_often_than_the_run_repeats_is_refused(tiny_gqa, ids):
+    with attach(tiny_gqa) as attached, pytest.raises(ValueError, match="repeats=2: the prompt ran 1 times"):
+        time_run(attached, run_shared_prompt(attached, ids), TimedRun(Full(), SHAPE, "device"))
+
+
+def test_a_method_that_runs_the_prompt_itself_does_not_count_the_shared_pass(tiny_gqa, ids):
+    class Sees(H2O):
+        needs_inputs = True
+
+    _, samples = timed(tiny_gqa, ids, TimedRun(Sees(), SHAPE))
+    assert samples["dense_s"] == [0, 0] and min(samples["begin_s"]) > 0
+
+
+def test_a_slow_link_is_busy_and_a_fast_one_hardly(tiny_gqa, ids):
+    slow, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=2e6)
+    fast, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=1e12)
+    assert 0.95 < slow["link_utilisation"] <= 1.0001
+    assert 0 < fast["link_utilisation"] < 0.7
+    assert slow["host_kv_bytes"] == 4 * (PROMPT + 12) * EXACT and slow["hit_rate"] == 0
+    ideal, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE, placement="device"))
+    assert (ideal["link_utilisation"], ideal["hit_rate"], ideal["host_kv_bytes"]) == (None, None, 0)
+    assert ideal["device_kv_bytes"] == slow["host_kv_bytes"]
 
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
@@ -146,12 +220,12 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
     assert some["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
     assert whole["weight_bytes"] is whole["weights_on_device"] is None
     shared, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE))
-    assert of_whole["dense_s"] == 0 < of_whole["begin_s"]
+    assert of_whole["dense_s"] == [0, 0] and min(of_whole["begin_s"]) > 0
     for name in ("h2d_bytes", "size"):
         assert whole[name] == shared[name], "a prompt of its own is a shared one"
     for name in ("h2d_bytes", "d2h_bytes", "device_kv_bytes"):
         assert some[name] == whole[name]
-    assert of_some["transferred_bytes"] == of_whole["transferred_bytes"] + 10 * sum(away), "of all steps"
+    assert of_some["transferred_bytes"] == of_whole["transferred_bytes"] + 12 * sum(away), "of all steps"
     assert some["peak_device_bytes"] == whole["peak_device_bytes"] - sum(away) + 2 * max(away)
     with pytest.raises(ValueError, match="weights_on_device=0.7: a shared prompt ran with all weights there"):
         timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE, weights_on_device=0.7))
@@ -178,7 +252,7 @@ def test_a_share_of_the_weights_is_another_run_of_the_same_system():
     assert settings_id(whole, {}) != settings_id(some, {})
     assert load(["experiment=latency", "method=full", share]).label == whole.label == some.label
     all_steps = load(["experiment=latency", "timed_steps=null", "gen_len=128", "warmup_steps=3"]).latency
-    assert all_steps.block_steps == 62, "null times all there are"
+    assert all_steps.steps_per_repeat == 124, "null times all others"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +274,7 @@ ON_CUDA = ["platform=cuda"]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["gen_len=18"], "gen_len=18: has 17 decode steps; warmup_steps [+] repeats [*] timed_steps are 18"),
+        (["gen_len=10"], "gen_len=10: has 9 decode steps; warmup_steps [+] timed_steps are 10"),
         (["method=oracle"], "placement=host: Oracle selects by the true scores"),
         (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
         (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
@@ -239,7 +313,11 @@ def records():
 
 def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_once(tiny_runs, monkeypatch, capsys):
     shapes = []
-    run_once = lambda attached, ids: shapes.append(tuple(ids.shape)) or run_shared_prompt(attached, ids)  # noqa: E731
+
+    def run_once(attached, ids, repeats):
+        shapes.append((*ids.shape, repeats))
+        return run_shared_prompt(attached, ids, repeats)
+
     monkeypatch.setattr(speed, "run_shared_prompt", run_once)
     assert main(["-m", *CELL, f"label={','.join(COUNTED)}"]) == 0
     with Path("results/tables/latency.csv").open(newline="") as stream:
@@ -247,7 +325,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
     assert set(rows) == set(COUNTED)
     for label, row in rows.items():
         absent = {"weights_on_device", "weight_bytes"}
-        absent |= {"link_bytes_per_s"} if label == "ideal" else set()
+        absent |= {"link_bytes_per_s", "link_utilisation", "hit_rate"} if label == "ideal" else set()
         absent |= {"prediction_s"} if "infinigen" not in label else set()
         assert {name for name, value in row.items() if value == ""} - {"settings", "shipped"} == absent, label
         assert set(columns.names(columns.LATENCY)) - set(row) == {columns.UNMET_SIZE.name}
@@ -256,12 +334,12 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
     assert float(rows["offload+int4"]["size"]) < 1 == float(rows["offload"]["size"])
     assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
     assert "offload-pageable" in capsys.readouterr().out
-    assert shapes == [(2, 40)]
+    assert shapes == [(2, 40, 2)]
     assert {path.stem for path in Path("results/tables").glob("fig*.csv")} == {"fig14", "fig15", "fig16a", "fig18"}
     (record,) = (each for each in records() if each["config"]["label"] == "offload")
     assert (record["kind"], record["status"]) == ("latency", "finished")
     samples = record["samples"]
-    assert [len(block) for block in samples["step_s"]] == [4, 4] and len(samples["segments"]) == 8
+    assert [len(repeat) for repeat in samples["step_s"]] == [4, 4] and len(samples["segments"]) == 8
     assert record["metrics"]["link_ceiling_bytes_per_s"] == 1e9
     assert samples["copy_bytes_per_s"] is None, "the rate was given"
     assert samples["num_compute_threads"] == max(1, len(os.sched_getaffinity(0)) - 1)
@@ -289,8 +367,8 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     configs = [load([*TINY, *CELL, f"label={label}"]) for label in labels]
     paths = list(cells.run_cells(configs))
     assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
-    dense = {json.loads(path.read_text())["samples"]["dense_s"] for path in paths}
-    assert len(dense) == 1, "one prefill, one process"
+    dense = {tuple(json.loads(path.read_text())["samples"]["dense_s"]) for path in paths}
+    assert len(dense) == 1 and len({*dense.pop()}) == 2, "a prefill for each repeat, in one process"
     monkeypatch.setattr(cells, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
     assert list(cells.run_cells(configs)) == paths
     assert "3 of 3 cells were finished before" in capsys.readouterr().out

@@ -347,12 +347,14 @@ SHAPE = LatencyConfig(2, 20, gen_len=12, warmup_steps=2, timed_steps=4, repeats=
 def timed(shape):
     ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
     with attach(tiny("gqa")) as attached:
-        return time_run(attached, run_shared_prompt(attached, ids), TimedRun(Full(), shape, "managed"))
+        prompt = run_shared_prompt(attached, ids, shape.repeats)
+        return time_run(attached, prompt, TimedRun(Full(), shape, "managed"))
 
 
 def test_what_the_driver_moves_is_not_measured(anywhere):
     metrics = timed(SHAPE).metrics
     over_link = {"h2d_bytes", "d2h_bytes", "late_bytes", "exposed_transfer_s", "transfer_s", "link_bytes_per_s"}
+    over_link |= {"link_utilisation", "hit_rate", "host_kv_bytes"}
     other = {"disk_read_bytes", "weight_bytes", "weights_on_device", "prediction_s"}  # no disk; all weights are there
     assert {name for name, value in metrics.items() if value is None} == over_link | other
     assert metrics["num_timed_steps"] == 8 and metrics["device_kv_bytes"] == 0
@@ -360,16 +362,18 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
     assert step_of(record, record) == {}, "the leaderboard's seconds go with bytes"
 
 
-@pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (10, [4, 1]), (None, [4, 4])])
+@pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (10, [4]), (11, [4, 1]), (15, [4, 2]), (None, [4, 4])])
 def test_a_time_limit_ends_a_cell_with_the_steps_it_has(anywhere, monkeypatch, limit_s, steps):
     """The clock goes on by two seconds whenever it is looked at: before the warm-up, after it, and after each timed
-    step. A warm-up that takes all the time leaves one step."""
+    step, so four steps take 10 seconds. A warm-up that takes all the time leaves one step; the second repeat has what
+    the first leaves, and does not begin where that is nothing."""
     seconds = count(step=2)
     monkeypatch.setattr(timing, "_now", lambda device: float(next(seconds)))
     metrics, samples = timed(replace(SHAPE, time_limit_s=limit_s))
-    assert [len(block) for block in samples["step_s"]] == steps and len(samples["segments"]) == sum(steps)
-    assert metrics["num_timed_steps"] == sum(steps)
+    assert [len(repeat) for repeat in samples["step_s"]] == steps and len(samples["segments"]) == sum(steps)
+    assert metrics["num_timed_steps"] == sum(steps) and len(samples["dense_s"]) == len(steps)
     assert metrics["decode_s"] == 22, "two seconds a step, of gen_len - 1"
+    assert (metrics["tpot_spread_s"] is None) == (len(steps) == 1)
 
 
 def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
@@ -382,7 +386,7 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
     monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
     outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256)))
-    assert cards == [[12 * GIB]], "of 60 GiB"
+    assert cards == 2 * [[12 * GIB]], "of 60 GiB, in each repeat"
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
     assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["size"] < 1
     assert not anywhere.blocks

@@ -199,7 +199,7 @@ SEGMENTS, PREDICTS = {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001},
 
 def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[TokenCounts]:
     times = [(label, scale * TIMES[label][0], scale * TIMES[label][1]) for label in labels]
-    return [{"label": at, "prefill_s": pre, "decode_s": post, "total_s": pre + post} | shape for at, pre, post in times]
+    return [{"label": at, "ttft_s": pre, "decode_s": post, "total_s": pre + post} | shape for at, pre, post in times]
 
 
 TIMED = {

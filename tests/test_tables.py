@@ -17,8 +17,10 @@ from harness.results.columns import (
     LATENCY,
     METRICS,
     MISSING,
+    OPTIONAL,
+    RENAMED,
+    SEGMENTS,
     TABLES,
-    UNMET_SIZE,
     names,
     quantity,
     read_table,
@@ -41,7 +43,7 @@ TEXT_METRICS = {
 }  # fmt: skip
 LATENCY_METRICS = {
     "platform": "cpu", "source": "emulated", "batch_size": 4, "prompt_len": 1024, "gen_len": 8,
-    "prefill_s": 2.0, "decode_s": 0.5, "total_s": 2.5, "tokens_per_s": 12.8, "step_p50_s": 0.0625, "step_p95_s": 0.07,
+    "ttft_s": 2.0, "decode_s": 0.5, "total_s": 2.5, "tokens_per_s": 12.8, "tpot_p50_s": 0.0625, "tpot_p95_s": 0.07,
     "h2d_bytes": 2**31, "d2h_bytes": 2**20, "device_read_bytes": 2**29, "device_kv_bytes": 2**22,
     "exposed_transfer_s": 0.25, "link_bytes_per_s": None, "peak_device_bytes": 2**30, "size": 0.2,
 }  # fmt: skip
@@ -153,13 +155,39 @@ def test_a_timed_cell_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_pat
     segments = {"attention_s": 1, "ffn_s": 2, "prediction_s": None, "transfer_s": 4, "other_s": 0}
     save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS | segments)
     (row,) = update(tmp_path, "latency")
-    assert tuple(row) == tuple(name for name in names(LATENCY) if name != UNMET_SIZE.name)
-    shown = ("label", "prefill_s", "h2d_bytes", "link_bytes_per_s", "source", "attention_s", "prediction_s", "size")
+    assert tuple(row) == tuple(name for name in names(LATENCY) if name not in OPTIONAL), "without empty new columns"
+    shown = ("label", "ttft_s", "h2d_bytes", "link_bytes_per_s", "source", "attention_s", "prediction_s", "size")
     assert [row[name] for name in shown] == ["offload", "2.0", str(2**31), "", "emulated", "1", "", "0.2"]
     (line,) = sheet(tmp_path / "tables" / "latency.csv")
-    expected = {"prefill (ms)": "2000.0", "step p50 (ms)": "62.50", "to device (GiB)": "2.000", "tokens/s": "12.80"}
+    expected = {"TTFT (ms)": "2000.0", "TPOT p50 (ms)": "62.50", "to device (GiB)": "2.000", "tokens/s": "12.80"}
     assert expected.items() <= line.items() and line["size (%)"] == "20.0"
     assert "link (GiB/s)" not in line, "a column without a number"
+
+
+def test_tables_and_records_of_former_columns_are_read_under_the_present_names(tmp_path):
+    """A shipped table that is older than `ttft_s`, and beside it a run of one's own."""
+    new_numbers = {"tpot_p99_s": 0.08, "link_utilisation": 0.5, "hit_rate": 0.25, "ttft_spread_s": None}
+    segments = dict.fromkeys(names(SEGMENTS))
+    save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS | segments)
+    path = tables.update(tmp_path, "latency")
+    tables.ship(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    text = path.read_text()
+    for former, present in RENAMED.items():
+        text = text.replace(present, former)
+    assert text.count("prefill_s") == text.count("step_p50_s") == text.count("step_p95_s") == 1
+    path.write_text(text)
+    former = {former: LATENCY_METRICS[present] for former, present in RENAMED.items()}
+    others = {name: value for name, value in LATENCY_METRICS.items() if name not in RENAMED.values()}
+    save(tmp_path, ["experiment=latency", "label=ideal"], others | former | segments)
+    save(tmp_path, ["experiment=latency", "label=infinigen"], LATENCY_METRICS | segments | new_numbers)
+    rows = {row["label"]: row for row in update(tmp_path, "latency")}
+    assert {row["ttft_s"] for row in rows.values()} == {"2.0"} and len(rows) == 3
+    assert {row["tpot_p95_s"] for row in rows.values()} == {"0.07"}
+    assert [rows[label]["hit_rate"] for label in ("offload", "ideal", "infinigen")] == ["", "", "0.25"]
+    assert not {*RENAMED, "ttft_spread_s"} & {*rows["offload"]}
+    lines = {line["label"]: line for line in sheet(path)}
+    assert lines["infinigen \\*"]["link busy (%)"] == "50.0" and lines["offload"]["TPOT p99 (ms)"] == "-"
 
 
 def test_a_size_that_was_not_met_has_a_column(tmp_path):

@@ -171,8 +171,6 @@ class CachedModel:
         asked["use_cache"] = True
         try:
             made = self._own_generate(ids, **asked)
-            cache.require_open().drain()
-            cache.ended = time.perf_counter()
             self.usage = cache.usage
         finally:
             cache.close(GENERATED)
@@ -385,11 +383,8 @@ class CachedModel:
         found = self.attached.logits(torch.cat([dense[:, -1:], decoded], 1))
         self.usage = Usage(
             steps=int(texts.lengths.sum()) - prompt * len(ids),
-            seconds=time.perf_counter() - began,
+            score_s=time.perf_counter() - began,
             size=session.reads.size,
-            h2d_bytes=0,
-            d2h_bytes=0,
-            device_bytes=0,
         )
         logits = texts.in_place(found, prompt)
 

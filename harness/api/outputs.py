@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -14,25 +14,28 @@ from harness.errors import UserError
 from harness.live.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.model_cache import ModelCache
+from harness.results.step_stats import StepStats, stats_of
 
 
-class Usage(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Usage(StepStats):
     """What one `generate`, or one batch of decode steps, took.
 
     steps: decode steps, one less than the new tokens of a generated sequence; of a scored text the
-    rows that the method decoded. seconds: from the first decode step to the last; of a scored text
-    the whole call's. size: share of the full cache that a step read; None without a step.
-    h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back, as
-    `experiment=latency` counts them. device_bytes: cache and method, on the device at the end. The
-    bytes of a scored text are 0: replay moves nothing.
+    rows that the method decoded. size: share of the full cache that a step read; None without a
+    step. h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back, as
+    `experiment=latency` counts them. The other numbers are those of `harness.results.step_stats`;
+    a step lasts from the logits before it to its own, what the caller does in between included.
+
+    A scored text has steps, size and score_s, the seconds of the call: replay has no steps in time
+    and moves nothing.
     """
 
     steps: int
-    seconds: float
     size: float | None
-    h2d_bytes: int
-    d2h_bytes: int
-    device_bytes: int
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    score_s: float | None = None
 
 
 class MethodCache(ModelCache):
@@ -41,8 +44,7 @@ class MethodCache(ModelCache):
     The keys and values lie in a `LiveSession`, which is closed with the last reference to this
     object, and at the end of `harness.attach` at the latest. max_new_tokens: room for tokens behind
     the prompt. in_generate: transformers' `generate` asked for it. why_closed: what a call is told
-    that comes too late; None while the cache may be used. began, ended: times of the first decode
-    step's begin and the last one's end.
+    that comes too late; None while the cache may be used.
     """
 
     def __init__(
@@ -58,8 +60,6 @@ class MethodCache(ModelCache):
         self.in_generate = in_generate
         self.session: LiveSession | None = None
         self.why_closed = why_closed
-        self.began = 0.0
-        self.ended = 0.0
         self._finalizer: finalize[Any, Any] | None = None
 
     @property
@@ -74,14 +74,12 @@ class MethodCache(ModelCache):
         self.layers = session.model_cache.layers
         self._finalizer = finalize(self, session.close)
         self._finalizer.atexit = False
-        self.began = time.perf_counter()
         self.advance()
 
     def advance(self) -> None:
-        """Note the columns that the session has, and the time."""
+        """Note the columns that the session has."""
         assert self.session is not None, "only an open cache advances"
         self.num_columns = self.session.model_cache.num_columns
-        self.ended = time.perf_counter()
 
     def close(self, why: str) -> None:
         """Free the session. Idempotent."""
@@ -94,14 +92,12 @@ class MethodCache(ModelCache):
     def usage(self) -> Usage:
         """What the steps so far took. Raises UserError once the cache is closed."""
         session = self.require_open()
-        session.drain()
         return Usage(
+            **vars(stats_of(session)),
             steps=session.steps,
-            seconds=self.ended - self.began,
             size=session.reads.size if session.steps else None,
             h2d_bytes=session.h2d_bytes,
             d2h_bytes=session.d2h_bytes,
-            device_bytes=session.device_bytes,
         )
 
     def require_open(self) -> LiveSession:

@@ -74,6 +74,8 @@ class Fetcher:
 
     is_ahead = False
     """True if the rows cross during the whole step before."""
+    keeps_rows = False
+    """True if fetched rows stay on the device."""
 
     def __init__(self, share: DeviceShare, store: KVStore) -> None:
         self.share = share

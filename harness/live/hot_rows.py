@@ -117,6 +117,8 @@ class HotFetcher(Fetcher):
     [batch, 1 or num_kv_heads, slots].
     """
 
+    keeps_rows = True
+
     def __init__(self, share: DeviceShare, store: KVStore, rooms: Sequence[int]) -> None:
         super().__init__(share, store)
         self.hot = HotRows(rooms, store.num_kv_heads, share.device)
@@ -132,6 +134,8 @@ class HotFetcher(Fetcher):
 
     def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
         fetch, present = self._request_missing(mask, most)
+        _, num_missed = fetch.moving[-1]
+        self.share.missed.add(num_missed, self.store.slot_bytes)
         fetch.present = present
         return fetch, self.hot.slots
 

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -31,6 +32,8 @@ from harness.settings.config import DiskLayout
 
 SLEEP_SLACK_S = 1e-4
 """time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
+TRANSFERS_KEPT = 4096
+"""Transfers that a `LinkUse` keeps before it sums the earliest."""
 
 Direction = Literal["h2d", "d2h"]
 Move = Callable[[], int | Tensor]
@@ -45,6 +48,79 @@ class Transfer(NamedTuple):
     start_s: float
     end_s: float
     num_bytes: int
+
+
+class LinkUse:
+    """How long a link is busy in a span of time: from the last `begin` to the last `mark`.
+
+    The link adds the transfers that are asked for while the use is open, in the order in which they
+    start. It is opened before the span, for those that are under way when the span begins. Earlier
+    transfers are summed, so that a use is small however long it lasts. No method but `busy_s` and
+    `span_s` waits.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._transfers: deque[tuple[Any, Any]] = deque()
+        self._since = link.now()
+        self._until = self._since
+        self._counted = self._since  # `_summed_s` holds what was busy before
+        self._summed_s = 0.0
+
+    def begin(self) -> None:
+        """The span begins now."""
+        self._since = self._link.now()
+        self._until = self._since
+        self._counted = self._since
+        self._summed_s = 0.0
+
+    def add(self, start: Any, end: Any) -> None:
+        """A transfer occupies the link from `start` to `end`, times of the link's clock."""
+        self._transfers.append((start, end))
+
+    def mark(self) -> None:
+        """The span ends now, until the next mark."""
+        if len(self._transfers) > TRANSFERS_KEPT and self._link.has_passed(self._until):
+            self._sum_ended(waits=False)
+        self._until = self._link.now()
+
+    def close(self) -> None:
+        """Add no further transfers. Idempotent."""
+        self._link.close_use(self)
+
+    @property
+    def span_s(self) -> float:
+        """Seconds of the span."""
+        return self._link.seconds(self._since, self._until)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the span in which at least one transfer was under way. Drains the link."""
+        self._link.drain()
+        self._sum_ended(waits=True)
+        seconds = self._link.seconds
+        busy_s = self._summed_s
+        if self._transfers:  # the first of those that end after the span
+            start, _ = self._transfers[0]
+            begin = start if seconds(self._counted, start) > 0 else self._counted
+            busy_s += max(0.0, seconds(begin, self._until))
+        return busy_s
+
+    def _sum_ended(self, *, waits: bool) -> None:
+        """Sum the transfers that ended within the span."""
+        seconds = self._link.seconds
+        while self._transfers:
+            start, end = self._transfers[0]
+            if not waits and not self._link.has_passed(end):
+                return
+            if seconds(end, self._until) < 0:
+                return
+            begin = start if seconds(self._counted, start) > 0 else self._counted
+            busy_s = seconds(begin, end)
+            if busy_s > 0:
+                self._summed_s += busy_s
+                self._counted = end
+            self._transfers.popleft()
 
 
 class Ticket:
@@ -87,6 +163,7 @@ class Link(AbstractContextManager["Link"], ABC):
         self.overlap = overlap
         self.tuning = tuning
         self._recorded: list[Any] | None = None
+        self._uses: tuple[LinkUse, ...] = ()
 
     def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
         """Start loading the requested slots into `rows`, a part of a buffer on the device.
@@ -122,6 +199,30 @@ class Link(AbstractContextManager["Link"], ABC):
         self.drain()
         recorded, self._recorded = self._recorded or [], []
         return [self._timed(transfer) for transfer in recorded]
+
+    def open_use(self) -> LinkUse:
+        """Measure how busy the link is, until the use is closed."""
+        use = LinkUse(self)
+        self._uses = (*self._uses, use)
+        return use
+
+    def close_use(self, use: LinkUse) -> None:
+        """Add no further transfers to `use`. Idempotent."""
+        self._uses = tuple(other for other in self._uses if other is not use)
+
+    # The link's clock, in which a `LinkUse` counts
+
+    def now(self) -> Any:
+        """A time, as `seconds` takes it."""
+        return time.perf_counter()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds from one time to another, below 0 if `end` is earlier. Waits for both."""
+        return end - begin
+
+    def has_passed(self, moment: Any) -> bool:
+        """Whether `seconds` can tell the time without waiting."""
+        return bool(moment <= time.perf_counter())
 
     @abstractmethod
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
@@ -269,6 +370,8 @@ class WorkerLink(Link):
             job.end_s = free_s = self.ends_at(start_s, job.num_bytes)
             if self._recorded is not None:
                 self._recorded.append(Transfer(job.direction, start_s, free_s, job.num_bytes))
+            for use in self._uses:
+                use.add(start_s, free_s)
             job.done.set()
 
 
@@ -336,7 +439,9 @@ class CudaLink(Link):
         stream = self.stream if self.overlap else compute
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
-            start = None if self._recorded is None else _event(stream, timed=True)
+            uses = self._uses
+            is_timed = self._recorded is not None or bool(uses)
+            start = _event(stream, timed=True) if is_timed else None
             num_bytes = move()
             end = _event(stream, timed=start is not None)
         for tensor in used:
@@ -344,6 +449,8 @@ class CudaLink(Link):
         if self._recorded is not None and start is not None:
             # Times and size are still on the device.
             self._recorded.append((direction, start, end, num_bytes))
+        for use in uses:
+            use.add(start, end)
         return end
 
     def finish(self, started: torch.cuda.Event) -> None:
@@ -354,6 +461,17 @@ class CudaLink(Link):
 
     def close(self) -> None:
         self.drain()  # kernels may still be reading pinned memory that is about to be freed
+
+    def now(self) -> torch.cuda.Event:
+        return _event(torch.cuda.current_stream(self.device), timed=True)
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        begin.synchronize()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def has_passed(self, moment: torch.cuda.Event) -> bool:
+        return moment.query()
 
     def _timed(self, recorded: Any) -> Transfer:
         direction, start, end, num_bytes = recorded

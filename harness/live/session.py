@@ -22,14 +22,14 @@ from harness.errors import UserError
 from harness.live import hot_rows, memory
 from harness.live.ahead import AheadPart
 from harness.live.cache import LayerCache
-from harness.live.links import Link, Links, leads_to_disk, link_of
+from harness.live.links import Link, Links, LinkUse, leads_to_disk, link_of
 from harness.live.opening import Opening
 from harness.live.resident import LocalCache
 from harness.live.share import DeviceShare, TokenBatch, Traffic
 from harness.live.step import DecodeStep
 from harness.live.step_reads import StepReads
 from harness.live.store import KVStore
-from harness.live.timeline import Timeline
+from harness.live.timeline import StepClock, Timeline
 from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.policies import Policy, new_states, policies_of
@@ -56,6 +56,8 @@ class LiveSession:
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
     every token. reads: what the steps read on the device. bytes_needed: memory that was asked for.
+    link_uses: how busy each link was, from the end of the prompt to that of the last step.
+    clock: when the prompt and each step ended.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class LiveSession:
             element_bytes=attached.dtype.itemsize,
             device=attached.devices[0],
         )
+        self.clock = StepClock(attached.device)
+        self.link_uses: list[LinkUse] = []
         self.model_cache = attached.new_cache()
         self.bytes_needed = memory.SessionBytes(0, 0)
 
@@ -123,13 +127,15 @@ class LiveSession:
         ids: int [batch, prompt]; real: bool of the same shape, False for the padding on the left,
         so that prompts end in one column. Returns logits [batch, vocab] for the first new token.
         """
+        self.clock.begin_prompt()
         needed = held_bytes if self.method.rereads else prompt_bytes
         self._open(real, needed(self.attached, ids.numel()))
         hidden = run_prompts(
             self.attached, self.method, self.states, ids, real, self._keep_prompt, self.model_cache
         )
+        logits = self.attached.logits(hidden[:, -1])
         self._count_from_here()
-        return self.attached.logits(hidden[:, -1])
+        return logits
 
     @torch.inference_mode()
     def start(self, prompt: PrefilledPrompt) -> Tensor:
@@ -139,6 +145,7 @@ class LiveSession:
         """
         if self.method.needs_inputs:
             return self.prefill(prompt.ids, prompt.real)
+        self.clock.begin_prompt()
         if self.method.rereads:
             passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             longest = max((reread.ids.numel() for reread in passes), default=0)
@@ -148,9 +155,10 @@ class LiveSession:
             self._open(prompt.real, prompt_bytes(self.attached, 0))
         for layer, states in enumerate(prompt.layers):
             self._keep_prompt(layer, *states)
-        self._count_from_here()
         self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))
-        return self.attached.logits(prompt.hidden)
+        logits = self.attached.logits(prompt.hidden)
+        self._count_from_here()
+        return logits
 
     @torch.inference_mode()
     def decode_step(self, ids: Tensor) -> Tensor:
@@ -164,10 +172,14 @@ class LiveSession:
         positions = self.batch.positions
         hidden = self.attached.forward(ids[:, None], positions[:, None], step, self.model_cache)
         self.timeline.switch("other")
-        self.reads.count(positions, step.reads, step.index_reads)
+        self.reads.count(positions, step.reads, step.index_reads, step.hot_reads)
         for share in self.shares.values():
             share.batch.advance()
-        return self.attached.logits(hidden[:, -1])
+        logits = self.attached.logits(hidden[:, -1])
+        self.clock.mark()
+        for use in self.link_uses:
+            use.mark()
+        return logits
 
     @property
     def batch(self) -> TokenBatch:
@@ -228,10 +240,26 @@ class LiveSession:
         files = [share.file for share in self.shares.values()]
         return sum(file.nbytes for file in files if file is not None)
 
+    @property
+    def rows_read(self) -> float | Tensor:
+        """Rows that the steps so far read, of one token and KV head each, in layers that see every
+        token. Padding is not counted. Under CUDA a 0-d tensor (no sync)."""
+        return self.reads.tokens_read * self.attached.geometry.num_kv_heads
+
+    @property
+    def rows_found(self) -> float | Tensor:
+        """The part of `rows_read` that was on the device when its layer selected it: fetched before
+        and kept there (`device_rows`), or prefetched."""
+        selected = self.reads.hot_tokens_read * self.attached.geometry.num_kv_heads
+        return selected - self._total([share.missed.num_rows for share in self.shares.values()])
+
     def _count_from_here(self) -> None:
-        """The prompt is written: the bytes counted from here on are those of decode steps."""
+        """The prompt is written: time and bytes counted from here on are those of decode steps."""
+        self.clock.mark()
         for share in self.shares.values():
             share.written = Traffic()
+        for use in self.link_uses:
+            use.begin()
 
     def _total(self, counts: Sequence[int | Tensor]) -> int | Tensor:
         """Of all devices, on the first layer's."""
@@ -269,6 +297,14 @@ class LiveSession:
         return total
 
     @property
+    def host_bytes(self) -> int | None:
+        """Bytes of the cache in host memory; None under managed placement, whose pages come and
+        go."""
+        if self.placement == "managed":
+            return None
+        return sum(store.nbytes for store in self.stores) if self.placement == "host" else 0
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are page-locked for this session."""
         slabs = [share.slab for share in self.shares.values()]
@@ -284,6 +320,8 @@ class LiveSession:
         try:
             self.drain()
         finally:
+            for use in self.link_uses:
+                use.close()
             self.caches = []
             self.parts = {}
             for store in self.stores:
@@ -326,6 +364,8 @@ class LiveSession:
             self.shares[device] = share
             with launching_on(device):
                 opening.open_share(share, activations)
+        for link in self.links:
+            self.link_uses.append(link.open_use())
         self.bytes_needed = opening.bytes_needed
         self.parts = opening.parts
         self.caches = [opening.caches[layer] for layer in sorted(opening.caches)]

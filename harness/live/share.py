@@ -130,8 +130,9 @@ class DeviceShare:
     use in turns and that hold no rows, the one that was read last at the end. loaded, written: rows
     that the decode steps took from the link and wrote back, counted in the step that waits for
     them, so that they are exact for any run of steps. late: the rows of `loaded` that a layer
-    requested by its own query, in the layer itself. block_bytes: read from a disk for the rows of
-    `loaded`, in whole blocks.
+    requested by its own query, in the layer itself. missed: where rows stay on the device, those
+    that were not there when their layer selected them. block_bytes: read from a disk for the rows
+    of `loaded`, in whole blocks.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class DeviceShare:
         self.loaded = Traffic()
         self.written = Traffic()
         self.late = Traffic()
+        self.missed = Traffic()
         self.block_bytes = 0
 
     def new_buffer(self, store: KVStore, num_rows: int) -> Tensor:

@@ -37,7 +37,8 @@ class DecodeStep(Handler):
     that request a part of the exempt layers' rows for the next step.
 
     reads, index_reads: of each layer under the method [batch]: tokens read, and tokens read of an
-    index or of rows that stay on the device. rest: what stands for the tokens that a layer does not
+    index or of rows that stay on the device. hot_reads: of `reads` those of layers whose fetched
+    rows stay on the device. rest: what stands for the tokens that a layer does not
     read, between its selection and its attention.
     """
 
@@ -56,6 +57,7 @@ class DecodeStep(Handler):
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[Tensor] = []
         self.index_reads: list[Tensor] = []
+        self.hot_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
 
     def begin(self) -> None:
@@ -135,6 +137,8 @@ class DecodeStep(Handler):
         if selection.rest is not None:
             self.rest[cache] = selection.rest
         self.reads.append(selection.num_read[:, 0])
+        if cache.fetcher.keeps_rows:
+            self.hot_reads.append(selection.num_read[:, 0])
         self._note_index(selection)
 
     def _note_index(self, selection: Selection) -> None:

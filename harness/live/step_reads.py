@@ -17,7 +17,9 @@ class StepReads:
 
     codec: of the layers under the method. slot_bytes: of their rows, set once the stores are there.
     element_bytes: of the compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and
-    windows in the compute dtype, and the own token of every layer. Padding is not counted.
+    windows in the compute dtype, and the own token of every layer. tokens_read: fp64, 0-d: cached
+    tokens read, mean over KV heads, in all layers that see every token; hot_tokens_read: of them
+    those in layers whose fetched rows stay on the device. Padding is not counted.
     """
 
     def __init__(
@@ -35,12 +37,20 @@ class StepReads:
         self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
         self.slot_bytes = 0
         self.rows = 0
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
-        self.frac_sum, self.index_sum, self.num_bytes = sums
+        sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self.frac_sum, self.index_sum, self.num_bytes, *of_tokens = sums
+        self.tokens_read, self.hot_tokens_read = of_tokens
 
-    def count(self, cached: Tensor, reads: Sequence[Tensor], index_reads: Sequence[Tensor]) -> None:
+    def count(
+        self,
+        cached: Tensor,
+        reads: Sequence[Tensor],
+        index_reads: Sequence[Tensor],
+        hot_reads: Sequence[Tensor] = (),
+    ) -> None:
         """Add a step. cached: tokens before it, int [batch]; reads, index_reads: of each layer
-        under the method, tokens read and read of an index, mean over KV heads, [batch]."""
+        under the method, tokens read and read of an index, mean over KV heads, [batch]; hot_reads:
+        of `reads` those in layers whose fetched rows stay on the device."""
         geometry, num_layers = self.geometry, self.geometry.num_layers
         read, index_read = _sum(cached, reads), _sum(cached, index_reads)
         self.rows += len(cached)
@@ -53,6 +63,10 @@ class StepReads:
         self.frac_sum = self.frac_sum + share.sum()
         self.index_sum = self.index_sum + index_share.sum()
         self.num_bytes = self.num_bytes + num_bytes.sum()
+        tokens_read = self.num_exempt * cached + read
+        self.tokens_read = self.tokens_read + tokens_read.sum()
+        if hot_reads:
+            self.hot_tokens_read = self.hot_tokens_read + _sum(cached, hot_reads).sum()
 
     @property
     def size(self) -> float:

@@ -1,8 +1,9 @@
 """Where the time of a decode step goes: attention, FFN, prediction, waiting for the link (the
-paper's Fig 18).
+paper's Fig 18); and how long a prompt and each step take.
 
-Each mark ends one segment and begins the next, so the segments of a step sum to the step. On CUDA
-the marks are events on the current stream, read after the steps.
+In a `Timeline` each mark ends one segment and begins the next, so the segments of a step sum to the
+step. On CUDA the marks are events on the current stream, read after the steps. A `StepClock` has
+one mark a step, so every session keeps one.
 """
 
 from __future__ import annotations
@@ -89,4 +90,46 @@ class Timeline:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._current))
+        return event
+
+
+class StepClock:
+    """When a prompt began and ended, and when each decode step ended.
+
+    On CUDA these are events on the device's current stream, and only who reads the times waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[Any] = []
+
+    def begin_prompt(self) -> None:
+        """The prompt begins now."""
+        self._marks = [self._now()]
+
+    def mark(self) -> None:
+        """The prompt, then a step, ends now: its logits are there."""
+        self._marks.append(self._now())
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the prompt to the logits of the first new token."""
+        return self._intervals()[0]
+
+    @property
+    def step_s(self) -> list[float]:
+        """Seconds of each step: from the end of what came before to its own end."""
+        return self._intervals()[1:]
+
+    def _intervals(self) -> list[float]:
+        if self.device.type == "cuda":
+            self._marks[-1].synchronize()
+            return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._marks)]
+        return [end - begin for begin, end in pairwise(self._marks)]
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
         return event

@@ -118,27 +118,51 @@ SEGMENTS = (
     Column("other_s", "other (ms)", 1e3, 3),
 )
 """Seconds of one block in one decode step (Fig 18); transfer is the time that no compute hides."""
+OF_DECODING = (
+    Column("decode_tokens_per_s", "decode tokens/s", 1, 2),
+    Column("sequence_tokens_per_s", "tokens/s of a sequence", 1, 2),
+)
+OF_SPREAD = (
+    Column("tpot_p99_s", "TPOT p99 (ms)", 1e3, 2),
+    Column("tpot_std_s", "TPOT std (ms)", 1e3, 2),
+    Column("ttft_spread_s", "TTFT std over repeats (ms)", 1e3, 1),
+    Column("tpot_spread_s", "TPOT std over repeats (ms)", 1e3, 2),
+)
+HOST_KV_BYTES = Column("host_kv_bytes", "KV in host memory (MiB)", 1 / MIB, 1)
+OF_LINK = (
+    Column("link_utilisation", "link busy (%)", 100, 1),
+    Column("hit_rate", "hit rate (%)", 100, 1),
+)
+OF_SERVING = (*OF_DECODING, *OF_SPREAD, HOST_KV_BYTES, *OF_LINK)
+"""The columns of a latency table that an older one lacks."""
 LATENCY = (
     EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
     BATCH_SIZE, PROMPT_LEN,
     Column("gen_len", "generated", 1, 0, "{:,.0f} generated"),
-    Column("prefill_s", "prefill (ms)", 1e3, 1),
+    Column("ttft_s", "TTFT (ms)", 1e3, 1),
     Column("decode_s", "decode (ms)", 1e3, 1),
     Column("total_s", "total (ms)", 1e3, 1),
     Column("tokens_per_s", "tokens/s", 1, 2),
-    Column("step_p50_s", "step p50 (ms)", 1e3, 2),
-    Column("step_p95_s", "step p95 (ms)", 1e3, 2),
+    *OF_DECODING,
+    Column("tpot_p50_s", "TPOT p50 (ms)", 1e3, 2),
+    Column("tpot_p95_s", "TPOT p95 (ms)", 1e3, 2),
+    *OF_SPREAD,
     Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
     Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
     Column("weights_on_device", "weights on the device (%)", 100, 1),
     Column("weight_bytes", "weights to device (GiB)", 1 / GIB, 3),
     Column("device_read_bytes", "read on device (GiB)", 1 / GIB, 3),
+    HOST_KV_BYTES,
     Column("device_kv_bytes", "KV on device (MiB)", 1 / MIB, 1),
+    *OF_LINK,
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     LINK_BYTES_PER_S,
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
     SIZE, UNMET_SIZE, DEVICE_FRAC, SHIPPED, RUN_ID, *SEGMENTS,
 )  # fmt: skip
+"""`harness.results.step_stats` and `harness.speed.timed_run` define the columns."""
+RENAMED = {"prefill_s": "ttft_s", "step_p50_s": "tpot_p50_s", "step_p95_s": "tpot_p95_s"}
+"""Columns of latency tables and records by their former names, under which they are still read."""
 ANALYSIS = (
     EXPERIMENT, MODEL, Column("series"), LAYER, X_NAME, Column("x", "x", 1, 3),
     METRIC, VALUE, STDERR, NUM_SAMPLES, SOURCE, SHIPPED, RUN_ID,
@@ -260,6 +284,7 @@ NEEDED = {
 def _optional() -> Iterator[str]:
     for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS):
         yield column.name
+    yield from names(OF_SERVING)
     for metric in BOARD_METRICS:
         if metric.origin == "task":
             yield f"{metric.column.name}_{NUM_CONTEXTS.name}"
@@ -273,7 +298,8 @@ def names(columns: Iterable[Column]) -> tuple[str, ...]:
 
 
 OPTIONAL = tuple(_optional())
-"""Columns that a table may lack; an older table lacks the numbers of contexts."""
+"""Columns that a table may lack; an older table lacks the numbers of contexts, and what serving
+engineers read beyond percentiles of a step."""
 
 _QUANTITIES = (
     Column("acc", "acc (%)", 100, 1),
@@ -351,6 +377,11 @@ def rank(metric: str) -> tuple[int, int, str]:
     known = [*METRICS, way]
     length = int(metric) if metric.isdecimal() else sys.maxsize
     return known.index(way), length, metric
+
+
+def renamed(row: Mapping[str, T]) -> dict[str, T]:
+    """The values under the present names of columns."""
+    return {RENAMED.get(name, name): value for name, value in row.items()}
 
 
 def picked(row: Mapping[str, Any], names: Iterable[str]) -> TableRow:
@@ -454,6 +485,7 @@ def read_table(path: Path) -> list[TableRow]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
         lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        lines.fieldnames = [RENAMED.get(name, name) for name in lines.fieldnames or ()]
         rows = list(lines)
         shape = shape_of(lines.fieldnames or ())
         if shape is not None and not any(map(_has_other_length, rows)):

@@ -28,7 +28,7 @@ BRIEF = (
 """Metrics of `METRICS` that a terminal shows."""
 BRIEF_SPEED = (
     "batch_size", "prompt_len", "gen_len", "size", "unmet_size",
-    "prefill_s", "tokens_per_s", "step_p50_s", "h2d_bytes", "peak_device_bytes",
+    "ttft_s", "tokens_per_s", "tpot_p50_s", "tpot_p99_s", "h2d_bytes", "peak_device_bytes",
 )  # fmt: skip
 """Numbers of a timed cell that a terminal shows."""
 MAX_COLUMNS = 6

@@ -83,6 +83,7 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
         "run_id": record["run_id"],
     }
     if record["table"] == "latency":
+        metrics = columns.renamed(metrics)
         return [common | metrics | {"unmet_size": _unmet_size(config, metrics)}]
     if record["table"] == "analysis":
         return [common | {"source": metrics["source"]} | point for point in metrics["points"]]

@@ -192,9 +192,10 @@ class LatencyConfig:
     """The shape of a timed cell, and how often it is timed. These settings stand at the top.
 
     Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones. Of
-    the gen_len - 1 decode steps, the first `warmup_steps` are not timed. Then `repeats` blocks of
-    `timed_steps` are; None: as many as there are. Once decoding has taken `time_limit_s` seconds,
-    no further step is timed, except for the first.
+    the gen_len - 1 decode steps, the first `warmup_steps` are not timed; then `timed_steps` are.
+    None: all others. The run is repeated `repeats` times, each time from the prompt on with a cache
+    of its own. Once decoding has taken `time_limit_s` seconds in all repeats together, no further
+    step is timed and no repeat begins; a repeat that has begun times one step.
     """
 
     batch_size: Count = 4
@@ -206,15 +207,15 @@ class LatencyConfig:
     time_limit_s: Annotated[float, Field(ge=1, le=MOST)] | None = None
 
     def __post_init__(self) -> None:
-        needed = self.warmup_steps + self.repeats * (self.timed_steps or 1)
+        needed = self.warmup_steps + (self.timed_steps or 1)
         if needed > self.gen_len - 1:
-            sums = f"warmup_steps + repeats * timed_steps are {needed}"
+            sums = f"warmup_steps + timed_steps are {needed}"
             raise UserError(f"gen_len={self.gen_len}: has {self.gen_len - 1} decode steps; {sums}")
 
     @property
-    def block_steps(self) -> int:
-        """Timed steps in a repeat."""
-        return self.timed_steps or (self.gen_len - 1 - self.warmup_steps) // self.repeats
+    def steps_per_repeat(self) -> int:
+        """Timed steps of a repeat."""
+        return self.timed_steps or self.gen_len - 1 - self.warmup_steps
 
 
 @dataclass(frozen=True)

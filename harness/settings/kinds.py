@@ -79,7 +79,7 @@ KINDS = {
     "latency": Kind(
         depends_on=("platform", "placement", "latency", "seed", "calibration"),
         table="latency",
-        code=("speed",),
+        code=("speed", "results/step_stats.py"),
         live=True,
     ),
     "generate": Kind(

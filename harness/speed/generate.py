@@ -6,7 +6,6 @@ max_new_tokens=100 temperature=0.7
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.sampling import Draft
 from harness.replay.setup import prepare
+from harness.results.columns import MISSING
+from harness.results.step_stats import StepStats, stats_of
 from harness.settings.config import RunConfig
 from harness.speed.latency import compute_threads, source_of, two_memories
 from methods.base import TokenCounts
@@ -29,65 +30,76 @@ from methods.base import TokenCounts
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Generated:
+@dataclass(frozen=True, kw_only=True)
+class Generated(StepStats):
     """A text that a live cache decoded. `print` shows the text, then times and transfers.
 
-    text: without the prompt. num_tokens: new ones. prefill_s, decode_s: seconds; decode_s is of all
-    steps together. rows, h2d_bytes, d2h_bytes: rows that the decode steps took from the link, their
-    bytes, and the bytes written back; weight_bytes: of streamed weights. All as
-    `experiment=latency` counts them. device_bytes: cache and method on the device at the end. size:
-    share of the full cache that a decode step read; None without a step. source: measured or
-    emulated.
+    text: without the prompt. num_tokens: new ones. rows, h2d_bytes, d2h_bytes: rows that the decode
+    steps took from the link, their bytes, and the bytes written back; weight_bytes: of streamed
+    weights. All as `experiment=latency` counts them. size: share of the full cache that a decode
+    step read; None without a step. source: measured or emulated. counted: False where the driver
+    moves pages. The other numbers are those of `harness.results.step_stats`, of all steps.
     """
 
     prompt: str
     text: str
     num_prompt_tokens: int
     num_tokens: int
-    prefill_s: float
-    decode_s: float
     rows: int
     steps: int
     h2d_bytes: int
     d2h_bytes: int
-    device_bytes: int
     size: float | None
     source: str
     counted: bool = True
     weight_bytes: int = 0
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """New tokens a second after the first; None where there is none."""
-        return (self.num_tokens - 1) / self.decode_s if self.num_tokens > 1 else None
-
     def summary(self) -> str:
-        """Two lines: times; rows and bytes over the link, the share of the cache that was read, and
-        device memory."""
-        rate = "no decode step"
-        if self.tokens_per_s is not None:
-            rate = f"{self.tokens_per_s:.1f} tokens/s"
-        prefill = f"prefill {self.num_prompt_tokens} tokens in {self.prefill_s:.2f} s"
-        if self.counted:
-            rows_of_step = self.rows / max(1, self.steps)
-            moved = (
-                f"fetched {self.rows} rows ({rows_of_step:.0f} a step, of one token and KV head "
-                f"each): {self.h2d_bytes / MIB:.2f} MiB to the device, "
-                f"{self.d2h_bytes / MIB:.2f} MiB to the host"
-            )
-        else:
-            moved = "the driver moved pages, which are not counted"
-        moved += f", {self.device_bytes / MIB:.2f} MiB kept on the device"
-        streamed = ""
+        """Three lines: times; rows and bytes over the link; where the cache lies, and the share of
+        it that was read."""
+        return "\n".join((self._times(), self._transfers(), self._memory()))
+
+    def _times(self) -> str:
+        prompt = f"{self.num_prompt_tokens} tokens of prompt, TTFT {self.ttft_s:.2f} s"
+        if not self.steps:
+            return f"{prompt}; {self.num_tokens} new tokens, no decode step"
+        p50, p95 = _ms(self.tpot_p50_s), _ms(self.tpot_p95_s)
+        p99, std = _ms(self.tpot_p99_s), _ms(self.tpot_std_s)
+        tpot = f"TPOT p50 {p50} ms, p95 {p95}, p99 {p99} (std {std})"
+        rate = f"{self.sequence_tokens_per_s:.1f} tokens/s"
+        return f"{prompt}; {self.num_tokens} new tokens, {tpot}, {rate}"
+
+    def _transfers(self) -> str:
+        if not self.counted:
+            return "the driver moved pages, which are not counted"
+        rows_of_step = self.rows / max(1, self.steps)
+        moved = (
+            f"fetched {self.rows} rows ({rows_of_step:.0f} a step, of one token and KV head each): "
+            f"{self.h2d_bytes / MIB:.2f} MiB to the device, {self.d2h_bytes / MIB:.2f} MiB to the "
+            "host"
+        )
         if self.weight_bytes:
-            streamed = f"{self.weight_bytes / MIB:.2f} MiB of weights streamed; "
+            moved += f", {self.weight_bytes / MIB:.2f} MiB of weights streamed"
+        if self.link_utilisation is not None:
+            moved += f"; link busy {self.link_utilisation:.0%} of the time"
+        if self.hit_rate:
+            moved += f", hit rate {self.hit_rate:.0%}"
+        return moved
+
+    def _memory(self) -> str:
+        kept = f"cache: {(self.device_kv_bytes or 0) / MIB:.2f} MiB on the device"
+        if self.host_kv_bytes:
+            kept += f", {self.host_kv_bytes / MIB:.2f} MiB in host memory"
         read = "read nothing" if self.size is None else f"read {self.size:.1%} of the cache"
-        first = f"{prefill}; {self.num_tokens} new tokens, {rate}"
-        return f"{first}\n{moved}; {streamed}{read}; source: {self.source}"
+        return f"{kept}; {read}; source: {self.source}"
 
     def __str__(self) -> str:
         return f"{self.prompt}{self.text}\n\n{self.summary()}"
+
+
+def _ms(seconds: float | None) -> str:
+    """Milliseconds; - for None."""
+    return MISSING if seconds is None else f"{1e3 * seconds:.1f}"
 
 
 def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], Any]) -> Generated:
@@ -136,20 +148,17 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 write(prompt)
                 continuation = _Continuation(config, loaded.reader.eos_token_id)
                 streamed = _stream(session, ids, continuation, loaded.reader, write, weights)
-                session.drain()
                 return Generated(
+                    **vars(stats_of(session)),
                     prompt=prompt,
                     text=streamed.text,
                     num_prompt_tokens=len(ids),
                     num_tokens=streamed.num_tokens,
-                    prefill_s=streamed.prefill_s,
-                    decode_s=streamed.decode_s,
                     weight_bytes=streamed.weight_bytes,
                     rows=session.rows_loaded,
                     steps=session.steps,
                     h2d_bytes=session.h2d_bytes,
                     d2h_bytes=session.d2h_bytes,
-                    device_bytes=session.device_bytes,
                     size=session.reads.size if session.steps else None,
                     source=source_of(config),
                     counted=session.placement != "managed",
@@ -168,12 +177,10 @@ class _Continuation(Draft):
 
 
 class _Streamed(NamedTuple):
-    """A text that has been written, and what it took. Fields as in `Generated`."""
+    """A text that has been written. Fields as in `Generated`."""
 
     text: str
     num_tokens: int
-    prefill_s: float
-    decode_s: float
     weight_bytes: int
 
 
@@ -190,13 +197,9 @@ def _stream(
     last = list(ids[-1:])
     before = str(tokenizer.decode(last))
     shown = ""
-    began = time.perf_counter()
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
     prompt_weight_bytes = 0 if weights is None else weights.num_bytes
-    decoding_began = 0.0
     for _ in generate(session, logits, [text]):
-        if len(text.tokens) == 1:
-            decoding_began = time.perf_counter()
         if text.ends_itself():  # the end-of-text token is no part of the text
             text.tokens.pop()
             break
@@ -206,12 +209,9 @@ def _stream(
         so_far = so_far.rstrip("\ufffd")
         write(so_far.removeprefix(shown))
         shown = so_far
-    ended = time.perf_counter()
     weight_bytes = 0 if weights is None else weights.num_bytes
     return _Streamed(
         text=shown,
         num_tokens=len(text.tokens),
-        prefill_s=decoding_began - began,
-        decode_s=ended - decoding_began,
         weight_bytes=weight_bytes - prompt_weight_bytes,
     )

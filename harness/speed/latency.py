@@ -1,8 +1,8 @@
 """`experiment=latency`: a timed run. `harness.speed.timed_run` says what the numbers contain.
 
-On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process
-for all its runs, and one core is left to the link. Under CUDA every run prefills for itself, as
-does a run that streams weights.
+On the CPU, where a prefill takes up to a minute, the dense passes of a shape, one for each repeat,
+run once in a process for all its runs, and one core is left to the link. Under CUDA every run
+prefills for itself, as does a run that streams weights.
 
     python run.py experiment=latency label=infinigen batch_size=8
 """
@@ -75,7 +75,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
 
         def run_densely() -> SharedPrompt:
             require_shared_prompt(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
-            return run_shared_prompt(attached, prompt_ids(config, loaded))
+            return run_shared_prompt(attached, prompt_ids(config, loaded), shape.repeats)
 
         with two_memories(config, attached) as (rate, link):
             prompt: SharedPrompt | Tensor
@@ -86,6 +86,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                     loaded.fingerprint,
                     shape.batch_size,
                     shape.prompt_len,
+                    shape.repeats,
                     config.seed,
                     config.calibration,
                 )

@@ -1,16 +1,22 @@
 """Times one run: a method, a placement, a codec and a link at one shape. Everything that is timed
-is listed here.
+is listed here; `harness.results.step_stats` defines the numbers that other runs report too.
 
-prefill_s: from the prompts to the logits of the first new token: the dense pass, and the method's
-  work on the prompt. With a `SharedPrompt` the dense pass is timed once for all runs of its shape
-  (dense_s), the rest in each (begin_s). Rows that are still on their way to the host at the end of
-  the prompt are not waited for: in a prefill of its own they travel beside the dense pass.
+A run is repeated `repeats` times. Each repeat has a session of its own and begins with the same
+prompt, so its timed steps have the same cached tokens. Percentiles, means and sums are over the
+steps of all repeats. `ttft_spread_s` and `tpot_spread_s` are what the steps of one session do not
+show: the standard deviation from repeat to repeat of TTFT and of a repeat's median TPOT; None of
+one repeat.
+
+ttft_s: from the prompts to the logits of the first new token: the dense pass, and the method's work
+  on the prompt; mean over the repeats. With a `SharedPrompt` the dense pass is timed `repeats`
+  times for all runs of its shape (dense_s), the rest in each repeat (begin_s). Rows that are still
+  on their way to the host at the end of the prompt are not waited for: in a prefill of its own they
+  travel beside the dense pass.
 step_s: one decode step: choosing the token, the forward pass, and every wait for the link, up to
   the logits. Steps follow one another without a pause; under CUDA each ends with a wait for the
-  compute stream, not for the link. The first `warmup_steps` are not timed. [repeats] of [timed
-  steps].
+  compute stream, not for the link. The first `warmup_steps` are not timed. By repeat.
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their
-  number. With `time_limit_s`, no further step is timed after that many seconds of decoding.
+  number. tokens_per_s: of gen_len tokens, likewise.
 segments: seconds of a timed step by `harness.live.timeline.SEGMENTS`; they sum to it.
   exposed_transfer_s is `transfer`. Under managed placement the driver moves pages: a fault stalls
   the kernel that meets it, no byte is counted, and peak_device_bytes, torch's, leaves out the
@@ -19,14 +25,14 @@ h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; la
   h2d_bytes that a layer asked for by its own query, for which it waits. device_read_bytes: read in
   device memory. weight_bytes: streamed weights; weights_on_device: the share of the decoder layers'
   bytes that stays there.
+link_utilisation, hit_rate: of the timed steps.
 transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and
-weights included. device_kv_bytes: device memory of cache, method and buffers. pinned_bytes:
-page-locked host memory of the cache. peak_device_bytes: while decoding; on the CPU the weights that
-are there, buffers of streamed ones included, and
-  device_kv_bytes. size, device_frac: over all steps, see `harness.model.sizes`.
+weights included. pinned_bytes: page-locked host memory of the cache. peak_device_bytes: while
+decoding, the largest of the repeats; on the CPU the weights that are there, buffers of streamed
+ones included, and device_kv_bytes. size, device_frac: over all steps, see `harness.model.sizes`.
 
     with attach(model) as attached, open_link(attached.device) as link:
-        prompt = run_shared_prompt(attached, ids)
+        prompt = run_shared_prompt(attached, ids, shape.repeats)
         metrics, samples = time_run(attached, prompt, run, link=link, calibration=calibration)
 """
 
@@ -35,6 +41,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,6 +56,7 @@ from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attached import Attached
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.prompts import run_prompt
+from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
 from methods.base import Calibration, Method
 from methods.codec import AnyCodec
@@ -73,29 +81,62 @@ class TimedRun:
 
 
 class SharedPrompt(NamedTuple):
-    """A prompt that ran densely once for all timed runs of its shape, in `dense_s` seconds."""
+    """A prompt that ran densely for all timed runs of its shape. dense_s: seconds of each pass, one
+    for each repeat."""
 
     prompt: PrefilledPrompt
-    dense_s: float
+    dense_s: Sequence[float]
 
 
 class Timing(NamedTuple):
     """metrics: the columns of a latency table that are measured here; None for what has no meaning.
-    Segments are medians, of one block of the model. samples: raw numbers for the record; bytes of
-    the timed steps alone are called `timed_...`."""
+    Segments are medians, of one block of the model. samples: raw numbers for the record; what the
+    timed steps alone moved or read is called `timed_...`."""
 
     metrics: dict[str, Any]
     samples: dict[str, Any]
 
 
-def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
-    """Run prompts ids [batch, prompt] densely, timed. Their queries, keys and values stay in
-    memory."""
+@dataclass(frozen=True)
+class _Repeat:
+    """One repeat: a session from its prompt to its last timed step.
+
+    decoding_s: of all num_steps steps, warm-up included. counts: by name, what the timed steps
+    moved and read; None for what has no meaning. timed_busy_s, timed_span_s: of the timed steps,
+    summed over the links, seconds in which they were busy, and all. The others as in the module.
+    """
+
+    begin_s: float
+    decoding_s: float
+    step_s: list[float]
+    segments: list[dict[str, float]]
+    counts: dict[str, int | None]
+    timed_busy_s: float
+    timed_span_s: float
+    link_busy_s: float
+    transferred_bytes: int
+    host_kv_bytes: int | None
+    device_kv_bytes: int
+    pinned_bytes: int
+    peak_device_bytes: int
+    size: float
+    device_frac: float
+    num_steps: int
+
+
+def run_shared_prompt(attached: Attached, ids: Tensor, repeats: int = 1) -> SharedPrompt:
+    """Run prompts ids [batch, prompt] densely `repeats` times, timed. The queries, keys and values
+    of the last pass stay in memory."""
     real = torch.ones_like(ids, dtype=torch.bool)
     run_prompt(attached, ids[:, :1], real[:, :1])  # the first pass of a process finds cold weights
-    began = _now(attached.device)
-    prompt = run_prompt(attached, ids, real)
-    return SharedPrompt(prompt, _now(attached.device) - began)
+    dense_s: list[float] = []
+    while True:
+        began = _now(attached.device)
+        prompt = run_prompt(attached, ids, real)
+        dense_s.append(_now(attached.device) - began)
+        if len(dense_s) == repeats:
+            return SharedPrompt(prompt, dense_s)
+        del prompt  # there is memory for one
 
 
 def time_run(
@@ -106,24 +147,29 @@ def time_run(
     link: Links | None = None,
     calibration: Calibration | None = None,
 ) -> Timing:
-    """Time a run from its prompt on.
+    """Time a run from its prompt on, `repeats` times.
 
-    prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up. With
-    streamed weights it must be ids, as the prefill streams them too. link: needed under host
-    placement; its earlier transfers must have been taken. Raises UserError where the cache does not
-    fit into memory, ValueError for combinations without meaning.
+    prompt: shared, or ids [batch, prompt], which then run once more before the first repeat, as a
+    warm-up. With streamed weights it must be ids, as the prefill streams them too. link: needed
+    under host placement; its earlier transfers must have been taken. Raises UserError where the
+    cache does not fit into memory, ValueError for combinations without meaning.
     """
-    if isinstance(prompt, SharedPrompt) and run.weights_on_device < 1:
-        raise ValueError(
-            f"weights_on_device={run.weights_on_device}: a shared prompt ran with all weights there"
-        )
+    shape = run.shape
+    if isinstance(prompt, SharedPrompt):
+        if run.weights_on_device < 1:
+            raise ValueError(
+                f"weights_on_device={run.weights_on_device}: a shared prompt ran with all weights "
+                "there"
+            )
+        if len(prompt.dense_s) != shape.repeats:
+            raise ValueError(f"repeats={shape.repeats}: the prompt ran {len(prompt.dense_s)} times")
     timeline = Timeline(attached.device)
 
     def open_session() -> LiveSession:
         return LiveSession(
             attached,
             run.method,
-            max_new_tokens=run.shape.gen_len,
+            max_new_tokens=shape.gen_len,
             codec=run.codec,
             placement=run.placement,
             link=link if run.placement in BEHIND_LINK else None,
@@ -137,97 +183,161 @@ def time_run(
     streamed = streamed_weights(
         attached, link, run.weights_on_device, timeline=timeline, pinned=run.pinned
     )
+    repeats: list[_Repeat] = []
+    left_s = shape.time_limit_s or math.inf
     with streamed as weights:
         if isinstance(prompt, Tensor):
-            with closing(open_session()) as warm_up:
-                _begin(warm_up, prompt)
-        with closing(open_session()) as session:
-            return _time(session, weights, prompt, run)
+            _warm_up(open_session, prompt)
+        while len(repeats) < shape.repeats and left_s > 0:
+            repeats.append(_time_repeat(open_session, weights, prompt, run, left_s))
+            left_s -= repeats[-1].decoding_s
+    dense_s = [0.0] * len(repeats)
+    if isinstance(prompt, SharedPrompt) and not run.method.needs_inputs:  # else it runs anew
+        dense_s = list(prompt.dense_s[: len(repeats)])
+    return _timing(run, repeats, dense_s, weights, attached.geometry.num_layers)
 
 
-def _time(
-    session: LiveSession,
+def _warm_up(open_session: Callable[[], LiveSession], prompt: Tensor) -> None:
+    with closing(open_session()) as session:
+        _begin(session, prompt)
+
+
+def _time_repeat(
+    open_session: Callable[[], LiveSession],
     weights: StreamedWeights | None,
     prompt: SharedPrompt | Tensor,
     run: TimedRun,
+    limit_s: float,
+) -> _Repeat:
+    """Time one repeat; its session is closed and gone at the end. limit_s: seconds of decoding
+    after which no further step is timed, except for the first."""
+    with closing(open_session()) as session:
+        # 1. The prompt.
+        device, shape = session.attached.device, run.shape
+        began = _now(device)
+        logits = _begin(session, prompt)
+        begin_s = _now(device) - began
+        for link in session.links:
+            link.take_transfers()  # waits for the prompt's; recorded are those that follow
+        for used in session.attached.devices:
+            if used.type == "cuda":
+                # Memory that a link was still reading when it was freed counts until the next
+                # allocation.
+                torch.empty(1, device=used)
+                torch.cuda.reset_peak_memory_stats(used)
+
+        # 2. The steps. The link is not waited for after the warm-up: the rows of the first timed
+        # step are under way already, as for every other step.
+        uses = [link.open_use() for link in session.links]
+        decoding_began = _now(device)
+        for _ in range(shape.warmup_steps):
+            logits = session.decode_step(logits.argmax(-1))
+        counts_before = _counts(session, weights, run)
+        for use in uses:
+            use.begin()
+        step_s: list[float] = []
+        before = _now(device)
+        for step in range(shape.steps_per_repeat):
+            if step and before - decoding_began > limit_s:
+                break
+            session.timeline.begin_step()
+            logits = session.decode_step(logits.argmax(-1))
+            after = _now(device)
+            step_s.append(after - before)
+            before = after
+        for use in uses:
+            use.mark()
+        segments = session.timeline.take()
+        by_link = [link.take_transfers() for link in session.links]
+        timed_busy_s = sum(use.busy_s for use in uses)
+        timed_span_s = sum(use.span_s for use in uses)
+        for use in uses:
+            use.close()
+
+        # 3. What they took.
+        counts: dict[str, int | None] = {}
+        for name, count in _counts(session, weights, run).items():
+            counts[name] = None if count is None else round(float(count - counts_before[name]))
+        transferred_bytes = 0
+        for transfers in by_link:
+            transferred_bytes += sum(transfer.num_bytes for transfer in transfers)
+        return _Repeat(
+            begin_s=begin_s,
+            decoding_s=before - decoding_began,
+            step_s=step_s,
+            segments=segments,
+            counts=counts,
+            timed_busy_s=timed_busy_s,
+            timed_span_s=timed_span_s,
+            link_busy_s=sum(map(_busy, by_link)),
+            transferred_bytes=transferred_bytes,
+            host_kv_bytes=session.host_bytes,
+            device_kv_bytes=session.device_bytes,
+            pinned_bytes=session.pinned_bytes,
+            peak_device_bytes=_peak_device_bytes(session, weights),
+            size=session.reads.size,
+            device_frac=session.reads.device_frac,
+            num_steps=session.steps,
+        )
+
+
+def _timing(
+    run: TimedRun,
+    repeats: Sequence[_Repeat],
+    dense_s: Sequence[float],
+    weights: StreamedWeights | None,
+    num_layers: int,
 ) -> Timing:
-    # 1. The prompt.
-    device, shape = session.attached.device, run.shape
-    began = _now(device)
-    logits = _begin(session, prompt)
-    begin_s = _now(device) - began
-    for link in session.links:
-        link.take_transfers()  # waits for the prompt's; recorded are those that follow
-    for used in session.attached.devices:
-        if used.type == "cuda":
-            # Memory that a link was still reading when it was freed counts until the next
-            # allocation.
-            torch.empty(1, device=used)
-            torch.cuda.reset_peak_memory_stats(used)
-
-    # 2. The steps. The link is not waited for after the warm-up: the rows of the first timed step
-    # are under way already, as for every other step.
-    until = _now(device) + (shape.time_limit_s or math.inf)
-    for _ in range(shape.warmup_steps):
-        logits = session.decode_step(logits.argmax(-1))
-    counts_before = _counts(session, weights, run)
-    step_s: list[list[float]] = []
-    before = _now(device)
-    for step in range(shape.repeats * shape.block_steps):
-        if step and before > until:
-            break
-        if step % shape.block_steps == 0:
-            step_s.append([])
-        session.timeline.begin_step()
-        logits = session.decode_step(logits.argmax(-1))
-        after = _now(device)
-        step_s[-1].append(after - before)
-        before = after
-    segments = session.timeline.take()
-    by_link = [link.take_transfers() for link in session.links]
-    num_bytes: dict[str, int | None] = {}
-    for name, count in _counts(session, weights, run).items():
-        num_bytes[name] = None if count is None else round(float(count - counts_before[name]))
-
-    # 3. The columns.
-    timed: list[float] = []
-    for block in step_s:
-        timed += block
+    """The columns of a run, and its raw numbers. dense_s: of each repeat."""
+    shape = run.shape
     num_steps = shape.gen_len - 1
-    quantiles = torch.tensor([0.5, 0.95]).double()
-    p50, p95 = torch.tensor(timed, dtype=torch.float64).quantile(quantiles).tolist()
-    dense_s = prompt.dense_s if isinstance(prompt, SharedPrompt) else 0.0
-    prefill_s, decode_s = dense_s + begin_s, sum(timed) / len(timed) * num_steps
-    link_busy_s = sum(map(_busy, by_link))
-    transferred_bytes = 0
-    for transfers in by_link:
-        transferred_bytes += sum(transfer.num_bytes for transfer in transfers)
+    crosses = run.placement != "managed"
+    timed: list[float] = []
+    segments: list[dict[str, float]] = []
+    ttft_s: list[float] = []
+    for repeat, of_pass in zip(repeats, dense_s, strict=True):
+        timed += repeat.step_s
+        segments += repeat.segments
+        ttft_s.append(of_pass + repeat.begin_s)
+    steps = [repeat.num_steps for repeat in repeats]
+    medians = [statistics.median(repeat.step_s) for repeat in repeats]
+    times = times_of(
+        statistics.fmean(ttft_s), timed, batch_size=shape.batch_size, num_steps=num_steps
+    )
+    assert times.ttft_s is not None and times.decode_s is not None, "a repeat times a step"
+    counts: dict[str, int | None] = {}
+    for name in repeats[0].counts:
+        counts[name] = _sum([repeat.counts[name] for repeat in repeats])
+    rows_read, rows_found = counts.pop("rows_read"), counts.pop("rows_found")
+    timed_busy_s = sum(repeat.timed_busy_s for repeat in repeats)
+    timed_span_s = sum(repeat.timed_span_s for repeat in repeats)
+    link_busy_s = sum(repeat.link_busy_s for repeat in repeats)
+    transferred_bytes = sum(repeat.transferred_bytes for repeat in repeats)
     waited_s = sum(step["transfer"] for step in segments) if link_busy_s else 0.0
     metrics: dict[str, Any] = {
         "batch_size": shape.batch_size,
         "prompt_len": shape.prompt_len,
         "gen_len": shape.gen_len,
         "num_timed_steps": len(timed),
-        "prefill_s": prefill_s,
-        "decode_s": decode_s,
-        "total_s": prefill_s + decode_s,
-        "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + decode_s),
-        "step_p50_s": p50,
-        "step_p95_s": p95,
+        **vars(times),
+        "total_s": times.ttft_s + times.decode_s,
+        "ttft_spread_s": deviation(ttft_s),
+        "tpot_spread_s": deviation(medians),
     }
-    for name, moved in num_bytes.items():
+    for name, moved in counts.items():
         metrics[name] = None if moved is None else round(moved / len(timed) * num_steps)
-    crosses = run.placement != "managed"
     metrics |= {
         "weights_on_device": weights.on_device if weights else None,
-        "device_kv_bytes": session.device_bytes,
+        "link_utilisation": ratio(timed_busy_s, timed_span_s),
+        "hit_rate": None if rows_read is None else ratio(rows_found or 0, rows_read),
+        "host_kv_bytes": repeats[0].host_kv_bytes,
+        "device_kv_bytes": max(repeat.device_kv_bytes for repeat in repeats),
         "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses else None,
         "link_bytes_per_s": transferred_bytes / link_busy_s if link_busy_s else None,
-        "peak_device_bytes": _peak_device_bytes(session, weights),
-        "size": session.reads.size,
-        "device_frac": session.reads.device_frac,
+        "peak_device_bytes": max(repeat.peak_device_bytes for repeat in repeats),
+        "size": statistics.fmean([repeat.size for repeat in repeats], steps),
+        "device_frac": statistics.fmean([repeat.device_frac for repeat in repeats], steps),
     }
-    num_layers = session.attached.geometry.num_layers
     for name in SEGMENTS:
         of_step = statistics.median(step[name] for step in segments)
         metrics[f"{name}_s"] = of_step / num_layers
@@ -237,22 +347,29 @@ def _time(
         metrics["transfer_s"] = None
     samples = {
         "dense_s": dense_s,
-        "begin_s": begin_s,
-        "step_s": step_s,
+        "begin_s": [repeat.begin_s for repeat in repeats],
+        "step_s": [repeat.step_s for repeat in repeats],
         "segments": segments,
         "transferred_bytes": transferred_bytes,
-        "pinned_bytes": session.pinned_bytes,
+        "pinned_bytes": max(repeat.pinned_bytes for repeat in repeats),
         "link_busy_s": link_busy_s,
+        "timed_rows_read": rows_read,
+        "timed_rows_found": rows_found,
     }
-    for name, moved in num_bytes.items():
+    for name, moved in counts.items():
         samples[f"timed_{name}"] = moved
     return Timing(metrics, samples)
 
 
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
 def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun) -> dict[str, Any]:
-    """Bytes up to now, which a GPU may still count; None for bytes that do not cross the link, or
-    that the driver moves."""
-    crosses = run.placement != "managed"
+    """Bytes and rows up to now, which a GPU may still count; None for bytes that the driver moves,
+    and for rows without a link."""
+    crosses, has_link = run.placement != "managed", bool(session.links)
     return {
         "h2d_bytes": session.loaded_bytes if crosses else None,
         "d2h_bytes": session.written_bytes if crosses else None,
@@ -260,6 +377,8 @@ def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun
         "disk_read_bytes": session.disk_read_bytes if run.placement == "disk" else None,
         "weight_bytes": weights.num_bytes if weights else None,
         "device_read_bytes": session.reads.num_bytes,
+        "rows_read": session.rows_read if has_link else None,
+        "rows_found": session.rows_found if has_link else None,
     }
 
 

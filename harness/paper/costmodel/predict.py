@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from pydantic import Field
 from harness.errors import UserError, nearest
 from harness.model.shape import WEIGHT_BYTES, ModelShape, read_yaml
 from harness.results.columns import TableRow
+from harness.results.step_stats import times_of
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS, System
 
@@ -318,9 +319,10 @@ def predict(case: Case) -> TableRow:
     loaded, link_s = _loaded(case, rows), sum(block.load for block in times)
     exempt = mean(layer.exempt for layer in layers)
     width = INT4_SHARE if case.scheme.int4 else 1.0
-    prefill_s = block_ends([_times(case, work) for work in prompt], overlap)[-1] + head_s
+    ttft_s = block_ends([_times(case, work) for work in prompt], overlap)[-1] + head_s
     step_s = np.diff([0.0, *ends[num_layers - 1 :: num_layers]]).tolist()
-    total_s = prefill_s + sum(step_s)
+    speed = times_of(ttft_s, step_s, batch_size=case.batch_size)
+    assert speed.decode_s is not None, "there are steps"
     return {
         "platform": case.platform.name,
         "source": "modelled",
@@ -330,12 +332,8 @@ def predict(case: Case) -> TableRow:
         "batch_size": case.batch_size,
         "prompt_len": case.prompt_len,
         "gen_len": case.gen_len,
-        "prefill_s": prefill_s,
-        "decode_s": sum(step_s),
-        "total_s": total_s,
-        "tokens_per_s": case.batch_size * case.gen_len / total_s,
-        "step_p50_s": median(step_s),
-        "step_p95_s": float(np.percentile(step_s, 95)),
+        **vars(speed),
+        "total_s": ttft_s + speed.decode_s,
         "h2d_bytes": round(_loaded(case, prompt) + loaded),
         "d2h_bytes": round(sum(work.store_bytes for work in (*prompt, *rows))),
         "exposed_transfer_s": _exposed(ends[-1], times),

@@ -1,0 +1,120 @@
+"""What a serving engineer reads of decode steps. Timed runs, generated texts, the usage of an
+attached model and the cost model report these numbers, under these names.
+
+ttft_s: time to first token: from the prompts to the logits of the first new token.
+decode_s: all steps together.
+tokens_per_s: of the batch: its new tokens / (ttft_s + decode_s).
+decode_tokens_per_s: of the batch, prompt left out: batch / mean TPOT.
+sequence_tokens_per_s: of one sequence, prompt left out: 1 / mean TPOT.
+tpot_p50_s, tpot_p95_s, tpot_p99_s, tpot_std_s: of the time per output token (TPOT), one value a
+  step: from the logits of the step before to its own. Percentiles are interpolated linearly. The
+  standard deviation has n - 1 below; None for a single step. Serving benchmarks that call a
+  request's mean TPOT call these values inter-token latencies.
+link_utilisation: seconds in which the link was busy / seconds of the steps, mean over the links of
+  several devices; None without a link.
+hit_rate: rows that were on the device when their layer selected them / rows read. 0 where no
+  fetched row stays there; None without a link. A row is of one token and KV head in a layer that
+  sees every token, exempt layers included. Rows that have no place behind the link (windows, the
+  last tokens of a codec with `residual`, tokens that a method keeps itself) are not among them.
+host_kv_bytes: of the cache in host memory; None where the driver moves it. device_kv_bytes: of the
+  cache, method and buffers on the device, without pages that the driver moves.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.live.session import LiveSession
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """The numbers that follow from seconds; see the module. None where there is no step."""
+
+    ttft_s: float | None = None
+    decode_s: float | None = None
+    tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    sequence_tokens_per_s: float | None = None
+    tpot_p50_s: float | None = None
+    tpot_p95_s: float | None = None
+    tpot_p99_s: float | None = None
+    tpot_std_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats(StepTimes):
+    """All numbers of the module."""
+
+    link_utilisation: float | None = None
+    hit_rate: float | None = None
+    host_kv_bytes: int | None = None
+    device_kv_bytes: int | None = None
+
+
+def times_of(
+    ttft_s: float, step_s: Sequence[float], *, batch_size: int, num_steps: int | None = None
+) -> StepTimes:
+    """The numbers of steps that took `step_s`. num_steps: of the whole text, if only some were
+    timed; decode_s is then their mean times this number."""
+    if num_steps is None:
+        num_steps = len(step_s)
+    if not step_s:
+        return StepTimes(ttft_s=ttft_s, decode_s=0.0)
+    mean_s = statistics.fmean(step_s)
+    decode_s = num_steps * mean_s
+    return StepTimes(
+        ttft_s=ttft_s,
+        decode_s=decode_s,
+        tokens_per_s=ratio(batch_size * (num_steps + 1), ttft_s + decode_s),
+        decode_tokens_per_s=ratio(batch_size, mean_s),
+        sequence_tokens_per_s=ratio(1, mean_s),
+        tpot_p50_s=percentile(step_s, 0.5),
+        tpot_p95_s=percentile(step_s, 0.95),
+        tpot_p99_s=percentile(step_s, 0.99),
+        tpot_std_s=deviation(step_s),
+    )
+
+
+def stats_of(session: LiveSession) -> StepStats:
+    """The numbers of all steps of a live session so far. Waits until nothing is under way."""
+    session.drain()
+    times = times_of(
+        session.clock.ttft_s, session.clock.step_s, batch_size=len(session.batch.prompts)
+    )
+    busy_s = sum(use.busy_s for use in session.link_uses)
+    span_s = sum(use.span_s for use in session.link_uses)
+    hit_rate = None
+    if session.links:
+        hit_rate = ratio(float(session.rows_found), float(session.rows_read))
+    return StepStats(
+        **vars(times),
+        link_utilisation=ratio(busy_s, span_s),
+        hit_rate=hit_rate,
+        host_kv_bytes=session.host_bytes,
+        device_kv_bytes=session.device_bytes,
+    )
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """part / whole; None where the whole is 0."""
+    return part / whole if whole else None
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie, interpolated linearly between the two
+    nearest."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """The sample standard deviation; None of fewer than two values."""
+    return statistics.stdev(values) if len(values) > 1 else None
