@@ -261,6 +261,8 @@ class State:
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
     spare_slots: slots of `slot_tensors` beyond those of the batch.
+    selects_without_own: True if `select` needs nothing that `append` keeps of a row's own token.
+        Live decoding then appends the own token while the selected rows cross the link.
     handed_on: names of attributes that the `select` of one layer leaves to later layers, tensors or
         dicts of them. A model over several devices has a state on each; these attributes are handed
         from device to device.
@@ -269,6 +271,7 @@ class State:
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
     spare_slots: ClassVar[int] = 0
+    selects_without_own: ClassVar[bool] = False
     handed_on: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -313,8 +316,9 @@ class State:
         head_dim].
 
         positions: int [batch, n], `EMPTY` for padding. Called before the `select` of these rows.
-        Two cases differ: replay appends later rows too, and a rehearsal selects before its own row
-        is known. So `select` may look at visible slots only.
+        Three cases differ: replay appends later rows too, a rehearsal selects before its own row
+        is known, and so does a state that `selects_without_own`. So `select` may look at visible
+        slots only.
         """
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
@@ -369,7 +373,10 @@ class State:
             for layer, old in getattr(self, name).items():
                 # A spare slot is empty, so it becomes one of the new ones.
                 shape = (len(index), old.shape[1], num_slots + self.spare_slots, *old.shape[3:])
-                by_layer[layer] = old.new_full(shape, empty)
+                order = sorted(range(old.dim()), key=old.stride, reverse=True)  # as it is in memory
+                by_layer[layer] = torch.empty_permuted(
+                    shape, order, dtype=old.dtype, device=old.device
+                ).fill_(empty)
                 by_layer[layer][:, :, : old.shape[2]] = old.index_select(0, index)
             setattr(child, name, by_layer)
         return child

@@ -185,9 +185,12 @@ class ScoreSelecting(Selecting):
             (self.max_fetch_frac, 1) if self.fixed_fetch is None else (0.0, self.fixed_fetch)
         )
         alpha = ALPHA.get(geometry.family, ALPHA_OTHER) if self.alpha is None else self.alpha
-        scores_alone = self.group == "best" and not self.num_sinks and not self.recent_frac
-        if scores_alone and (kernels := kernels_for(scores)):
-            relative, within = kernels.relative(self.by_set(scores), rows, alpha)
+        fused = self.group in ("best", "sum_probs") and not self.num_sinks and not self.recent_frac
+        if fused and (kernels := kernels_for(scores)):
+            if self.group == "sum_probs":
+                relative, within = kernels.summed_probs(self.by_set(scores), rows), None
+            else:
+                relative, within = kernels.relative(self.by_set(scores), rows, alpha)
             within = None if self._counts_by_cap else within
             found = kernels.largest(
                 relative, within, order, frac=frac, least=least, whole=whole, cached=cached
@@ -315,6 +318,7 @@ class PooledState(InfiniGenState, EvictingState):
         "fetches": 0,
         "last_fetch": 0,
     }
+    selects_without_own = False
     fetches: dict[int, Tensor]
     last_fetch: dict[int, Tensor]
 

@@ -1,6 +1,9 @@
 """Triton kernels of methods, imported only when a tensor lies on a GPU
 (`methods.compiled.kernels_for`).
 
+Scores on coded keys: one launch instead of about fifteen. One program serves some slots of one
+head, and multiplies their codes in registers with all its query rows.
+
 Selection: two launches instead of about thirty. One program serves a query row of one set. The
 first kernel reduces the scores of a set's query heads to one. The second finds the least score that
 is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above it.
@@ -9,8 +12,8 @@ Eviction: one launch each instead of about ten and twenty. One program serves a 
 choose the token that leaves and the slot of the own token.
 
 Slots are read in tiles, so no kernel is compiled for a number of slots, which grows with every
-step. Equal to the torch code bit for bit. With TRITON_INTERPRET=1 set before Triton is imported
-they run on CPU tensors.
+step. Equal to the torch code bit for bit; products and exponentials up to rounding. With
+TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +26,96 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.base import QueryRows
+from methods.codec import Codec, plane_width
 
 ELEMENTS = 1024
 """Slots or scores that a program holds in registers at a time."""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Smaller values are hidden."""
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+MOST_ROWS = 64
+"""Query rows of a KV head that `coded_scores` takes."""
 EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
 """As `methods.base.EMPTY`."""
 SATURATED = tl.constexpr(255)
 """As `methods.infinigen.SATURATED`."""
 NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
+
+
+# Scores on coded keys
+
+width_of = triton.constexpr_function(plane_width)
+
+
+@triton.jit(
+    do_not_specialize=["slots", "rows", "heads", "batch_stride", "head_stride", "byte_stride"]
+)
+def _coded_scores(
+    query,
+    keys,  # packed as `methods.codec` says
+    scores, slots, rows, heads,
+    batch_stride, head_stride, slot_stride, byte_stride,  # of `keys`
+    COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # `rows` rounded up
+    TILE: tl.constexpr,
+):  # fmt: skip
+    width: tl.constexpr = width_of(COLUMNS, BITS)
+    groups: tl.constexpr = (COLUMNS + GROUP_SIZE - 1) // GROUP_SIZE
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    held = slot < slots
+    keys += head // heads * batch_stride + head % heads * head_stride
+    keys += slot.to(tl.int64) * slot_stride
+    row = tl.arange(0, ROWS)
+    query += (head * rows + row) * COLUMNS
+    total = tl.zeros((ROWS, TILE), tl.float32)
+    for group in tl.static_range(groups):
+        sums = tl.zeros((ROWS,), tl.float32)
+        products = tl.zeros((ROWS, TILE), tl.float32)
+        for column in range(group * GROUP_SIZE, min(COLUMNS, (group + 1) * GROUP_SIZE)):
+            of_query = tl.load(query + column, mask=row < rows, other=0).to(tl.float32)
+            byte = 4 * groups + column % width
+            code = tl.load(keys + byte * byte_stride, mask=held, other=0).to(tl.int32)
+            code = (code >> column // width * BITS) & ((1 << BITS) - 1)
+            sums += of_query
+            products += of_query[:, None] * code.to(tl.float32)[None, :]
+        lo = _half(keys + 4 * group * byte_stride, byte_stride, held)
+        step = _half(keys + (4 * group + 2) * byte_stride, byte_stride, held)
+        total += products * step[None, :] + sums[:, None] * lo[None, :]
+    found = scores + (head * rows + row)[:, None] * slots + slot[None, :]
+    tl.store(found, total, mask=(row < rows)[:, None] & held[None, :])
+
+
+@triton.jit
+def _half(low, byte_stride, held):
+    """The fp16 number whose low byte lies at `low`, in fp32."""
+    word = tl.load(low, mask=held, other=0).to(tl.uint16)
+    word |= tl.load(low + byte_stride, mask=held, other=0).to(tl.uint16) << 8
+    return word.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
+    """As `methods.coded_keys.coded_scores`, for at most `MOST_ROWS` rows."""
+    batch, heads, rows, columns = query.shape
+    slots = keys.shape[2]
+    scores = query.new_empty((batch, heads, rows, slots), dtype=torch.float32)
+    padded = triton.next_power_of_2(rows)
+    tile = max(1, ELEMENTS // padded)
+    _coded_scores[(triton.cdiv(slots, tile), batch * heads)](
+        query.contiguous(),
+        keys,
+        scores,
+        slots,
+        rows,
+        heads,
+        *keys.stride(),
+        COLUMNS=columns,
+        BITS=codec.bits,
+        GROUP_SIZE=codec.group_size,
+        ROWS=padded,
+        TILE=tile,
+    )
+    return scores
 
 
 # Selection
@@ -72,6 +155,46 @@ def _relative(
         tl.store(relative + slot, nearest, mask=slot < slots)
         count += (nearest >= -alpha).to(tl.int32)
     tl.store(within + program, tl.sum(count, 0))
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _summed_probs(
+    scores,
+    tokens,  # the position of each slot's token
+    positions, summed, slots, sets, rows, group,
+    batch_stride, set_stride,  # of `tokens`
+    HEADS: tl.constexpr,  # `group` rounded up
+    TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row, of_all = program % rows, program // rows
+    batch = of_all // sets
+    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
+    position = tl.load(positions + batch * rows + row)
+    head = tl.arange(0, HEADS)[:, None]
+    of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots
+    summed += program.to(tl.int64) * slots
+    best = tl.full((HEADS, TILE), LOWEST, tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        best = tl.maximum(best, seen)
+    best = tl.max(best, 1)[:, None]
+    total = tl.zeros((HEADS, TILE), tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        total += tl.exp(seen - best)
+    total = tl.sum(total, 1)[:, None]
+    total = tl.where(total > 0, total, 1.0)  # of no visible token, and of no head
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        of_slots = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
+        tl.store(summed + slot, tl.where(visible, of_slots, float("-inf")), mask=slot < slots)
 
 
 @triton.jit
@@ -158,6 +281,21 @@ def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Ten
     tile = max(1, ELEMENTS // heads)
     _relative[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
     return found, within
+
+
+def summed_probs(scores: Tensor, rows: QueryRows) -> Tensor:
+    """The probabilities of each set's heads, summed (`group=sum_probs`, see `Selecting.reduced`):
+    fp32 [batch, sets, rows, slots]. scores: as in `relative`."""
+    batch, sets, group, num_rows, slots = scores.shape
+    tokens = rows.slot_positions
+    summed = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
+    heads = triton.next_power_of_2(group)
+    shape = (slots, sets, num_rows, group)
+    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
+    data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
+    tile = max(1, ELEMENTS // heads)
+    _summed_probs[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
+    return summed
 
 
 def largest(

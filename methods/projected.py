@@ -41,6 +41,7 @@ from torch import Tensor
 from methods.attention import product
 from methods.base import EMPTY, Calibration, Geometry, PromptRows, QueryRows, Rest, State, require
 from methods.codec import INTEGER_BITS, Codec
+from methods.coded_keys import coded_scores, room_for_keys
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import one_of, setting, share
 
@@ -77,7 +78,7 @@ class PartialKeysState(State):
     them.
 
     partial_keys[layer]: [batch, num_kv_heads, slots, columns]; with `index_bits` the packed bytes,
-    uint8.
+    uint8, in the layout of `methods.coded_keys`.
     """
 
     slot_tensors = {"partial_keys": 0}
@@ -103,8 +104,11 @@ class PartialKeysState(State):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
         one = self._stored(layer, key[:, :, :1])
-        self.partial_keys[layer] = one.new_empty(
-            (*key.shape[:2], rows.num_slots + self.spare_slots, one.shape[-1])
+        num_slots = rows.num_slots + self.spare_slots
+        self.partial_keys[layer] = (
+            one.new_empty((*key.shape[:2], num_slots, one.shape[-1]))
+            if self.codec is None
+            else room_for_keys(one, num_slots)
         )
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
@@ -122,9 +126,12 @@ class PartialKeysState(State):
         """Scaled scores of `rows.query`: fp32 [batch, num_kv_heads, group, rows, slots]."""
         query = self.partial_query(layer, rows.query.unflatten(1, (-1, self.geometry.group)))
         keys = self.partial_keys[layer][:, :, : rows.slot_positions.shape[-1]]
-        if self.codec is not None:
-            keys = self.codec.decode(keys, self.columns, rows.query.dtype)
-        return product(query.flatten(2, 3).to(keys.dtype), keys.mT).unflatten(2, query.shape[2:4])
+        stacked = query.flatten(2, 3).to(rows.query.dtype)
+        if self.codec is None:
+            scores = product(stacked.to(keys.dtype), keys.mT)
+        else:
+            scores = coded_scores(stacked, keys, self.codec)
+        return scores.unflatten(2, query.shape[2:4])
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """Size of the partial keys of `positions` [batch, rows] tokens, in tokens
@@ -141,6 +148,7 @@ class ProjectedState(PartialKeysState):
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ("projection",)
+    selects_without_own = True
     projection: dict[int, Tensor]
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:

@@ -9,6 +9,7 @@ yet is always read, so an index of pages needs full pages only.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -117,33 +118,26 @@ class Selecting(Method):
         scores, group = self.by_set(scores), self.group
         if forced is not None:
             forced = forced & (scores[:, :, 0] != -math.inf)
-        if group == "best":
-            scores -= scores.amax(-1, keepdim=True)
-        elif group.endswith("probs"):
-            if forced is not None:
-                scores = scores.masked_fill(forced.unsqueeze(2), -math.inf)
-            scores = scores.log_softmax(-1)  # log: same order, and -inf stays where hidden
-            if forced is not None:  # where nothing competes
-                scores.nan_to_num_(nan=-math.inf, neginf=-math.inf)
-        if group == "union":
+        if group.endswith("probs") and forced is not None:
+            scores = scores.masked_fill(forced.unsqueeze(2), -math.inf)
+        if group == "sum_probs":
+            worth = _summed_probs(scores)
+        elif group == "sum_logits":
+            worth = scores.sum(2)
+        elif group == "union":
             worth = scores.flatten(1, 2)
-        elif group.startswith("sum"):
-            worth = self._total(scores) if group == "sum_probs" else scores.sum(2)
         else:
+            if group == "best":
+                scores -= scores.amax(-1, keepdim=True)
+            elif group == "max_probs":
+                scores = scores.log_softmax(-1)  # log: same order, and -inf stays where hidden
+                if forced is not None:  # where nothing competes
+                    scores.nan_to_num_(nan=-math.inf, neginf=-math.inf)
             worth = scores[:, :, 0] if scores.shape[2] == 1 else scores.amax(2)
         if forced is not None:
             sets = worth.shape[1] // forced.shape[1]  # a union has one set for each query head
             worth.masked_fill_(forced.repeat_interleave(sets, 1), math.inf)
         return worth
-
-    def _total(self, logs: Tensor) -> Tensor:
-        """log of the sum over the group of exp(logs), which are at most 0. On the CPU in half the
-        time of `logsumexp`: the smallest float stands for anything less, so that only what is
-        hidden is -inf."""
-        if logs.device.type != "cpu":
-            return logs.logsumexp(2)
-        total = logs.exp().sum(2).clamp_(min=torch.finfo(logs.dtype).tiny).log_()
-        return total.masked_fill_(logs[:, :, 0] == -math.inf, -math.inf)
 
     def by_set(self, scores: Tensor) -> Tensor:
         """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the
@@ -193,9 +187,23 @@ class SelectingBy(Selecting):
 # The choice
 
 
+def _summed_probs(scores: Tensor) -> Tensor:
+    """Probabilities of each head, summed over the group: [batch, sets, rows, n], -inf where the
+    scores [batch, sets, group, rows, n] are. The smallest float stands for anything less, so that
+    what a row may read is above what is hidden from it. Overwrites the scores."""
+    hidden = scores[:, :, 0] == -math.inf
+    total = torch.softmax(scores, -1, out=scores).sum(2)
+    return total.clamp_(min=torch.finfo(total.dtype).tiny).masked_fill_(hidden, -math.inf)
+
+
+def _is_numpys(values: Tensor) -> bool:
+    """True if numpy can sort them in place of torch."""
+    return values.device.type == "cpu" and values.dtype == torch.float32
+
+
 def ascending(values: Tensor) -> Tensor:
     """Sorted along the last axis. On the CPU numpy's sort is the faster one."""
-    if values.device.type == "cpu" and values.dtype == torch.float32:
+    if _is_numpys(values):
         return torch.from_numpy(np.sort(values.numpy(), axis=-1))
     return values.sort(-1).values
 
@@ -225,6 +233,8 @@ def largest(values: Tensor, count: Tensor, order: Tensor | None = None) -> Tenso
         order_of_rows = order.unsqueeze(2).expand_as(values)
         mask = largest(values.gather(-1, order_of_rows), count)
         return torch.empty_like(mask).scatter_(-1, order_of_rows, mask)
+    if _is_numpys(values) and values.shape[2] == 1:
+        return _largest_of_one_row(values, count[:, 0].tolist())
     ordered = best_ascending(values, count)
     slots = ordered.shape[-1]
     rank = (slots - count).clamp(0, slots - 1)[:, None, :, None].expand(*values.shape[:-1], 1)
@@ -242,7 +252,29 @@ def largest(values: Tensor, count: Tensor, order: Tensor | None = None) -> Tenso
     return mask
 
 
-def _keep_lowest(mask: Tensor, equal: Tensor, count: Tensor) -> Tensor:
+def _largest_of_one_row(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """`largest` on a CPU for one row of each sequence, without a sort: values [batch, num_kv_heads,
+    1, slots], a count for each sequence."""
+    slots = values.shape[-1]
+    if len(set(counts)) > 1:
+        parts = zip(values.split(1), counts, strict=True)
+        return torch.cat(
+            [_largest_of_one_row(of_sequence, [count]) for of_sequence, count in parts]
+        )
+    count = min(counts[0], slots)
+    if count <= 0:
+        return torch.zeros_like(values, dtype=torch.bool)
+    numbers = values.numpy()
+    least = np.partition(numbers, slots - count, -1)[..., slots - count, None]
+    least = np.maximum(least, np.finfo(numbers.dtype).min)  # hidden values are below
+    taken = numbers >= least
+    mask = torch.from_numpy(taken)
+    if (np.count_nonzero(taken, -1) > count).any():  # several are equal to the least one
+        mask = _keep_lowest(mask, values == torch.from_numpy(least), count)
+    return mask
+
+
+def _keep_lowest(mask: Tensor, equal: Tensor, count: Tensor | int) -> Tensor:
     """Drop from `mask` the equal values of the highest slots until `count` (with a last axis of 1)
     are left."""
     above = mask & ~equal

@@ -10,7 +10,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, shipped
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from living import PROMPTS, attached_with_link, live
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from methods import compiled as switch
 from methods.base import EMPTY, Geometry, Lengths, QueryRows
+from methods.codec import Codec
+from methods.coded_keys import room_for_keys
 from methods.h2o import H2O
 from methods.infinigen import SATURATED, InfiniGen, Oracle
 from methods.selection import largest
@@ -116,6 +118,45 @@ def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by_kernel, data, sl
         own = values[0, head, row].tolist()
         ranked = sorted((slot for slot in range(slots) if own[slot] > -math.inf), key=lambda slot: -own[slot])
         assert mask[0, head, row].nonzero().flatten().tolist() == sorted(ranked[: int(count[0, row])])
+
+
+@QUICK
+@given(case=shapes, covers=st.sampled_from(["kv_head", "layer"]), elements=st.sampled_from([16, 64]))
+def test_summed_probabilities_are_those_of_the_torch_code(case, covers, elements):
+    scores, rows, final = make({**case, "of_heads": case["of_heads"] and covers == "kv_head"})
+    method = Oracle(alpha=math.inf, group="sum_probs", covers=covers)
+    seen = scores.masked_fill(~rows.visible().unsqueeze(2), -math.inf)
+    expected = method.reduced(seen.clone())
+    geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
+    with compiled(elements):
+        on_gpu = rows_on_device(rows)
+        summed = kernels.summed_probs(method.by_set(scores.to(DEVICE)), on_gpu).cpu()
+        got = method.choose(scores.to(DEVICE), on_gpu, final.to(DEVICE), geometry)
+    torch.testing.assert_close(summed, expected, rtol=1e-5, atol=1e-30)
+    assert torch.equal(got.mask.cpu(), largest(summed, got.num_read.cpu().long()))
+
+
+@QUICK
+@given(
+    case=shapes,
+    bits=st.sampled_from([1, 2, 4, 8]),
+    columns=st.sampled_from([1, 7, 32, 65, 130]),
+    behind=st.booleans(),
+    elements=st.sampled_from([16, 64]),
+)
+def test_scores_on_coded_keys_are_those_of_decoded_ones(case, bits, columns, behind, elements):
+    """`behind`: the keys lie as a state keeps them, else a key in one piece."""
+    generator, codec = torch.Generator().manual_seed(case["seed"]), Codec(f"int{bits}")
+    batch, heads, rows, slots = (case[name] for name in ("batch", "num_kv_heads", "rows", "slots"))
+    packed = codec.encode(torch.randn(batch, heads, slots, columns, generator=generator) + 3)
+    query = torch.randn(batch, heads, rows, columns, generator=generator).to(DEVICE)
+    room = room_for_keys(packed, slots + 2) if behind else packed.new_empty(batch, heads, slots + 2, packed.shape[-1])
+    keys = room.to(DEVICE)
+    keys[:, :, :slots] = packed.to(DEVICE)
+    expected = query @ codec.decode(packed.to(DEVICE), columns, torch.float32).mT
+    with compiled(elements):
+        by_kernel = kernels.coded_scores(query, keys[:, :, :slots], codec)
+    torch.testing.assert_close(by_kernel, expected, atol=3e-5, rtol=1e-5)
 
 
 # Evictions
@@ -254,15 +295,23 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
 @pytest.mark.parametrize(
-    ("name", "function"), [("h2o", "place_own"), ("infinigen", "largest"), ("pool-tokens", "largest")]
+    ("name", "function"),
+    [
+        ("h2o", "place_own"),
+        ("infinigen", "largest"),
+        ("pool-tokens", "largest"),
+        ("infinigen-coded", "coded_scores"),
+        ("infinigen2", "summed_probs"),
+    ],
 )
 def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypatch):
+    case = CASES[name] if name in CASES else shipped(name)
     served, kernel = [], getattr(kernels, function)
     monkeypatch.setattr(kernels, function, lambda *args, **named: served.append(1) or kernel(*args, **named))
     with attached_with_link() as (attached, link):
         options = {"placement": "host", "link": link}
-        expected = live(attached, CASES[name], PROMPTS["padded"], **options)
+        expected = live(attached, case, PROMPTS["padded"], **options)
         assert not served
         with compiled(64):
-            got = live(attached, CASES[name], PROMPTS["padded"], **options)
+            got = live(attached, case, PROMPTS["padded"], **options)
     assert served and torch.equal(got.logits, expected.logits)

@@ -189,6 +189,7 @@ class LayerCache:
         self.evicts = isinstance(state, EvictingState)
         self.names_rows = state is not None and policy.names_rows
         self.rehearses = self.names_rows and policy.rehearses
+        self.appends_last = state is not None and state.selects_without_own
         sees_scores = state is not None and (not self.names_rows or method.weighs_rest)
         hides_scores = policy.softmax.is_plain and not sees_scores
         codec = store.codec

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from harness.live.cache import Fetch, Fetcher
 from harness.live.share import DeviceShare
-from harness.live.store import Chosen, KVStore, chosen, indices
+from harness.live.store import Chosen, KVStore, chosen
 from harness.model.policies import Policy
 from methods.base import Method, TokenCounts
 
@@ -171,17 +172,52 @@ def missing_rows(
         from harness.live.kernels import rows as kernels
 
         return kernels.missing_rows(mask, tokens, kept, age, now, most)
-    num_slots, room = mask.shape[-1], kept.shape[-1]
-    there = (kept >= 0) & mask.gather(-1, kept.clamp(min=0))
-    found = mask.new_zeros((*mask.shape[:-1], num_slots + 1))
-    found.scatter_(-1, torch.where(there, kept, num_slots), True)
-    missing = indices(mask & ~found[..., :num_slots], most)
-    leaving = age.argsort(-1)
-    giving_way = indices(~there.gather(-1, leaving), most)  # places in `leaving`
-    targets = leaving.gather(-1, giving_way.clamp(min=0))
-    after = torch.cat([kept, kept[..., :1]], -1)  # a row more, for what is not missing
-    after = after.scatter_(-1, torch.where(missing >= 0, targets, room), missing)
-    after = after[..., :room].contiguous()
-    present = (after >= 0) & mask.gather(-1, after.clamp(min=0))
-    token = tokens.expand(-1, mask.shape[1], -1).gather(-1, after.clamp(min=0)).long()
-    return missing, targets, after, torch.where(present, token + now, age), present
+    return _missing_rows_on_cpu(mask, tokens, kept, age, now, most)
+
+
+def _missing_rows_on_cpu(
+    mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`missing_rows` in numpy, whose small operations and sorts are faster than torch's on a
+    CPU. A head is a line of each array."""
+    batch, heads, num_slots = mask.shape
+    room = kept.shape[-1]
+    lines = batch * heads
+    line = np.arange(lines)[:, None]
+    held = kept.numpy().reshape(lines, room)
+    old_age = age.numpy().reshape(lines, room)
+    # Rows that hold slots of the mask stay, and these slots are not missing. Slots and rows are
+    # numbered through all lines; a row that holds none finds a slot of some other line.
+    wanted = np.array(mask.numpy()).reshape(-1)
+    at = held + line * num_slots
+    stays = wanted.take(at) & (held >= 0)
+    wanted[at[stays]] = False
+    missing_at = np.flatnonzero(wanted)
+    of_line = missing_at // num_slots
+    slot = missing_at - of_line * num_slots
+    # A missing slot's number within its line, and the row that gives way to it.
+    num_missing = np.bincount(of_line, minlength=lines)
+    first = np.cumsum(num_missing) - num_missing
+    number = np.arange(len(slot)) - first.take(of_line)
+    leaving = np.argsort(np.where(stays, NO_ROOM, old_age), -1)
+    row = leaving.take(number + of_line * room)
+    listed = number + of_line * most
+    missing = np.full((lines, most), -1)
+    targets = np.zeros_like(missing)
+    missing.reshape(-1)[listed] = slot
+    targets.reshape(-1)[listed] = row
+    # The rows as they are then.
+    row_at = row + of_line * room
+    after = held.copy()
+    after.reshape(-1)[row_at] = slot
+    present = stays
+    present.reshape(-1)[row_at] = True
+    at.reshape(-1)[row_at] = missing_at
+    token = tokens.expand(-1, heads, -1).numpy().reshape(-1)
+    new_age = token.take(at).astype(np.int64) + now
+    age_after = np.where(present, new_age, old_age)
+
+    def shaped(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).view(batch, heads, -1)
+
+    return shaped(missing), shaped(targets), shaped(after), shaped(age_after), shaped(present)

@@ -75,7 +75,8 @@ class DecodeStep(Handler):
             return cache.attend(query, own)
 
         # Select, where the layer's own query decides. Other layers have selected by now.
-        cache.append(*own)
+        if not cache.appends_last:
+            cache.append(*own)
         if cache.names_rows and cache.policy.when == "own_query":
             self.timeline.switch("prediction")
             self._request_selection(cache, query)
@@ -83,6 +84,8 @@ class DecodeStep(Handler):
 
         # Fetch: first ask for the next layer's rows, then wait for this one's.
         self._request_next(cache, query)
+        if cache.appends_last:
+            cache.append(*own)
         self.timeline.switch("transfer")
         fetch = cache.fetcher.take()
         self.timeline.switch("attention")

@@ -349,14 +349,39 @@ def gather_rows(
         return
     _check(slots, index)
     words, target_words = slots.view(torch.int32), rows.view(torch.int32)
+    if targets is not None:
+        _gather_to_targets(words, index, target_words, targets)
+        return
     for head in np.ndindex(*index.shape[:2]):
         own = index[head]
         moving = (own >= 0).nonzero().view(-1)
-        if targets is None and len(moving) == len(own):  # without an intermediate copy
+        if len(moving) == len(own):  # without an intermediate copy
             torch.index_select(words[head], 0, own, out=target_words[head])
         elif len(moving):
-            target = moving if targets is None else targets[head][moving]
-            target_words[head].index_copy_(0, target, words[head].index_select(0, own[moving]))
+            target_words[head].index_copy_(0, moving, words[head].index_select(0, own[moving]))
+
+
+def _gather_to_targets(words: Tensor, index: Tensor, target_words: Tensor, targets: Tensor) -> None:
+    """`gather_rows` to given rows on a CPU. These are few rows of each head, so all heads move in
+    one operation."""
+    row_words = words.shape[-1]
+    moving = (index >= 0).view(-1).nonzero().view(-1)
+    source = (index + _first_rows(words)).view(-1)[moving]
+    target = (targets + _first_rows(target_words)).view(-1)[moving]
+    batch_stride, head_stride, row_stride, _ = target_words.stride()
+    last = (target_words.shape[0] - 1) * batch_stride + (target_words.shape[1] - 1) * head_stride
+    num_rows = last // row_words + target_words.shape[2]
+    flat = target_words.as_strided((num_rows, row_words), (row_stride, 1))
+    flat.index_copy_(0, target, words.view(-1, row_words).index_select(0, source))
+
+
+def _first_rows(words: Tensor) -> Tensor:
+    """The number of each head's first row, counted in rows from the first head's: int64 [batch,
+    num_kv_heads, 1]."""
+    batch, num_kv_heads, _, row_words = words.shape
+    of_batch = torch.arange(batch) * (words.stride(0) // row_words)
+    of_head = torch.arange(num_kv_heads) * (words.stride(1) // row_words)
+    return (of_batch[:, None] + of_head)[..., None]
 
 
 def scatter_rows(

@@ -29,7 +29,7 @@ from harness.model.load import LoadedModel
 from harness.model.prompts import prompt_bytes
 from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
-from harness.settings.config import RunConfig
+from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome
 from harness.speed.link_rate import LinkRate, disk_rate, link_rate
 from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
@@ -154,14 +154,14 @@ def compute_threads(device: torch.device) -> Iterator[int]:
 
 
 def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
-    shape = config.latency
+    return prepare(config, loaded, attached, lambda: decode_rows(config.latency))
+
+
+def decode_rows(shape: LatencyConfig) -> list[TokenCounts]:
+    """The decode rows of a timed run, on which a size is met."""
     total = shape.prompt_len + shape.gen_len
-
-    def decode_rows() -> list[TokenCounts]:
-        rows = range(shape.prompt_len, total - 1)
-        return [TokenCounts(cached, shape.prompt_len, total) for cached in rows]
-
-    return prepare(config, loaded, attached, decode_rows)
+    rows = range(shape.prompt_len, total - 1)
+    return [TokenCounts(cached, shape.prompt_len, total) for cached in rows]
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:

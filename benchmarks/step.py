@@ -1,0 +1,105 @@
+"""A decode step of an offloading system in multiples of the ideal's, by segment.
+
+    python -m benchmarks.step                              infinigen2+rows at 10 %, batch 8, 1,024 tokens, SmolLM2
+    python -m benchmarks.step --labels infinigen2 infinigen2+rows infinigen+reuse batch_size=4
+    python -m benchmarks.step --labels doublesparsity loki quest      methods by name, their rows behind the link
+
+In every round each system decodes from the same prompt, the ideal first. A ratio is that of a round's median steps;
+printed are its median over the rounds and its spread, and the medians of a step's segments. What is left are settings
+of every system, such as the model. Under `platform=cpu` the link is emulated, so only the rest is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+
+from benchmarks.live import keep_freed_memory, machine
+from benchmarks.timing import spread
+from harness.errors import exit_code
+from harness.live.timeline import SEGMENTS
+from harness.model.attach import attach
+from harness.model.load import load_model
+from harness.replay.setup import Setup, prepare
+from harness.run.compose import load
+from harness.settings.config import RunConfig
+from harness.settings.systems import LABELS
+from harness.speed.latency import compute_threads, decode_rows, prompt_ids, two_memories
+from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
+
+IDEAL = "ideal"
+SIZE = "0.1"
+
+
+def config_of(label: str, settings: Sequence[str]) -> RunConfig:
+    """The run of a system, or of a method by its name. The ideal has no size to set."""
+    named = f"label={label}" if label in LABELS else f"method={label}"
+    sized = [] if label == IDEAL else [f"size={SIZE}"]
+    common = ["experiment=latency", "batch_size=8", named, *sized]
+    given = [setting for setting in settings if label != IDEAL or not setting.startswith(("size=", "method."))]
+    return load([*common, *given])
+
+
+def timed_run(config: RunConfig, setup: Setup) -> TimedRun:
+    """The run that `experiment=latency` makes of a config."""
+    return TimedRun(setup.method, config.latency, config.placement, setup.codec, config.device_rows, config.prefetch)
+
+
+def compare(labels: Sequence[str], settings: Sequence[str], rounds: int) -> None:
+    """Print each system's step, its ratio to the ideal's, and its segments in ms a step."""
+    names = [IDEAL, *labels]
+    configs = {name: config_of(name, settings) for name in names}
+    first = configs[labels[0]]
+    loaded = load_model(first.model)
+    steps: dict[str, list[float]] = {name: [] for name in names}
+    segments: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
+        setups = {}
+        for name, config in configs.items():
+            setups[name] = prepare(config, loaded, attached, lambda config=config: decode_rows(config.latency))
+        prompt = run_shared_prompt(attached, prompt_ids(first, loaded))
+        with two_memories(first, attached) as (rate, link):
+            for _ in range(rounds):
+                for name, config in configs.items():
+                    run = timed_run(config, setups[name])
+                    timing = time_run(attached, prompt, run, link=link, calibration=setups[name].calibration)
+                    steps[name].append(timing.metrics["step_p50_s"])
+                    medians = {}
+                    for segment in SEGMENTS:
+                        medians[segment] = statistics.median(step[segment] for step in timing.samples["segments"])
+                    segments[name].append(medians)
+    shape = first.latency
+    print(f"{loaded.name}, {shape.batch_size} x {shape.prompt_len} + {shape.gen_len} tokens, {rounds} rounds")
+    print(f"{num_threads} compute threads, link {rate.bytes_per_s / 1e9:.2f} GB/s, {first.platform.name}")
+    titles = "".join(f"{segment:>12}" for segment in SEGMENTS)
+    print(f"{'ms a step':18}{'step':>9}{'x ideal':>9} {'(spread)':16}{titles}")
+    for name in names:
+        ratios = [ours / ideal for ours, ideal in zip(steps[name], steps[IDEAL], strict=True)]
+        of_step = f"{1e3 * statistics.median(steps[name]):9.1f}{statistics.median(ratios):9.2f}"
+        parts = ""
+        for segment in SEGMENTS:
+            median = statistics.median(medians[segment] for medians in segments[name])
+            parts += f"{1e3 * median:12.1f}"
+        print(f"{name:18}{of_step} ({spread(ratios)}){'':4}{parts}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--labels", nargs="+", default=["infinigen2+rows"], help="systems, or methods by name")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help="settings of every system, such as the model")
+    options = parser.parse_intermixed_args(argv)
+
+    def act() -> None:
+        print(machine())
+        keep_freed_memory()  # before anything large is allocated
+        compare(options.labels, options.settings, options.rounds)
+
+    return exit_code(act)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
