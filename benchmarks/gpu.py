@@ -7,7 +7,8 @@
 Parts, the most important first:
 
 link      rate of plain copies between pinned host memory and the device: each way, and both ways at once
-equal     decoding with the cache on the host is bit for bit that on the device; Triton kernels against torch's code
+equal     decoding with the cache on the host is bit for bit that on the device; Triton kernels against torch's code;
+          scores on coded keys against products with decoded ones
 steps     a decode step of every system whose transfers are counted (`harness.settings.systems`), shape by shape,
           against its floor: max(step of ideal, bytes over the link / its rate)
 gather    rate of the row gather by row size
@@ -61,6 +62,7 @@ from harness.settings.systems import COUNTED, LABELS
 from harness.speed.link_rate import LinkRate, link_rate
 from methods import compiled
 from methods.codec import Codec
+from methods.coded_keys import coded_scores, room_for_keys
 
 MIB = 2**20
 FAILED, UNFINISHED = 1, 75  # 75 as of `run.py`
@@ -80,6 +82,8 @@ FIRST_CELL_S = 30.0
 EQUAL_PROMPTS = (200, 180)
 CODED_TOLERANCE = 3e-2
 """Of logits under int4, where rounding moves a number to the next code."""
+SCORE_TOLERANCE = 1e-3
+"""Of scores of up to 60, which are sums of 128 products in fp32."""
 REPEATS = 5
 HEAD_DIM, ROW_BYTES = 128, 512
 """Of fp16 rows, K and V side by side."""
@@ -238,6 +242,20 @@ def equalities(device: torch.device, rate: LinkRate) -> Iterator[tuple[str, bool
                 difference = largest_difference(logits, on_device)
                 words = f"{label:18}{ways}: logits differ by {difference:g} (at most {allowed:g})"
                 yield words, difference <= allowed
+    yield coded_scores_equality(device)
+
+
+def coded_scores_equality(device: torch.device) -> tuple[str, bool]:
+    """Words for scores on an index in 4 bits against products with its decoded keys in fp64, and whether they agree."""
+    codec = Codec("int4")
+    packed = codec.encode(torch.randn(2, 8, CAPACITY, HEAD_DIM, device=device))
+    keys = room_for_keys(packed[:, :, :1], CAPACITY)
+    keys.copy_(packed)
+    query = torch.randn(2, 8, 4, HEAD_DIM, device=device)
+    expected = query.double() @ codec.decode(packed, HEAD_DIM, torch.float64).mT
+    difference = float((coded_scores(query, keys, codec) - expected).abs().max())
+    words = f"{'coded keys':18}scores and decoded: they differ by {difference:g} (at most {SCORE_TOLERANCE:g})"
+    return words, difference <= SCORE_TOLERANCE
 
 
 def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) -> Iterator[Rate]:

@@ -37,7 +37,7 @@ def config_of(label: str, settings: Sequence[str]) -> RunConfig:
     """The run of a system, or of a method by its name. The ideal has no size to set."""
     named = f"label={label}" if label in LABELS else f"method={label}"
     sized = [] if label == IDEAL else [f"size={SIZE}"]
-    common = ["experiment=latency", "batch_size=8", named, *sized]
+    common = ["experiment=latency", "batch_size=8", "repeats=1", "timed_steps=16", named, *sized]
     given = [setting for setting in settings if label != IDEAL or not setting.startswith(("size=", "method."))]
     return load([*common, *given])
 
@@ -65,7 +65,8 @@ def compare(labels: Sequence[str], settings: Sequence[str], rounds: int) -> None
                 for name, config in configs.items():
                     run = timed_run(config, setups[name])
                     timing = time_run(attached, prompt, run, link=link, calibration=setups[name].calibration)
-                    steps[name].append(timing.metrics["step_p50_s"])
+                    (of_round,) = timing.samples["step_s"]
+                    steps[name].append(statistics.median(of_round))
                     medians = {}
                     for segment in SEGMENTS:
                         medians[segment] = statistics.median(step[segment] for step in timing.samples["segments"])

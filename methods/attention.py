@@ -110,7 +110,11 @@ def product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     CPU converts them first.
     """
     if left.dtype == right.dtype == torch.float32:
-        return by_matrix(left, right if scale == 1 else right * scale)
+        if scale != 1 and left.shape[-2] < right.shape[-1]:
+            left = left * scale  # the smaller one
+        elif scale != 1:
+            right = right * scale
+        return by_matrix(left, right)
     if left.device.type != "cuda" or left.dtype != right.dtype:
         return left.float() @ right.float() * scale
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])

@@ -20,8 +20,8 @@ from methods.attention import MANY_ROWS, by_matrix, product
 from methods.codec import GROUP_META_BYTES, Codec, plane_width
 from methods.compiled import kernels_for
 
-BLOCK_BYTES = 2**20
-"""Codes that a CPU holds as floats at a time, half of a second-level cache."""
+BLOCK_BYTES = 2**19
+"""Codes that a CPU holds as floats at a time, a part of a second-level cache."""
 
 
 def room_for_keys(like: Tensor, num_slots: int) -> Tensor:

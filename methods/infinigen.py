@@ -199,9 +199,11 @@ class ScoreSelecting(Selecting):
         first = 0
         if scores.device.type == "cpu":
             # In replay all rows see most slots: those before the first hidden one.
-            hidden = (rows.slot_positions >= rows.positions.min()).flatten(0, 1).any(0)
-            first = int(hidden.int().argmax())
-        scores[..., first:].masked_fill_(~rows.visible()[..., first:].unsqueeze(2), -math.inf)
+            hidden = rows.slot_positions.numpy() >= int(rows.positions.min())
+            first = int(hidden.any((0, 1)).argmax())
+        positions = rows.positions[:, None, :, None]
+        visible = rows.slot_positions[:, :, None, first:] < positions
+        scores[..., first:].masked_fill_(~visible.unsqueeze(2), -math.inf)
         count = torch.minimum(floor_frac(frac, whole).clamp(min=least), cached)
         tokens = rows.slot_positions
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, count))

@@ -104,20 +104,22 @@ SPECIAL = (math.inf, 3e38, 1e-40, 0.0, -0.0, -1e-40, -2.0, -torch.finfo(torch.fl
 @settings(QUICK, max_examples=30)
 @given(st.data(), st.integers(1, 40), st.integers(1, 3))
 def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by_kernel, data, slots, rows):
-    size, counts = 2 * rows * slots, st.lists(st.integers(0, slots + 2), min_size=rows, max_size=rows)
+    """Of two sequences, whose counts differ."""
+    size, counts = 4 * rows * slots, st.lists(st.integers(0, slots + 2), min_size=2 * rows, max_size=2 * rows)
     values = torch.tensor(data.draw(st.lists(st.sampled_from(SPECIAL), min_size=size, max_size=size)))
-    values = values.view(1, 2, rows, slots)
-    count = torch.tensor([data.draw(counts)])
+    values = values.view(2, 2, rows, slots)
+    count = torch.tensor(data.draw(counts)).view(2, rows)
     if by_kernel:
         with compiled(16):
             spread = values.to(DEVICE).repeat_interleave(2, -1)[..., ::2]  # no piece of memory
             mask = largest(spread, count.to(DEVICE))
     else:
         mask = largest(values, count)
-    for head, row in itertools.product(range(2), range(rows)):
-        own = values[0, head, row].tolist()
+    for sequence, head, row in itertools.product(range(2), range(2), range(rows)):
+        own = values[sequence, head, row].tolist()
         ranked = sorted((slot for slot in range(slots) if own[slot] > -math.inf), key=lambda slot: -own[slot])
-        assert mask[0, head, row].nonzero().flatten().tolist() == sorted(ranked[: int(count[0, row])])
+        expected = sorted(ranked[: int(count[sequence, row])])
+        assert mask[sequence, head, row].nonzero().flatten().tolist() == expected
 
 
 @QUICK

@@ -74,8 +74,7 @@ def chosen(slots: Tensor, targets: Tensor | None = None) -> Chosen:
 
 def num_true(mask: Tensor) -> int | Tensor:
     """Number of True entries; on a GPU it stays there as a 0-d tensor (no sync)."""
-    count = mask.sum()
-    return int(count) if count.is_cpu else count
+    return int(np.count_nonzero(mask.numpy())) if mask.is_cpu else mask.sum()
 
 
 @dataclass(frozen=True)
@@ -362,26 +361,21 @@ def gather_rows(
 
 
 def _gather_to_targets(words: Tensor, index: Tensor, target_words: Tensor, targets: Tensor) -> None:
-    """`gather_rows` to given rows on a CPU. These are few rows of each head, so all heads move in
-    one operation."""
-    row_words = words.shape[-1]
-    moving = (index >= 0).view(-1).nonzero().view(-1)
-    source = (index + _first_rows(words)).view(-1)[moving]
-    target = (targets + _first_rows(target_words)).view(-1)[moving]
+    """`gather_rows` to given rows on a CPU, all heads at once. These are few rows of each head, and
+    numpy keeps the interpreter while it copies them: a link's thread that asked for it anew after
+    every operation would wait for the computation, and the computation for it."""
+    _, num_kv_heads, capacity, row_words = words.shape
+    slots = index.numpy().reshape(-1)
+    moving = np.flatnonzero(slots >= 0)
+    head = moving // index.shape[2]
     batch_stride, head_stride, row_stride, _ = target_words.stride()
-    last = (target_words.shape[0] - 1) * batch_stride + (target_words.shape[1] - 1) * head_stride
+    first = head // num_kv_heads * batch_stride + head % num_kv_heads * head_stride
+    target = targets.numpy().reshape(-1)[moving] + first // row_words
+    source = slots[moving] + head * capacity
+    last = (target_words.shape[0] - 1) * batch_stride + (num_kv_heads - 1) * head_stride
     num_rows = last // row_words + target_words.shape[2]
-    flat = target_words.as_strided((num_rows, row_words), (row_stride, 1))
-    flat.index_copy_(0, target, words.view(-1, row_words).index_select(0, source))
-
-
-def _first_rows(words: Tensor) -> Tensor:
-    """The number of each head's first row, counted in rows from the first head's: int64 [batch,
-    num_kv_heads, 1]."""
-    batch, num_kv_heads, _, row_words = words.shape
-    of_batch = torch.arange(batch) * (words.stride(0) // row_words)
-    of_head = torch.arange(num_kv_heads) * (words.stride(1) // row_words)
-    return (of_batch[:, None] + of_head)[..., None]
+    rows = target_words.as_strided((num_rows, row_words), (row_stride, 1)).numpy()
+    rows[target] = words.view(-1, row_words).numpy().take(source, 0)
 
 
 def scatter_rows(
