@@ -101,9 +101,10 @@ def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
     scores = query.new_empty((batch, heads, rows, slots), dtype=torch.float32)
     padded = triton.next_power_of_2(rows)
     tile = max(1, ELEMENTS // padded)
+    in_memory = keys if keys.stride(-1) == 1 else keys.mT  # the kernel is told all strides
     _coded_scores[(triton.cdiv(slots, tile), batch * heads)](
         query.contiguous(),
-        keys,
+        in_memory,
         scores,
         slots,
         rows,

@@ -86,6 +86,8 @@ class DecodeStep(Handler):
         self._request_next(cache, query)
         if cache.appends_last:
             cache.append(*own)
+        self.timeline.switch("attention")
+        cache.fetcher.read_ahead()
         self.timeline.switch("transfer")
         fetch = cache.fetcher.take()
         self.timeline.switch("attention")
