@@ -2,7 +2,7 @@
 
 All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only
 offload-pageable runs as the InfiniGen artifact ran its FlexGen baseline, and uvm leaves the
-transfers to CUDA's driver. Imports no torch.
+transfers to CUDA's driver. disk and what begins so read a local disk. Imports no torch.
 
     python run.py experiment=latency label=offload+int4
 """
@@ -55,6 +55,11 @@ LABELS = {
     "infinigen+int4": System("infinigen", codec="int4"),
     "infinigen2": System("infinigen2"),
     "infinigen2+rows": System("infinigen2", device_rows=2),
+    "disk": System("full", "disk"),
+    "disk+int4": System("full", "disk", codec="int4"),
+    "disk+infinigen": System("infinigen", "disk"),
+    "disk+infinigen2": System("infinigen2", "disk"),
+    "disk+infinigen2+rows": System("infinigen2", "disk", device_rows=2),
 }
 LATE_LAYER = 2**30
 """Number of a layer that is none of a method's first ones."""
