@@ -10,8 +10,14 @@ from harness.results import columns
 from plots import data, style
 
 ON_DEVICE = "ideal"
-IN_MEMORY = {"disk": "offload", "h2o": "offload+h2o", "int4": "offload+int4"}
-"""The systems in host memory that look as these on a disk do; any other looks as its method."""
+LIKE = {
+    "disk": "offload",
+    "h2o": "offload+h2o",
+    "int4": "offload+int4",
+    "quest": "Quest",
+    "retroinfer": "RetroInfer",
+}
+"""By what follows `disk+`, the label of other figures that has the look; else it is the same."""
 SETUP = ("model", "batch_size")
 
 
@@ -26,7 +32,9 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     for title, rows in parts:
         panels.append((title, rows, _times))
         panels.append((title, rows[rows.label != ON_DEVICE], _bytes))
-    note = "bars: half of the steps; ideal: the cache in memory; reads: whole blocks of 4 KiB"
+    note = (
+        "median of the timed steps; ideal: the cache in memory; a disk reads whole blocks of 4 KiB"
+    )
     return style.draw_panels(panels, "; ".join(filter(None, [shared, note])))
 
 
@@ -36,9 +44,10 @@ def _times(axes: Axes, panel: pd.DataFrame) -> None:
     in_memory = milliseconds.pop(ON_DEVICE) if ON_DEVICE in milliseconds else None
     _bars(axes, milliseconds)
     if in_memory is not None:
-        like = style.look(ON_DEVICE)
-        x = range(len(in_memory))
-        axes.plot(x, in_memory, color=like.color, marker=like.marker, linestyle="", label=ON_DEVICE)
+        line: Any = {"color": style.BLACK, "linestyle": "--", "linewidth": 1.4}
+        for place, value in enumerate(in_memory):
+            half = style.FILLED / 2
+            axes.hlines(value, place - half, place + half, label=ON_DEVICE, **line)
     axes.set_ylabel("time of a step, median (ms)")
 
 
@@ -61,4 +70,4 @@ def _bars(axes: Axes, values: pd.DataFrame) -> None:
 
 def _look(label: str) -> style.Look:
     name = label.removeprefix("disk+")
-    return style.look(IN_MEMORY.get(name, name))
+    return style.look(LIKE.get(name, name))

@@ -24,6 +24,8 @@ from harness.live.disk_store import DiskStore, Lines
 from harness.live.links import DiskLink, EmulatedLink
 from harness.live.store import RowFormat, chosen
 from harness.model.attach import attach
+from harness.results.columns import read_table
+from harness.run.cli import main
 from harness.speed.link_rate import disk_rate
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.codec import Codec
@@ -192,6 +194,9 @@ def test_a_step_counts_the_blocks_that_it_waited_for(folder):
     # 48 tokens and the step's: a stored block and an open one for each of 4 heads
     assert timing.metrics["disk_read_bytes"] == 7 * num_layers * 4 * BLOCK_BYTES
     assert timing.metrics["h2d_bytes"] == 7 * num_layers * 4 * 128 * sum(range(49, 55)) // 6
+    assert timing.metrics["read_amplification"] == pytest.approx(BLOCK_BYTES / (128 * sum(range(49, 55)) / 6))
+    assert timing.metrics["disk_kv_bytes"] == num_layers * 4 * 2 * BLOCK_BYTES, "56 tokens"
+    assert timing.metrics["host_kv_bytes"] == 0
 
 
 def test_pieces_are_neighbours_of_at_most_256_kib():
@@ -337,3 +342,13 @@ def test_a_killed_run_leaves_nothing(folder):
 def test_settings_without_meaning(words, says):
     with pytest.raises(UserError, match=says):
         load(["experiment=latency", *words])
+
+
+def test_a_systems_label_makes_a_record_of_what_was_measured(folder, tmp_path_factory):
+    results = tmp_path_factory.mktemp("results")
+    shape = ["prompt_len=40", "gen_len=8", "warmup_steps=1", "timed_steps=3", "repeats=1", "batch_size=2"]
+    words = ["experiment=disk", "label=disk+infinigen2+rows", f"platform.disk_dir={folder}", f"results_dir={results}"]
+    assert main([*words, *shape]) == 0
+    (row,) = read_table(results / "tables/disk.csv")
+    assert (row["source"], row["label"]) == ("measured", "disk+infinigen2+rows")
+    assert row["disk_read_bytes"] > row["h2d_bytes"] > 0 and row["hit_rate"] > 0

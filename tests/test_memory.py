@@ -355,7 +355,14 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
     metrics = timed(SHAPE).metrics
     over_link = {"h2d_bytes", "d2h_bytes", "late_bytes", "exposed_transfer_s", "transfer_s", "link_bytes_per_s"}
     over_link |= {"link_utilisation", "hit_rate", "host_kv_bytes"}
-    other = {"disk_read_bytes", "weight_bytes", "weights_on_device", "prediction_s"}  # no disk; all weights are there
+    other = {
+        "disk_read_bytes",
+        "read_amplification",
+        "disk_kv_bytes",
+        "weight_bytes",
+        "weights_on_device",
+        "prediction_s",
+    }  # no disk; all weights are there
     assert {name for name, value in metrics.items() if value is None} == over_link | other
     assert metrics["num_timed_steps"] == 8 and metrics["device_kv_bytes"] == 0
     record = {"metrics": metrics, "config": {"size": None}}

@@ -133,7 +133,13 @@ OF_LINK = (
     Column("link_utilisation", "link busy (%)", 100, 1),
     Column("hit_rate", "hit rate (%)", 100, 1),
 )
+OF_DISK = (
+    Column("disk_read_bytes", "read from disk (GiB)", 1 / GIB, 3),
+    Column("read_amplification", "bytes read / bytes of rows", 1, 2),
+    Column("disk_kv_bytes", "KV on disk (MiB)", 1 / MIB, 1),
+)
 OF_SERVING = (*OF_DECODING, *OF_SPREAD, HOST_KV_BYTES, *OF_LINK)
+NEWER_OF_LATENCY = (*OF_SERVING, *OF_DISK)
 """The columns of a latency table that an older one lacks."""
 LATENCY = (
     EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
@@ -149,6 +155,7 @@ LATENCY = (
     *OF_SPREAD,
     Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
     Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
+    *OF_DISK,
     Column("weights_on_device", "weights on the device (%)", 100, 1),
     Column("weight_bytes", "weights to device (GiB)", 1 / GIB, 3),
     Column("device_read_bytes", "read on device (GiB)", 1 / GIB, 3),
@@ -284,7 +291,7 @@ NEEDED = {
 def _optional() -> Iterator[str]:
     for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS):
         yield column.name
-    yield from names(OF_SERVING)
+    yield from names(NEWER_OF_LATENCY)
     for metric in BOARD_METRICS:
         if metric.origin == "task":
             yield f"{metric.column.name}_{NUM_CONTEXTS.name}"

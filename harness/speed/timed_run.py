@@ -25,6 +25,8 @@ h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; la
   h2d_bytes that a layer asked for by its own query, for which it waits. device_read_bytes: read in
   device memory. weight_bytes: streamed weights; weights_on_device: the share of the decoder layers'
   bytes that stays there.
+disk_read_bytes: read from a disk, in whole blocks, for the rows of h2d_bytes; read_amplification:
+  how many times as much that is. disk_kv_bytes: of the cache's file. None without a disk.
 link_utilisation, hit_rate: of the timed steps.
 transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and
 weights included. pinned_bytes: page-locked host memory of the cache. peak_device_bytes: while
@@ -116,6 +118,7 @@ class _Repeat:
     link_busy_s: float
     transferred_bytes: int
     host_kv_bytes: int | None
+    disk_kv_bytes: int
     device_kv_bytes: int
     pinned_bytes: int
     peak_device_bytes: int
@@ -272,6 +275,7 @@ def _time_repeat(
             link_busy_s=sum(map(_busy, by_link)),
             transferred_bytes=transferred_bytes,
             host_kv_bytes=session.host_bytes,
+            disk_kv_bytes=session.disk_bytes,
             device_kv_bytes=session.device_bytes,
             pinned_bytes=session.pinned_bytes,
             peak_device_bytes=_peak_device_bytes(session, weights),
@@ -326,7 +330,10 @@ def _timing(
     }
     for name, moved in counts.items():
         metrics[name] = None if moved is None else round(moved / len(timed) * num_steps)
+    from_disk, wanted = counts["disk_read_bytes"], counts["h2d_bytes"]
     metrics |= {
+        "read_amplification": None if from_disk is None else ratio(from_disk, wanted or 0),
+        "disk_kv_bytes": repeats[0].disk_kv_bytes or None,
         "weights_on_device": weights.on_device if weights else None,
         "link_utilisation": ratio(timed_busy_s, timed_span_s),
         "hit_rate": None if rows_read is None else ratio(rows_found or 0, rows_read),
