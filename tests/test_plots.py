@@ -211,7 +211,14 @@ TIMED = {
         row | SEGMENTS | {"transfer_s": row["decode_s"] / 1000} | (PREDICTS if row["label"] == "infinigen+int4" else {})
         for row in time_rows()
     ],
-}
+    "disk": [
+        {"label": label, "source": of, "prompt_len": length, "tpot_p50_s": ms * length / 1e6, "disk_read_bytes": read}
+        for label, of, ms, read in (
+            ("ideal", "emulated", 50, None), ("disk", "measured", 200, 7e9), ("disk+quest", "measured", 80, 14e8)
+        )
+        for length in (1024, 2048)
+    ],
+}  # fmt: skip
 
 SIMILAR = {"H2O": {10: 1.0, 500: 0.9, 1990: 0.7}, "Oracle": {10: 1.0, 500: 0.99, 1990: 0.98}}
 SHARES, COUNTS = {0: 0.5, 32: 0.25, 64: 0.0, 96: 0.25}, {500: 80.0, 1000: 140.0, 1500: 150.0}
@@ -620,6 +627,16 @@ def test_times_are_stacked_and_grouped(results) -> None:
     assert list(heights) == ["attention", "FFN", "prediction", "transfer", "other"]
     offload = list(TIMES).index("offload")
     assert sum(segment[offload] for segment in heights.values()) == pytest.approx(1 + 0.8 + 9 + 0.1)
+
+
+def test_steps_from_a_disk_stand_beside_the_step_in_memory(results) -> None:
+    times, read = draw("disk", results).axes
+    assert tick_labels(times) == ["1,024", "2,048"]
+    np.testing.assert_allclose(bar_heights(times)["disk"], [204.8, 409.6])
+    np.testing.assert_allclose(bar_heights(read)["disk+quest"], [200, 200])  # MB, in each of 7 steps
+    assert "ideal" not in bar_heights(times) | bar_heights(read)
+    (in_memory,) = {line.get_segments()[0][0][1] for line in times.collections} & {51.2}
+    assert in_memory == 51.2 and legend(draw("disk", results))[0] == "ideal"
 
 
 def test_fig16_divides_offload_by_the_label_and_orders_models_by_size(results) -> None:
