@@ -39,7 +39,7 @@ def generated(capsys, *settings, max_new_tokens=24) -> tuple[str, str]:
     """The text behind the prompt, and the lines that follow it."""
     line = ["experiment=generate", f"prompt='{PROMPT}'", f"max_new_tokens={max_new_tokens}", "platform.link_gbps=1"]
     assert main([*line, "calibration.num_tokens=64", *settings]) == 0
-    text, _, summary = capsys.readouterr().out.partition("\n\nprefill ")
+    text, _, summary = capsys.readouterr().out.partition("\n\nTTFT ")
     assert text.startswith(PROMPT)
     return text.removeprefix(PROMPT), summary
 
@@ -67,10 +67,17 @@ METHODS = (
 @pytest.mark.parametrize("method", METHODS)
 def test_any_method_prints_text_and_what_it_moved(tiny, capsys, method):
     text, summary = generated(capsys, *f"method={method}".split())
-    moved = r"fetched (\d+) rows \(\d+ a step.*?\): [\d.]+ MiB to the device, ([\d.]+) MiB"
-    rows, back = re.search(moved, summary).groups()
-    assert text and "tokens/s" in summary
-    assert (int(rows) > 0) == (float(back) > 0) == ("placement=device" not in method)
+    times, transfers, memory = summary.splitlines()
+    assert text and re.match(
+        r"[\d.]+ s \(\d+ tokens\); TPOT p50 [\d.]+ ms, p95 .*, p99 .* \(std .*, [\d.]+ tokens/s$", times
+    )
+    moved = (
+        r"fetched (\d+) rows \(\d+ a step.*?\): [\d.]+ MiB to the device, ([\d.]+) MiB.*; link busy \d+% of the time"
+    )
+    found = re.match(moved, transfers)
+    assert (found is not None) == ("MiB in host memory" in memory) == ("placement=device" not in method)
+    assert found is None or min(map(float, found.groups())) > 0
+    assert ("hit rate" in transfers) == ("device_rows" in method)
     share = float(re.search(r"read ([\d.]+)% of the cache", summary).group(1))
     assert 0 < share < 100
 

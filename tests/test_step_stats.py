@@ -4,16 +4,17 @@ timed runs, generated texts and attached models."""
 import statistics
 import time
 from dataclasses import fields
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
 from cases import CASES
+from fake_cuda import CUDA, Event, Stream, fake_streams
 from living import attached_with_link, calibration_of
 
 from harness.api.cached_model import CachedModel
 from harness.live.hot_rows import HotFetcher
-from harness.live.links import LinkUse
+from harness.live.links import CudaLink, LinkUse
 from harness.live.session import LiveSession
 from harness.live.timeline import StepClock
 from harness.results import columns
@@ -43,9 +44,9 @@ def test_times_of_five_steps_by_hand():
     assert times_of(0.5, [], batch_size=1) == StepTimes(ttft_s=0.5, decode_s=0.0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 100])
-def test_percentiles_are_numpys(count):
-    values = torch.rand(count, dtype=torch.float64).tolist()
+@pytest.mark.parametrize("num_values", [1, 2, 7, 100])
+def test_percentiles_are_numpys(num_values):
+    values = torch.rand(num_values, dtype=torch.float64).tolist()
     for share in (0, 0.5, 0.95, 0.99, 1):
         assert percentile(values, share) == pytest.approx(
             torch.tensor(values, dtype=torch.float64).quantile(share).item()
@@ -69,11 +70,14 @@ class MadeUpLink:
     def has_passed(self, moment: float) -> bool:
         return moment <= self.at
 
+    def wait_for(self, moment: float) -> None:
+        self.waits += 1
+
     def drain(self) -> None:
         self.waits += 1
 
 
-@pytest.mark.parametrize("kept", [4096, 0])
+@pytest.mark.parametrize("kept", [256, 0])
 def test_a_link_is_busy_while_a_transfer_lies_in_the_span(monkeypatch, kept):
     """kept: sums as it goes or at the end. The second transfer begins before the span and the last ends after it; two
     overlap, as those of several threads may."""
@@ -95,6 +99,42 @@ def test_a_link_is_busy_while_a_transfer_lies_in_the_span(monkeypatch, kept):
     assert use.busy_s == pytest.approx(3.0), "as often as one asks"
     use.mark()  # a step later
     assert use.busy_s == pytest.approx(1.0 + 1.5 + 3.5) and use.span_s == 10.0
+
+
+class CountedEvent(Event):
+    """An event of CUDA whose time is how many were recorded before it."""
+
+    numbers = count()
+
+    def record(self, stream=None) -> None:
+        super().record(stream)
+        self.at = next(CountedEvent.numbers)
+
+    def elapsed_time(self, other) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_under_cuda_events_tell_how_busy_the_link_is_and_how_long_a_step_takes(monkeypatch):
+    with fake_streams():
+        monkeypatch.setattr(torch.cuda, "Event", CountedEvent)
+        monkeypatch.setattr(CountedEvent, "numbers", count())
+        link, clock = CudaLink(CUDA), StepClock(CUDA)  # the link's origin is at 0
+        use = link.open_use()  # 1
+        clock.begin_prompt()  # 2
+        link.start("d2h", lambda: 8, [])  # from 3 to 4: of the prompt
+        clock.mark()  # 5
+        use.begin()  # 6
+        for _ in range(2):
+            link.start("h2d", lambda: 8, [])  # from 7 to 8, from 11 to 12
+            clock.mark()  # 9, 13
+            use.mark()  # 10, 14
+        link.start("h2d", lambda: 8, [])  # from 15 to 16: for a step that does not come
+        assert Stream.waits == [], "who decodes does not wait"
+        assert (use.busy_s, use.span_s) == (2, 8)
+        assert (clock.ttft_s, clock.step_s) == (3, [4, 4])
+        use.close()
+        link.start("h2d", lambda: 8, [])  # without a use its start is no event
+        assert next(CountedEvent.numbers) == 18
 
 
 def test_a_clock_counts_from_the_end_of_what_came_before(monkeypatch):

@@ -173,7 +173,7 @@ class Model:
             max_new_tokens=64, placement="device", temperature=0.7, top_p=0.9, seed=1.
 
         Returns:
-            Text, tokens/s and bytes over the link, which `print` shows.
+            Text, TTFT, TPOT, tokens/s and bytes over the link, which `print` shows.
         """
         if not isinstance(prompt, str):
             raise UserError(f"prompt={prompt!r}: must be text")
@@ -315,7 +315,7 @@ def attach(
 
     Inside the `with` block the model's own `generate` and forward pass use the method's cache, also
     where a pipeline, a streamer in another thread, or lm-eval's `HFLM` calls them.
-    `cached.generate` is the same, and `cached.usage` has time and bytes. `model(prompt)` runs a
+    `cached.generate` is the same. `cached.usage` has TTFT, TPOT and bytes. `model(prompt)` runs a
     prompt densely, and only its last row's logits can be read. Calls with the `past_key_values`
     that it returned decode a step for each row. A whole text is scored with `prefill_len`, by
     replay, and refused without it: `HFLM`, which does not say where a context ends, needs

@@ -32,7 +32,7 @@ from harness.settings.config import DiskLayout
 
 SLEEP_SLACK_S = 1e-4
 """time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
-TRANSFERS_KEPT = 4096
+TRANSFERS_KEPT = 256
 """Transfers that a `LinkUse` keeps before it sums the earliest."""
 
 Direction = Literal["h2d", "d2h"]
@@ -91,12 +91,14 @@ class LinkUse:
     @property
     def span_s(self) -> float:
         """Seconds of the span."""
+        self._link.wait_for(self._until)
         return self._link.seconds(self._since, self._until)
 
     @property
     def busy_s(self) -> float:
         """Seconds of the span in which at least one transfer was under way. Drains the link."""
         self._link.drain()
+        self._link.wait_for(self._until)
         self._sum_ended(waits=True)
         seconds = self._link.seconds
         busy_s = self._summed_s
@@ -111,7 +113,9 @@ class LinkUse:
         seconds = self._link.seconds
         while self._transfers:
             start, end = self._transfers[0]
-            if not waits and not self._link.has_passed(end):
+            if waits:
+                self._link.wait_for(end)
+            elif not self._link.has_passed(end):
                 return
             if seconds(end, self._until) < 0:
                 return
@@ -217,12 +221,15 @@ class Link(AbstractContextManager["Link"], ABC):
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds from one time to another, below 0 if `end` is earlier. Waits for both."""
+        """Seconds from one time to another, below 0 if `end` is earlier. Both have passed."""
         return end - begin
 
     def has_passed(self, moment: Any) -> bool:
-        """Whether `seconds` can tell the time without waiting."""
+        """Whether a time has passed."""
         return bool(moment <= time.perf_counter())
+
+    def wait_for(self, moment: Any) -> None:
+        """Wait until a time has passed. Where it is a number, `drain` has waited."""
 
     @abstractmethod
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
@@ -466,12 +473,13 @@ class CudaLink(Link):
         return _event(torch.cuda.current_stream(self.device), timed=True)
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        begin.synchronize()
-        end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
     def has_passed(self, moment: torch.cuda.Event) -> bool:
         return moment.query()
+
+    def wait_for(self, moment: torch.cuda.Event) -> None:
+        moment.synchronize()
 
     def _timed(self, recorded: Any) -> Transfer:
         direction, start, end, num_bytes = recorded

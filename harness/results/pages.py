@@ -28,7 +28,7 @@ BRIEF = (
 """Metrics of `METRICS` that a terminal shows."""
 BRIEF_SPEED = (
     "batch_size", "prompt_len", "gen_len", "size", "unmet_size",
-    "ttft_s", "tokens_per_s", "tpot_p50_s", "tpot_p99_s", "h2d_bytes", "peak_device_bytes",
+    "ttft_s", "tokens_per_s", "tpot_p50_s", "h2d_bytes", "peak_device_bytes",
 )  # fmt: skip
 """Numbers of a timed cell that a terminal shows."""
 MAX_COLUMNS = 6
@@ -42,6 +42,8 @@ NOTES = {
     "latency": f"{SIZE_NOTE} *To device* and *to host* are the bytes that crossed the link in all "
     "decode steps. *Read on device* is what was read in device memory, including the method's "
     "index. *KV on device* is the memory of the cache and the method there, including buffers. "
+    "*TTFT* is the time to first token, *TPOT* the time per output token. *Hit rate* is the share "
+    "of the rows read that were on the device already. "
     "Settings are those that differ from the defaults.",
     "board": leaderboard.NOTE,
     "analysis": "± is one standard error over heads, or over layers for a number of the whole "

@@ -60,18 +60,20 @@ class Generated(StepStats):
         return "\n".join((self._times(), self._transfers(), self._memory()))
 
     def _times(self) -> str:
-        prompt = f"{self.num_prompt_tokens} tokens of prompt, TTFT {self.ttft_s:.2f} s"
+        prompt = f"TTFT {self.ttft_s:.2f} s ({self.num_prompt_tokens} tokens)"
         if not self.steps:
             return f"{prompt}; {self.num_tokens} new tokens, no decode step"
         p50, p95 = _ms(self.tpot_p50_s), _ms(self.tpot_p95_s)
         p99, std = _ms(self.tpot_p99_s), _ms(self.tpot_std_s)
         tpot = f"TPOT p50 {p50} ms, p95 {p95}, p99 {p99} (std {std})"
         rate = f"{self.sequence_tokens_per_s:.1f} tokens/s"
-        return f"{prompt}; {self.num_tokens} new tokens, {tpot}, {rate}"
+        return f"{prompt}; {tpot}; {self.num_tokens} new tokens, {rate}"
 
     def _transfers(self) -> str:
         if not self.counted:
             return "the driver moved pages, which are not counted"
+        if self.steps and self.hit_rate is None:
+            return "no link: the cache was read in place"
         rows_of_step = self.rows / max(1, self.steps)
         moved = (
             f"fetched {self.rows} rows ({rows_of_step:.0f} a step, of one token and KV head each): "
