@@ -17,7 +17,9 @@ hit_rate: rows that were on the device when their layer selected them / rows rea
   sees every token, exempt layers included. Rows that have no place behind the link (windows, the
   last tokens of a codec with `residual`, tokens that a method keeps itself) are not among them.
 host_kv_bytes: of the cache in host memory; None where the driver moves it. device_kv_bytes: of the
-  cache, method and buffers on the device, without pages that the driver moves.
+  cache, method and buffers on the device, without pages that the driver moves. disk_kv_bytes: of
+  the cache's file; disk_read_bytes: read there by the steps, in whole blocks. Both None without a
+  disk.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class StepStats(StepTimes):
     hit_rate: float | None = None
     host_kv_bytes: int | None = None
     device_kv_bytes: int | None = None
+    disk_kv_bytes: int | None = None
+    disk_read_bytes: int | None = None
 
 
 def times_of(
@@ -97,6 +101,8 @@ def stats_of(session: LiveSession) -> StepStats:
         hit_rate=hit_rate,
         host_kv_bytes=session.host_bytes,
         device_kv_bytes=session.device_bytes,
+        disk_kv_bytes=session.disk_bytes if session.placement == "disk" else None,
+        disk_read_bytes=session.disk_read_bytes if session.placement == "disk" else None,
     )
 
 

@@ -75,11 +75,14 @@ class Generated(StepStats):
         if self.steps and self.hit_rate is None:
             return "no link: the cache was read in place"
         rows_of_step = self.rows / max(1, self.steps)
+        home = "host" if self.disk_read_bytes is None else "disk"
         moved = (
             f"fetched {self.rows} rows ({rows_of_step:.0f} a step, of one token and KV head each): "
             f"{self.h2d_bytes / MIB:.2f} MiB to the device, {self.d2h_bytes / MIB:.2f} MiB to the "
-            "host"
+            f"{home}"
         )
+        if self.disk_read_bytes is not None:
+            moved += f"; the disk read {self.disk_read_bytes / MIB:.2f} MiB in whole blocks"
         if self.weight_bytes:
             moved += f", {self.weight_bytes / MIB:.2f} MiB of weights streamed"
         if self.link_utilisation is not None:
@@ -92,6 +95,8 @@ class Generated(StepStats):
         kept = f"cache: {(self.device_kv_bytes or 0) / MIB:.2f} MiB on the device"
         if self.host_kv_bytes:
             kept += f", {self.host_kv_bytes / MIB:.2f} MiB in host memory"
+        if self.disk_kv_bytes:
+            kept += f", {self.disk_kv_bytes / MIB:.2f} MiB on the disk"
         read = "read nothing" if self.size is None else f"read {self.size:.1%} of the cache"
         return f"{kept}; {read}; source: {self.source}"
 
