@@ -58,7 +58,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test wheel-check accuracy speedup disk leaderboard turns long paper method calibrate modelled plots report status export compare clean
+.PHONY: help setup mlflow lint test wheel-check accuracy speedup capacity disk leaderboard turns long paper method calibrate modelled plots report status export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,8 @@ speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=,
 
 disk: $(STAMP)  ## the cache on a local disk, measured: tables/disk.md and its figure (MODEL=, RESULTS=, ARGS=)
 	$(PY) run.py grid=disk model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
+capacity: $(STAMP)  ## how many sequences fit, and tokens/s there: three modelled machines, an emulated device (RESULTS=, ARGS=)
+	$(PY) run.py grid=capacity results_dir=$(RESULTS) $(ARGS)
 
 # A method or codec of one's own alone, which stands beside the rows that are there; the full cache's answers go with it.
 OWN = $(if $(METHOD)$(CODEC),method=$(or $(METHOD),full) $(if $(CODEC),codec=$(CODEC)))

@@ -97,6 +97,10 @@ LOOKS = {
     "InfiniGen2": Look(INDIGO, "D", "-", "//"),
     "infinigen2": Look(INDIGO, "D", "-", "//"),
     "infinigen2+rows": Look(TEAL, "H", "--", "xx"),
+    "infinigen2+rows (2048 tokens)": Look(SKY, "P", "-.", "++"),
+    "infinigen2 (device, 2048 tokens)": Look(PURPLE, "d", ":", "--"),
+    "full+int4 (device)": Look(ORANGE, "<", "-.", "||"),
+    "h2o (device)": Look(VERMILION, "s", "-", "//"),
     "accuracy": Look(BLUE, "o", "-"),
     "latency": Look(VERMILION, "s", "--"),
 }

@@ -22,7 +22,9 @@ PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinige
 """Other settings of a method, worth a name."""
 
 
-NEEDED = {"local": ["data.root=."], "frontier": ["link_gbps=25", "max_kl=0.05"]}
+NEEDED = {
+    "local": ["data.root=."], "frontier": ["link_gbps=25", "max_kl=0.05"], "capacity": ["platform.device_gib=1"],
+}  # fmt: skip
 """What a file of conf/ cannot do without."""
 
 

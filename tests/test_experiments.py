@@ -18,6 +18,7 @@ from harness.model.load import LoadedModel
 from harness.results.columns import (
     ACCURACY,
     ANALYSIS,
+    CAPACITY,
     LATENCY,
     NEWER_OF_LATENCY,
     NUM_CONTEXTS,
@@ -45,11 +46,16 @@ TOY = {
     "perplexity": ["seq_len=400", "prefill_len=150", "num_windows=2"],
     "long_decode": ["prefill_len=60", "max_new_tokens=24", "num_windows=2"],
     "latency": ["batch_size=2", "prompt_len=24", "gen_len=8", "warmup_steps=1", "timed_steps=2"],
+    "capacity": [
+        "prompt_len=24", "gen_len=8", "timed_steps=2", "platform.device_gib=0.002", "method=full", "placement=device",
+    ],
     "analysis": ["analysis.num_tokens=300"],
-}
-COLUMNS = {"latency": (LATENCY, "total_s"), "analysis": (ANALYSIS, "value")}
+}  # fmt: skip
+COLUMNS = {
+    "latency": (LATENCY, "total_s"), "capacity": (CAPACITY, "decode_tokens_per_s"), "analysis": (ANALYSIS, "value"),
+}  # fmt: skip
 """By kind: what its table has, and what was measured. Any other kind is of accuracy."""
-SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind == "latency"} | {"fig2": "modelled"}
+SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind in ("latency", "capacity")} | {"fig2": "modelled"}
 OF_SEVERAL_RUNS = ("fig13", "fig16b", "fig17", "ruler", "table2")
 """Figures that a single run without a label, and without questions, does not draw."""
 

@@ -291,7 +291,10 @@ ON_CUDA = ["platform=cuda"]
         ([*ON_CUDA, "label=uvm", "placement=device"], "placement=device: label=uvm stands for placement=managed"),
         ([*ON_CUDA, "label=uvm", "platform.device_gib=0"], "platform.device_gib=0: must be above 0"),
         ([*ON_CUDA, "label=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),
-        (["platform.device_gib=48"], "platform.device_gib=48.0: makes a smaller card of pl"),
+        (
+            ["platform.device_gib=48", "platform.weights_on_device=0.5"],
+            "platform.device_gib=48 and platform.weights_on_",
+        ),
         (["time_limit_s=0"], "time_limit_s=0: must be at least 1"),
     ],
 )

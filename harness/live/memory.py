@@ -93,6 +93,51 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
         )
 
 
+@dataclass
+class EmulatedDevice:
+    """A device of `whole` bytes that a CPU stands in for. weights: bytes that the model takes."""
+
+    whole: int
+    weights: int
+
+    def require(self, num_bytes: int) -> None:
+        """Raise UserError where a session's `num_bytes` do not fit beside the weights."""
+        if self.weights + num_bytes > self.whole:
+            raise UserError(
+                f"platform.device_gib={self.whole / GIB:.4g}: the weights take "
+                f"{self.weights / GIB:.3f} GiB and live decoding needs {num_bytes / GIB:.3f} GiB "
+                f"beside them; {MEMORY_HINTS}"
+            )
+
+
+_emulated: list[EmulatedDevice] = []
+"""The device that is emulated now, if any."""
+
+
+def require_emulated(num_bytes: int, device: torch.device) -> None:
+    """Raise UserError where `num_bytes` do not fit into the memory of the emulated device, if one
+    is emulated."""
+    if device.type == "cpu" and _emulated:
+        _emulated[-1].require(num_bytes)
+
+
+@contextmanager
+def emulated_device(gib: float, weights: int) -> Iterator[None]:
+    """Sessions on the CPU have a device of `gib` GiB inside the block, of which the model takes
+    `weights` bytes. Raises UserError where it takes all."""
+    whole = int(gib * GIB)
+    if weights >= whole:
+        raise UserError(
+            f"platform.device_gib={gib:g}: must be above {weights / GIB:.3f}, which the weights "
+            "take"
+        )
+    _emulated.append(EmulatedDevice(whole, weights))
+    try:
+        yield
+    finally:
+        _emulated.pop()
+
+
 def layer_bytes(state: State, number: int) -> int:
     """Bytes that a state declares to keep of one layer."""
     total = 0

@@ -29,14 +29,10 @@ from harness.live.state_sizes import StateSizes, state_sizes
 from harness.live.store import KVStore, RowFormat
 from harness.model.attached import Attached
 from harness.model.policies import Policy, policies_of
-from harness.model.prompts import PassSizes, pass_sizes
+from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
-
-PASS_TOKENS = 2048
-"""Prompt tokens that a serving engine takes in one pass (chunked prefill: vLLM's and SGLang's
-defaults are 2,048 to 8,192). The workspace is sized for them."""
 
 
 class LayerSizes(NamedTuple):
@@ -103,16 +99,15 @@ class DeviceNeeds(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """A session to be sized. codec: of the layers under the method; None stores rows as they are.
-    Other fields as in `LiveSession`."""
+    of_state: the sizes of its states that are known. Other fields as in `LiveSession`."""
 
     model: ModelSizes
     method: Method
     codec: AnyCodec | None
     placement: Placement
     device_rows: float = 0
-    prefetch: bool = False
     calibration: Calibration | None = None
-    _of_state: dict[tuple[tuple[int, ...], int], StateSizes] = field(
+    of_state: dict[tuple[tuple[int, ...], int], StateSizes] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -154,7 +149,8 @@ class Plan:
         if self.placement in BEHIND_LINK:
             num_ahead = num_fetched_ahead(method, self.coded, len(stores), len(numbers))
             selected = most_selected(method, lengths, numbers)
-            plan = plan_buffers([*stores.values()], of_rooms, selected, num_ahead)
+            hot = [store for at, store in stores.items() if policies[at].names_rows]
+            plan = plan_buffers([*stores.values()], hot, of_rooms, selected, num_ahead)
             buffers = plan.num_bytes
         state = self._state(lengths)
         kept = state.by_layer[numbers[0]] * len(numbers) if state.by_layer else 0
@@ -219,7 +215,7 @@ class Plan:
 
     def _state_of(self, prompts: tuple[int, ...], max_new_tokens: int) -> StateSizes:
         key = prompts, max_new_tokens
-        if key not in self._of_state:
+        if key not in self.of_state:
             lengths = BatchLengths(prompts, max_new_tokens)
             numbered = {}
             for layer in self.model.layers:
@@ -229,7 +225,7 @@ class Plan:
             def capacity_of(number: int) -> int:
                 return num_slots(self.method, numbered[number], self.coded, lengths)
 
-            self._of_state[key] = state_sizes(
+            self.of_state[key] = state_sizes(
                 self.method,
                 self.model.geometry,
                 prompts,
@@ -238,7 +234,7 @@ class Plan:
                 capacity_of,
                 self.calibration,
             )
-        return self._of_state[key]
+        return self.of_state[key]
 
 
 def sizes_of(attached: Attached, method: Method, *, prefetch: bool = False) -> ModelSizes:

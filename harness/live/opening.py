@@ -98,7 +98,8 @@ class Opening:
         if share.link is not None:
             num_ahead = num_fetched_ahead(self.method, self.codec, len(stores), len(numbers))
             selected = most_selected(self.method, share.batch.counts, numbers)
-            plan = plan_buffers([*stores.values()], share.rooms, selected, num_ahead)
+            hot = [store for at, store in stores.items() if self.policies[at].names_rows]
+            plan = plan_buffers([*stores.values()], hot, share.rooms, selected, num_ahead)
         on_device = activations + window_bytes + (0 if plan is None else plan.num_bytes)
         for layer, store in stores.items():
             on_device += resident_bytes(
@@ -153,6 +154,7 @@ class Opening:
         else:
             needed = SessionBytes(0, on_device, slots)
         self.bytes_needed = self.bytes_needed.plus(needed)
+        memory.require_emulated(self.bytes_needed.device, share.device)
         memory.require_session(needed, share.device)
         if self.pinned and slots:
             share.slab = PinnedSlab(slots)
@@ -235,10 +237,14 @@ def most_selected(method: Method, lengths: BatchLengths, numbers: Sequence[int])
 
 
 def plan_buffers(
-    stores: Sequence[KVStore], rooms: Sequence[int] | None, selected: int, num_ahead: int
+    stores: Sequence[KVStore],
+    hot: Sequence[KVStore],
+    rooms: Sequence[int] | None,
+    selected: int,
+    num_ahead: int,
 ) -> BufferPlan:
     """Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; where
-    rows stay, each of the others keeps one for them."""
+    rows stay, each of the layers that name their rows (`hot`) keeps one for them."""
     ahead, others = stores[:num_ahead], stores[num_ahead:]
     largest = max(others, key=lambda store: store.nbytes)
     num_rows = min(selected, largest.capacity) if num_ahead else largest.capacity
@@ -246,7 +252,7 @@ def plan_buffers(
     for store in ahead:
         num_bytes += store.buffer_bytes(store.capacity)
     if rooms is not None:
-        for store in others:
+        for store in hot:
             num_bytes += store.buffer_bytes(max(rooms))
     return BufferPlan(largest, num_rows, num_bytes)
 

@@ -33,7 +33,7 @@ from harness.live.timeline import StepClock, Timeline
 from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.policies import Policy, new_states, policies_of
-from harness.model.prompts import prompt_bytes
+from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
@@ -55,7 +55,8 @@ class LiveSession:
     each step. Raises ValueError for combinations without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
-    every token. reads: what the steps read on the device. bytes_needed: memory that was asked for.
+    every token. reads: what the steps read on the device. bytes_needed: memory that was asked for;
+    activations: the part of it that a pass takes.
     link_uses: how busy each link was, from the end of the prompt to that of the last step.
     clock: when the prompt and each step ended.
     """
@@ -118,6 +119,7 @@ class LiveSession:
         self.link_uses: list[LinkUse] = []
         self.model_cache = attached.new_cache()
         self.bytes_needed = memory.SessionBytes(0, 0)
+        self.activations = 0
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
@@ -152,7 +154,7 @@ class LiveSession:
             self._open(prompt.real, prompt_bytes(self.attached, longest))
             read_again(self.attached, self.method, self.states, prompt, passes)
         else:
-            self._open(prompt.real, prompt_bytes(self.attached, 0))
+            self._open(prompt.real, prompt_bytes(self.attached, workspace_tokens(prompt.real)))
         for layer, states in enumerate(prompt.layers):
             self._keep_prompt(layer, *states)
         self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))
@@ -254,8 +256,10 @@ class LiveSession:
         return selected - self._total([share.missed.num_rows for share in self.shares.values()])
 
     def _count_from_here(self) -> None:
-        """The prompt is written: time and bytes counted from here on are those of decode steps."""
+        """The prompt is written: time and bytes counted from here on are those of decode steps. All
+        that stays on the device is there now."""
         self.clock.mark()
+        memory.require_emulated(self.device_bytes + self.activations, self.attached.device)
         for share in self.shares.values():
             share.written = Traffic()
         for use in self.link_uses:
@@ -340,6 +344,7 @@ class LiveSession:
         if self.stores:
             raise RuntimeError("a session prefills once")
         attached, method = self.attached, self.method
+        self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
         opening = Opening(
@@ -399,8 +404,15 @@ class LiveSession:
             kept = memory.layer_bytes(cache.state, cache.policy.number)
             on_device = self.bytes_needed.device + kept * len(alike)
             self.bytes_needed = self.bytes_needed._replace(device=on_device)
+            memory.require_emulated(on_device, cache.store.device)
             what = "what the method keeps of the prompt"
             memory.require_memory(kept * (len(alike) - 1), cache.store.device, what)
+
+
+def workspace_tokens(real: Tensor) -> int:
+    """Tokens in a pass of a session that takes over its prompt: `PASS_TOKENS` of the prompts, or a
+    decode step's. real: bool [batch, prompt]."""
+    return max(len(real), min(PASS_TOKENS, real.numel()))
 
 
 def _name_of(dtype: torch.dtype) -> str:

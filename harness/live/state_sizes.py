@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.errors import UserError
 from harness.live.memory import layer_bytes, tensor_bytes
-from methods.base import Calibration, Geometry, Lengths, Method, PromptRows
+from methods.base import Calibration, Geometry, Lengths, Method, PromptRows, When
 from methods.evicting import EvictingState
 
 META = torch.device("meta")
@@ -153,17 +153,27 @@ def _state_sizes(
             worth = torch.empty(batch, kv_heads, columns, device=META)
             numbers = range(first, geometry.num_layers)
             state.take_worth(dict.fromkeys(numbers, worth), PromptRows(real, columns))
+        # Layers of the same slots that choose at the same time keep the same: one of them is run.
+        by_layer: dict[int, int] = {}
+        of_kind: dict[tuple[int, When], tuple[int, int]] = {}
+        before = whole = tensor_bytes(vars(state))
         for number in range(first, geometry.num_layers):
             capacity = capacity_of(number)
-            if isinstance(state, EvictingState):
-                state.prompt(number, query, key, value, PromptRows(real, columns))
-                state.compact(number, capacity)
-            else:
-                state.prompt(number, query, key, value, PromptRows(real, capacity))
-            if method.holds_keys:
-                state.resident(number)
-    by_layer = {number: layer_bytes(state, number) for number in range(first, geometry.num_layers)}
-    return StateSizes(tensor_bytes(vars(state)), by_layer)
+            kind = capacity, method.when_of(number)
+            if kind not in of_kind:
+                if isinstance(state, EvictingState):
+                    state.prompt(number, query, key, value, PromptRows(real, columns))
+                    state.compact(number, capacity)
+                else:
+                    state.prompt(number, query, key, value, PromptRows(real, capacity))
+                if method.holds_keys:
+                    state.resident(number)
+                after = tensor_bytes(vars(state))
+                of_kind[kind] = layer_bytes(state, number), after - before
+                before = after
+            by_layer[number], added = of_kind[kind]
+            whole += added
+    return StateSizes(whole, by_layer)
 
 
 def _calibration(

@@ -13,6 +13,9 @@ from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.model_cache import ModelCache
 from methods.base import Geometry, LayerInputs
 
+PASS_TOKENS = 2048
+"""Prompt tokens that a serving engine takes in one pass (chunked prefill: 2,048 to 8,192 in vLLM
+and SGLang). A session that takes over its prompt is sized for them."""
 Keep = Callable[..., None]
 """Takes a layer, and its query, key and value [batch, heads, prompt, size]; behind them its
 `LayerInputs` where the pass was asked for them."""

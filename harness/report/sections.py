@@ -98,9 +98,11 @@ def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
             title, tables = fields["title"], tuple(fields.get("tables", [name]))
             command = fields.get("command", f"python run.py grid={name}")
             entries.append(Entry(name, title, command, tables, page))
-            if fields.get("modelled"):
+            by = fields.get("modelled")
+            if by:
                 twin = name + MODELLED
-                entries.append(Entry(twin, f"{title}, modelled", "make modelled", (twin,), page))
+                command = "make modelled" if by is True else by
+                entries.append(Entry(twin, f"{title}, modelled", command, (twin,), page))
     known, found = set(), set()
     for entry in entries:
         known |= {entry.name, *entry.tables}

@@ -98,6 +98,7 @@ questions."""
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
 BATCH_SIZE = Column("batch_size", "batch", 1, 0, "batch {:.0f}")
 PROMPT_LEN = Column("prompt_len", "prompt", 1, 0, "prompt {:,.0f}")
+GEN_LEN = Column("gen_len", "generated", 1, 0, "{:,.0f} generated")
 LINK_BYTES_PER_S = Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2)
 KL = Column("kl_nats", "KL (nats)", 1, 4)
 TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
@@ -144,7 +145,7 @@ NEWER_OF_LATENCY = (*OF_SERVING, *OF_DISK)
 LATENCY = (
     EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
     BATCH_SIZE, PROMPT_LEN,
-    Column("gen_len", "generated", 1, 0, "{:,.0f} generated"),
+    GEN_LEN,
     Column("ttft_s", "TTFT (ms)", 1e3, 1),
     Column("decode_s", "decode (ms)", 1e3, 1),
     Column("total_s", "total (ms)", 1e3, 1),
@@ -170,6 +171,33 @@ LATENCY = (
 """`harness.results.step_stats` and `harness.speed.timed_run` define the columns."""
 RENAMED = {"prefill_s": "ttft_s", "step_p50_s": "tpot_p50_s", "step_p95_s": "tpot_p95_s"}
 """Columns of latency tables and records by their former names, under which they are still read."""
+CAPACITY = (
+    EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
+    BATCH_SIZE, PROMPT_LEN, GEN_LEN,
+    Column("context", "context", 1, 0, "{:,.0f} tokens each"),
+    Column("memory_bytes", "device memory (GiB)", 1 / GIB, 2, ""),
+    Column("largest_batch", "sequences that fit", 1, 0),
+    Column("kv_tokens", "KV tokens", 1, 0),
+    Column("wall"),
+    Column("decode_tokens_per_s", "tokens/s", 1, 2),
+    Column("sequence_tokens_per_s", "tokens/s of a sequence", 1, 2),
+    Column("tpot_p50_s", "TPOT p50 (ms)", 1e3, 2),
+    Column("num_timed_steps", "timed steps", 1, 0),
+    Column("equal_batch", "equal batch", 1, 0),
+    Column("equal_tokens_per_s", "tokens/s at the equal batch", 1, 2),
+    Column("model_bytes", "weights (GiB)", 1 / GIB, 3),
+    Column("row_bytes", "rows on device (MiB)", 1 / MIB, 1),
+    Column("buffer_bytes", "buffers (MiB)", 1 / MIB, 1),
+    Column("state_bytes", "state (MiB)", 1 / MIB, 1),
+    Column("workspace_bytes", "activations (MiB)", 1 / MIB, 1),
+    Column("device_kv_bytes", "KV on device (MiB)", 1 / MIB, 1),
+    Column("host_kv_bytes", "KV on host (GiB)", 1 / GIB, 3),
+    SIZE, UNMET_SIZE, SHIPPED, RUN_ID,
+)  # fmt: skip
+"""A batch of a method on a device of `memory_bytes`. `largest_batch` fits; `wall` is the bound that
+one sequence more breaks. `equal_batch` is the largest of the full cache on the device; its rate
+stands in the row of the largest batch. Bytes are of the row's batch; of one sequence where none
+fits (`batch_size` 0)."""
 ANALYSIS = (
     EXPERIMENT, MODEL, Column("series"), LAYER, X_NAME, Column("x", "x", 1, 3),
     METRIC, VALUE, STDERR, NUM_SAMPLES, SOURCE, SHIPPED, RUN_ID,
@@ -277,6 +305,7 @@ size, the paper's, or both. Seconds and bytes are of a decode step. `step_source
 was timed at this size or modelled from the step at another size (`results/step_time.py`)."""
 TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
+    "capacity": CAPACITY,
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
 NEEDED = {
@@ -284,6 +313,7 @@ NEEDED = {
     "latency": ("model", "label", "batch_size", "prompt_len", "gen_len"),
     "analysis": ("model", "series", "metric"),
     "board": ("model", "label"),
+    "capacity": ("model", "label", "batch_size", "prompt_len", "gen_len"),
 }  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
 

@@ -31,6 +31,11 @@ BRIEF_SPEED = (
     "ttft_s", "tokens_per_s", "tpot_p50_s", "h2d_bytes", "peak_device_bytes",
 )  # fmt: skip
 """Numbers of a timed cell that a terminal shows."""
+SHOWN_OF_CAPACITY = (
+    "largest_batch", "kv_tokens", "decode_tokens_per_s", "sequence_tokens_per_s", "equal_batch",
+    "equal_tokens_per_s", "device_kv_bytes", "host_kv_bytes", "size",
+)  # fmt: skip
+"""Numbers of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
 NOTES = {
@@ -45,6 +50,10 @@ NOTES = {
     "*TTFT* is the time to first token, *TPOT* the time per output token. *Hit rate* is the share "
     "of the rows read that were on the device already. "
     "Settings are those that differ from the defaults.",
+    "capacity": f"{SIZE_NOTE} *Sequences that fit* is the largest batch that weights, cache, the "
+    "method's state, buffers and activations leave room for; *KV tokens* are the tokens of all of "
+    "them. *Tokens/s* are of decode steps at that batch, beside those at the *equal batch*, the "
+    "largest of the full cache on the device. The CSV has the batches below, too, and all bytes.",
     "board": leaderboard.NOTE,
     "analysis": "± is one standard error over heads, or over layers for a number of the whole "
     f"model. At most {MAX_COLUMNS} values of x are shown; the CSV has all.",
@@ -78,12 +87,18 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 def _title(row: TableRow) -> str:
     if row["source"] == "modelled" and "platform" in row:
         return f"{row['model']} on {row['platform']}, modelled"
-    return f"{row['model']}, {row['source']}" if _shape(row) == "latency" else str(row["model"])
+    is_timed = _shape(row) in ("latency", "capacity")
+    return f"{row['model']}, {row['source']}" if is_timed else str(row["model"])
 
 
 def _shape(row: TableRow) -> str:
     """The key of `TABLES`, by a column that no other shape has."""
-    for column, shape in (("series", "analysis"), ("metric", "accuracy"), ("asked_size", "board")):
+    for column, shape in (
+        ("series", "analysis"),
+        ("metric", "accuracy"),
+        ("asked_size", "board"),
+        ("largest_batch", "capacity"),
+    ):
         if column in row:
             return shape
     return "latency"
@@ -361,4 +376,25 @@ def _series(rows: Sequence[TableRow], x_name: str) -> dict[str, dict[Any, TableR
     return found
 
 
-SHEETS = {"latency": _latency, "accuracy": _accuracy, "analysis": _analysis}
+def _capacity(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """A line a method: its largest batch; a sheet a context and device memory."""
+    shown = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
+    largest = [row for row in rows if row["batch_size"] == row["largest_batch"]]
+
+    def bounds(row: TableRow) -> tuple[float, float]:
+        return row["context"], row["memory_bytes"]
+
+    for (context, memory), group in sorted(columns.grouped(largest, bounds).items()):
+        shared = _shared_settings(group)
+        lines = []
+        for row in group:
+            own = [pair for pair in pairs_of_settings(row["settings"]) if pair not in shared]
+            settings = ", ".join(own) or columns.MISSING
+            lines.append([row["label"], settings, *columns.texts(shown, row), row["wall"]])
+        gib = f"{memory / columns.GIB:.4g}"
+        header = [columns.LABEL.heading, columns.SETTINGS.heading, *columns.headings(shown)]
+        words = f"{title}: {context:,.0f} tokens a sequence, {gib} GiB"
+        yield Sheet(words, [*header, "wall"], lines, notes=_note_on_settings(shared))
+
+
+SHEETS = {"capacity": _capacity, "latency": _latency, "accuracy": _accuracy, "analysis": _analysis}

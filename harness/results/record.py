@@ -42,6 +42,8 @@ IN_COLUMNS = {
 }  # fmt: skip
 """Settings that `changed_settings` leaves out: a table has a column for them, or they decide no
 number."""
+OF_SHEET = "platform.sheet."
+"""The data sheet of a modelled machine, which its name stands for."""
 GROUPS = ("method", "task", "latency", "sampling")
 """Groups whose settings are named without the group on the command line or in a table."""
 SIZED_ON = "sized on"
@@ -85,7 +87,7 @@ class _Record(_Part):
     settings_id: str
     experiment: str
     kind: str
-    table: Literal["accuracy", "latency", "analysis"]
+    table: Literal["accuracy", "latency", "analysis", "capacity"]
     status: Literal["finished", "failed", "interrupted"]
     started: str
     config: _Config
@@ -157,6 +159,8 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     for name, value in flat(plain(config)).items():
         group, _, rest = name.partition(".")
         if name in left_out or group in left_out or value == defaults.get(name):
+            continue
+        if name.startswith(OF_SHEET):
             continue
         shown = rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")
         found[shown] = value

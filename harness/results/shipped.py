@@ -25,6 +25,10 @@ IDENTITY = {
         "model", "platform", "source", "method", "label", "settings",
         "batch_size", "prompt_len", "gen_len",
     ),
+    "capacity": (
+        "model", "platform", "source", "method", "label", "settings",
+        "memory_bytes", "prompt_len", "gen_len",
+    ),
     "analysis": ("model", "source", "metric", "series", "x_name"),
     "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
 }  # fmt: skip

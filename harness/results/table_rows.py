@@ -85,6 +85,11 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
     if record["table"] == "latency":
         metrics = columns.renamed(metrics)
         return [common | metrics | {"unmet_size": _unmet_size(config, metrics)}]
+    if record["table"] == "capacity":
+        return [
+            common | point | {"unmet_size": _unmet_size(config, point)}
+            for point in metrics["points"]
+        ]
     if record["table"] == "analysis":
         return [common | {"source": metrics["source"]} | point for point in metrics["points"]]
     rows = [*_whole_rows(record, full), *_chunk_rows(record)]

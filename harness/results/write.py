@@ -39,8 +39,9 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from finished records and shipped rows.
 
     `latency` also gives the tables of the figures of speed; the leaderboard's two experiments give
-    the leaderboard. A damaged record is left out with a warning that names it, a damaged table set
-    aside with a warning. One process at a time writes the tables of a folder.
+    the leaderboard. What is modelled of capacity stands in a table of its own,
+    `<experiment>-modelled`. A damaged record is left out with a warning that names it, a damaged
+    table set aside with a warning. One process at a time writes the tables of a folder.
 
     Returns the path of the CSV. Raises UserError if the folder cannot be written.
     """
@@ -54,6 +55,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
             shape = find(kind).table
         elif pairs:
             shape = pairs[0][0]["table"]
+        if shape == "capacity":
+            return _write_capacity(path, _of_shape(pairs, shape))
         rows = _ordered(shape, merged(path, shape, _of_shape(pairs, shape)))
         _write(path, shape, rows)
         if experiment == TIMED_CELLS:
@@ -61,6 +64,18 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         if experiment in (leaderboard.SCORES, leaderboard.TIMES):
             leaderboard.write(Path(results_dir), leaderboard.rows_of_records(results_dir))
     return path
+
+
+def _write_capacity(path: Path, own: TableRows) -> Path:
+    """The tables of what ran and of what is modelled; returns the path of the first with rows."""
+    written: list[Path] = []
+    for is_modelled, of_part in ((False, path), (True, path.with_stem(f"{path.stem}-modelled"))):
+        part = [row for row in own if (row["source"] == "modelled") == is_modelled]
+        rows = _ordered("capacity", merged(of_part, "capacity", part))
+        if rows:
+            _write(of_part, "capacity", rows)
+            written.append(of_part)
+    return written[0] if written else path
 
 
 def _of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
@@ -99,7 +114,7 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
 
 
 def ship(results_dir: Path) -> None:
-    """Mark all rows of the tables as shipped, but for those that the cost model predicts.
+    """Mark all rows of the tables as shipped, but for figures that the cost model predicts.
 
     Raises UserError.
     """
@@ -109,7 +124,7 @@ def ship(results_dir: Path) -> None:
     for path in sorted(set(folder.glob("*.csv")) - boards):
         rows = read_table(path)
         shape = shape_of(tuple(rows[0])) if rows else None
-        if shape is not None and rows[0]["source"] != "modelled":
+        if shape == "capacity" or (shape is not None and rows[0]["source"] != "modelled"):
             _write(path, shape, _ordered(shape, _as_shipped(rows)))
     if board.exists():
         leaderboard.write(results_dir, _as_shipped(read_table(board)))
@@ -134,7 +149,11 @@ def _sort_key(row: TableRow) -> tuple[Any, ...]:
     """Chunks by their position, a missing number first, the run's id last."""
     task, _, chunk = str(row.get("task", "")).partition("[")
     position = list(map(int, re.findall(r"\d+", chunk)))
-    shape = [row.get(name) or 0 for name in ("batch_size", "prompt_len", "gen_len", "seq_len")]
+    names: tuple[str, ...] = ("batch_size", "prompt_len", "gen_len", "seq_len")
+    if "largest_batch" in row:  # the batches of a run stand together
+        task = str(row["platform"])
+        names = ("prompt_len", "gen_len", "memory_bytes", "batch_size")
+    shape = [row.get(name) or 0 for name in names]
     size = row.get("size") or 0
     metric = rank(str(row.get("metric", "")))
     return row["model"], row["label"], task, *shape, size, position, metric, row["run_id"]

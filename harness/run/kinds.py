@@ -206,6 +206,64 @@ class Latency(Measurement):
         return f"{config.latency.batch_size}x{config.latency.prompt_len}"
 
 
+class Capacity(Measurement):
+    """`kind=capacity`: the largest batch that a device's memory holds, and its speed."""
+
+    memory_settings = ("latency.prompt_len", "capacity.max_batch")
+
+    def check(self, config: RunConfig) -> None:
+        platform, method = config.platform, config.method
+        check_live(config)
+        if config.placement not in ("device", "host"):
+            allowed = "allowed in kind=capacity: device, host"
+            raise UserError(f"placement={config.placement}: {allowed}")
+        if method.rereads:
+            holds = "reads each prompt again and holds the states of all layers meanwhile"
+            raise UserError(f"method={config.method_name}: {holds}; kind=capacity does not size it")
+        if not (platform.overlap and platform.pinned):
+            hides = "kind=capacity is about transfers beside the computation, of pinned memory"
+            raise UserError(f"platform.overlap=false or platform.pinned=false: {hides}")
+        if platform.name == "cuda":
+            machines = "allowed in kind=capacity: cpu, or a machine that is modelled"
+            raise UserError(f"platform=cuda: {machines}")
+        if platform.name == "cpu" and platform.device_gib is None:
+            needed = "kind=capacity needs the memory of the emulated device, in GiB"
+            raise UserError(f"platform.device_gib=null: {needed}")
+        has_hits = config.capacity.hit_frac is not None
+        needs_hits = platform.sheet is not None and config.device_rows > 0
+        if needs_hits and not has_hits:
+            unknown = "on a modelled machine nobody knows which rows are asked for again"
+            give = "give the share that was measured (`found on device`), from 0 to below 1"
+            raise UserError(f"capacity.hit_frac=null: {unknown}; {give}")
+        if has_hits and not needs_hits:
+            no_rows = "is for device_rows on a modelled machine; leave it null"
+            raise UserError(f"capacity.hit_frac={config.capacity.hit_frac:g}: {no_rows}")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        return config.platform.sheet is None
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return MEASUREMENTS["latency"].inputs(config) if self.needs_weights(config) else {}
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        if not self.needs_weights(config):
+            from harness.paper.costmodel.capacity import run_modelled
+
+            return run_modelled(config)
+        from harness.speed.capacity import run_capacity
+
+        return run_capacity(config, resources.model(config.model), resources.prompts)
+
+    def process(self, config: RunConfig) -> Any:
+        if not self.needs_weights(config):
+            return None
+        return repr(config.model), config.platform.name, 1, config.latency.prompt_len
+
+    def shape(self, config: RunConfig) -> str:
+        context = config.latency.prompt_len + config.latency.gen_len
+        return f"{context} on {config.platform.name}"
+
+
 class Generate(Measurement):
     """`kind=generate`: text, printed token by token, and what its cache moved."""
 
@@ -305,6 +363,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "turns": Turns(),
     "long_decode": LongDecode(),
     "latency": Latency(),
+    "capacity": Capacity(),
     "generate": Generate(),
     "contract": Contract(),
     "analysis": Analysis(),

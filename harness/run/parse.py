@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -75,8 +75,9 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     _refuse_no_settings(settings)
     # `build` says that the kind is missing.
     kind = find(settings["kind"]) if "kind" in settings else Kind()
-    latency = _repeated(configs.LatencyConfig, settings, counts=kind.table == "latency")
-    sampling = _repeated(configs.SamplingConfig, settings, counts=kind.table != "latency")
+    times_steps = kind.table in ("latency", "capacity")
+    latency = _repeated(configs.LatencyConfig, settings, counts=times_steps)
+    sampling = _repeated(configs.SamplingConfig, settings, counts=not times_steps)
     task = _task(settings)
     if kind.live:
         settings = systems.with_system(settings, given, method_file)
@@ -86,6 +87,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     corpus = _text("corpus", configs.CorpusConfig, settings, model)
     calibration = _text("calibration", configs.CalibrationConfig, settings, model)
     analysis = build(configs.AnalysisConfig, group(settings, "analysis"), "analysis")
+    capacity = build(configs.CapacityConfig, group(settings, "capacity"), "capacity")
     chosen = _method(group(settings, "method"), given)
     cache_settings = _cache_settings(settings, chosen)
     tasks = settings.get("tasks")
@@ -102,6 +104,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         "corpus": corpus,
         "calibration": calibration,
         "analysis": analysis,
+        "capacity": capacity,
         "method": chosen.method,
         "method_name": chosen.name,
         "tasks": tasks,
@@ -172,9 +175,20 @@ def _task(settings: Mapping[str, Any]) -> configs.TaskConfig:
 def _platform(settings: Mapping[str, Any], kind: Kind) -> configs.PlatformConfig:
     node = group(settings, "platform")
     if node.get("kind") == "modelled":
-        refusal = "is modelled, nothing runs there; allowed here: cpu, cuda"
-        raise UserError(f"platform={node['name']}: {refusal}")
+        if not kind.modelled:
+            refusal = "is modelled, nothing runs there; allowed here: cpu, cuda"
+            raise UserError(f"platform={node['name']}: {refusal}")
+        # What a system says of its transfers holds there too.
+        machine: dict[str, Any] = {"name": node["name"], "sheet": node}
+        for name in ("overlap", "pinned"):
+            if name in node:
+                machine[name] = node.pop(name)
+        return build(configs.PlatformConfig, machine, "platform")
     platform = build(configs.PlatformConfig, node, "platform")
+    if platform.device_gib is not None and not kind.live:
+        memory = f"platform.device_gib={platform.device_gib:g}"
+        no_memory = f"experiment={settings.get('experiment')} decodes through no device memory"
+        raise UserError(f"{memory}: {no_memory}; leave it out")
     if platform.weights_on_device < 1 and not kind.live:
         share = f"platform.weights_on_device={platform.weights_on_device}"
         no_link = f"experiment={settings.get('experiment')} decodes through no link; leave it out"
@@ -182,11 +196,12 @@ def _platform(settings: Mapping[str, Any], kind: Kind) -> configs.PlatformConfig
     return platform
 
 
-def _model(
-    node: dict[str, Any], platform: Literal["cpu", "cuda"], given: set[str]
-) -> configs.ModelConfig:
+def _model(node: dict[str, Any], platform: str, given: set[str]) -> configs.ModelConfig:
     """The model on the platform's device, in the precision that the user gave, else its entry's, or
-    a CPU's."""
+    a CPU's. Of a modelled machine the model's shape alone is looked at."""
+    if platform not in configs.RUNNING:
+        platform = "cpu"
+        given = {*given, "model.dtype"}
     model = build(configs.ModelConfig, _with_source(node, given), "model")
     setting = f"model.device={model.device}"
     if model.device == "map" and platform != "cuda":
@@ -194,7 +209,7 @@ def _model(
     if model.device not in ("auto", "map", platform):
         raise UserError(f"{setting}: contradicts platform={platform}; leave one of them out")
     if model.device == "auto":
-        model = replace(model, device=platform)
+        model = replace(model, device=platform)  # type: ignore[arg-type]  # one of RUNNING
     if platform == "cpu" and "model.dtype" not in given:
         model = replace(model, dtype=CPU_DTYPE)
     return model

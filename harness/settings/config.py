@@ -61,6 +61,9 @@ PAPER_NUM_LAYERS = 32
 SLOWEST_GBPS = 1e-3
 """The slowest emulated link: at a megabyte a second a step of the smallest model takes a minute."""
 
+RUNNING = ("cpu", "cuda")
+"""Platforms on which runs compute; others are modelled."""
+
 CodecName = Literal[
     "fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1", "turbo4", "turbo3", "turbo2"
 ]
@@ -157,18 +160,19 @@ class CalibrationConfig:
 
 @dataclass(frozen=True)
 class PlatformConfig:
-    """The machine on which a run computes. The cost model alone knows others than `cpu` and `cuda`.
+    """The machine on which a run computes: `cpu`, `cuda`, or one that is modelled.
 
     link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate.
     overlap: transfers run beside the computation. pinned: host memory is page-locked (CUDA).
     weights_on_device: share of the decoder layers' weights that stays on the device; the rest
-    crosses the link in each pass. device_gib: memory in GiB that a smaller CUDA card would have for
-    weights and all else; None: all. disk_dir: a folder on the disk of placement=disk; None: the
-    results folder. disk_layout: of the rows there. disk_gap_blocks: a read goes on over so many
-    unwanted blocks of 4 KiB rather than being two.
+    crosses the link in each pass. device_gib: memory in GiB for weights and all else, of an
+    emulated device on a CPU, or of a smaller CUDA card; None: all. disk_dir: a folder on the disk
+    of placement=disk; None: the results folder. disk_layout: of the rows there. disk_gap_blocks: a
+    read goes on over so many unwanted blocks of 4 KiB rather than being two. sheet: of a machine
+    that is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
     """
 
-    name: Literal["cpu", "cuda"]
+    name: Text
     link_gbps: Annotated[float, Field(gt=SLOWEST_GBPS, le=MOST)] | None = None
     overlap: bool = True
     pinned: bool = True
@@ -177,14 +181,18 @@ class PlatformConfig:
     disk_dir: FolderText | None = None
     disk_layout: DiskLayout = "heads"
     disk_gap_blocks: Natural = 4
+    sheet: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.sheet is None and self.name not in RUNNING:
+            raise UserError(f"platform.name={self.name}: {nearest(self.name, RUNNING)}")
         if self.link_gbps is not None and self.name != "cpu":
             of_cpu = "sets the emulated link of platform=cpu; leave it null"
             raise UserError(f"platform.link_gbps={self.link_gbps}: {of_cpu}")
-        if self.device_gib is not None and self.name != "cuda":
-            of_cuda = "makes a smaller card of platform=cuda; leave it null"
-            raise UserError(f"platform.device_gib={self.device_gib}: {of_cuda}")
+        if self.device_gib is not None and self.name == "cpu" and self.weights_on_device < 1:
+            both = "an emulated device holds all weights; leave one of them out"
+            share = f"platform.weights_on_device={self.weights_on_device}"
+            raise UserError(f"platform.device_gib={self.device_gib:g} and {share}: {both}")
 
 
 @dataclass(frozen=True)
@@ -216,6 +224,21 @@ class LatencyConfig:
     def steps_per_repeat(self) -> int:
         """Timed steps of a repeat."""
         return self.timed_steps or self.gen_len - 1 - self.warmup_steps
+
+
+@dataclass(frozen=True)
+class CapacityConfig:
+    """The bounds of `kind=capacity`, and what the cost model cannot know.
+
+    max_batch: the search ends there. host_gib: host memory for the cache, in GiB; None: any. curve:
+    batches below the largest are timed too, in powers of two. hit_frac: with device_rows on a
+    modelled machine, the share of the selected rows that are on the device already.
+    """
+
+    max_batch: Count = 1024
+    host_gib: Positive | None = None
+    curve: bool = True
+    hit_frac: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -417,6 +440,7 @@ class RunConfig:
     device_rows: Annotated[float, Field(ge=0, le=MOST)] = 0
     prefetch: bool = False
     latency: LatencyConfig = LatencyConfig()
+    capacity: CapacityConfig = CapacityConfig()
     sampling: SamplingConfig = SamplingConfig()
     analysis: AnalysisConfig = AnalysisConfig()
     prompt: Text | None = None

@@ -43,14 +43,16 @@ class Kind:
     depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes
     no other run. table: the shape of its rows in tables. code: the folders and modules of `harness`
     that make its numbers, besides the core that all kinds share. live: it decodes through two
-    memories, so that its label may name a system (`harness.settings.systems`). keeps_record: its
+    memories, so that its label may name a system (`harness.settings.systems`). modelled: the cost
+    model can do it for a machine that is not here. keeps_record: its
     outcome is recorded, and the run is skipped the next time. Otherwise it only prints.
     """
 
     depends_on: tuple[str, ...] = ()
-    table: Literal["accuracy", "latency", "analysis"] = "accuracy"
+    table: Literal["accuracy", "latency", "analysis", "capacity"] = "accuracy"
     code: tuple[str, ...] = ()
     live: bool = False
+    modelled: bool = False
     keeps_record: bool = True
 
 
@@ -81,6 +83,13 @@ KINDS = {
         table="latency",
         code=("speed", "results/step_stats.py"),
         live=True,
+    ),
+    "capacity": Kind(
+        depends_on=("platform", "placement", "latency", "capacity", "seed", "calibration"),
+        table="capacity",
+        code=("speed", "paper/costmodel"),
+        live=True,
+        modelled=True,
     ),
     "generate": Kind(
         depends_on=(

@@ -184,7 +184,7 @@ def check_live(config: RunConfig) -> None:
         crosses_none = f"no weights cross to placement={placement}; use placement=host"
         raise UserError(f"platform.weights_on_device={platform.weights_on_device}: {crosses_none}")
     _check_disk(config)
-    if placement != "managed" and platform.device_gib is not None:
+    if platform.name == "cuda" and placement != "managed" and platform.device_gib is not None:
         setting = f"platform.device_gib={platform.device_gib:g}"
         raise UserError(f"{setting}: is for placement=managed; leave it null")
 
@@ -196,7 +196,7 @@ def _check_disk(config: RunConfig) -> None:
             own_rate = "placement=disk has the disk's own rate; leave it null"
             raise UserError(f"platform.link_gbps={platform.link_gbps:g}: {own_rate}")
         return
-    defaults = PlatformConfig(platform.name)
+    defaults = PlatformConfig("cpu")
     for name in ("disk_dir", "disk_layout", "disk_gap_blocks"):
         value = getattr(platform, name)
         if value != getattr(defaults, name):

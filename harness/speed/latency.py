@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from harness.data.text import named_text, start_ids, token_ids
 from harness.errors import UserError
 from harness.live.disk import Disk
 from harness.live.links import DiskLink, Link, open_link
-from harness.live.memory import require_memory, smaller_card
+from harness.live.memory import emulated_device, require_memory, smaller_card
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.load import LoadedModel
@@ -114,25 +114,34 @@ def two_memories(
         folder = Path(platform.disk_dir or config.results_dir)
         folder.mkdir(parents=True, exist_ok=True)
         disk = Disk(folder, is_alone=config.kind == "latency")
-        with DiskLink(
+        disk_link = DiskLink(
             disk,
             layout=platform.disk_layout,
             gap_blocks=platform.disk_gap_blocks,
             overlap=platform.overlap,
-        ) as disk_link:
+        )
+        with disk_link, _device_memory(config, attached):
             yield disk_rate(disk), {attached.device: disk_link}
         return
     rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
     bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
     devices = attached.devices if config.placement == "host" else []
     links = {}
-    with smaller_card(attached.device, platform.device_gib), ExitStack() as stack:
+    with _device_memory(config, attached), ExitStack() as stack:
         for device in devices:
             link = open_link(
                 device, bytes_per_s=bytes_per_s, overlap=platform.overlap, tuning=rate.tuning
             )
             links[device] = stack.enter_context(link)
         yield rate, links or None
+
+
+def _device_memory(config: RunConfig, attached: Attached) -> AbstractContextManager[None]:
+    """A device of `platform.device_gib`: a smaller card, or, on a CPU, an emulated device."""
+    gib = config.platform.device_gib
+    if gib is None or config.platform.name == "cuda":
+        return smaller_card(attached.device, gib)
+    return emulated_device(gib, sum(weight.nbytes for weight in attached.model.parameters()))
 
 
 @contextmanager

@@ -1,0 +1,276 @@
+"""`experiment=capacity` of a modelled machine: the largest batch that its memory holds, by the
+arithmetic of a live session, and tokens/s of decode steps at that batch and below, by the cost
+model.
+
+    python run.py experiment=capacity platform=h100-pcie5 model=llama3.1-8b label=infinigen2
+
+Bytes are those that a live session would have in half precision (`harness.live.needs`). A step is
+walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
+ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
+for; rows of exempt layers, where others read less, cross during the whole step. Beside the counts
+of `predict`, a step reads what the method's state keeps of each layer once. Coded rows are read as
+they are stored where kernels take them, and else decoded first (a write and a read in half
+precision). The efficiencies are fitted to the paper's systems on one machine. Launches of kernels,
+Python, and the conflicts of a batch's sequences are not counted, so small batches are optimistic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from harness.errors import UserError
+from harness.live.capacity import Capacity, points
+from harness.live.memory import GIB
+from harness.live.needs import LayerSizes, ModelSizes, Plan
+from harness.live.store import KVStore
+from harness.model.policies import Policy, method_policy
+from harness.model.prompts import PassSizes, attention_elements
+from harness.model.shape import WEIGHT_BYTES, ModelShape, as_config, count_weights
+from harness.model.sizes import sized_as_stored
+from harness.paper.costmodel.predict import (
+    FITTED,
+    BlockTimes,
+    Efficiency,
+    Platform,
+    Work,
+    block_ends,
+)
+from harness.replay.setup import codec_of
+from harness.settings.config import RunConfig
+from harness.settings.kinds import Outcome
+from harness.settings.schema import build
+from methods.attention import Softmax
+from methods.base import Geometry, Method, TokenCounts
+
+DTYPE = torch.float16
+NUM_WALKED = 3
+"""Steps that are walked; the last one is steady."""
+
+
+def run_modelled(config: RunConfig) -> Outcome:
+    """The largest batch of a run on a modelled machine, and its predicted speed.
+
+    Raises UserError for a model that the cost model does not know, sequences beyond its limit,
+    weights that the machine does not hold, and a method whose reads depend on the text.
+    """
+    sheet, lengths = config.platform.sheet, config.latency
+    assert sheet is not None, "a modelled machine"
+    platform = build(Platform, dict(sheet), "platform")
+    if config.model.shape is None:
+        raise UserError(f"model={config.model.name}: its shape is not known; choose a model of it")
+    shape = ModelShape.from_config(config.model.name, config.model.shape)
+    context = lengths.prompt_len + lengths.gen_len
+    limit = config.model.shape.get("max_position_embeddings")
+    if limit is not None and context > limit:
+        raise UserError(
+            f"prompt_len={lengths.prompt_len} and gen_len={lengths.gen_len}: {shape.name} takes "
+            f"at most {limit} tokens"
+        )
+    geometry = _geometry(shape, config.model.shape["model_type"])
+    method = _sized(config, geometry)
+    described = as_config(shape.name, config.model.shape)
+    weight_bytes = WEIGHT_BYTES * count_weights(f"model {shape.name}", described)
+    model = _model_sizes(shape, geometry, method, weight_bytes, config.prefetch)
+    host_gib = config.capacity.host_gib
+    capacity = Capacity(
+        f"platform={platform.name}",
+        Plan(model, method, codec_of(config), config.placement, config.device_rows),
+        lengths.prompt_len,
+        lengths.gen_len,
+        int(platform.device_bytes),
+        None if host_gib is None else int(host_gib * GIB),
+        config.capacity.max_batch,
+    )
+    step = Step(platform, shape, capacity, config.capacity.hit_frac or 0.0)
+    speeds: dict[int, dict[str, Any]] = {}
+    for batch in capacity.batches(config.capacity.curve):
+        step_s = step.seconds(batch)
+        speeds[batch] = {
+            "tpot_p50_s": step_s,
+            "sequence_tokens_per_s": 1 / step_s,
+            "decode_tokens_per_s": batch / step_s,
+            "size": step.size,
+        }
+    marks = {"platform": platform.name, "source": "modelled"}
+    rows = points(capacity, speeds, marks)
+    return Outcome({"source": "modelled", "points": rows}, methods={"capacity": asdict(method)})
+
+
+def _geometry(shape: ModelShape, family: str) -> Geometry:
+    return Geometry(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        family=family,
+    )
+
+
+def _sized(config: RunConfig, geometry: Geometry) -> Method:
+    """The run's method with its size. Raises UserError where its reads depend on the text."""
+    lengths, method = config.latency, config.method
+    context = lengths.prompt_len + lengths.gen_len
+    rows = []
+    for cached in range(lengths.prompt_len, context - 1):
+        rows.append(TokenCounts(cached, lengths.prompt_len, context))
+    if config.size is not None and not config.size_is_measured:
+        is_nearest = config.sizing == "nearest"
+        method = sized_as_stored(
+            method, codec_of(config), geometry, rows, config.size, nearest=is_nearest
+        )
+    last = geometry.num_layers - 1
+    if method.tokens_read(rows[-1], last) is None:
+        raise UserError(
+            f"method={config.method_name}: how many tokens it reads depends on the text, which a "
+            "modelled machine has none of; give size=, or choose another method"
+        )
+    return method
+
+
+def _model_sizes(
+    shape: ModelShape, geometry: Geometry, method: Method, weight_bytes: int, prefetch: bool
+) -> ModelSizes:
+    exempt = method.num_exempt_layers
+    if exempt >= shape.num_layers:
+        raise UserError(f"method.num_exempt_layers={exempt}: must be < {shape.num_layers} layers")
+    softmax = Softmax(geometry.scale)
+    layers = []
+    for number in range(shape.num_layers):
+        if number < exempt:
+            policy = Policy("full", number, "kept", softmax, None)
+        else:
+            policy = method_policy(method, number, softmax, number == 0, prefetch)
+        layers.append(LayerSizes(policy, shape.num_kv_heads, shape.head_dim, shape.head_dim))
+    projections = shape.attention_weights // shape.hidden_size
+    sizes = PassSizes(
+        shape.hidden_size,
+        shape.head_dim,
+        attention_elements(projections, geometry),
+        shape.ffn_weights // shape.hidden_size,
+        None,
+    )
+    return ModelSizes(layers, geometry, DTYPE, sizes, weight_bytes)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Decode steps of a capacity's batches on a machine, at the mean length of the decoding.
+
+    hit_frac: the share of the selected rows that are on the device already.
+    """
+
+    platform: Platform
+    shape: ModelShape
+    capacity: Capacity
+    hit_frac: float = 0.0
+    efficiency: Efficiency = FITTED
+
+    @property
+    def counts(self) -> TokenCounts:
+        """The row in the middle of the decoding."""
+        prompt, final = self.capacity.prompt_len, self.capacity.context
+        return TokenCounts((prompt + final) // 2, prompt, final)
+
+    @property
+    def size(self) -> float:
+        """Share of the full cache that the step reads, as `harness.model.sizes` counts it."""
+        stores = self.capacity.plan.stores(self.capacity.lengths(1))
+        exact = 2 * self.shape.kv_size * WEIGHT_BYTES * self.counts.cached
+        total = 0.0
+        for index, layer in enumerate(self.capacity.plan.model.layers):
+            total += self._tokens_read(layer.policy) * stores[index].slot_bytes
+        return total * self.shape.num_kv_heads / (exact * self.shape.num_layers)
+
+    def seconds(self, batch: int) -> float:
+        """Seconds of a step in a run of steps."""
+        blocks = self.blocks(batch)
+        ends = block_ends(blocks * NUM_WALKED, "block")
+        return ends[-1] - ends[-1 - len(blocks)]
+
+    def blocks(self, batch: int) -> list[BlockTimes]:
+        """The times of each block, when nothing waits."""
+        plan, shape = self.capacity.plan, self.shape
+        lengths = self.capacity.lengths(batch)
+        stores = plan.stores(lengths)
+        index_bytes = plan.index_bytes(lengths)
+        on_host = plan.placement == "host"
+        link = self.platform.link_bytes_per_s
+        governed = [layer for layer in plan.model.layers if layer.policy.kind == "method"]
+        reads_less = not plan.method.reads_all or plan.coded.bits < 16
+        spread_s = 0.0  # of the exempt layers' rows, in each other layer's share of the step
+        if on_host and reads_less:
+            for index, layer in enumerate(plan.model.layers):
+                if layer.policy.kind != "method":
+                    spread_s += self._row_bytes(layer.policy, stores[index]) / link / len(governed)
+        blocks = []
+        for index, layer in enumerate(plan.model.layers):
+            policy, store = layer.policy, stores[index]
+            row_bytes = self._row_bytes(policy, store)
+            index_read = index_bytes.get(policy.number, 0) if policy.kind == "method" else 0
+            attention = [_matmul(batch, shape.attention_weights)]
+            attention.append(self._attention(policy, store, row_bytes))
+            # A state that chooses scores its index; one that evicts updates what it keeps.
+            index_flops = 2 * shape.num_heads / shape.num_kv_heads * index_read / WEIGHT_BYTES
+            prediction = self._seconds(Work(index_flops, index_read))
+            load = waited = spread = 0.0
+            if on_host and policy.kind == "method":
+                spread = spread_s
+                load = row_bytes / link
+                if policy.names_rows:
+                    load /= self.efficiency.row_fetch
+                    if plan.device_rows:
+                        load *= 1 - self.hit_frac
+                if policy.when == "own_query" and not policy.prefetches:
+                    load, waited = 0.0, load
+            elif on_host and not reads_less:
+                load = row_bytes / link
+            store_s = store.heads * store.slot_bytes / link if on_host else 0.0
+            blocks.append(
+                BlockTimes(
+                    load=load + spread,
+                    attention=sum(self._seconds(work) for work in attention),
+                    ffn=self._seconds(_matmul(batch, shape.ffn_weights)),
+                    prediction=prediction + waited,
+                    store=store_s,
+                )
+            )
+        head = self._seconds(_matmul(batch, shape.vocab_size * shape.hidden_size))
+        blocks[-1] = blocks[-1]._replace(other=head)
+        return blocks
+
+    def _tokens_read(self, policy: Policy) -> float:
+        """Cached tokens that a KV head reads in the step."""
+        if policy.kind != "method":
+            return self.counts.cached
+        read = self.capacity.plan.method.tokens_read(self.counts, policy.number)
+        assert read is not None, "asked for before"
+        return read
+
+    def _row_bytes(self, policy: Policy, store: KVStore) -> float:
+        """Bytes of the rows of a layer that the step reads, of all sequences, as they are
+        stored."""
+        return self._tokens_read(policy) * store.heads * store.slot_bytes
+
+    def _attention(self, policy: Policy, store: KVStore, row_bytes: float) -> Work:
+        """The products with the rows that are read, and the traffic of these."""
+        rows = (self._tokens_read(policy) + 1) * store.batch
+        num_bytes = row_bytes
+        is_plain = store.format.is_exact or store.format.has_kernels(torch.device("cuda"))
+        if not is_plain:
+            decoded = 2 * self.shape.kv_size * WEIGHT_BYTES * rows
+            num_bytes += 2 * decoded
+        return Work(4 * self.shape.query_size * rows, num_bytes)
+
+    def _seconds(self, work: Work) -> float:
+        """A kernel takes as long as the slower of its arithmetic and its memory traffic."""
+        flops_per_s = self.platform.flops_per_s * self.efficiency.matmul
+        bytes_per_s = self.platform.memory_bytes_per_s * self.efficiency.memory
+        return max(work.flops / flops_per_s, work.bytes / bytes_per_s)
+
+
+def _matmul(rows: int, weights: int) -> Work:
+    return Work(2 * rows * weights, WEIGHT_BYTES * weights)
