@@ -89,6 +89,7 @@ speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=,
 
 disk: $(STAMP)  ## the cache on a local disk, measured: tables/disk.md and its figure (MODEL=, RESULTS=, ARGS=)
 	$(PY) run.py grid=disk model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
+
 capacity: $(STAMP)  ## how many sequences fit, and tokens/s there: three modelled machines, an emulated device (RESULTS=, ARGS=)
 	$(PY) run.py grid=capacity results_dir=$(RESULTS) $(ARGS)
 
