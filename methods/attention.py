@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,12 @@ class Softmax(NamedTuple):
         group, rows]."""
         scores = scores if self.sinks is None else torch.cat([scores, self._sinks_of(scores)], -1)
         return scores.logsumexp(-1)
+
+    def of_kv_head(self, head: int, num_kv_heads: int) -> Softmax:
+        """That of the group of one KV head of `num_kv_heads`."""
+        if self.sinks is None:
+            return self
+        return self._replace(sinks=self.sinks.chunk(num_kv_heads)[head])
 
     def _sinks_of(self, scores: Tensor) -> Tensor:
         assert self.sinks is not None
@@ -140,8 +147,18 @@ def by_matrix(left: Tensor, right: Tensor) -> Tensor:
 
 def mask_bias(visible: Tensor) -> Tensor:
     """0 where `visible`, -inf elsewhere, fp32. Vectorised on a CPU; `masked_fill` and `where`
-    branch at every number, which takes six times as long on an unordered mask."""
-    return visible.float().reciprocal_().neg_().add_(1)  # 1 - 1/1 = 0; 1 - 1/0 = -inf
+    branch at every number, which takes six times as long on an unordered mask. Bytes become numbers
+    six times as fast as truth values do."""
+    ones = visible.view(torch.uint8).float()
+    return ones.reciprocal_().neg_().add_(1)  # 1 - 1/1 = 0; 1 - 1/0 = -inf
+
+
+def num_true(mask: Tensor) -> Tensor:
+    """Number of True entries along the last axis, int64. On a CPU numpy adds up bytes in a fifth of
+    the time that torch takes for truth values."""
+    if mask.device.type != "cpu":
+        return mask.sum(-1)
+    return torch.from_numpy(mask.numpy().view(np.uint8).sum(-1, dtype=np.int32)).long()
 
 
 def hide(scores: Tensor, visible: Tensor) -> None:

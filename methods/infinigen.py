@@ -74,6 +74,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from methods.attention import num_true
 from methods.base import (
     EMPTY,
     Calibration,
@@ -90,7 +91,7 @@ from methods.base import (
 from methods.compiled import kernels_for
 from methods.evicting import EvictingState
 from methods.projected import BITS_MEANING, INDEX_BITS, ProjectedState, right_vectors
-from methods.selection import Selecting, SelectingBy, largest
+from methods.selection import Selecting, SelectingBy, at_least, largest
 from methods.settings import Allowed, least, one_of, setting, share
 
 ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
@@ -208,7 +209,7 @@ class ScoreSelecting(Selecting):
         tokens = rows.slot_positions
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, count))
         if not self._counts_by_cap:
-            above = (relative >= -alpha).sum(-1)  # [batch, sets, rows]
+            above = num_true(at_least(relative, relative.new_tensor(-alpha)))  # [batch, sets, rows]
             mean = above.sum(1) // above.shape[1]
             count = torch.minimum(mean.clamp(min=1), count)
         return Selection(*self.joined(largest(relative, count, order), count, geometry))

@@ -8,6 +8,7 @@ yet is always read, so an index of pages needs full pages only.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from methods.attention import num_true
 from methods.base import (
     Calibration,
     Geometry,
@@ -197,7 +199,7 @@ def _summed_probs(scores: Tensor) -> Tensor:
 
 
 def _is_numpys(values: Tensor) -> bool:
-    """True if numpy can sort them in place of torch."""
+    """True if numpy sorts, partitions and compares them in place of torch, in less time."""
     return values.device.type == "cpu" and values.dtype == torch.float32
 
 
@@ -208,15 +210,32 @@ def ascending(values: Tensor) -> Tensor:
     return values.sort(-1).values
 
 
-def best_ascending(values: Tensor, count: Tensor) -> Tensor:
-    """The largest values, ascending along the last axis: one more than the largest `count`, or all.
+def at_least(values: Tensor, least: Tensor) -> Tensor:
+    """`values` >= `least`, which is broadcast. numpy compares in half of torch's time."""
+    if _is_numpys(values):
+        return torch.from_numpy(np.greater_equal(values.numpy(), least.numpy()))
+    return values >= least
 
-    On the CPU they are picked before they are sorted, in half the time of a sort of all where they
-    are a fifth. Elsewhere the largest count is not known without a sync.
+
+def at_rank(values: Tensor, rank: Tensor) -> Tensor:
+    """The value that has `rank` smaller or equal ones before it in ascending order.
+
+    values: [batch, num_kv_heads, rows, slots]; rank: int [batch, rows], below slots. Returns
+    [batch, num_kv_heads, rows, 1]. On the CPU numpy partitions the rows, in half the time of its
+    sort and an eighth of that of `topk`. Elsewhere values are sorted, without a sync.
     """
-    if values.device.type == "cpu" and 2 * (most := int(count.max()) + 1) < values.shape[-1]:
-        values = values.topk(most, sorted=False).values
-    return ascending(values)
+    if not _is_numpys(values):
+        index = rank[:, None, :, None].expand(*values.shape[:-1], 1)
+        return values.sort(-1).values.gather(-1, index)
+    found = values.new_empty(*values.shape[:-1], 1)
+    for of_sequence, ranks, into in zip(values.numpy(), rank.numpy(), found.numpy(), strict=True):
+        # Neighbouring rows often have one rank: a call for all of them
+        borders = np.flatnonzero(np.diff(ranks)) + 1
+        for start, stop in itertools.pairwise([0, *borders.tolist(), len(ranks)]):
+            at = int(ranks[start])
+            parted = np.partition(of_sequence[:, start:stop], at, axis=-1)
+            into[:, start:stop, 0] = parted[..., at]
+    return found
 
 
 def largest(values: Tensor, count: Tensor, order: Tensor | None = None) -> Tensor:
@@ -235,18 +254,17 @@ def largest(values: Tensor, count: Tensor, order: Tensor | None = None) -> Tenso
         return torch.empty_like(mask).scatter_(-1, order_of_rows, mask)
     if _is_numpys(values) and values.shape[2] == 1:
         return _largest_of_one_row(values, count[:, 0].tolist())
-    ordered = best_ascending(values, count)
-    slots = ordered.shape[-1]
-    rank = (slots - count).clamp(0, slots - 1)[:, None, :, None].expand(*values.shape[:-1], 1)
-    least = ordered.gather(-1, rank).clamp(min=torch.finfo(values.dtype).min)
+    slots = values.shape[-1]
+    least = at_rank(values, (slots - count).clamp(0, slots - 1))
+    least = least.clamp(min=torch.finfo(values.dtype).min)  # -inf is not taken
     least = least.masked_fill((count == 0)[:, None, :, None], math.nan)  # nothing compares to it
-    mask = values >= least
+    mask = at_least(values, least)
     # Ties at the last place are common: each head of a group has r = 0 at its best token.
-    tied = ordered.gather(-1, (rank - 1).clamp(min=0)) == least
     if values.device.type != "cpu":
         return _keep_lowest(mask, values == least, count[:, None, :, None])
+    tied = num_true(mask) > count[:, None]
     if bool(tied.any()):
-        where = tied.squeeze(-1).nonzero(as_tuple=True)
+        where = tied.nonzero(as_tuple=True)
         wanted = count[:, None].expand(mask.shape[:-1])[where].unsqueeze(-1)
         mask[where] = _keep_lowest(mask[where], values[where] == least[where], wanted)
     return mask

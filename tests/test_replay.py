@@ -11,6 +11,7 @@ import reference as plain
 import torch
 from cases import ASKED, CASES, WIDE, Case, smooth
 from living import PROMPTS, calibration, replay, tiny
+from mixed_models import mixed
 from replaying import (
     LENGTH,
     PROMPT,
@@ -43,6 +44,7 @@ from methods.prompt_evicting import PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.retroinfer import RetroInfer
 from methods.rkv import RKV
+from methods.selection import largest
 from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
 from methods.twilight import Twilight
@@ -156,6 +158,65 @@ def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
         assert_close(rows, wanted)
     assert got.reads.size == pytest.approx(expected.reads.size)
     assert got.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-5)
+
+
+@every_case
+def test_gathered_columns_give_what_a_mask_over_all_gives(tiny_gqa, name, monkeypatch):
+    """The mask is the plain path. What it hides has a weight of 0, so only the order of sums may differ."""
+    case = CASES[name]
+    monkeypatch.setattr(passes, "GATHERED_SHARE", -1.0)
+    expected = run_ragged(tiny_gqa, case, measure_recall=True)
+    monkeypatch.setattr(passes, "GATHERED_SHARE", 1.0)
+    monkeypatch.setattr(passes, "GATHERED_SCORES", 0)
+    attend_to_masked = passes._Block._attend_to_masked
+
+    def noted(block, selection, visible, exact):
+        has_log_mass = selection.rest is not None and selection.rest.log_mass is not None
+        needs_all = selection.bias is not None or has_log_mass or block.exact is not None
+        assert visible is None or needs_all, "a selection was masked"
+        return attend_to_masked(block, selection, visible, exact)
+
+    monkeypatch.setattr(passes._Block, "_attend_to_masked", noted)
+    with_recall = run_ragged(tiny_gqa, case, measure_recall=True)
+    for got in with_recall, run_ragged(tiny_gqa, case):
+        for rows, wanted in zip(got.logits, expected.logits, strict=True):
+            assert_close(rows, wanted, 1e-5)
+    assert with_recall.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "deepseek_v3"])
+def test_columns_are_gathered_with_sinks_softcaps_and_latents(family, monkeypatch):
+    expected = run_ragged(mixed(family), CASES["infinigen"]).logits
+    monkeypatch.setattr(passes, "GATHERED_SHARE", 1.0)
+    monkeypatch.setattr(passes, "GATHERED_SCORES", 0)
+    for rows, wanted in zip(run_ragged(mixed(family), CASES["infinigen"]).logits, expected, strict=True):
+        assert_close(rows, wanted, 1e-5)
+
+
+def test_one_causal_pass_over_all_columns_is_the_rows_alone(tiny_gqa, monkeypatch):
+    causal = run_one(tiny_gqa, CASES["full"], calls=[9]).logits[0]
+    monkeypatch.setattr(passes.DecodePass, "_is_causal", lambda *_: False)
+    assert_close(causal, run_one(tiny_gqa, CASES["full"]).logits[0], 1e-5)
+
+
+def test_the_largest_are_the_first_of_a_plain_sort():
+    """Ties, inf of what is always read, -inf of what is hidden, and counts from none to more than there are."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, 40, 33, generator=generator).mul_(3).round_()
+    values.masked_fill_(torch.rand(values.shape, generator=generator) < 0.3, -inf)
+    values.masked_fill_(torch.rand(values.shape, generator=generator) < 0.05, inf)
+    values[0, :, :5] = -inf
+    count = torch.randint(0, 36, (2, 40), generator=generator)
+    count[1, 10:30] = 7
+    expected = torch.zeros_like(values, dtype=torch.bool)
+    for sequence, head, row in torch.cartesian_prod(*map(torch.arange, values.shape[:3])).tolist():
+        slots = values[sequence, head, row].sort(descending=True, stable=True).indices
+        best = slots[: int(count[sequence, row])]
+        expected[sequence, head, row, best] = values[sequence, head, row, best] > -inf
+    assert torch.equal(largest(values, count), expected)
+    assert torch.equal(largest(values.double(), count), expected), (
+        "by sorting, as numbers that numpy does not partition"
+    )
 
 
 # Forks

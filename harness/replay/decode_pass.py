@@ -29,6 +29,11 @@ from methods.codec import SplitCodec
 SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
 MAX_CHUNK = 256
+GATHERED_SCORES = 2**16
+"""Scores of a KV head in a block from which on its columns are gathered. For fewer the calls cost
+more than the arithmetic that they save."""
+GATHERED_SHARE = 0.6
+"""The largest share of the columns that a block gathers. Beyond it a mask is as fast."""
 
 
 class Session(Protocol):
@@ -103,6 +108,9 @@ class DecodePass(Handler):
         if is_selecting:
             self.counts.num_selecting += 1
 
+        if not is_selecting and self._is_causal(layer, query):
+            return self._causal_attention(layer, query)
+
         # Select and attend, block by block.
         guess = self.rehearsed.pop(layer) if policy.prefetches else None
         asking = self._selecting_query(layer, query)
@@ -116,6 +124,24 @@ class DecodePass(Handler):
             else:
                 outputs.append(block.attend_to_all())
         return torch.cat(outputs, 1)
+
+    def _is_causal(self, layer: int, query: Tensor) -> bool:
+        """True if the rows of a layer that reads everything are best computed with the columns
+        before them, as one causal pass: it costs half as much for each pair as a mask does."""
+        policy = self.policies[layer]
+        if self.is_padded or policy.window is not None or not policy.softmax.is_plain:
+            return False
+        return query.shape[2] > 1 and self.start <= 2 * query.shape[2]
+
+    def _causal_attention(self, layer: int, query: Tensor) -> Tensor:
+        """Attention to all columns, in one causal pass in which the columns before the rows have
+        queries of zeros."""
+        keys, values = self.history.kv[layer]
+        queries = pad(query, (0, 0, self.start, 0))
+        columns = slice(0, self.history.length)
+        softmax = self.policies[layer].softmax
+        output = dense_attention(queries, keys[:, :, columns], values[:, :, columns], softmax)
+        return output[:, self.start :]
 
     def _rows_per_block(self, query: Tensor) -> int:
         """Rows that select and attend together: as many as asked for, or as memory allows."""
@@ -217,19 +243,23 @@ class _Block:
         size] are given."""
         exact = None if self.codec is None else (key, value)
         selection = self._choose_tokens(exact)
+        visible = None if selection.mask is None else self._visible(selection.mask)
+        if visible is not None and self._gathers(selection, visible):
+            output = self._attend_to_gathered(visible, exact)
+            return heads_last(with_rest(output, selection.rest))
+        return self._attend_to_masked(selection, visible, exact)
+
+    def _attend_to_masked(
+        self, selection: Selection, visible: Tensor | None, exact: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Scores of all columns, those hidden that a row does not read."""
         scores = self._true_scores(exact)
         everything = torch.logsumexp(scores, -1) if self.decode.session.measure_recall else None
         if selection.bias is not None:
             own = self._own(scores).clone()
             scores += selection.bias
             self._own(scores).copy_(own)
-        if selection.mask is not None:
-            visible = selection.mask.clone()  # the method may hold it
-            resident = self.decode.history.resident.get(self.layer)
-            if resident is not None:
-                generated = (0, self.stop - resident.shape[-1])
-                visible = visible | pad(resident, generated, value=True).unsqueeze(2)
-            self._own(visible).fill_(True)
+        if visible is not None:
             hide(scores, visible.unsqueeze(2))
         if everything is not None:
             recall = (torch.logsumexp(scores, -1) - everything).exp_()
@@ -246,8 +276,79 @@ class _Block:
             output += (recent @ off).view(*weights.shape[:-1], -1)
         elif exact is not None:
             stored = self.value[:, :, self.first_own :]
-            output += self._own(weights).unsqueeze(-1) * (value - stored).unsqueeze(2)
+            output += self._own(weights).unsqueeze(-1) * (exact[1] - stored).unsqueeze(2)
         return heads_last(with_rest(output, rest))
+
+    def _gathers(self, selection: Selection, visible: Tensor) -> bool:
+        """True if the block looks only at the columns that some of its rows read, which is faster
+        where they are few."""
+        rest = selection.rest
+        has_log_mass = rest is not None and rest.log_mass is not None
+        if visible.device.type != "cpu":  # its size would have to be waited for
+            return False
+        if selection.bias is not None or has_log_mass or self.exact is not None:
+            return False
+        group = self.query.shape[1] // self.key.shape[1]
+        if group * visible.shape[2] * visible.shape[3] < GATHERED_SCORES:
+            return False
+        return float(_read_by_any(visible).float().mean()) <= GATHERED_SHARE
+
+    def _attend_to_gathered(self, visible: Tensor, exact: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Attention of each KV head over the columns that some row of the block reads: [batch,
+        num_kv_heads, group, rows, value_dim].
+
+        visible: as `_visible`. exact: the own keys and values. The other columns have a weight of 0
+        in `_attend_to_masked`, so only the order of the sums differs.
+        """
+        batch, num_kv_heads, num_rows = *self.key.shape[:2], self.query.shape[2]
+        grouped = self.query.unflatten(1, (num_kv_heads, -1))
+        output = grouped.new_empty(*grouped.shape[:4], self.value.shape[-1])
+        everything = None
+        if self.decode.session.measure_recall:
+            everything = torch.logsumexp(self._true_scores(exact), -1)
+            recall = torch.empty_like(everything)
+        own_scores = None if exact is None else self._own_scores(exact[0])
+        used = _read_by_any(visible)
+        for sequence in range(batch):
+            for head in range(num_kv_heads):
+                set_of_head = min(head, visible.shape[1] - 1)
+                of_head = used[sequence, set_of_head]
+                columns = of_head.nonzero().flatten()
+                read = visible[sequence, set_of_head].numpy().compress(of_head.numpy(), 1)
+                key = self.key[sequence, head].index_select(0, columns)[None, None]
+                value = self.value[sequence, head].index_select(0, columns)[None, None]
+                softmax = self.softmax.of_kv_head(head, num_kv_heads)
+                scores = softmax.scores(grouped[sequence, head][None], key)
+                # Every row reads itself, so the last columns are the rows' own.
+                first_own = len(columns) - num_rows
+                if own_scores is not None:
+                    of_own = scores.diagonal(first_own, -2, -1)
+                    of_own.copy_(own_scores[sequence, head])
+                hide(scores, torch.from_numpy(read))
+                if everything is not None:
+                    of_all = everything[sequence, head]
+                    recall[sequence, head] = (torch.logsumexp(scores[0, 0], -1) - of_all).exp_()
+                attended, weights = weighted_values(scores, value, softmax)
+                if exact is not None:
+                    off = exact[1][sequence, head] - value[0, 0, first_own:]
+                    attended += weights.diagonal(first_own, -2, -1).unsqueeze(-1) * off
+                output[sequence, head] = attended[0, 0]
+        if everything is not None:
+            self._add(self.counts.recall, recall.mean((1, 2)))
+        return output
+
+    def _visible(self, mask: Tensor) -> Tensor:
+        """The columns that each row reads, its own among them: bool, shaped as the `mask` of a
+        selection."""
+        visible = mask.clone()  # the method may hold it
+        resident = self.decode.history.resident.get(self.layer)
+        if resident is not None:
+            generated = (0, self.stop - resident.shape[-1])
+            visible = visible | pad(resident, generated, value=True).unsqueeze(2)
+        first = 0 if self.decode.is_padded else self.first_own
+        visible[..., first:] &= ~self._hidden(first)[:, None]
+        self._own(visible).fill_(True)
+        return visible
 
     def _choose_tokens(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
         """The tokens that the rows read besides themselves, whose number is counted."""
@@ -329,11 +430,15 @@ class _Block:
         first = 0 if self.decode.is_padded else self.first_own
         scores[..., first:].masked_fill_(self._hidden(first)[:, None, None], float("-inf"))
         if exact is not None:
-            grouped = self.query.view(*scores.shape[:4], -1)
-            own = (grouped * exact[0].unsqueeze(2)).sum(-1) * self.softmax.scale
-            self._own(scores).copy_(self.softmax.capped(own))
+            self._own(scores).copy_(self._own_scores(exact[0]))
         self._scores = scores
         return scores
+
+    def _own_scores(self, key: Tensor) -> Tensor:
+        """Scores of the rows' own exact `key`, [batch, num_kv_heads, group, rows]."""
+        grouped = self.query.unflatten(1, (key.shape[1], -1))
+        own = (grouped * key.unsqueeze(2)).sum(-1) * self.softmax.scale
+        return self.softmax.capped(own)
 
     def _first(self, number: Callable[[Tensor], Tensor]) -> Tensor:
         """Columns of the first tokens, as many as `number` makes of those cached: bool [batch,
@@ -351,3 +456,9 @@ class _Block:
     def _own(self, over_columns: Tensor) -> Tensor:
         """The view of each row's own column, last axis rows."""
         return over_columns.diagonal(self.first_own, -2, -1)
+
+
+def _read_by_any(visible: Tensor) -> Tensor:
+    """Columns that some row reads: bool [batch, 1 or num_kv_heads, columns], of `visible` [...,
+    rows, columns]. The largest byte is found in a sixtieth of the time of `any`."""
+    return visible.view(torch.uint8).amax(2).bool()
