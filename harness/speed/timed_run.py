@@ -299,24 +299,37 @@ def _timing(
     timed: list[float] = []
     segments: list[dict[str, float]] = []
     ttft_s: list[float] = []
+    medians: list[float] = []
+    begin_s: list[float] = []
+    step_s: list[list[float]] = []
+    counts: dict[str, int | None] = dict.fromkeys(repeats[0].counts)
+    timed_busy_s = timed_span_s = link_busy_s = 0.0
+    size_sum = device_frac_sum = 0.0
+    all_steps = transferred_bytes = peak_device_bytes = 0
     for repeat, of_pass in zip(repeats, dense_s, strict=True):
         timed += repeat.step_s
         segments += repeat.segments
         ttft_s.append(of_pass + repeat.begin_s)
-    steps = [repeat.num_steps for repeat in repeats]
-    medians = [statistics.median(repeat.step_s) for repeat in repeats]
+        medians.append(statistics.median(repeat.step_s))
+        begin_s.append(repeat.begin_s)
+        step_s.append(repeat.step_s)
+        for name, count in repeat.counts.items():
+            if count is not None:
+                counts[name] = (counts[name] or 0) + count
+        timed_busy_s += repeat.timed_busy_s
+        timed_span_s += repeat.timed_span_s
+        link_busy_s += repeat.link_busy_s
+        transferred_bytes += repeat.transferred_bytes
+        peak_device_bytes = max(peak_device_bytes, repeat.peak_device_bytes)
+        all_steps += repeat.num_steps
+        size_sum += repeat.num_steps * repeat.size
+        device_frac_sum += repeat.num_steps * repeat.device_frac
+    first = repeats[0]  # all repeats keep the same bytes
     times = times_of(
         statistics.fmean(ttft_s), timed, batch_size=shape.batch_size, num_steps=num_steps
     )
     assert times.ttft_s is not None and times.decode_s is not None, "a repeat times a step"
-    counts: dict[str, int | None] = {}
-    for name in repeats[0].counts:
-        counts[name] = _sum([repeat.counts[name] for repeat in repeats])
     rows_read, rows_found = counts.pop("rows_read"), counts.pop("rows_found")
-    timed_busy_s = sum(repeat.timed_busy_s for repeat in repeats)
-    timed_span_s = sum(repeat.timed_span_s for repeat in repeats)
-    link_busy_s = sum(repeat.link_busy_s for repeat in repeats)
-    transferred_bytes = sum(repeat.transferred_bytes for repeat in repeats)
     waited_s = sum(step["transfer"] for step in segments) if link_busy_s else 0.0
     metrics: dict[str, Any] = {
         "batch_size": shape.batch_size,
@@ -333,17 +346,17 @@ def _timing(
     from_disk, wanted = counts["disk_read_bytes"], counts["h2d_bytes"]
     metrics |= {
         "read_amplification": None if from_disk is None else ratio(from_disk, wanted or 0),
-        "disk_kv_bytes": repeats[0].disk_kv_bytes or None,
+        "disk_kv_bytes": first.disk_kv_bytes or None,
         "weights_on_device": weights.on_device if weights else None,
         "link_utilisation": ratio(timed_busy_s, timed_span_s),
         "hit_rate": None if rows_read is None else ratio(rows_found or 0, rows_read),
-        "host_kv_bytes": repeats[0].host_kv_bytes,
-        "device_kv_bytes": max(repeat.device_kv_bytes for repeat in repeats),
+        "host_kv_bytes": first.host_kv_bytes,
+        "device_kv_bytes": first.device_kv_bytes,
         "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses else None,
         "link_bytes_per_s": transferred_bytes / link_busy_s if link_busy_s else None,
-        "peak_device_bytes": max(repeat.peak_device_bytes for repeat in repeats),
-        "size": statistics.fmean([repeat.size for repeat in repeats], steps),
-        "device_frac": statistics.fmean([repeat.device_frac for repeat in repeats], steps),
+        "peak_device_bytes": peak_device_bytes,
+        "size": size_sum / all_steps,
+        "device_frac": device_frac_sum / all_steps,
     }
     for name in SEGMENTS:
         of_step = statistics.median(step[name] for step in segments)
@@ -354,11 +367,11 @@ def _timing(
         metrics["transfer_s"] = None
     samples = {
         "dense_s": dense_s,
-        "begin_s": [repeat.begin_s for repeat in repeats],
-        "step_s": [repeat.step_s for repeat in repeats],
+        "begin_s": begin_s,
+        "step_s": step_s,
         "segments": segments,
         "transferred_bytes": transferred_bytes,
-        "pinned_bytes": max(repeat.pinned_bytes for repeat in repeats),
+        "pinned_bytes": first.pinned_bytes,
         "link_busy_s": link_busy_s,
         "timed_rows_read": rows_read,
         "timed_rows_found": rows_found,
@@ -366,11 +379,6 @@ def _timing(
     for name, moved in counts.items():
         samples[f"timed_{name}"] = moved
     return Timing(metrics, samples)
-
-
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
 
 
 def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun) -> dict[str, Any]:
