@@ -18,6 +18,8 @@ from tokens import byte_tokenizer
 from harness.data import ruler
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.prompts import PromptPass
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.results.samples import clustered_stderr
@@ -326,3 +328,32 @@ def test_turns_of_a_context_of_needles(task):
         assert each["input"] == f"{context}\nWhat is the special magic number for {key} mentioned in the provided text?"
         assert each["outputs"] == [value + key.removeprefix("key-")]
     assert len(ruler.turns(row | {"input": "\n".join([*lines[3:5], *row["input"].splitlines()[-1:]])}, "")) == 2
+
+
+def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_path):
+    """As the cells of a grid do: three methods run the dense pass over a prompt once."""
+    line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
+    passes, run = [], Attached.forward
+
+    def counted(attached, ids, positions, handler, *others):
+        if isinstance(handler, PromptPass):
+            passes.append(tuple(ids.shape))
+        return run(attached, ids, positions, handler, *others)
+
+    monkeypatch.setattr(Attached, "forward", counted)
+
+    def passes_of(words: list[str], results_dir: str) -> list[tuple[int, ...]]:
+        passes.clear()
+        assert main([*words, *line, f"results_dir={results_dir}"]) == 0
+        return list(passes)
+
+    alone = passes_of(["method=full"], "alone")
+    sweep = passes_of(["-m", "method=full,h2o,oracle"], "sweep")
+    assert sweep and sorted(sweep) == sorted(set(alone)), "alone, a prompt runs once for each final length"
+    found = []
+    for results in "alone", "sweep":
+        for path in Path(results).glob("runs/tasks/*/record.json"):
+            record = json.loads(path.read_text())
+            if record["config"]["method_name"] == "full":
+                found.append(record["metrics"])
+    assert len(found) == 2 and found[0] == found[1]

@@ -40,8 +40,9 @@ class Resources:
 
     loaded: a model in memory, which then is the model of every run. references: dense passes of
     windows, and texts decoded under the full cache, with which every method of a sweep is compared.
-    prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, so that
-    the passes over prompts are kept, in up to half of the free room for temporary files.
+    prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, as in a
+    grid or a sweep, so that the passes over prompts are kept, in up to half of the free room for
+    temporary files. run: number of the present run.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
@@ -50,6 +51,11 @@ class Resources:
         self.references: Memo = Memo()
         self.prompts: Memo = Memo(limit=1)
         self.shares_prompts = False
+        self.run = 0
+
+    def begin_run(self) -> None:
+        """Called once before each run: the prompts that two runs did not ask for make room."""
+        self.run += 1
 
     def model(self, config: ModelConfig) -> LoadedModel:
         """The model of `config`; runs with equal settings that follow one another share it."""
@@ -72,5 +78,5 @@ class Resources:
                 loaded = replace(loaded, prompts=DensePrompts(half))
                 self._last = (config, loaded)
             assert loaded.prompts is not None, "just made"
-            loaded.prompts.run += 1
+            loaded.prompts.run = self.run
         return loaded

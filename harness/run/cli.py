@@ -26,6 +26,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Quote, QuotedString, Sweep
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
@@ -183,6 +184,8 @@ class Jobs:
         for override in overrides:
             if setting_of(override).startswith("grid."):
                 raise UserError(f"{override}: needs grid=NAME")
+        # The other jobs of a sweep most often ask for the same prompts.
+        self.resources.shares_prompts |= HydraConfig.get().mode == RunMode.MULTIRUN
         checked = parse(config, overrides)
         if self.array is not None:
             self.array.add(overrides, [checked])
