@@ -218,10 +218,17 @@ class Codec(RowCodec):
         if self.is_float:
             stored = STORED_DTYPES[self.name]
             return packed[..., : head_dim * stored.itemsize].view(stored).to(dtype)
+        codes, lo, step = self.unpack(packed, head_dim, self._working(dtype))
+        return self._values(self._grouped(codes), lo, step, codes.shape).to(dtype)
+
+    def unpack(
+        self, packed: Tensor, head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The codes of integer rows in `dtype`, [..., head_dim], and lo and step of their groups,
+        fp16 [..., num_groups, 1]. Arguments as in `decode`."""
         meta_bytes = self._meta_bytes(head_dim)
         lo, step = self._unpack_meta(packed[..., :meta_bytes], head_dim)
-        codes = _unpack_planes(packed[..., meta_bytes:], self.bits, head_dim, self._working(dtype))
-        return self._values(self._grouped(codes), lo, step, codes.shape).to(dtype)
+        return _unpack_planes(packed[..., meta_bytes:], self.bits, head_dim, dtype), lo, step
 
     def _as_float(self, x: Tensor) -> Tensor:
         # The cast turns numbers beyond e4m3's range into NaN; deployed kernels saturate.

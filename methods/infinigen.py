@@ -56,11 +56,15 @@ paper's 20 columns are 0.156. **infinigen-balanced** keeps as many numbers as th
 of projections with the least expected squared error of q · k, from second moments of queries and
 keys (`statistics`: of the prompt, the calibration text, or both). `columns` and `skew` then play no
 part. `methods/infinigen.py` has the formulas. **infinigen2** goes further: no exempt layer, the
-layer's own query, the sum of a group's probabilities, and a balanced index in 4 bits ([its
-page](infinigen2.md)).
+layer's own query, the sum of a group's probabilities, and a balanced index in 4 bits with
+projections in 4 bits ([its page](infinigen2.md)).
 
 A balanced index in few bits (`index_bits`) takes the mean of the prompt's keys off before it codes
-them, and scales its columns to variance 1.
+them, and scales its columns to variance 1. The projections are a sequence's own and stay on the
+device with its index. `projection_bits` codes them once, after the prompt: each row of numbers,
+which one channel of a query or key meets, has its own minimum and step, since channels differ a
+hundredfold where queries and keys have biases. W_k is coded first. W_q is then the one that makes
+the most of that W_k, and is coded too.
 """
 
 from __future__ import annotations
@@ -102,6 +106,8 @@ NEVER = torch.iinfo(torch.int64).max
 RIDGE = 1e-4
 """Added to the diagonals of the moments, as a share of their mean, growing to twice as much along
 the diagonal: no two directions tie that few tokens do not span."""
+TIE = 1e-9
+"""Added to the diagonal of the index's covariance, as a share of its mean."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +248,7 @@ class InfiniGenState(ProjectedState):
     centre[layer]: [batch, num_kv_heads, 1, columns], what a balanced index in few bits takes off
     every key before it is coded: the mean of the prompt's. All scores of a query lose the same, so
     the choice stays.
+    measured[layer]: the calibration of a layer whose prompt has not come yet.
     """
 
     sequence_tensors = (*ProjectedState.sequence_tensors, "centre")
@@ -249,36 +256,46 @@ class InfiniGenState(ProjectedState):
 
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
-        self.measured = calibration
+        self.measured: dict[int, Calibration] = {}
+        if calibration is not None:
+            for layer in range(self.method.num_exempt_layers, self.geometry.num_layers):
+                of_layer = {name: tensor[layer].clone() for name, tensor in calibration.items()}
+                self.measured[layer] = of_layer
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
-        """Step 2."""
+        """Step 2. Nothing needs the layer's calibration afterwards, so it is dropped."""
+        measured = self.measured.pop(layer, None)
         if self.method.index == "balanced":
-            known = (
-                []
-                if self.measured is None
-                else [{name: each[layer] for name, each in self.measured.items()}]
-            )
-            if self.method.statistics != "calibration":
-                known.append(moments(query, key, rows.real))
-            is_coded = self.method.index_bits is not None
-            pair = balanced(known, self.method.num_columns(key.shape[-1]), white_keys=is_coded).to(
-                key
-            )
-            if is_coded:
-                real = rows.real[:, None, :, None]
-                mean = (key * real).sum(2, keepdim=True, dtype=torch.float32) / real.sum(
-                    2, keepdim=True
-                )
-                self.centre[layer] = mean.to(key) @ pair[:, -1]
-            return pair.expand(len(key), -1, -1, -1, -1)
-        if self.measured is None:
+            return self._balanced(layer, query, key, rows, measured)
+        if measured is None:
             basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(
                 key.shape[1], -1, -1
             )
         else:
-            basis = self.measured["rotation"][layer].to(key)
+            basis = measured["rotation"].to(key)
         return choose_columns(query, key, rows.real, basis, self.method).unsqueeze(1)
+
+    def _balanced(
+        self, layer: int, query: Tensor, key: Tensor, rows: PromptRows, measured: Calibration | None
+    ) -> Tensor:
+        """The balanced pair, and the centre of an index in few bits."""
+        known = [] if measured is None else [measured]
+        if self.method.statistics != "calibration":
+            known.append(moments(query, key, rows.real))
+        is_coded = self.method.index_bits is not None
+        pair = balanced(known, self.method.num_columns(key.shape[-1]), white_keys=is_coded)
+        pair = pair.to(key).expand(len(key), -1, -1, -1, -1)
+        if self.projection_codec is not None:
+            codec, columns = self.projection_codec, pair.shape[-1]
+            key_side = codec.encode(pair[:, 1] @ mixing(columns).to(key))
+            as_read = codec.decode(key_side, columns, torch.float32)
+            pair = torch.stack([codec.encode(fitted_query_side(known, as_read)), key_side], 1)
+        if is_coded:
+            real = rows.real[:, None, :, None]
+            total = (key * real).sum(2, keepdim=True, dtype=torch.float32)
+            mean = total / real.sum(2, keepdim=True)
+            self.centre[layer] = self.times(mean.to(key), pair[:, 1])
+        return pair
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
         partial = super().partial_key(layer, key)
@@ -488,6 +505,12 @@ class InfiniGen(ScoreSelecting, SelectingBy):
         one_of("prompt", "calibration", "both"),
     )
     index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)
+    projection_bits: int | None = setting(
+        None,
+        "bits of each number of a balanced index's projections, of which every sequence has its "
+        "own; null keeps the dtype of the keys",
+        INDEX_BITS,
+    )
     pool_tokens: int | None = setting(
         None, "limit of the pool in tokens; null: no limit", least(1, null=True)
     )
@@ -514,6 +537,8 @@ class InfiniGen(ScoreSelecting, SelectingBy):
         super().__post_init__()
         one_limit = self.pool_tokens is None or self.pool_frac is None
         require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
+        has_pair = self.projection_bits is None or self.index == "balanced"
+        require(has_pair, "projection_bits", self.projection_bits, "null, or set index=balanced")
         one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
         require(
             one_set,
@@ -657,6 +682,31 @@ def balanced(
     if white_keys:
         of_query, of_key = of_query / scale, of_key * scale
     return torch.stack([of_query, of_key], -4)
+
+
+def mixing(columns: int) -> Tensor:
+    """An orthogonal matrix all of whose columns mix all rows, fp64 [columns, columns]: the cosine
+    transform. Columns of variance 1 that it mixes still have variance 1, and none is much larger
+    than another, so that one step serves a row of them."""
+    number = torch.arange(columns, dtype=torch.float64)
+    waves = torch.cos(math.pi / columns * torch.outer(number, number + 0.5))
+    return waves / waves.norm(dim=1, keepdim=True)
+
+
+def fitted_query_side(known: Sequence[Mapping[str, Tensor]], of_key: Tensor) -> Tensor:
+    """W_q, fp64 [batch, num_kv_heads, head_dim, columns], that makes the most of a given W_k of
+    this shape, by the sum of the `known` moments: C W_k (W_k^T C W_k)^-1 with C = Cov(k).
+
+    W_q W_k^T key is then the best linear estimate of a centred key from its index, so that
+    W_q^T query . W_k^T key is the best estimate of query . key, whatever the query. A W_k that was
+    coded costs the scores no more than the directions that it lost.
+    """
+    factor = _factor(reduce(torch.add, (measured["key"].double() for measured in known)))
+    index = factor.mT @ of_key.double()
+    # Codes may be so coarse that two columns are one.
+    ridge = TIE * (index * index).sum(-2).mean(-1)[..., None, None]
+    covariance = index.mT @ index + ridge * torch.eye(index.shape[-1]).to(index)
+    return factor @ torch.linalg.solve(covariance, index.mT).mT
 
 
 def _factor(moment: Tensor) -> Tensor:

@@ -144,12 +144,20 @@ class ProjectedState(PartialKeysState):
     """Partial keys are products with a projection.
 
     projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and
-    keys together, or one for queries and one for keys.
+    keys together, or one for queries and one for keys. With `projection_bits` it is coded, each row
+    of `columns` numbers by itself: uint8 [batch, sides, num_kv_heads, head_dim, bytes of a row].
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ("projection",)
     selects_without_own = True
     projection: dict[int, Tensor]
+
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        bits = getattr(self.method, "projection_bits", None)
+        self.num_columns: int = self.method.num_columns(self.geometry.head_dim)
+        # One group: a row has one lo and one step, which `coded_product` needs.
+        self.projection_codec = None if bits is None else Codec(f"int{bits}", self.num_columns)
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         """The projection, shaped as above, from the prompt's query and key."""
@@ -162,13 +170,35 @@ class ProjectedState(PartialKeysState):
         super().prompt(layer, query, key, value, rows)
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
-        return key @ self.projection[layer][:, -1]
+        return self.times(key, self.projection[layer][:, -1])
+
+    def times(self, rows: Tensor, side: Tensor) -> Tensor:
+        """`rows` [batch, num_kv_heads, n, head_dim] times a side of a projection: [batch,
+        num_kv_heads, n, columns] in the dtype of `rows`."""
+        if self.projection_codec is None:
+            return rows @ side
+        return coded_product(rows, side, self.projection_codec, self.num_columns).to(rows.dtype)
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        projection = self.projection[layer][:, 0]
-        return product(query.flatten(2, 3), projection, self.geometry.scale).unflatten(
-            2, query.shape[2:4]
-        )
+        side, stacked = self.projection[layer][:, 0], query.flatten(2, 3)
+        if self.projection_codec is None:
+            partial = product(stacked, side, self.geometry.scale)
+        else:
+            scaled = stacked.float() * self.geometry.scale
+            partial = coded_product(scaled, side, self.projection_codec, self.num_columns)
+        return partial.unflatten(2, query.shape[2:4])
+
+
+def coded_product(rows: Tensor, side: Tensor, codec: Codec, columns: int) -> Tensor:
+    """`rows` [..., n, head_dim] times a coded matrix: fp32 [..., n, columns].
+
+    side: uint8 [..., head_dim, row bytes], rows of `columns` numbers with one lo and one step each.
+    The codes are multiplied as they are: rows @ side = (rows * step) @ codes + rows @ lo.
+    """
+    codes, lo, step = codec.unpack(side, columns, torch.float32)
+    lo, step = lo.squeeze(-1).float(), step.squeeze(-1).float()
+    rows = rows.float()
+    return (rows * step.mT) @ codes + rows @ lo
 
 
 class FixedProjectionState(ProjectedState, RetrievingState):

@@ -210,6 +210,14 @@ CASES = {
     "infinigen-final": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.3, cap_of="final", round_columns="down")),
     "infinigen-coded": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, partial_weight_ratio=1.0, index_bits=4)),
     "infinigen-balanced": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, index="balanced")),
+    "infinigen-pair": Case(
+        InfiniGen(alpha=inf, max_fetch_frac=0.4, index="balanced", partial_weight_ratio=0.5, projection_bits=4)
+    ),
+    "infinigen-text": Case(
+        InfiniGen(
+            alpha=inf, max_fetch_frac=0.4, index="balanced", statistics="calibration", index_bits=8, projection_bits=4
+        )
+    ),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
     "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
     "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),

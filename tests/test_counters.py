@@ -1,4 +1,4 @@
-"""What crosses the link, is read on the device and is kept there: eight methods by hand, in replay and live decoding.
+"""What crosses the link, is read on the device and is kept there: nine methods by hand, in replay and live decoding.
 
 The model has 4 layers, of which 2 are exempt, 2 KV heads of 16 columns, and computes in fp32. A sequence has 24 or 15
 prompt tokens and decodes 10, so T is 34 or 25; a prompt of 15 is padded by 9 columns.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from cases import Case
-from living import PROMPTS, attached_with_link, calibration, force, live, open_live, replay
+from living import PROMPTS, attached_with_link, force, live, open_live, replay
 
 from methods.codec import Codec
 from methods.full import Full
@@ -32,8 +32,6 @@ LENGTHS = 2 * 8
 """A state knows its sequence's prompt and T, int64 each."""
 LIMITS = 2 * 8 / HEADS
 """And one that evicts by worth, in each layer, its budget and recent tokens: a head's part."""
-CALIBRATION = sum(measured.nbytes for measured in calibration(HEADS, 16).values())
-"""InfiniGen's, of every layer and head, for the whole batch."""
 
 
 class Hand(NamedTuple):
@@ -75,7 +73,18 @@ INFINIGEN = Hand(
     index=lambda t, final: t * COLUMNS / (2 * 16),
     kept=lambda final: final * COLUMNS * 2 + 16 * COLUMNS * 2,  # partial keys, and what makes them
     state=34 * COLUMNS * 4 + 16 * COLUMNS * 4,
-    shared=CALIBRATION,
+)
+PAIR = 2 * 16 * (4 + 8 // 2)
+"""Bytes of two projections to 8 columns in 4 bits: of each of 16 elements lo, step and 8 half bytes."""
+PARTIAL_KEY = 4 + 8 // 2
+"""Bytes of 8 numbers of a key in 4 bits."""
+BALANCED = Hand(
+    Case(InfiniGen(fixed_fetch=6, index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4)),
+    read=lambda t, final: 6,
+    buffer=6,
+    index=lambda t, final: t * (PARTIAL_KEY / 2) / (2 * 16),  # a number has two bytes
+    kept=lambda final: final * PARTIAL_KEY + PAIR + 8 * 2,  # and the keys' mean
+    state=34 * PARTIAL_KEY + PAIR + 8 * 4,
 )
 FULL = Hand(Case(Full()), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
 HANDS = {
@@ -115,6 +124,7 @@ HANDS = {
         state=34 * INT4 / 2,
     ),
     "infinigen": INFINIGEN,
+    "infinigen, balanced": BALANCED,
     "infinigen+int4": INFINIGEN._replace(case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=WIDTH),
 }
 

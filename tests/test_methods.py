@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from harness.run.kinds import digests_of
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, QueryRows, TokenCounts
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle, balanced, choose_columns, moments
+from methods.infinigen import InfiniGen, Oracle, balanced, choose_columns, fitted_query_side, mixing, moments
 from methods.kascade import Kascade
 from methods.pqcache import PQCache
 from methods.projected import Loki, SparQ
@@ -60,7 +61,10 @@ REFUSED = {
     "one of previous_step, previous_layer, own_query": [(Quest, "when", "layer")],
     "own_query, where the own token's weight is known; or set mean_value=false": [(SparQ, "when", "previous_layer")],
     "one of columns, balanced": [(InfiniGen, "index", "pca")],
-    "one of 8, 4, 2, 1, null": [(InfiniGen, "index_bits", 16), (Loki, "index_bits", 3), (Twilight, "index_bits", 5)],
+    "one of 8, 4, 2, 1, null": [
+        (InfiniGen, "index_bits", 16), (InfiniGen, "projection_bits", 3),
+        (Loki, "index_bits", 3), (Twilight, "index_bits", 5),
+    ],
     "a file that exists, or null": [(DuoAttention, "pattern", "nowhere.tsv")],
 }  # fmt: skip
 """By what is allowed."""
@@ -79,6 +83,7 @@ AT_A_BATCH = [
     (lambda: H2O(heavy_frac=0.7, recent_frac=0.6), [], [], "method.heavy_frac + method.recent_frac=1.29"),
     (lambda: InfiniGen(pool_frac=0.5, pool_tokens=5), [], [], "method.pool_frac=0.5: must be null with pool_tokens"),
     (lambda: InfiniGen(pool_frac=0.5, covers="layer"), [], [], "method.covers, method.group=layer, best: must be kv_"),
+    (lambda: InfiniGen(projection_bits=4), [], [], "method.projection_bits=4: must be null, or set index=balanced"),
     (Streaming(kept_frac=0.1, num_sinks=4), [50, 20], [100, 40], "method.kept_frac=0.1: must be more: it keeps 4"),
     (InfiniGen(), [20], [40], "method InfiniGen: needs a calibration; calibrate first"),
     (InfiniGen(skew=False, pool_frac=0.01), [20], [40], "method.pool_frac=0.01: must be larger, to hold at least 1"),
@@ -379,15 +384,22 @@ def test_white_keys_have_variance_one_and_the_same_scores():
     torch.testing.assert_close(partial.var(2, correction=0), torch.ones(1, 2, 6).double(), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize(("bits", "one_code"), [(8, 0.02), (4, 0.3)])
-def test_a_mean_that_all_keys_share_costs_no_bits(bits, one_code):
+def of_all_layers(query: torch.Tensor, key: torch.Tensor, rows: PromptRows) -> dict[str, torch.Tensor]:
+    """A calibration in which every layer has the moments of one sequence."""
+    return {name: moment.expand(4, -1, -1, -1) for name, moment in moments(query, key, rows.real).items()}
+
+
+@pytest.mark.parametrize("statistics", ["prompt", "calibration", "both"])
+@pytest.mark.parametrize(("bits", "projection_bits", "one_code"), [(8, None, 0.02), (4, None, 0.3), (4, 4, 0.3)])
+def test_a_mean_that_all_keys_share_costs_no_bits(bits, projection_bits, one_code, statistics):
     """Scores on coded keys, but for what all keys of a query have in common, are those without the mean. A number may
     fall to the next code."""
-    method = InfiniGen(index="balanced", statistics="prompt", index_bits=bits)
-    found = []
+    options = {"index_bits": bits, "projection_bits": projection_bits, "num_exempt_layers": 0}
+    method = InfiniGen(index="balanced", statistics=statistics, **options)
+    found, text = [], of_all_layers(*prompt_of(bias=0.0))
     for bias in (0.0, 100.0):
         query, key, rows = prompt_of(bias)
-        state = method.new_state(SHAPE, lengths_of([40], [48]))
+        state = method.new_state(SHAPE, lengths_of([40], [48]), text)
         state.prompt(0, query, key, key, rows)
         positions = torch.full((1, 1), 40)
         places = rows.positions[:, None], positions[None]
@@ -396,3 +408,79 @@ def test_a_mean_that_all_keys_share_costs_no_bits(bits, one_code):
         width = 5 * bits + 32  # ceil(0.3 * 16) numbers and their scales
         assert state.index_read(0, positions).item() == pytest.approx(40 * width / 16 / 32)
     torch.testing.assert_close(*found, rtol=0, atol=one_code)
+
+
+def test_a_fitted_query_side_is_the_least_squares_fit_of_the_keys():
+    query, key, rows = prompt_of(bias=5.0)
+    generator = torch.Generator().manual_seed(4)
+    key_side = torch.randn(1, 2, 16, 6, generator=generator)
+    fitted = fitted_query_side([moments(query, key, rows.real)], key_side)
+    for head in range(2):
+        centred = (key[0, head] - key[0, head].mean(0)).numpy()
+        expected, *_ = np.linalg.lstsq(centred @ key_side[0, head].numpy(), centred, rcond=None)
+        assert np.allclose(fitted[0, head].numpy(), expected.T, atol=0.01 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("columns", [1, 5, 28])
+def test_mixed_columns_keep_all_products(columns):
+    matrix = mixing(columns)
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(columns).double(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("projection_bits", "most"), [(8, 0.004), (4, 0.07)])
+def test_coded_projections_give_nearly_the_same_scores(projection_bits, most):
+    """Keys whose channels differ a hundredfold, as where queries and keys have biases. Error over what the scores
+    vary by."""
+    query, key, rows = prompt_of(bias=0.0)
+    scale = torch.logspace(-1, 1, 16)
+    positions = torch.full((1, 1), 40)
+    places = rows.positions[:, None], positions[None]
+    scores = {}
+    for bits in (None, projection_bits):
+        method = InfiniGen(index="balanced", statistics="prompt", partial_weight_ratio=0.5, projection_bits=bits)
+        state = method.new_state(SHAPE, lengths_of([40], [48]))
+        state.prompt(0, query / scale, key * scale, key, rows)
+        assert state.projection[0].dtype == (torch.float32 if bits is None else torch.uint8)
+        last = (query / scale)[:, :, -1:]
+        scores[bits] = state.scores(0, QueryRows(last, positions, positions >= 0, *places, torch.empty))
+    error = (scores[projection_bits] - scores[None]).square().mean().sqrt()
+    assert error < most * scores[None].std()
+
+
+@pytest.mark.parametrize("statistics", ["prompt", "calibration", "both"])
+def test_a_sequence_has_the_scores_that_it_has_alone(statistics):
+    """Its projections, its keys' mean and its index are its own, also in a fork."""
+    method = InfiniGen(index="balanced", statistics=statistics, index_bits=8, projection_bits=4, num_exempt_layers=0)
+    query, key, _ = prompt_of(bias=3.0)
+    queries, keys = torch.cat([query.flip(2), query, query * 2]), torch.cat([key.roll(3, -1), key, key.flip(-1)])
+    real = torch.ones(3, 40, dtype=torch.bool)
+    real[1, :9] = False  # padding on the left
+    text = of_all_layers(*prompt_of(bias=0.0))
+    positions = torch.full((1, 1), 31)
+
+    def scores_of(state, queries: torch.Tensor, rows: PromptRows) -> torch.Tensor:
+        places = rows.positions[:, None], positions[None]
+        return state.scores(0, QueryRows(queries[:, :, -1:], positions, positions >= 0, *places, torch.empty))
+
+    together = method.new_state(SHAPE, lengths_of([40, 31, 40], [48, 39, 48]), text)
+    together.prompt(0, queries, keys, keys, PromptRows(real, 48))
+    alone = method.new_state(SHAPE, lengths_of([31], [39]), text)
+    alone_rows = PromptRows(real[1:2, 9:], 48)
+    alone.prompt(0, query[:, :, 9:], key[:, :, 9:], key[:, :, 9:], alone_rows)
+    expected = scores_of(alone, query[:, :, 9:], alone_rows)
+    in_batch = scores_of(together, queries, PromptRows(real, 48))[1:2, ..., 9:]
+    child = together.fork(torch.tensor([1]), 48)
+    in_fork = scores_of(child, query, PromptRows(real[1:2], 48))[..., 9:]
+    for found in (in_batch, in_fork):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def test_a_calibration_leaves_the_state_with_the_prompt():
+    query, key, rows = prompt_of(bias=0.0)
+    for method in (InfiniGen(), InfiniGen(index="balanced", num_exempt_layers=1)):
+        text = of_all_layers(query, key, rows) | {"rotation": torch.eye(16).expand(4, 2, -1, -1)}
+        state = method.new_state(SHAPE, lengths_of([40], [48]), text)
+        for layer in range(method.num_exempt_layers, 4):
+            assert layer in state.measured
+            state.prompt(layer, query, key, key, rows)
+        assert state.measured == {}

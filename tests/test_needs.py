@@ -11,7 +11,9 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.live.needs import Plan, largest_batch, sizes_of
 from harness.live.share import BatchLengths
+from harness.live.state_sizes import state_sizes
 from harness.model.prompts import prompt_bytes
+from methods.base import Geometry
 from methods.full import Full
 from methods.quest import Quest
 
@@ -138,3 +140,29 @@ def test_the_largest_batch_is_the_last_that_fits(name, placement):
         assert found == by_loop >= 9
         growing = [needed(batch) for batch in range(1, 20)]
         assert growing == sorted(growing)
+
+
+SHAPES = {
+    # layers, query heads, KV heads, head_dim; bytes of a partial key, and of the projections and the keys' mean
+    "smollm2-135m": ((30, 9, 3, 64), 28 // 2 + 4, 2 * 64 * (28 // 2 + 4) + 28 * 2),
+    "qwen2.5-coder-1.5b": ((28, 12, 2, 128), 56 // 2 + 4, 2 * 128 * (56 // 2 + 4) + 56 * 2),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("tokens", "most"), [(1024, 0.1), (4096, 0.08)])
+def test_what_infinigen2_keeps_by_hand(name, tokens, most):
+    """Of each token a partial key, and of each sequence two projections, in 4 bits with scales of two bytes; in half
+    precision. No calibration stays."""
+    (num_layers, num_heads, num_kv_heads, head_dim), of_token, of_sequence = SHAPES[name]
+    method, heads = shipped("infinigen2").method, num_layers * num_kv_heads
+    geometry = Geometry(num_layers, num_heads, num_kv_heads, head_dim, head_dim**-0.5, "llama")
+    found = {}
+    for batch in (1, 2):
+        prompts = (tokens - 16,) * batch
+        sizes = state_sizes(method, geometry, prompts, 16, torch.bfloat16, lambda number: tokens)
+        assert sum(sizes.by_layer.values()) == batch * heads * (tokens * of_token + of_sequence)
+        found[batch] = sizes.whole
+    assert found[2] - found[1] == heads * (tokens * of_token + of_sequence) + 2 * 8  # its prompt and T
+    assert (found[2] - found[1]) / (heads * tokens * 2 * head_dim * 2) < most
+    assert found[1] == found[2] - found[1], "nothing is kept for all sequences together"

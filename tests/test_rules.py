@@ -26,7 +26,7 @@ from harness.model.calibration import calibrate
 from harness.model.prompts import PromptPass
 from harness.replay import decode_pass as passes
 from methods.base import Geometry, TokenCounts
-from methods.infinigen import InfiniGen
+from methods.infinigen import InfiniGen, balanced, mixing
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
@@ -294,7 +294,17 @@ def partial_scores(method, of: Of, t: int) -> np.ndarray:
         of_query, of_key = of_query + rows.T @ rows / len(rows), of_key + np.cov(of.key[: of.prompt].T, bias=True)
     if method.statistics != "prompt":
         of_query, of_key = of_query + measured("query", of), of_key + measured("key", of)
-    return query @ balanced_product(of_query, of_key, math.ceil(method.partial_weight_ratio * size)) @ key.T
+    rank = math.ceil(method.partial_weight_ratio * size)
+    if method.projection_bits is None:
+        return query @ balanced_product(of_query, of_key, rank) @ key.T
+    # The columns of a projection are unique but for their signs, which decide codes: these are the method's own.
+    known = {"query": torch.from_numpy(of_query)[None], "key": torch.from_numpy(of_key)[None]}
+    _, key_side = balanced([known], rank).squeeze(1).numpy()
+    key_side = coded(key_side @ mixing(rank).numpy(), method.projection_bits)
+    of_key = of_key + 1e-4 * np.trace(of_key) / size * np.diag(np.linspace(1, 2, size))
+    inverse = np.linalg.inv(key_side.T @ of_key @ key_side)
+    query_side = coded(of_key @ key_side @ inverse, method.projection_bits)
+    return query @ query_side @ key_side.T @ key.T
 
 
 def check_mean_value(method: SparQ, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> None:
@@ -577,6 +587,8 @@ RULES = {
     "balanced": InfiniGen(index="balanced", **INDEX),
     "balanced-prompt": InfiniGen(index="balanced", statistics="prompt", **INDEX),
     "balanced-text": InfiniGen(index="balanced", statistics="calibration", **INDEX),
+    "balanced-pair": InfiniGen(index="balanced", projection_bits=4, **INDEX),
+    "balanced-pair-text": InfiniGen(index="balanced", statistics="calibration", projection_bits=2, **INDEX),
     "snapkv": SnapKV(kept_frac=0.5, window=4, kernel=3),
     "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0),
     "snapkv-peak": SnapKV(kept_tokens=6, window=4, kernel=7),

@@ -64,7 +64,10 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
 def cached_calibration(
     attached: Attached, method: Method, ids: Sequence[int], fingerprint: str, cache_dir: Path
 ) -> Calibration:
-    """`calibrate`, or its earlier result for the same weights, dtype, ids, method and settings."""
+    """`calibrate`, or its earlier result for the same weights, dtype, ids, method and settings.
+
+    It lies in host memory: a state takes to its device what it needs.
+    """
     settings = [getattr(method, name) for name in method.calibration_settings]
     module = sys.modules[type(method).__module__]
     code = [inspect.getsource(type(method).calibrate), inspect.getsource(module)]
@@ -72,20 +75,20 @@ def cached_calibration(
     identity = FORMAT, fingerprint, dtype, list(ids), name, settings, code
     path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
     try:
-        found = load_file(path)
+        return load_file(path)
     except (OSError, SafetensorError):  # not there, or damaged
-        found = calibrate(attached, method, ids)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
-        try:
-            with replacing(path) as scratch:
-                save_file(tensors, scratch)
-        except (OSError, SafetensorError) as error:
-            why = getattr(error, "strerror", None) or one_line(error)
-            raise UserError(
-                f"the cache {cache_dir} cannot be written ({why}); set KV_HARNESS_CACHE to a "
-                "folder with room"
-            ) from error
-    return _on_device(found, attached.device)
+        measured = calibrate(attached, method, ids)
+    found = {name: tensor.cpu().contiguous() for name, tensor in measured.items()}
+    try:
+        with replacing(path) as scratch:
+            save_file(found, scratch)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(
+            f"the cache {cache_dir} cannot be written ({why}); set KV_HARNESS_CACHE to a "
+            "folder with room"
+        ) from error
+    return found
 
 
 def _on_device(tensors: Calibration, device: torch.device) -> dict[str, Tensor]:
