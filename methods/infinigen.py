@@ -107,7 +107,7 @@ RIDGE = 1e-4
 """Added to the diagonals of the moments, as a share of their mean, growing to twice as much along
 the diagonal: no two directions tie that few tokens do not span."""
 TIE = 1e-9
-"""Added to the diagonal of the index's covariance, as a share of its mean."""
+"""Added to the diagonal of the partial keys' covariance, as a share of its mean."""
 
 
 @dataclass(frozen=True)
@@ -284,10 +284,12 @@ class InfiniGenState(ProjectedState):
             known.append(moments(query, key, rows.real))
         is_coded = self.method.index_bits is not None
         pair = balanced(known, self.method.num_columns(key.shape[-1]), white_keys=is_coded)
-        pair = pair.to(key).expand(len(key), -1, -1, -1, -1)
-        if self.projection_codec is not None:
-            codec, columns = self.projection_codec, pair.shape[-1]
-            key_side = codec.encode(pair[:, 1] @ mixing(columns).to(key))
+        pair = pair.expand(len(key), -1, -1, -1, -1)
+        codec, columns = self.projection_codec, pair.shape[-1]
+        if codec is None:
+            pair = pair.to(key)
+        else:
+            key_side = codec.encode(pair[:, 1] @ mixing(columns, key.device))
             as_read = codec.decode(key_side, columns, torch.float32)
             pair = torch.stack([codec.encode(fitted_query_side(known, as_read)), key_side], 1)
         if is_coded:
@@ -684,28 +686,28 @@ def balanced(
     return torch.stack([of_query, of_key], -4)
 
 
-def mixing(columns: int) -> Tensor:
-    """An orthogonal matrix all of whose columns mix all rows, fp64 [columns, columns]: the cosine
-    transform. Columns of variance 1 that it mixes still have variance 1, and none is much larger
-    than another, so that one step serves a row of them."""
-    number = torch.arange(columns, dtype=torch.float64)
+def mixing(columns: int, device: torch.device) -> Tensor:
+    """The cosine transform, an orthogonal matrix, fp64 [columns, columns]. Columns of variance 1
+    that it mixes keep variance 1, and none is much larger than another, so that one step serves a
+    row of them."""
+    number = torch.arange(columns, dtype=torch.float64, device=device)
     waves = torch.cos(math.pi / columns * torch.outer(number, number + 0.5))
     return waves / waves.norm(dim=1, keepdim=True)
 
 
 def fitted_query_side(known: Sequence[Mapping[str, Tensor]], of_key: Tensor) -> Tensor:
-    """W_q, fp64 [batch, num_kv_heads, head_dim, columns], that makes the most of a given W_k of
-    this shape, by the sum of the `known` moments: C W_k (W_k^T C W_k)^-1 with C = Cov(k).
+    """The best W_q for a given W_k, both [batch, num_kv_heads, head_dim, columns], fp64:
+    C W_k (W_k^T C W_k)^-1 with C = Cov(k), by the sum of the `known` moments.
 
-    W_q W_k^T key is then the best linear estimate of a centred key from its index, so that
-    W_q^T query . W_k^T key is the best estimate of query . key, whatever the query. A W_k that was
-    coded costs the scores no more than the directions that it lost.
+    W_q W_k^T key is then the least-squares estimate of a centred key from its index. So
+    W_q^T query . W_k^T key is that of query . key, whatever the query.
     """
     factor = _factor(reduce(torch.add, (measured["key"].double() for measured in known)))
     index = factor.mT @ of_key.double()
     # Codes may be so coarse that two columns are one.
     ridge = TIE * (index * index).sum(-2).mean(-1)[..., None, None]
-    covariance = index.mT @ index + ridge * torch.eye(index.shape[-1]).to(index)
+    identity = torch.eye(index.shape[-1], dtype=index.dtype, device=index.device)
+    covariance = index.mT @ index + ridge * identity
     return factor @ torch.linalg.solve(covariance, index.mT).mT
 
 

@@ -4,6 +4,9 @@
 Scores on coded keys: one launch instead of about fifteen. One program serves some slots of one
 head, and multiplies their codes in registers with all its query rows.
 
+Products with coded projections: one launch instead of about twelve. One program serves a row of one
+head, and multiplies it with all codes of the head's projection.
+
 Selection: two launches instead of about thirty. One program serves a query row of one set. The
 first kernel reduces the scores of a set's query heads to one. The second finds the least score that
 is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above it.
@@ -117,6 +120,63 @@ def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
         TILE=tile,
     )
     return scores
+
+
+# Products with coded projections
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "row_stride", "batch_stride", "head_stride"])
+def _coded_product(
+    states,
+    side,  # packed as `methods.codec` says, one group a row
+    products, rows, heads, row_stride,
+    batch_stride, head_stride, element_stride,  # of `side`
+    HEAD_DIM: tl.constexpr, ELEMENTS_OF_HEAD: tl.constexpr,  # HEAD_DIM rounded up
+    COLUMNS: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,  # bytes of codes, rounded up
+):  # fmt: skip
+    width: tl.constexpr = width_of(COLUMNS, BITS)
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    element = tl.arange(0, ELEMENTS_OF_HEAD)
+    held = element < HEAD_DIM
+    side += head // heads * batch_stride + head % heads * head_stride + element * element_stride
+    number = tl.load(states + (head * rows + row) * row_stride + element, mask=held, other=0)
+    number = number.to(tl.float32)
+    base = tl.sum(number * _half(side, 1, held), 0)
+    scaled = number * _half(side + 2, 1, held)
+    byte = tl.arange(0, WIDTH)
+    codes = tl.load(
+        side[:, None] + 4 + byte[None, :],
+        mask=held[:, None] & (byte < width)[None, :],
+        other=0,
+    ).to(tl.int32)
+    products += (head * rows + row) * COLUMNS
+    for plane in tl.static_range(8 // BITS):
+        code = (codes >> plane * BITS) & ((1 << BITS) - 1)
+        of_plane = tl.sum(scaled[:, None] * code.to(tl.float32), 0) + base
+        column = plane * width + byte
+        tl.store(products + column, of_plane, mask=(byte < width) & (column < COLUMNS))
+
+
+def coded_product(states: Tensor, side: Tensor, codec: Codec) -> Tensor:
+    """As `methods.projected.coded_product`."""
+    batch, heads, rows, head_dim = states.shape
+    columns = codec.group_size
+    products = states.new_empty((batch, heads, rows, columns), dtype=torch.float32)
+    _coded_product[(rows, batch * heads)](
+        states.contiguous(),
+        side,
+        products,
+        rows,
+        heads,
+        head_dim,
+        *side.stride()[:3],
+        HEAD_DIM=head_dim,
+        ELEMENTS_OF_HEAD=triton.next_power_of_2(head_dim),
+        COLUMNS=columns,
+        BITS=codec.bits,
+        WIDTH=triton.next_power_of_2(plane_width(columns, codec.bits)),
+    )
+    return products
 
 
 # Selection

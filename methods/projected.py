@@ -42,6 +42,7 @@ from methods.attention import product
 from methods.base import EMPTY, Calibration, Geometry, PromptRows, QueryRows, Rest, State, require
 from methods.codec import INTEGER_BITS, Codec
 from methods.coded_keys import coded_scores, room_for_keys
+from methods.compiled import kernels_for
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import one_of, setting, share
 
@@ -155,9 +156,10 @@ class ProjectedState(PartialKeysState):
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
         bits = getattr(self.method, "projection_bits", None)
-        self.num_columns: int = self.method.num_columns(self.geometry.head_dim)
-        # One group: a row has one lo and one step, which `coded_product` needs.
-        self.projection_codec = None if bits is None else Codec(f"int{bits}", self.num_columns)
+        self.projection_codec: Codec | None = None
+        if bits is not None:  # a row is one group, as `coded_product` needs
+            columns = self.method.num_columns(self.geometry.head_dim)
+            self.projection_codec = Codec(f"int{bits}", group_size=columns)
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         """The projection, shaped as above, from the prompt's query and key."""
@@ -177,7 +179,7 @@ class ProjectedState(PartialKeysState):
         num_kv_heads, n, columns] in the dtype of `rows`."""
         if self.projection_codec is None:
             return rows @ side
-        return coded_product(rows, side, self.projection_codec, self.num_columns).to(rows.dtype)
+        return coded_product(rows, side, self.projection_codec).to(rows.dtype)
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         side, stacked = self.projection[layer][:, 0], query.flatten(2, 3)
@@ -185,17 +187,22 @@ class ProjectedState(PartialKeysState):
             partial = product(stacked, side, self.geometry.scale)
         else:
             scaled = stacked.float() * self.geometry.scale
-            partial = coded_product(scaled, side, self.projection_codec, self.num_columns)
+            partial = coded_product(scaled, side, self.projection_codec)
         return partial.unflatten(2, query.shape[2:4])
 
 
-def coded_product(rows: Tensor, side: Tensor, codec: Codec, columns: int) -> Tensor:
-    """`rows` [..., n, head_dim] times a coded matrix: fp32 [..., n, columns].
+def coded_product(rows: Tensor, side: Tensor, codec: Codec) -> Tensor:
+    """`rows` [batch, num_kv_heads, n, head_dim] times a coded matrix: fp32 [batch, num_kv_heads, n,
+    columns].
 
-    side: uint8 [..., head_dim, row bytes], rows of `columns` numbers with one lo and one step each.
-    The codes are multiplied as they are: rows @ side = (rows * step) @ codes + rows @ lo.
+    side: uint8 [batch, num_kv_heads, head_dim, row bytes]. A row is one group of the codec, so that
+    it has one lo and one step. The codes are multiplied as they are: rows @ side = (rows * step) @
+    codes + rows @ lo.
     """
-    codes, lo, step = codec.unpack(side, columns, torch.float32)
+    kernels = kernels_for(rows)
+    if kernels and rows.shape[2] <= kernels.MOST_ROWS:
+        return kernels.coded_product(rows, side, codec)
+    codes, lo, step = codec.unpack(side, codec.group_size, torch.float32)
     lo, step = lo.squeeze(-1).float(), step.squeeze(-1).float()
     rows = rows.float()
     return (rows * step.mT) @ codes + rows @ lo

@@ -141,9 +141,9 @@ BUDGETS = {
     "infinigen": (18, 33),
     "infinigen+reuse": (18, 34),
     "infinigen+int4": (18, 32),
-    "infinigen2": (77, 77),
-    "infinigen2+rows": (78, 78),
-    "infinigen2+prefetch": (78, 113),
+    "infinigen2": (57, 57),
+    "infinigen2+rows": (58, 58),
+    "infinigen2+prefetch": (58, 73),
     "infinigen (device)": (18, 37),
     "pool": (18, 40),
 }
@@ -151,8 +151,8 @@ BUDGETS = {
 included; at the shape of OPT-13B. A whole layer of a step costs them all, whatever the batch: at 5 us each, 40 of them
 in each of 40 layers are 8 ms."""
 INFINIGEN2 = {
-    "index": "balanced", "statistics": "prompt", "index_bits": 4, "projection_bits": 4, "group": "sum_probs", "alpha": inf,
-    "max_fetch_frac": 0.1, "when": "own_query", "own_query_layers": 2, "num_exempt_layers": 0,
+    "index": "balanced", "statistics": "prompt", "index_bits": 4, "projection_bits": 4, "group": "sum_probs",
+    "alpha": inf, "max_fetch_frac": 0.1, "when": "own_query", "own_query_layers": 2, "num_exempt_layers": 0,
 }  # fmt: skip
 METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": partial(InfiniGen, **INFINIGEN2)}
 

@@ -22,6 +22,7 @@ from methods.codec import Codec
 from methods.coded_keys import room_for_keys
 from methods.h2o import H2O
 from methods.infinigen import SATURATED, InfiniGen, Oracle
+from methods.projected import coded_product
 from methods.selection import largest
 
 pytest.importorskip("triton")
@@ -317,3 +318,22 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypat
         with compiled(64):
             got = live(attached, case, PROMPTS["padded"], **options)
     assert served and torch.equal(got.logits, expected.logits)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "columns"), [(4, 64, 28), (4, 20, 7), (8, 16, 5), (2, 128, 56), (1, 16, 3)]
+)
+def test_products_with_coded_projections_are_those_of_the_torch_code(bits, head_dim, columns, rows):
+    """The torch code multiplies codes, not what they decode to. Sides lie beside one another in memory."""
+    generator = torch.Generator().manual_seed(bits)
+    codec = Codec(f"int{bits}", columns)
+    sides = codec.encode(torch.randn(2, 2, 3, head_dim, columns, generator=generator))
+    states = torch.randn(2, rows, 3, head_dim, generator=generator).transpose(1, 2)
+    for side in sides.unbind(1):
+        decoded = codec.decode(side, columns, torch.float32)
+        plain = coded_product(states, side, codec)
+        torch.testing.assert_close(plain, states @ decoded, rtol=1e-5, atol=1e-4)
+        with compiled(64):
+            found = coded_product(states.to(DEVICE), side.to(DEVICE), codec)
+        torch.testing.assert_close(found.cpu(), plain, rtol=1e-5, atol=1e-4)

@@ -423,7 +423,7 @@ def test_a_fitted_query_side_is_the_least_squares_fit_of_the_keys():
 
 @pytest.mark.parametrize("columns", [1, 5, 28])
 def test_mixed_columns_keep_all_products(columns):
-    matrix = mixing(columns)
+    matrix = mixing(columns, torch.device("cpu"))
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(columns).double(), rtol=0, atol=1e-12)
 
 

@@ -300,7 +300,7 @@ def partial_scores(method, of: Of, t: int) -> np.ndarray:
     # The columns of a projection are unique but for their signs, which decide codes: these are the method's own.
     known = {"query": torch.from_numpy(of_query)[None], "key": torch.from_numpy(of_key)[None]}
     _, key_side = balanced([known], rank).squeeze(1).numpy()
-    key_side = coded(key_side @ mixing(rank).numpy(), method.projection_bits)
+    key_side = coded(key_side @ mixing(rank, torch.device("cpu")).numpy(), method.projection_bits)
     of_key = of_key + 1e-4 * np.trace(of_key) / size * np.diag(np.linspace(1, 2, size))
     inverse = np.linalg.inv(key_side.T @ of_key @ key_side)
     query_side = coded(of_key @ key_side @ inverse, method.projection_bits)

@@ -4,8 +4,8 @@ memory.
 A session asks for its memory before it allocates: the slots of all layers, the fetch buffers, the
 windows of local layers, rows that stay on the device, and the peak of one layer of the prompt's
 dense pass, which is above that of a decode step. A method's state shows what it keeps of a prompt
-only in its first layer; from there on that is asked for too. Not counted: weights and calibration,
-which are loaded already, and the scratch memory of a method while it reads a prompt.
+only in its first layer; from there on that is asked for too. Not counted: weights, which are
+loaded already, a calibration, and the scratch memory of a method while it reads a prompt.
 """
 
 from __future__ import annotations
