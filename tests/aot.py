@@ -128,13 +128,18 @@ def launch_attention() -> None:
 
 
 def launch_methods() -> None:
-    """Selections and evictions, of H2O and of a pool, in a layer of OPT-13B; and the scores of grouped queries."""
-    from methods.kernels import evict_least, largest, place_own, relative, use
+    """Selections and evictions, of H2O and of a pool, in a layer of OPT-13B; the scores of grouped queries and
+    of coded keys."""
+    from methods.coded_keys import room_for_keys
+    from methods.kernels import coded_scores, evict_least, largest, place_own, relative, summed_probs, use
 
     for slots in SLOTS:
         tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
         rows = QueryRows(tokens, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
         relative(torch.empty(2, 8, 4, 1, slots), rows, 4.0)
+        summed_probs(torch.empty(2, 8, 4, 1, slots), rows)
+        keys = room_for_keys(torch.empty(2, 40, 1, 36, dtype=torch.uint8), 2048)
+        coded_scores(torch.empty(2, 40, 1, 64, dtype=torch.float16), keys[:, :, :slots], Codec("int4"))
         found, within = relative(torch.empty(2, 40, 1, 1, slots), rows, 4.0)
         largest(found, within, frac=0.2, least=1, whole=positions, cached=positions)
     positions, lengths = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
