@@ -127,11 +127,11 @@ class PartialKeysState(State):
         """Scaled scores of `rows.query`: fp32 [batch, num_kv_heads, group, rows, slots]."""
         query = self.partial_query(layer, rows.query.unflatten(1, (-1, self.geometry.group)))
         keys = self.partial_keys[layer][:, :, : rows.slot_positions.shape[-1]]
-        stacked = query.flatten(2, 3).to(rows.query.dtype)
+        stacked = query.flatten(2, 3)
         if self.codec is None:
             scores = product(stacked.to(keys.dtype), keys.mT)
         else:
-            scores = coded_scores(stacked, keys, self.codec)
+            scores = coded_scores(stacked.to(rows.query.dtype), keys, self.codec)
         return scores.unflatten(2, query.shape[2:4])
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:

@@ -48,10 +48,8 @@ class Fetch:
     slot_bytes] with room for the own row, valid until the layer's attention is done. present: bool
     [batch, num_kv_heads, n], False for rows that are not to be read (other tokens, stale data or
     zeros); None: all are. bias: added to these rows' scores, [batch, num_kv_heads, group or 1, 1,
-    n]; None for nothing. in_place: `rows` are the store's own slots. late: where other rows are on
-    the device already, the rows under way, int64 [batch, num_kv_heads, n], -1 for none; None where
-    this is not known. shared: the buffer to give back. moving: the transfers under way, and how
-    many rows each moves.
+    n]; None for nothing. in_place: `rows` are the store's own slots. shared: the buffer to give
+    back. moving: the transfers under way, and how many rows each moves.
     """
 
     count: int
@@ -59,7 +57,6 @@ class Fetch:
     present: Tensor | None = None
     bias: Tensor | None = None
     in_place: bool = False
-    late: Tensor | None = None
     shared: Tensor | None = None
     moving: list[tuple[Ticket, int | Tensor]] = field(default_factory=list)
 
@@ -144,6 +141,9 @@ class Fetcher:
         else:
             ticket = link.prefetch(store, request, fetch.cached)
             fetch.moving.append((ticket, store.num_rows(request)))
+
+    def read_ahead(self) -> None:
+        """Read what is on the device already, where rows stay there, while other rows cross."""
 
     def take(self) -> Fetch:
         """The requested rows; the work that is queued next waits for them."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from harness.live.cache import Fetch, Fetcher
 from harness.live.share import DeviceShare
 from harness.live.store import Chosen, KVStore, chosen
+from harness.model.attention import LINE_BYTES, READ_AHEAD_BYTES
 from harness.model.policies import Policy
 from methods.base import Method, TokenCounts
 
@@ -134,15 +135,10 @@ class HotFetcher(Fetcher):
         self.tokens = tokens.clone() if may_change else tokens
 
     def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
-        is_first = self.fetch is None
-        fetch, request, present = self._request_missing(mask, most)
+        fetch, present = self._request_missing(mask, most)
         _, num_missed = fetch.moving[-1]
         self.share.missed.add(num_missed, self.store.slot_bytes)
         fetch.present = present
-        if is_first and request.slots.is_cpu:  # a GPU would have to tell how many
-            assert request.targets is not None
-            late = request.targets.masked_fill(request.slots < 0, -1)
-            fetch.late = late[..., : int((late >= 0).sum(-1).max())]
         return fetch, self.hot.slots
 
     def prefetch(self, mask: Tensor, most: int) -> None:
@@ -151,15 +147,21 @@ class HotFetcher(Fetcher):
     def forget(self, slots: Tensor) -> None:
         self.hot.forget(slots)
 
-    def _request_missing(self, mask: Tensor, most: int) -> tuple[Fetch, Chosen, Tensor]:
-        """Request the slots of `mask` that are not on the device. Returns the fetch, the request,
-        and which rows of the buffer hold the mask's, bool [batch, num_kv_heads, room]."""
+    def read_ahead(self) -> None:
+        """On a CPU, so that attention finds rows in the processor's cache: it would wait for them
+        after it has waited for the link. The numbers are not used."""
+        if self.fetch is not None and self.fetch.moving and self.buffer.is_cpu:
+            self.buffer[:READ_AHEAD_BYTES:LINE_BYTES].sum()
+
+    def _request_missing(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
+        """Request the slots of `mask` that are not on the device. Returns the fetch, and which rows
+        of the buffer hold the mask's, bool [batch, num_kv_heads, room]."""
         if self.fetch is None:  # else a prefetch is under way
             room = self.hot.slots.shape[-1]
             self.fetch = Fetch(room, self.store.rows_in(self.buffer, room))
         request, present = self.hot.request(mask, self.tokens, most)
         self.load(self.fetch, request)
-        return self.fetch, request, present
+        return self.fetch, present
 
 
 def missing_rows(

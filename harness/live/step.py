@@ -15,7 +15,6 @@ A layer selects through `State.select` with one row; replay calls the same funct
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from harness.live.store import KeyValue
 from harness.live.timeline import Timeline
 from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
-from methods.attention import Softmax, attention_scores
+from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codec import Codec
 
@@ -78,25 +77,27 @@ class DecodeStep(Handler):
         # Select, where the layer's own query decides. Other layers have selected by now.
         if not cache.appends_last:
             cache.append(*own)
-        if cache.names_rows and cache.policy.when == "own_query":
+        waits = cache.names_rows and cache.policy.when == "own_query"
+        if waits:
             self.timeline.switch("prediction")
             self._request_selection(cache, query)
         cache.remember(query)
 
         # Fetch: first ask for the next layer's rows, then wait for this one's.
         self._request_next(cache, query)
+        # What it can do without them comes in between.
+        if waits:
+            self.timeline.switch("attention")
+            cache.fetcher.read_ahead()
         if cache.appends_last:
+            self.timeline.switch("prediction")
             cache.append(*own)
-        self.timeline.switch("attention")
-        early = self._attend_early(cache, query)
         self.timeline.switch("transfer")
         fetch = cache.fetcher.take()
         self.timeline.switch("attention")
 
         # Attend, and write the own row back.
-        if early is not None:
-            output = self._attend_late(cache, fetch, query, own, early)
-        elif cache.is_fused:
+        if cache.is_fused:
             output = self._attend_fused(cache, fetch, query, own)
         elif cache.attends_to_codes:
             output = self._attend_to_codes(cache, fetch, query, own)
@@ -215,36 +216,6 @@ class DecodeStep(Handler):
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         return row_attention(query, keys, values, cache.policy.softmax.scale, mask)
 
-    def _attend_early(self, cache: LayerCache, query: Tensor) -> Attended | None:
-        """Attend to the rows that are on the device while others cross, where the layer would wait
-        for these; None elsewhere."""
-        fetch = cache.fetcher.fetch
-        waits = cache.is_fused and cache.policy.when == "own_query"
-        if not waits or fetch is None or fetch.late is None or fetch.bias is not None:
-            return None
-        visible = cache.visible(fetch)
-        assert visible is not None, "rows that stay are not all read"
-        struck = pad(visible[:, :, 0], (0, 1))  # a row more, for no late row
-        struck.scatter_(-1, fetch.late % struck.shape[-1], False)
-        rows = cache.store.format.unpack(fetch.cached)
-        return attended(query, rows, struck[:, :, None, :-1], cache.policy.softmax.scale)
-
-    def _attend_late(
-        self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue, early: Attended
-    ) -> Tensor:
-        """Attend to the rows that came late and the own row, and join both parts."""
-        packed = cache.store.format.pack(*own)
-        cache.write_own(packed)
-        late = fetch.late
-        assert late is not None
-        heads = torch.arange(late.shape[0] * late.shape[1]).view(*late.shape[:2], 1)
-        index = late.clamp(min=0) + heads * fetch.rows.shape[2]
-        words = fetch.rows.view(torch.int32).flatten(0, 2)
-        rows = words.index_select(0, index.view(-1)).view(torch.uint8).view(*late.shape, -1)
-        rows = cache.store.format.unpack(torch.cat([rows, packed], 2))
-        visible = pad(late >= 0, (0, 1), value=True)[:, :, None]
-        return early.joined(attended(query, rows, visible, cache.policy.softmax.scale))
-
     def _attend_to_codes(
         self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue
     ) -> Tensor:
@@ -278,31 +249,6 @@ class DecodeStep(Handler):
         output = attend_by_scores(query, parts, own, visible, cache.policy.softmax, edit)
         cache.keep_own(*own)
         return output
-
-
-class Attended(NamedTuple):
-    """Attention to some rows: output [batch, num_kv_heads, group, 1, value_dim], and the logarithm
-    of the sum of exp(score), fp32 [batch, num_kv_heads, group, 1, 1]."""
-
-    output: Tensor
-    log_total: Tensor
-
-    def joined(self, other: Attended) -> Tensor:
-        """The output over the rows of both."""
-        share = torch.sigmoid(self.log_total - other.log_total).to(self.output.dtype)
-        return torch.lerp(other.output, self.output, share)
-
-
-def attended(query: Tensor, rows: KeyValue, visible: Tensor, scale: float) -> Attended:
-    """Attention of one row to those of `rows` that are visible, bool [batch, num_kv_heads, 1, n];
-    zeros where none is. query: [batch, heads, 1, head_dim]."""
-    scores = attention_scores(query, rows.keys, scale)
-    scores.masked_fill_(~visible.unsqueeze(2), float("-inf"))
-    log_total = scores.logsumexp(-1, keepdim=True)
-    least = torch.finfo(scores.dtype).min  # finite, so that nothing is subtracted from itself
-    weights = (scores - log_total.clamp(min=least)).exp_().to(rows.values.dtype)
-    output = weights.squeeze(3) @ rows.values
-    return Attended(output.unsqueeze(3), log_total)
 
 
 def attend_by_scores(
