@@ -563,7 +563,9 @@ def _unpack_planes(packed: Tensor, bits: int, head_dim: int, dtype: torch.dtype)
     codes = torch.empty(*packed.shape[:-1], head_dim, dtype=dtype, device=packed.device)
     for plane, start in enumerate(range(0, head_dim, width)):
         block = codes[..., start : start + width]
-        shifted = (packed >> (plane * bits)) & (2**bits - 1)
+        shifted = packed >> (plane * bits) if plane else packed
+        if (plane + 1) * bits < 8:  # else nothing lies above these bits
+            shifted = shifted & (2**bits - 1)
         block.copy_(shifted[..., : block.shape[-1]])
     return codes
 
