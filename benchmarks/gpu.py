@@ -58,7 +58,7 @@ from harness.replay.setup import Setup, codec_of
 from harness.results.record import read_record
 from harness.run.compose import load
 from harness.run.runner import Run, report, run
-from harness.settings.systems import COUNTED, LABELS
+from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed.link_rate import LinkRate, link_rate
 from methods import compiled
 from methods.codec import Codec
@@ -66,7 +66,8 @@ from methods.coded_keys import coded_scores, room_for_keys
 
 MIB = 2**20
 FAILED, UNFINISHED = 1, 75  # 75 as of `run.py`
-SYSTEMS = tuple(sorted(COUNTED, key=lambda label: not LABELS[label].pinned))
+ON_A_GPU = [label for label in COUNTED if label not in ON_A_DISK]
+SYSTEMS = tuple(sorted(ON_A_GPU, key=lambda label: not LABELS[label].pinned))
 """Every system whose transfers are counted, the slowest, of pageable memory, last: time may run out."""
 DEFAULTS = {"cuda": ("opt-13b", "8x1920,20x1920"), "cpu": (None, "2x48,1x24")}
 """Model and shapes by platform; no model is a tiny one of OPT's."""

@@ -14,7 +14,6 @@ from harness.live import memory as pinned
 from harness.live.memory import Tuning
 from harness.results.record import read_record
 from harness.settings.config import LatencyConfig
-from harness.settings.systems import COUNTED
 from harness.speed.timed_run import run_shared_prompt
 from tests.composed import load
 from tests.living import attach, tiny
@@ -81,7 +80,7 @@ def test_what_does_not_fit_into_the_minutes_is_skipped_with_a_line(tmp_path, cap
     assert run(tmp_path, "--minutes", "1e-6") == gpu.UNFINISHED
     lines = capsys.readouterr().out.splitlines()
     assert "link: skipped, estimated at 30 s, 0 s are left" in lines
-    assert sum(": skipped, " in line for line in lines) == 3 + 2 * len(COUNTED)
+    assert sum(": skipped, " in line for line in lines) == 3 + 2 * len(gpu.SYSTEMS)
     assert not (tmp_path / "runs").exists()
 
 

@@ -66,6 +66,8 @@ LATE_LAYER = 2**30
 COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
 """Systems whose transfers are counted. In managed memory CUDA's driver moves pages, which are not
 counted."""
+ON_A_DISK = tuple(label for label, system in LABELS.items() if system.placement == "disk")
+"""Systems that a GPU does not have."""
 
 
 def with_system(
