@@ -23,7 +23,7 @@ from harness.live import memory as managed
 from harness.live.links import CudaLink
 from harness.live.session import LiveSession
 from harness.model.tiny import tiny_model
-from harness.settings.systems import LABELS, System
+from harness.settings.systems import LABELS, ON_A_DISK, System
 from methods.base import Method
 from methods.codec import Codec
 from methods.full import Full
@@ -167,7 +167,7 @@ def system_of(label: str) -> tuple[Method, System]:
     return METHODS[LABELS[label].method](), LABELS[label]
 
 
-@pytest.mark.parametrize("label", sorted({*BUDGETS, *LABELS}))
+@pytest.mark.parametrize("label", sorted({*BUDGETS, *LABELS} - {*ON_A_DISK}))
 def test_a_layer_launches_few_kernels(gpu, label):
     method, system = system_of(label)
     model = fake_model("opt-13b", num_hidden_layers=LAYERS)

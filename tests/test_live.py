@@ -168,7 +168,7 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
         (H2O(), {"placement": "host", "device_rows": 1}, UserError, "device_rows=1: H2O selects no rows"),
         (InfiniGen(when="own_query"), {"placement": "host", "prefetch": True}, UserError, "prefetch=true: needs dev"),
         (InfiniGen(), {"placement": "host", "device_rows": 2, "prefetch": True}, UserError, "prefetch=true: InfiniGen"),
-        (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, managed"),
+        (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, disk, managed"),
         (Full(), {"placement": "host", "link": None}, ValueError, "placement=host: needs a link"),
     ],
 )
