@@ -58,7 +58,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test wheel-check accuracy speedup capacity disk leaderboard turns long paper method calibrate modelled plots report status export compare clean
+.PHONY: help setup mlflow lint test wheel-check accuracy speedup disk capacity leaderboard turns long paper method calibrate modelled plots report status export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -57,7 +57,7 @@ REFERENCED = [
     name
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced"))
+    and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced", "infinigen-pair", "infinigen-text"))
     and not isinstance(CASES[name].codec, SplitCodec)
 ]
 """Cases that the plain reference knows; others have one of their own."""

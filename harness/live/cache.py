@@ -142,9 +142,6 @@ class Fetcher:
             ticket = link.prefetch(store, request, fetch.cached)
             fetch.moving.append((ticket, store.num_rows(request)))
 
-    def read_ahead(self) -> None:
-        """Read what is on the device already, where rows stay there, while other rows cross."""
-
     def take(self) -> Fetch:
         """The requested rows; the work that is queued next waits for them."""
         fetch, self.fetch = self.fetch, None

@@ -22,7 +22,6 @@ from torch import Tensor
 from harness.live.cache import Fetch, Fetcher
 from harness.live.share import DeviceShare
 from harness.live.store import Chosen, KVStore, chosen
-from harness.model.attention import LINE_BYTES, READ_AHEAD_BYTES
 from harness.model.policies import Policy
 from methods.base import Method, TokenCounts
 
@@ -146,12 +145,6 @@ class HotFetcher(Fetcher):
 
     def forget(self, slots: Tensor) -> None:
         self.hot.forget(slots)
-
-    def read_ahead(self) -> None:
-        """On a CPU, so that attention finds rows in the processor's cache: it would wait for them
-        after it has waited for the link. The numbers are not used."""
-        if self.fetch is not None and self.fetch.moving and self.buffer.is_cpu:
-            self.buffer[:READ_AHEAD_BYTES:LINE_BYTES].sum()
 
     def _request_missing(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
         """Request the slots of `mask` that are not on the device. Returns the fetch, and which rows

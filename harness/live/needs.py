@@ -33,6 +33,7 @@ from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
+from methods.evicting import EvictingState
 
 
 class LayerSizes(NamedTuple):
@@ -112,6 +113,11 @@ class Plan:
     )
 
     @property
+    def evicts(self) -> bool:
+        """True if tokens leave the cache for good, as the method's class of states says."""
+        return not self.method.reads_all and issubclass(self.method.state, EvictingState)
+
+    @property
     def coded(self) -> AnyCodec:
         """The codec of the layers under the method."""
         codec = self.codec or self.exact
@@ -182,7 +188,7 @@ class Plan:
                 ),
                 batch=len(lengths.prompts),
                 num_kv_heads=layer.num_kv_heads,
-                capacity=num_slots(self.method, policy, codec, lengths),
+                capacity=num_slots(self.method, policy, codec, lengths, evicts=self.evicts),
                 placement=self.placement,
                 device=torch.device("cpu"),
             )
@@ -223,7 +229,8 @@ class Plan:
                     numbered[layer.policy.number] = layer.policy
 
             def capacity_of(number: int) -> int:
-                return num_slots(self.method, numbered[number], self.coded, lengths)
+                policy = numbered[number]
+                return num_slots(self.method, policy, self.coded, lengths, evicts=self.evicts)
 
             self.of_state[key] = state_sizes(
                 self.method,

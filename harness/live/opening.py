@@ -116,7 +116,8 @@ class Opening:
         here."""
         shape, policy = self.attached.layers[layer], self.policies[layer]
         codec = self.codec if policy.kind == "method" else self.exact
-        capacity = num_slots(self.method, policy, codec, share.batch.counts)
+        replaces = isinstance(share.state, EvictingState)
+        capacity = num_slots(self.method, policy, codec, share.batch.counts, evicts=replaces)
         is_latent = shape.latent is not None
         row_format = RowFormat(
             codec, shape.head_dim, self.attached.dtype, shape.value_dim, is_latent
@@ -205,15 +206,13 @@ class Opening:
 # The arithmetic of a device's memory. `harness.live.needs` asks it before there is a session.
 
 
-def evicts(method: Method) -> bool:
-    """True if tokens leave the cache for good, and their slots are used again."""
-    return not method.reads_all and issubclass(method.state, EvictingState)
-
-
-def num_slots(method: Method, policy: Policy, codec: AnyCodec, lengths: BatchLengths) -> int:
-    """Slots of a layer's store, of each sequence and KV head."""
+def num_slots(
+    method: Method, policy: Policy, codec: AnyCodec, lengths: BatchLengths, *, evicts: bool
+) -> int:
+    """Slots of a layer's store, of each sequence and KV head. evicts: tokens leave the cache for
+    good, and their slots are used again."""
     rows = lengths.rows(lengths.max_new_tokens)
-    if policy.kind == "method" and evicts(method):
+    if policy.kind == "method" and evicts:
         return max(method.tokens_kept(row, policy.number) for row in rows)
     if codec.residual:
         return max(codec.stored(row.cached) for row in rows)

@@ -77,19 +77,14 @@ class DecodeStep(Handler):
         # Select, where the layer's own query decides. Other layers have selected by now.
         if not cache.appends_last:
             cache.append(*own)
-        waits = cache.names_rows and cache.policy.when == "own_query"
-        if waits:
+        if cache.names_rows and cache.policy.when == "own_query":
             self.timeline.switch("prediction")
             self._request_selection(cache, query)
         cache.remember(query)
 
         # Fetch: first ask for the next layer's rows, then wait for this one's.
         self._request_next(cache, query)
-        # What it can do without them comes in between.
-        if waits:
-            self.timeline.switch("attention")
-            cache.fetcher.read_ahead()
-        if cache.appends_last:
+        if cache.appends_last:  # what can be done without them comes in between
             self.timeline.switch("prediction")
             cache.append(*own)
         self.timeline.switch("transfer")
