@@ -335,11 +335,13 @@ def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_pa
     line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
     passes, run = [], Attached.forward
 
-    def counted(attached, ids, positions, handler, *others):
+    def counted(attached, ids, positions, handler, *others, **options):
         if isinstance(handler, PromptPass):
             passes.append(tuple(ids.shape))
-        return run(attached, ids, positions, handler, *others)
+        return run(attached, ids, positions, handler, *others, **options)
 
+    with attach(loaded.model):
+        pass  # a model's first use is checked, with passes of its own
     monkeypatch.setattr(Attached, "forward", counted)
 
     def passes_of(words: list[str], results_dir: str) -> list[tuple[int, ...]]:
