@@ -161,22 +161,12 @@ class DiskFile(AbstractContextManager["DiskFile"]):
 
     def read(self, blocks: Blocks, places: Blocks) -> None:
         """Read blocks to their places in the disk's buffer, as `Disk.each_piece` takes them."""
-        file = self._opened()
-
-        def move(offset: int, memory: memoryview) -> None:
-            self._whole(os.preadv(file, [memory], offset), memory, offset)
-
-        self._move(blocks, places, move)
+        self._move(os.preadv, blocks, places)
         self.disk.bytes_read += len(blocks) * BLOCK_BYTES
 
     def write(self, blocks: Blocks, places: Blocks) -> None:
         """Write blocks from their places in the disk's buffer."""
-        file = self._opened()
-
-        def move(offset: int, memory: memoryview) -> None:
-            self._whole(os.pwritev(file, [memory], offset), memory, offset)
-
-        self._move(blocks, places, move)
+        self._move(os.pwritev, blocks, places)
         self.disk.bytes_written += len(blocks) * BLOCK_BYTES
 
     def close(self) -> None:
@@ -188,23 +178,24 @@ class DiskFile(AbstractContextManager["DiskFile"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _opened(self) -> int:
-        if self._file is None:
-            raise RuntimeError("the file is closed")
-        return self._file
-
     def _move(
-        self, blocks: Blocks, places: Blocks, move: Callable[[int, memoryview], None]
+        self, call: Callable[[int, list[memoryview], int], int], blocks: Blocks, places: Blocks
     ) -> None:
+        """Let the system's `call(file, memory, offset)` move each piece of the blocks."""
+        file = self._file
+        if file is None:
+            raise RuntimeError("the file is closed")
+
+        def move(offset: int, memory: memoryview) -> None:
+            moved = call(file, [memory], offset)
+            if moved != len(memory):
+                what = f"{moved} of {len(memory)} bytes moved at byte {offset}"
+                raise OSError(errno.EIO, what)
+
         try:
             self.disk.each_piece(blocks, places, move)
         except OSError as error:
             raise self._refused(error) from error
-
-    def _whole(self, moved: int, memory: memoryview, offset: int) -> None:
-        if moved != len(memory):
-            what = f"{moved} of {len(memory)} bytes moved at byte {offset}"
-            raise OSError(errno.EIO, what)
 
     def _refused(self, error: OSError) -> UserError:
         where = f"{SETTING}={self.disk.folder}"

@@ -34,13 +34,14 @@ from harness.settings.kinds import Outcome
 from harness.speed.latency import (
     Prompts,
     compute_threads,
+    decode_rows,
     prompt_ids,
+    require_length,
     require_shared_prompt,
     source_of,
     two_memories,
 )
 from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
-from methods.base import TokenCounts
 
 
 def run_capacity(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None = None) -> Outcome:
@@ -51,12 +52,7 @@ def run_capacity(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None
     hold, and a batch that does not fit into this machine's memory.
     """
     shape, platform = config.latency, config.platform
-    context = shape.prompt_len + shape.gen_len
-    if context > loaded.max_length:
-        raise UserError(
-            f"prompt_len={shape.prompt_len} and gen_len={shape.gen_len}: {loaded.name} takes "
-            f"at most {loaded.max_length} tokens"
-        )
+    require_length(shape, loaded)
     with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
         setup = _setup(config, loaded, attached)
         capacity = _capacity(config, setup, attached)
@@ -99,14 +95,7 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
             f"model={loaded.name}: it has recurrent layers, whose states experiment=capacity does "
             "not size; choose a model with attention layers alone"
         )
-    shape = config.latency
-    context = shape.prompt_len + shape.gen_len
-
-    def decode_rows() -> list[TokenCounts]:
-        rows = range(shape.prompt_len, context - 1)
-        return [TokenCounts(cached, shape.prompt_len, context) for cached in rows]
-
-    return prepare(config, loaded, attached, decode_rows)
+    return prepare(config, loaded, attached, lambda: decode_rows(config.latency))
 
 
 def _capacity(config: RunConfig, setup: Setup, attached: Attached) -> Capacity:

@@ -54,12 +54,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
     memory.
     """
     shape, platform = config.latency, config.platform
-    total = shape.prompt_len + shape.gen_len
-    if total > loaded.max_length:
-        raise UserError(
-            f"prompt_len={shape.prompt_len} and gen_len={shape.gen_len}: {loaded.name} takes "
-            f"at most {loaded.max_length} tokens"
-        )
+    require_length(shape, loaded)
     with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
         setup = _setup(config, loaded, attached)
         run = TimedRun(
@@ -164,6 +159,15 @@ def compute_threads(device: torch.device) -> Iterator[int]:
 
 def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     return prepare(config, loaded, attached, lambda: decode_rows(config.latency))
+
+
+def require_length(shape: LatencyConfig, loaded: LoadedModel) -> None:
+    """Raise UserError for sequences longer than the model's limit."""
+    if shape.prompt_len + shape.gen_len > loaded.max_length:
+        raise UserError(
+            f"prompt_len={shape.prompt_len} and gen_len={shape.gen_len}: {loaded.name} takes "
+            f"at most {loaded.max_length} tokens"
+        )
 
 
 def decode_rows(shape: LatencyConfig) -> list[TokenCounts]:
