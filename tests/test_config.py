@@ -160,11 +160,12 @@ def test_a_given_source_replaces_name_and_shape(tmp_path):
     assert kept.name == "llama2-7b" and kept.shape is not None
 
 
-def test_a_copy_of_the_file_that_an_entry_names_is_that_model(tmp_path):
-    entry = load(["model=qwen2.5-coder-0.5b"]).model
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma3-270m"])
+def test_a_copy_of_the_file_that_an_entry_names_is_that_model(name, tmp_path):
+    entry = load([f"model={name}"]).model
     path = tmp_path / str(entry.gguf_file)
     path.touch()
-    copy = load(["model=qwen2.5-coder-0.5b", f"model.path={path}"]).model
+    copy = load([f"model={name}", f"model.path={path}"]).model
     assert copy == dataclasses.replace(entry, path=str(path), hub_id=None, gguf_file=None)
     assert load([f"model.path={path}"]).model.name == path.stem
 

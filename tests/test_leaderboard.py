@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from harness.model.tiny import tiny_model
 from harness.report.compared import side_by_side
 from harness.report.explorer import explorer
 from harness.results import write as tables
+from harness.results.board_cells import as_tuned
 from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table
 from harness.results.fastest import fastest
 from harness.results.fronts import GRID, REFERENCES, fronts
@@ -29,6 +31,7 @@ from harness.results.step_time import step_of, step_seconds
 from harness.run import cli, new_method
 from harness.run.compose import choices, compose
 from harness.run.grid import read_plan
+from harness.settings.config import RunConfig
 from harness.settings.schema import options
 from plots import data, style
 from plots.leaderboard import draw as draw_leaderboard
@@ -99,13 +102,21 @@ def row_of(rows: list[TableRow], label: str, size: float | None = 0.16) -> Table
 # The grid
 
 
+@contextmanager
+def choosing(*few: str):
+    """Grids of all methods with a few of them, as composing all takes a while."""
+    OmegaConf.register_new_resolver("choices", lambda _, *without: [x for x in few if x not in without], replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("choices", choices, replace=True)
+
+
 @pytest.fixture
 def plan():
-    """The leaderboard's plan with a few of the methods, as composing all takes a while."""
-    few = ["full", "int4", "oracle", "quest"]
-    OmegaConf.register_new_resolver("choices", lambda _, *without: [x for x in few if x not in without], replace=True)
-    yield read_plan(compose(["grid=leaderboard"]).grid, ["grid=leaderboard"])
-    OmegaConf.register_new_resolver("choices", choices, replace=True)
+    """The leaderboard's plan with a few of the methods."""
+    with choosing("full", "int4", "oracle", "quest"):
+        yield read_plan(compose(["grid=leaderboard"]).grid, ["grid=leaderboard"])
 
 
 def test_every_method_is_in_the_grid_and_the_frontier_measures_as_it_does():
@@ -146,6 +157,46 @@ def test_tasks_and_steps_are_of_the_best_and_the_papers_number_of_exempt_layers(
     assert asked[0] == ("full", None, 2) and {("int4", None, 2), ("oracle", 0.16, 2)} <= {*asked}
     timed = [("full", None, 2), ("quest", 0.1, 0), ("quest", 0.1, 2), ("infinigen", 0.1, 2), ("streaming", 0.1, 2)]
     assert of("latency") == [*timed, ("int4", None, 2)], "each once, whatever its sizes"
+
+
+def test_other_models_take_the_numbers_of_exempt_layers_of_the_default_model(results, other, monkeypatch):
+    """Of each size its own, of a preset without a size the one it has, and none of a method that is not there."""
+    rows = board(results)
+    quest = row_of(rows, "InfiniGen") | {"method": "quest", "label": "Quest", "asked_size": 0.1, "size": 0.1}
+    rows += [exempt(quest, 0, 0.2), exempt(quest, 1, 0.1), exempt(quest, 2, 0.3)]
+    rows += [exempt(quest, 2, 0.1, asked_size=0.05, size=0.05), exempt(quest, 1, 0.2, asked_size=0.05, size=0.05)]
+    rows += [exempt(quest, 0, 0.01, model="gemma3-270m"), exempt(quest, 0, 0.01, codec="int8")]
+    write_leaderboard(other, rows)
+    monkeypatch.setattr("harness.results.board_cells.shipped_table", lambda name: other / "tables" / name)
+    found = as_tuned(["quest", "int4", "sparq"], [0.05, 0.1])
+    small, large = "nearest:0.05", "nearest:0.1"
+    assert found[:2] == [["quest", small, 2], ["quest", large, 1]]
+    assert found[2:] == [["int4", small, 2], ["int4", large, 2], ["sparq", small, 0], ["sparq", large, 0]]
+    asked = ["grid=evidence", "model=gemma3-270m", "grid.data_root=.", "grid.methods=[quest]"]
+    with choosing("full", "quest", "int4", "sparq"):
+        cells = read_plan(compose(asked).grid, asked).cells
+    tuned = [("quest", 0.05, 2), ("quest", 0.1, 1), ("int4", None, 2), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
+    expected = [("code", 1024, *cell) for cell in [("full", None, 2), *tuned]]
+    expected += [(text, 1024, "full", None, 2) for text in ("book", "wikitext2")]
+    expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in tuned]
+    expected += [("tasks", 1024, *cell) for cell in [("full", None, 2), *tuned[:2]]]
+    expected += [(text, 4096, *cell) for text in ("code", "book", "wikitext2") for cell in tuned[:2]]
+    assert [what_runs(cell) for cell in cells] == expected
+    assert all(cell.corpus.spread for cell in cells) and {cell.seq_len - cell.prefill_len for cell in cells} == {64}
+
+
+def what_runs(cell: RunConfig) -> tuple[Any, ...]:
+    text = cell.corpus.name if cell.kind == "perplexity" else cell.kind
+    return text, cell.seq_len, cell.method_name, cell.size, cell.method.num_exempt_layers
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"), [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("qwen2.5-coder-1.5b", (4, 32))]
+)
+def test_slower_models_get_fewer_windows_and_questions(model, counts):
+    grid = compose(["grid=evidence", f"model={model}"]).grid
+    assert (grid.windows, grid.questions) == counts
+    assert compose(["grid=evidence", f"model={model}", "grid.windows=3"]).grid.windows == 3
 
 
 def test_an_entry_is_lenient_only_where_it_says_so():

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from harness import files
 from harness.checks.families import families
+from harness.data.text import start_ids
 from harness.errors import UserError
 from harness.model import source
 from harness.model.load import from_memory, load_model, model_config, require_kernels, shape_mapping
@@ -37,7 +38,8 @@ PARAMETER_COUNTS = {
     "smollm2-135m": 134_515_008, "opt-125m": 125_239_296, "opt-1.3b": 1_315_758_080, "opt-6.7b": 6_658_473_984,
     "opt-13b": 12_853_473_280, "opt-30b": 29_974_540_288, "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320,
     "llama2-7b-32k": 6_738_415_616, "llama3-8b-1048k": 8_030_261_248, "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-coder-0.5b": 494_032_768 + 151_936 * 896,  # the file holds the tied head a second time
+    "qwen2.5-coder-0.5b": 494_032_768 + 151_936 * 896,  # the files hold the tied head a second time
+    "qwen2.5-coder-1.5b": 1_543_714_304 + 151_936 * 1536, "gemma3-270m": 268_098_176,
     "phi3-mini": 3_821_079_552, "llama3.1-8b": 8_030_261_248, "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624, "qwen3-next": 79_674_391_296,  # without the layers for multi-token prediction
     "gemma3-12b": 11_766_034_176, "mistral-small": 23_572_403_200, "gpt-oss-20b": 20_914_757_184,
@@ -46,6 +48,7 @@ PARAMETER_COUNTS = {
 }  # fmt: skip
 LAYERS = {
     "gemma3-12b": {"sliding_attention": 40, "full_attention": 8},
+    "gemma3-270m": {"sliding_attention": 15, "full_attention": 3},
     "gpt-oss-20b": {"sliding_attention": 12, "full_attention": 12},
     "olmo3-7b": {"sliding_attention": 24, "full_attention": 8},
     "qwen3-8b": {"full_attention": 36},
@@ -98,22 +101,58 @@ def tiny_gguf(tmp_path) -> Path:
     alphabet[-1] = "ab"
     writer.add_token_list(alphabet)
     writer.add_token_merges(["a b"])
-    draw = np.random.default_rng(0)
     of_layer = {
         "attn_q": (hidden, hidden), "attn_k": (head_dim, hidden), "attn_v": (head_dim, hidden),
         "attn_output": (hidden, hidden), "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden), "ffn_down": (hidden, ffn),
         "attn_norm": (hidden,), "ffn_norm": (hidden,),
     }  # fmt: skip
     vocabulary = (VOCAB_SIZE, hidden)
-    tensors = {"token_embd": vocabulary, "output": vocabulary, "output_norm": (hidden,)}
-    for layer in range(shape["num_hidden_layers"]):
-        tensors |= {f"blk.{layer}.{name}": size for name, size in of_layer.items()}
+    outside = {"token_embd": vocabulary, "output": vocabulary, "output_norm": (hidden,)}
+    write_random_weights(writer, outside, of_layer, shape["num_hidden_layers"])
+    return path
+
+
+Sizes = dict[str, tuple[int, ...]]
+
+
+def write_random_weights(writer: gguf.GGUFWriter, outside: Sizes, of_layer: Sizes, num_layers: int) -> None:
+    """Write the file: its metadata, the weights outside of layers and those of each layer."""
+    draw = np.random.default_rng(0)
+    tensors = dict(outside)
+    for layer in range(num_layers):
+        for name, size in of_layer.items():
+            tensors[f"blk.{layer}.{name}"] = size
     for name, size in tensors.items():
         writer.add_tensor(f"{name}.weight", draw.normal(0, 0.1, size).astype(np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.fixture
+def gemma_gguf(tmp_path) -> Path:
+    """A Gemma 3 of six layers with the metadata of the 270M model's file, and no output head."""
+    path, hidden, ffn, heads, head_dim, vocab_size = tmp_path / "gemma.gguf", 32, 64, 2, 16, 64
+    writer = gguf.GGUFWriter(path, "gemma3")
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "\u2581", *map(chr, range(33, 33 + 58)), "\u2581I"]
+    for name, value in {
+        "block_count": 6, "context_length": 128, "embedding_length": hidden, "feed_forward_length": ffn,
+        "head_count": heads, "head_count_kv": 1, "key_length": head_dim, "value_length": head_dim,
+        "layer_norm_rms_eps": 1e-6, "rope_freq_base": 1e6, "sliding_window": 8,
+        "tokenizer_model": "llama", "tokenizer_pre": "default", "token_list": pieces,
+        "token_scores": [-1000.0] * vocab_size, "token_types": [3] * 4 + [1] * (vocab_size - 4),
+        "bos_token_id": 2, "eos_token_id": 1, "unk_token_id": 3, "pad_token_id": 0, "add_bos_token": True,
+        "add_eos_token": False, "add_space_prefix": False,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    of_layer = {
+        "attn_q": (heads * head_dim, hidden), "attn_k": (head_dim, hidden), "attn_v": (head_dim, hidden),
+        "attn_output": (hidden, heads * head_dim), "attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,),
+        "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden), "ffn_down": (hidden, ffn), "attn_norm": (hidden,),
+        "ffn_norm": (hidden,), "post_attention_norm": (hidden,), "post_ffw_norm": (hidden,),
+    }  # fmt: skip
+    write_random_weights(writer, {"token_embd": (vocab_size, hidden), "output_norm": (hidden,)}, of_layer, 6)
     return path
 
 
@@ -333,6 +372,28 @@ def test_one_of_several_ggufs_is_named(tiny_gguf, hub_server, monkeypatch, tmp_p
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "file"))
     refused("KV_HARNESS_CACHE", config)
+
+
+def test_a_gguf_of_gemma_has_windows_two_ropes_and_a_start_token(gemma_gguf):
+    """Its file says neither which layers have windows nor their rope; both are the family's, as in conf/model."""
+    loaded = load_model(configured(gemma_gguf))
+    config, shipped = loaded.model.config, as_config("gemma3-270m", preset_shape("gemma3-270m"))
+    assert config.layer_types == shipped.layer_types[:6] and config.sliding_window == 8
+    for kind in ("sliding_attention", "full_attention"):
+        assert config.rope_parameters[kind] == shipped.rope_parameters[kind], kind
+    for name in ("tie_word_embeddings", "hidden_activation", "rms_norm_eps", "bos_token_id", "eos_token_id"):
+        assert getattr(config, name) == pytest.approx(getattr(shipped, name)), name
+    assert start_ids(loaded.tokenizer) == [2] and loaded.tokenizer("I I").input_ids == [2, 4 + 41, 63]
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    (file,) = (files.cache_dir() / "gguf").glob("*/model.safetensors")
+    weights, written = load_file(file), gguf.GGUFReader(gemma_gguf)
+    for tensor in written.tensors:
+        if tensor.name == "blk.5.attn_q_norm.weight":
+            plain = torch.tensor(tensor.data).float()
+    assert torch.equal(weights["model.layers.5.self_attn.q_norm.weight"], plain - 1), "Gemma's norms multiply by 1 + it"
+    with torch.inference_mode():
+        logits = loaded.model(IDS[:, :40]).logits
+    assert logits.isfinite().all() and logits.std() > 0.01
 
 
 def test_the_default_model_has_its_shipped_shape(default_model):

@@ -138,6 +138,24 @@ def test_metrics_of_windows_are_the_direct_ones(loaded, text, method, prefill_le
     assert metrics["kl_nats"] > 0 and metrics["top1_agreement"] < 1, "the method changed nothing"
 
 
+def test_samples_are_of_each_window_and_say_its_place(loaded, text):
+    """Spread over a text of 1,500 tokens."""
+    corpus = CorpusConfig("offline", path=text, spread=True)
+    outcome = run("perplexity", loaded, text, SINKS, corpus=corpus)
+    samples = outcome.samples["windows"]
+    assert [sample["place"] for sample in samples] == [0, 1 / 3, 2 / 3]
+    for sample, first in zip(samples, (0, 500, 1000), strict=True):
+        (window,) = pieces(text, 60, num=1, start=first)
+        full = log_probs_of_model(loaded.model, window)
+        ours = log_probs_of_method(loaded.model, SINKS, window, PROMPT)[:-1]
+        assert sample["nll_full"] == pytest.approx(statistics.mean(nll_of(full, window, PROMPT)), rel=1e-4)
+        kl = (full[PROMPT:-1].exp() * (full[PROMPT:-1] - ours)).sum(-1)
+        assert sample["kl_nats"] == pytest.approx(float(kl.mean()), abs=1e-5) and sample["kl_nats"] > 0
+    assert statistics.mean(sample["kl_nats"] for sample in samples) == pytest.approx(metrics_of(outcome)["kl_nats"])
+    prompts = run("long_decode", loaded, text, SINKS, corpus=corpus).samples["prompts"]
+    assert [prompt["place"] for prompt in prompts] == [0, 1 / 3, 2 / 3]
+
+
 @pytest.mark.parametrize(
     "prefill_len, seq_len, expected",
     [

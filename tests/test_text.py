@@ -1,15 +1,20 @@
 """Texts, their tokens, and the windows cut from them."""
 
 import re
+import sysconfig
+from pathlib import Path
 
 import pytest
 
 from harness.data import text
 from harness.errors import UserError
+from harness.files import text_sha256
+from harness.results import inputs
 from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
 from tests.tokens import byte_tokenizer, starting_tokenizer
 
 OFFLINE = DataConfig("offline")
+QUARTERS = [0, 0.25, 0.5, 0.75]
 RAW_WIKITEXT = " \n = A title = \n \n First line . \n Second\u2028line . \n \n"
 HUB_ROWS = ["", " = A title = \n", "", " First line . \n", " Second\u2028line . \n", ""]
 
@@ -57,6 +62,34 @@ def test_wikitext_from_the_file_equals_the_hub(tmp_path, monkeypatch):
     assert local == text.corpus_text(wikitext, DataConfig("hub")) == "\n\n".join(HUB_ROWS)
 
 
+def test_code_is_pythons_library_in_one_order(tmp_path, monkeypatch):
+    library = Path(sysconfig.get_path("stdlib"))
+    whole, at = text.code_text(), 0
+    for module in text.CODE_MODULES:
+        source = (library / f"{module}.py").read_text(encoding="utf-8")
+        assert whole.startswith(source, at), module
+        at += len(source) + len("\n\n")
+    assert at - len("\n\n") == len(whole) > 8 * 4096 * 6, "room for eight windows of 4,096 tokens, and as much between"
+    hub = DataConfig("hub")
+    assert text.corpus_text(CorpusConfig("code"), OFFLINE) == whole == text.corpus_text(CorpusConfig("code"), hub)
+    assert inputs.corpus(CorpusConfig("code"), hub) == {"corpus": text_sha256(whole)}, "no revision of the hub's"
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match=r"corpus=code, file=.*argparse\.py: cannot be read .No such file"):
+        text.code_text()
+
+
+def test_the_book_lies_below_the_root(tmp_path):
+    book = CorpusConfig("book")
+    for data in (OFFLINE, DataConfig("hub")):
+        with pytest.raises(UserError, match="corpus=book needs data=local data.root=DIR with books/pride"):
+            text.corpus_text(book, data)
+    with pytest.raises(UserError, match=r"pride_and_prejudice.txt: cannot be read"):
+        text.corpus_text(book, DataConfig("local", str(tmp_path)))
+    (tmp_path / "books").mkdir()
+    (tmp_path / text.BOOK_FILE).write_bytes(b"It is a truth\n\nuniversally")
+    assert text.corpus_text(book, DataConfig("local", str(tmp_path))) == "It is a truth\n\nuniversally"
+
+
 def test_a_text_is_tokenized_in_one_call_without_special_tokens():
     calls = []
 
@@ -74,17 +107,35 @@ def test_a_text_is_tokenized_in_one_call_without_special_tokens():
         text.token_ids("text", None)
 
 
-def test_windows_follow_one_another():
-    assert text.window_ids(range(10), seq_len=3, num_windows=2, offset=4) == [[4, 5, 6], [7, 8, 9]]
+def ids_of(*about, **settings):
+    return [window.ids for window in text.text_windows(*about, **settings)]
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_windows_follow_one_another(spread):
+    """Spread, they do where the text has room for no more."""
+    about = {"seq_len": 3, "num_windows": 2, "spread": spread}
+    assert text.text_windows(range(10), offset=4, **about) == [([4, 5, 6], 0), ([7, 8, 9], 0.5)]
     with pytest.raises(UserError, match=r"num_windows=2 of seq_len=3 from token 5 need 11 tokens, but the text has 10"):
-        text.window_ids(range(10), seq_len=3, num_windows=2, offset=5)
+        text.text_windows(range(10), offset=5, **about)
+
+
+def test_spread_windows_begin_at_the_same_places_whatever_their_number_and_length():
+    about = {"offset": 10, "spread": True, "start": [77]}
+    windows = text.text_windows(range(110), seq_len=4, num_windows=4, **about)
+    assert windows == [([77, at, at + 1, at + 2], place) for at, place in zip((10, 35, 60, 85), QUARTERS, strict=True)]
+    longer = text.text_windows(range(110), seq_len=13, num_windows=8, **about)
+    assert [window.place for window in longer[::2]] == QUARTERS and longer[3].place == 0.375
+    assert [window.ids[1] for window in longer] == [10, 22, 35, 47, 60, 72, 85, 97]
+    close = text.text_windows(range(110), seq_len=4, num_windows=4, offset=10, start=[77])
+    assert [(window.ids[1], window.place) for window in close] == [(10, 0), (13, 0.03), (16, 0.06), (19, 0.09)]
 
 
 def test_every_window_stands_behind_the_start():
-    windows = text.window_ids(range(10), seq_len=4, num_windows=2, offset=4, start=[77])
+    windows = ids_of(range(10), seq_len=4, num_windows=2, offset=4, start=[77])
     assert windows == [[77, 4, 5, 6], [77, 7, 8, 9]], "the start counts as a token, and no token of the text is lost"
     with pytest.raises(UserError, match=r"seq_len=1: must be above 1, the tokens with which every text starts"):
-        text.window_ids(range(10), seq_len=1, num_windows=2, offset=4, start=[77])
+        text.text_windows(range(10), seq_len=1, num_windows=2, offset=4, start=[77])
 
 
 def test_the_start_is_what_the_tokenizer_puts_before_a_text():
@@ -108,6 +159,7 @@ def test_the_start_is_what_the_tokenizer_puts_before_a_text():
     [
         (CorpusConfig("offline"), None, 77),
         (CorpusConfig("wikitext2"), None, 0),
+        (CorpusConfig("code"), None, 0),
         (CorpusConfig("offline", path=__file__), None, 0),
         (CorpusConfig("offline"), __file__, 0),
         (CorpusConfig("offline", offset_tokens=0), None, 0),

@@ -8,6 +8,8 @@ tokens of the slice.
 
     offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12
                ship different versions of it, which is why a record carries the sha256 of the text
+    code       modules of Python's own library (`CODE_MODULES`), which differ by version as well
+    book       Pride and Prejudice, the file `BOOK_FILE` below data.root
     wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the
                convention behind published perplexities; the same tokens from the original file and
                from the hub
@@ -17,9 +19,10 @@ tokens of the slice.
 """
 
 import io
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.data.rows import from_hub
 from harness.errors import UserError
@@ -27,6 +30,15 @@ from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
 
 WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 WIKITEXT_FILE = "wikitext2/test.txt"  # below data.root
+BOOK_FILE = "books/pride_and_prejudice.txt"  # below data.root
+CODE_MODULES = (
+    "argparse", "calendar", "configparser", "csv", "difflib", "email/message", "fractions", "heapq",
+    "http/client", "json/decoder", "mailbox", "pickle", "shutil", "statistics", "tarfile",
+    "textwrap", "threading", "xml/dom/minidom",
+)  # fmt: skip
+"""The modules of `corpus=code`, in its order: written by hand, no tests and no generated tables."""
+WITHOUT_DATA = ("offline", "code", "random")
+"""Texts that need no data."""
 PROBE = "The"
 """A text of which a tokenizer is asked what it puts around."""
 RANDOM_WORDS = 2**20
@@ -46,8 +58,23 @@ def random_text() -> str:
     return "random " * RANDOM_WORDS
 
 
+def code_text() -> str:
+    """The sources of `CODE_MODULES` as this interpreter has them, joined by blank lines.
+
+    Raises:
+        UserError: this Python came without the sources of its library.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = []
+    for module in CODE_MODULES:
+        sources.append(read_text(library / f"{module}.py", "corpus=code, file"))
+    return "\n\n".join(sources)
+
+
 def named_text(name: str) -> str:
-    """The text `offline` or `random`."""
+    """One of the texts `WITHOUT_DATA`."""
+    if name == "code":
+        return code_text()
     return random_text() if name == "random" else offline_text()
 
 
@@ -75,12 +102,19 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
     """The evaluation text: the file `corpus.path`, else the named one from `data`.
 
     Raises:
-        UserError: unreadable file, `corpus=wikitext2` with `data=offline`, or an unreachable hub.
+        UserError: unreadable file, a text that `data` does not have, or an unreachable hub.
     """
     if corpus.path is not None:
         return read_text(corpus.path, "corpus.path")
-    if corpus.name in ("offline", "random"):
+    if corpus.name in WITHOUT_DATA:
         return named_text(corpus.name)
+    if corpus.name == "book":
+        if data.name != "local":
+            raise UserError(
+                f"corpus=book needs data=local data.root=DIR with {BOOK_FILE}; without: "
+                "corpus=code or corpus.path=FILE"
+            )
+        return read_text(Path(str(data.root)) / BOOK_FILE, "corpus=book, file")
     if data.name == "local":
         raw = read_text(Path(str(data.root)) / WIKITEXT_FILE, f"corpus={corpus.name}, file")
         # As the hub's loading script: a row is a line with its line end, and a line of white space
@@ -175,20 +209,33 @@ def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) ->
     return calibration.num_tokens if same_text else 0
 
 
-def window_ids(
+class TextWindow(NamedTuple):
+    """A slice of a text.
+
+    ids: its tokens, behind those with which the tokenizer starts every text. place: the share of
+    the text, from the first window on, that lies before this one, in [0, 1).
+    """
+
+    ids: list[int]
+    place: float
+
+
+def text_windows(
     ids: Sequence[int],
     *,
     seq_len: int,
     num_windows: int,
     offset: int,
+    spread: bool = False,
     start: Sequence[int] = (),
     setting: str = "seq_len",
-) -> list[list[int]]:
-    """`num_windows` windows of `seq_len` ids: each the `start`, then ids of the text, which follow
-    one another from token `offset`.
+) -> list[TextWindow]:
+    """`num_windows` windows of `seq_len` ids: each the `start`, then ids of the text.
 
-    setting: the setting of their length, for the error. Raises UserError where the text is too
-    short, or a window has no room for text.
+    The first begins at token `offset`. spread: window i of n begins at i/n of the text from there
+    on, so that the windows come from all over it, and from the same places whatever their length;
+    else they follow one another. setting: the setting of their length, for the error. Raises
+    UserError where the text is too short, or a window has no room for text.
     """
     of_text = seq_len - len(start)
     if of_text < 1:
@@ -202,4 +249,14 @@ def window_ids(
             f"num_windows={num_windows} of {setting}={seq_len} from token {offset} need {stop} "
             f"tokens, but the text has {len(ids)}: lower them, or choose a longer text"
         )
-    return [[*start, *ids[first : first + of_text]] for first in range(offset, stop, of_text)]
+    left = len(ids) - offset
+    windows = []
+    for number in range(num_windows):
+        if spread:
+            place = number / num_windows
+            first = offset + number * left // num_windows
+        else:
+            place = number * of_text / left
+            first = offset + number * of_text
+        windows.append(TextWindow([*start, *ids[first : first + of_text]], place))
+    return windows

@@ -1,11 +1,14 @@
-"""`${on_the_leaderboard:...}`: the cells of a grid that measures the leaderboard's rows further."""
+"""`${on_the_leaderboard:...}` and `${as_tuned:...}`: cells of grids that measure further what the
+leaderboard has found."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from harness.model.source import PACKAGED_NAME
 from harness.results.columns import TableRow, read_table
 from harness.results.fronts import has_its_size_on_text
 from harness.results.leaderboard import NAME, is_best
-from harness.settings.paths import table_to_read
+from harness.settings.paths import shipped_table, table_to_read
 from harness.settings.schema import options
 
 
@@ -31,9 +34,37 @@ def cells_of_tasks(results_dir: str, size: float | None = None) -> list[list[Any
     return cells
 
 
+def as_tuned(methods: Sequence[str], sizes: Sequence[float]) -> list[list[Any]]:
+    """`${as_tuned:${grid.methods},[0.05,0.10]}` in a grid: [method, size, exempt layers] of each
+    method at each size, whatever model the grid runs.
+
+    The number of exempt layers is that with the least KL at this size on the leaderboard of the
+    default model that the project ships; 0 for a method that is not there. UserError for a damaged
+    table.
+    """
+    path = shipped_table(f"{NAME}.csv")
+    rows = read_table(path) if path else []
+    best: dict[tuple[str, float | None], int] = {}
+    for row in rows:
+        if row["model"] == PACKAGED_NAME and _is_of_a_preset(row) and is_best(row):
+            best[row["method"], row["asked_size"]] = row["exempt_layers"]
+    cells = []
+    for method in methods:
+        of_its_own_size = best.get((method, None), 0)
+        for size in sizes:
+            exempt_layers = best.get((method, size), of_its_own_size)
+            cells.append([method, f"nearest:{size}", exempt_layers])
+    return cells
+
+
 def _is_measured_further(row: TableRow) -> bool:
-    if row["exempt_layers"] is None:
-        return False
-    if row["asked_size"] is not None and row["codec"]:  # put on a method; a preset has no size
+    if not _is_of_a_preset(row):
         return False
     return is_best(row) or bool(row["exempt_choice"] and has_its_size_on_text(row))
+
+
+def _is_of_a_preset(row: TableRow) -> bool:
+    """Whether a row is of a file of `conf/method` as it is, with a number of exempt layers."""
+    if row["exempt_layers"] is None:
+        return False
+    return row["asked_size"] is None or not row["codec"]  # a codec's preset has no size to ask for

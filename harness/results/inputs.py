@@ -82,7 +82,7 @@ def calibration(config: CalibrationConfig) -> dict[str, str]:
 def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
     """The scored text."""
     read = partial(corpus_text, config, data)
-    if config.path is None and config.name != "offline" and data.name == "hub":
+    if config.path is None and config.name == "wikitext2" and data.name == "hub":
         return {"corpus": rows.revision(*WIKITEXT_HUB, read)}
     return {"corpus": text_sha256(read())}
 

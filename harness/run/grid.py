@@ -37,7 +37,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
-from harness.results.board_cells import cells_of_tasks
+from harness.results.board_cells import as_tuned, cells_of_tasks
 from harness.run.cells import counted, groups
 from harness.run.compose import Composer, compose, load, override
 from harness.run.parse import chosen_model
@@ -60,6 +60,7 @@ class Keywords:
 KEYWORDS = Keywords.__dataclass_fields__.keys()
 
 
+OmegaConf.register_new_resolver("as_tuned", as_tuned, replace=True)
 OmegaConf.register_new_resolver("on_the_leaderboard", cells_of_tasks, replace=True)
 
 

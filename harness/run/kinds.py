@@ -317,6 +317,9 @@ class Analysis(Measurement):
             one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
             raise UserError(f"model.device=map: {one}")
         _refuse(config, "kind=analysis", "codec", "size")
+        if config.corpus.spread:
+            one_part = "kind=analysis reads one part of the text; leave it out"
+            raise UserError(f"corpus.spread=true: {one_part}")
         if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
             compares = "analysis.statistic=similarity compares h2o or streaming"
             raise UserError(f"method={config.method_name}: {compares}")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.data.text import corpus_ids, first_window_offset, start_ids, window_ids
+from harness.data.text import corpus_ids, first_window_offset, start_ids, text_windows
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
@@ -95,14 +95,16 @@ def run_long_decode(
         )
     ids = corpus_ids(config.corpus, config.data, loaded.reader)
     offset = first_window_offset(config.corpus, config.calibration)
-    prompts = window_ids(
+    windows = text_windows(
         ids,
         seq_len=length,
         num_windows=config.num_windows,
         offset=offset,
+        spread=config.corpus.spread,
         start=start_ids(loaded.reader),
         setting="prefill_len",
     )
+    prompts = [window.ids for window in windows]
     references = Memo() if references is None else references
     pairs: list[Pair] = []
     reads = ReadStats()
@@ -142,9 +144,12 @@ def run_long_decode(
                 scores = score_rows(attached, hidden, tokens[1:], reference)
                 pairs.append(Pair(Text(tokens.tolist(), nll), other, scores.kl, scores.agrees))
     sizes = {"seq_len": length + steps} | reads.sizes
+    samples = []
+    for window, pair in zip(windows, pairs, strict=True):
+        samples.append({"place": window.place} | _raw(pair, loaded.reader))
     return Outcome(
         metrics={config.corpus.title: summarize(pairs) | sizes},
-        samples={"prompts": [_raw(pair, loaded.reader) for pair in pairs]},
+        samples={"prompts": samples},
         methods={config.corpus.title: asdict(setup.method)},
         chunks=list(curve(pairs, steps)),
     )

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.data.text import corpus_ids, first_window_offset, start_ids, window_ids
+from harness.data.text import (
+    TextWindow,
+    corpus_ids,
+    first_window_offset,
+    start_ids,
+    text_windows,
+)
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
@@ -78,8 +84,10 @@ def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """A scored window: per-row scores of the method, the full cache's nll, and the sizes read."""
+    """A scored window: its place as in `TextWindow`, per-row scores of the method, the full cache's
+    nll, and the sizes read."""
 
+    place: float
     scores: RowScores
     full_nll: Tensor
     reads: ReadStats
@@ -101,9 +109,13 @@ def run_perplexity(
         )
     ids = corpus_ids(config.corpus, config.data, loaded.reader)
     offset = first_window_offset(config.corpus, config.calibration)
-    start = start_ids(loaded.reader)
-    windows = window_ids(
-        ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset, start=start
+    windows = text_windows(
+        ids,
+        seq_len=config.seq_len,
+        num_windows=config.num_windows,
+        offset=offset,
+        spread=config.corpus.spread,
+        start=start_ids(loaded.reader),
     )
     references = Memo() if references is None else references
     with attach(loaded.model, loaded.prompts) as attached:
@@ -114,9 +126,9 @@ def run_perplexity(
         setup = prepare(config, loaded, attached, lambda: rows)
         scored = []
         for window in bar(windows, desc="windows", unit="window"):
-            key = (tuple(window), config.prefill_len)
+            key = (tuple(window.ids), config.prefill_len)
             full_nll, reference = references.get(
-                key, partial(full_pass, attached, window, config.prefill_len)
+                key, partial(full_pass, attached, window.ids, config.prefill_len)
             )
             scored.append(_score(attached, setup, window, config.prefill_len, full_nll, reference))
     outcome = summarize(scored, config)
@@ -126,16 +138,15 @@ def run_perplexity(
 def _score(
     attached: Attached,
     setup: Setup,
-    window: Sequence[int],
+    window: TextWindow,
     prefill_len: int,
     full_nll: Tensor,
     reference: Tensor,
 ) -> Window:
-    hidden, ids, reads = _hidden(attached, setup, window, prefill_len)
+    hidden, ids, reads = _hidden(attached, setup, window.ids, prefill_len)
     reads.check_fired()
-    return Window(
-        score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference), full_nll, reads
-    )
+    scores = score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference)
+    return Window(window.place, scores, full_nll, reads)
 
 
 @torch.inference_mode()
@@ -231,6 +242,7 @@ def _stderr(values: Sequence[float | None]) -> float | None:
 
 def _raw(window: Window) -> dict[str, Any]:
     return {
+        "place": window.place,
         "nll": float(window.scores.nll.mean()),
         "nll_full": float(window.full_nll.mean()),
         "kl_nats": float(window.scores.kl.mean()),

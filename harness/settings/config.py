@@ -136,12 +136,14 @@ class CorpusConfig:
     ids.
 
     offset_tokens: where the first window begins. None: after the calibration text where both are
-    the same text, else 0.
+    the same text, else 0. spread: window i of n begins at i/n of the text from there on; False:
+    windows follow one another.
     """
 
-    name: Literal["offline", "wikitext2", "random"]
+    name: Literal["offline", "code", "book", "wikitext2", "random"]
     path: FileText | None = None
     offset_tokens: Natural | None = None
+    spread: bool = False
 
     @property
     def title(self) -> str:

@@ -21,6 +21,14 @@ COMMAND = PROGRAM if INSTALLED else f"python {PROGRAM}"
 """What a user types before the settings of a run."""
 
 
+def shipped_table(name: str) -> Path | None:
+    """The file `tables/<name>` of the project's results on its default model; None where there is
+    none."""
+    results = SHIPPED if INSTALLED else PACKAGES_DIR / RESULTS
+    path = results / "tables" / name
+    return path if path.is_file() else None
+
+
 def table_to_read(results_dir: str | Path, name: str) -> Path | None:
     """The file `tables/<name>` of a results folder, else the shipped one; None where neither
     exists.
