@@ -160,22 +160,23 @@ def test_tasks_and_steps_are_of_the_best_and_the_papers_number_of_exempt_layers(
 
 
 def test_other_models_take_the_numbers_of_exempt_layers_of_the_default_model(results, other, monkeypatch):
-    """Of each size its own, of a preset without a size the one it has, and none of a method that is not there."""
+    """Of each size its own; none of a method that is not there, or cannot have the size."""
     rows = board(results)
     quest = row_of(rows, "InfiniGen") | {"method": "quest", "label": "Quest", "asked_size": 0.1, "size": 0.1}
     rows += [exempt(quest, 0, 0.2), exempt(quest, 1, 0.1), exempt(quest, 2, 0.3)]
     rows += [exempt(quest, 2, 0.1, asked_size=0.05, size=0.05), exempt(quest, 1, 0.2, asked_size=0.05, size=0.05)]
     rows += [exempt(quest, 0, 0.01, model="gemma3-270m"), exempt(quest, 0, 0.01, codec="int8")]
+    rows += [exempt(quest, layers, 1 / (1 + layers), method="kascade", size=0.3) for layers in (0, 1, 2)]
     write_leaderboard(other, rows)
     monkeypatch.setattr("harness.results.board_cells.shipped_table", lambda name: other / "tables" / name)
-    found = as_tuned(["quest", "int4", "sparq"], [0.05, 0.1])
+    found = as_tuned(["quest", "int4", "sparq", "kascade"], [0.05, 0.1])
     small, large = "nearest:0.05", "nearest:0.1"
     assert found[:2] == [["quest", small, 2], ["quest", large, 1]]
-    assert found[2:] == [["int4", small, 2], ["int4", large, 2], ["sparq", small, 0], ["sparq", large, 0]]
+    assert found[2:] == [[name, size, 0] for name in ("int4", "sparq", "kascade") for size in (small, large)]
     asked = ["grid=evidence", "model=gemma3-270m", "grid.data_root=.", "grid.methods=[quest]"]
     with choosing("full", "quest", "int4", "sparq"):
         cells = read_plan(compose(asked).grid, asked).cells
-    tuned = [("quest", 0.05, 2), ("quest", 0.1, 1), ("int4", None, 2), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
+    tuned = [("quest", 0.05, 2), ("quest", 0.1, 1), ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
     expected = [("code", 1024, *cell) for cell in [("full", None, 2), *tuned]]
     expected += [(text, 1024, "full", None, 2) for text in ("book", "wikitext2")]
     expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in tuned]

@@ -39,21 +39,23 @@ def as_tuned(methods: Sequence[str], sizes: Sequence[float]) -> list[list[Any]]:
     method at each size, whatever model the grid runs.
 
     The number of exempt layers is that with the least KL at this size on the leaderboard of the
-    default model that the project ships; 0 for a method that is not there. UserError for a damaged
-    table.
+    default model that the project ships. It is 0 for a method that is not there, and for one that
+    has this size with none of the numbers: more layers would only make it larger. UserError for a
+    damaged table.
     """
     path = shipped_table(f"{NAME}.csv")
     rows = read_table(path) if path else []
-    best: dict[tuple[str, float | None], int] = {}
+    best: dict[tuple[str, float], int] = {}
     for row in rows:
-        if row["model"] == PACKAGED_NAME and _is_of_a_preset(row) and is_best(row):
-            best[row["method"], row["asked_size"]] = row["exempt_layers"]
+        asked = row["asked_size"]
+        if row["model"] != PACKAGED_NAME or asked is None or not _is_of_a_preset(row):
+            continue
+        if is_best(row) and has_its_size_on_text(row):
+            best[row["method"], asked] = row["exempt_layers"]
     cells = []
     for method in methods:
-        of_its_own_size = best.get((method, None), 0)
         for size in sizes:
-            exempt_layers = best.get((method, size), of_its_own_size)
-            cells.append([method, f"nearest:{size}", exempt_layers])
+            cells.append([method, f"nearest:{size}", best.get((method, size), 0)])
     return cells
 
 
