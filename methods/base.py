@@ -91,6 +91,11 @@ class Method:
     """True if `State.prompt` is to get the layer's attention module and its input
     (`PromptRows.inputs`), for a rule that uses the module's weights. The prompt then runs for this
     method alone. Not together with `rereads`."""
+    needs_indexer: ClassVar[bool] = False
+    """True if it works on models with sparse attention of their own alone (`Geometry.index`)."""
+    hides_own: ClassVar[bool] = False
+    """True if a row may leave out its own token (`Selection.own`). Kernels that read codes always
+    read it, so they are not used."""
 
     def __post_init__(self) -> None:
         """Check each setting's range. Subclasses check what their settings must be together."""
@@ -134,6 +139,11 @@ class Method:
     def file(self) -> str | None:
         """Path of a file that the settings name. Its contents belong to a run's identity."""
         return None
+
+    def fitted(self, geometry: Geometry) -> Method:
+        """This method with what the model decides, as sessions run it. Raises ValueError where it
+        cannot work on the model."""
+        return self
 
     # Calibration: what is measured once of a model
 
@@ -414,11 +424,14 @@ class PromptRows(NamedTuple):
     ever use.
 
     inputs: what the layer's module is called with; None unless the method `needs_inputs`.
+    index_keys: what the layer's own indexer makes of the prompt, [batch, prompt, head_dim of
+        `IndexShape`]; None where the layer has none.
     """
 
     real: Tensor
     num_slots: int
     inputs: LayerInputs | None = None
+    index_keys: Tensor | None = None
 
     @property
     def lengths(self) -> Tensor:
@@ -461,6 +474,15 @@ class RereadRows(NamedTuple):
     value_norms: Tensor | None = None
 
 
+Indexer = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+"""A layer's own indexer, for some rows of one pass: indexer(keep, seen) -> slots.
+
+keep(fresh): is given the rows' index keys [batch, rows, head_dim] and returns those of all slots,
+[batch, slots, head_dim]. seen: bool [batch, rows, slots], the slots that each row may read, its own
+among them. slots: int [batch, rows, n], the best ones by the model's own code; where a row sees
+fewer, some that it does not see are among them."""
+
+
 @dataclass
 class QueryRows:
     """A block of query rows of one layer and the slots they look at.
@@ -476,6 +498,7 @@ class QueryRows:
         -inf elsewhere, fp32 [batch, num_kv_heads, group, rows, slots]; read-only, valid until the
         block's attention is computed. Only where `when` is `kept` or `true_scores`.
     padded: True if any row is padding; known without asking the device.
+    index: the layer's own indexer for these rows; None where it has none, or did not run.
     """
 
     query: Tensor
@@ -485,6 +508,7 @@ class QueryRows:
     own_slots: Tensor
     true_scores: Callable[[], Tensor]
     padded: bool = False
+    index: Indexer | None = None
 
     def visible(self) -> Tensor:
         """Cached tokens that each row may read, without its own: bool [batch, 1 or num_kv_heads,
@@ -493,7 +517,7 @@ class QueryRows:
 
 
 class Selection(NamedTuple):
-    """The tokens that a block of query rows reads besides each row's own token.
+    """The tokens that a block of query rows reads, besides each row's own token.
 
     mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot. Live decoding
         ignores it for a method that evicts, which reads all that it keeps.
@@ -504,6 +528,8 @@ class Selection(NamedTuple):
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite,
         fp32 [batch, num_kv_heads or 1, group or 1, rows, slots].
     rest: replacement for the tokens that are not read; None for no replacement.
+    own: bool [batch, rows], False for a row that does not read its own token, of a method that
+        `hides_own`; None: every row does.
     """
 
     mask: Tensor | None
@@ -511,6 +537,7 @@ class Selection(NamedTuple):
     side: Tensor | None = None
     bias: Tensor | None = None
     rest: Rest | None = None
+    own: Tensor | None = None
 
 
 class Rest(NamedTuple):
@@ -550,6 +577,19 @@ class TokenCounts(NamedTuple):
     final: int
 
 
+class IndexShape(NamedTuple):
+    """The indexers of a model that has sparse attention of its own.
+
+    head_dim: elements of a token's index key, one for all heads. top_k: tokens that a row reads at
+    most; its own token competes. own: by layer, whether it has an indexer. A layer without one
+    reads what the last indexer before it chose.
+    """
+
+    head_dim: int
+    top_k: int
+    own: tuple[bool, ...]
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The shape of a model, as far as methods need it.
@@ -558,7 +598,8 @@ class Geometry:
         recurrent layers are not among them. scale: their softmax scale. value_dim: elements of a
         value; None: head_dim. values_in_keys: a value is the first `value_dim` elements of its key
         and takes no memory (multi-head latent attention). softmaxes: one for each layer; empty: all
-        are plain. windows: those of the local layers.
+        are plain. windows: those of the local layers. index: the model's own indexers; None: it has
+        none.
     rotate: rotate(states, positions, inverse=False, layer=0) applies the positions int [batch, n]
         of a layer to keys or queries [batch, heads, n, head_dim], or takes them off (`inverse`);
         the identity without rotary positions. Raises ValueError where the model applies its
@@ -576,6 +617,7 @@ class Geometry:
     values_in_keys: bool = False
     softmaxes: tuple[Softmax, ...] = ()
     windows: tuple[Window, ...] = ()
+    index: IndexShape | None = None
 
     @property
     def group(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from methods.base import Method, TokenCounts
+from methods.base import Geometry, Method, TokenCounts
+from methods.dsa import Dsa
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,10 @@ class Full(Method):
 
     title = "Full cache"
     reads_all = True
+
+    def fitted(self, geometry: Geometry) -> Method:
+        """A model with indexers of its own reads what they choose, also under the full cache."""
+        return self if geometry.index is None else Dsa().fitted(geometry)
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
         return counts.cached

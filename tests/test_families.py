@@ -20,11 +20,12 @@ VERDICTS = {  # the verdict, the kinds of layers, and what is said
     "gemma2": ("works", "full, sliding window, softcap", ""),
     "qwen3_next": ("works", "full, recurrent", ""),
     "deepseek_v3": ("works", "latent", ""),
+    "deepseek_v32": ("works", "latent, own indexer", ""),
+    "hy_v4": ("works", "latent, own indexer, sinks", ""),
     "kimi_linear": ("works", "latent, recurrent", ""),
     "llama4_text": ("in part", "full, chunked", "no padded batch"),
     "zamba": ("in part", "full, recurrent", "no method that rehearses"),
     "bloom": ("refused", "", "given no positions"),
-    "deepseek_v32": ("refused", "", "takes indices"),
     "falcon": ("refused", "", "not transformers' attention function"),
     "roberta": ("refused", "", "logits are off"),
 }

@@ -25,7 +25,7 @@ from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import calibrate
-from harness.model.policies import new_states, policies_of
+from harness.model.policies import fitted, new_states, policies_of
 from harness.model.sizes import code_width, expected_size, resident_share
 from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
 from harness.replay.session import ReplaySession
@@ -54,6 +54,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Two query heads per KV head and rotary positions; one KV head per query head, queries scaled
 before, learned positions; a softcap, and layers with a sliding window between those that the method
 counts."""
+INDEXED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3.2": ("deepseek_v32", {}),
+    "GLM-5": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "full"]}),
+}
+"""For a method that needs indexers: in all layers, and in some."""
+INDEXED_SIZES: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "index_topk": 40,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+}
+"""Of both. With as many heads hardly a token has no positive product, and no two tie at 0."""
 PROMPTS = {"even": (200, 200), "padded": (200, 180)}
 """Prompt tokens of each sequence: enough for the defaults of every shipped method."""
 STEPS = 10
@@ -570,14 +593,19 @@ def _trials(
     method: Method, codec: AnyCodec | None, device: torch.device
 ) -> Iterator[tuple[str, Trial]]:
     rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
-    for family, (model_type, shape) in MODELS.items():
+    models = MODELS
+    if method.needs_indexer:
+        models = {}
+        for family, (model_type, shape) in INDEXED_MODELS.items():
+            models[family] = model_type, INDEXED_SIZES | shape
+    for family, (model_type, shape) in models.items():
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
             measured = None
             if method.needs_calibration:  # with random weights, random tokens are as good as a text
                 tokens, _ = token_batch((NUM_CALIBRATION_TOKENS,), steps=0, seed=1)
                 measured = calibrate(attached, method, tokens[0].tolist())
-            setup = Setup(method, codec, measured)
+            setup = Setup(fitted(attached, method, codec), codec, measured)
             for padding, prompts in PROMPTS.items():
                 yield f"{family} {padding}", Trial(attached, link, setup, prompts)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from harness.live.links import Ticket
 from harness.live.share import DeviceShare
 from harness.live.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
+from harness.model.indexer import IndexCall
 from harness.model.policies import Policy, SelectErrors, check_selection
 from methods.base import (
     EMPTY,
@@ -168,6 +169,7 @@ class LayerCache:
     Set by `harness.live.opening`: following: the next layer that fetches rows. earlier: state of
     the layer before, maybe on another device.
     Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
+    index: the call of the layer's own indexer, until the layer has selected.
     """
 
     def __init__(
@@ -195,10 +197,12 @@ class LayerCache:
         codec = store.codec
         stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
         self.is_fused = hides_scores and stored == {store.format.dtype}
-        self.attends_to_codes = hides_scores and store.format.has_kernels(store.device)
+        has_kernels = store.format.has_kernels(store.device) and not method.hides_own
+        self.attends_to_codes = hides_scores and has_kernels
         self.following: LayerCache | None = None
         self.earlier: State | None = None
         self.last_query: Tensor | None = None
+        self.index: IndexCall | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -224,13 +228,18 @@ class LayerCache:
         return tokens[..., : self.slots_in_use() + 1]
 
     def keep_prompt(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        inputs: LayerInputs | None = None,
+        index_keys: Tensor | None = None,
     ) -> None:
         """Write the prompt, or the part that the method keeps, to the store."""
         self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
-            rows = PromptRows(self.batch.real, slots, inputs)
+            rows = PromptRows(self.batch.real, slots, inputs, index_keys)
             self.state.prompt(self.policy.number, query, key, value, rows)
         if isinstance(self.state, EvictingState):
             columns = self.state.compact(self.policy.number, self.store.capacity)
@@ -273,7 +282,9 @@ class LayerCache:
             slot_positions=tokens,
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores or _no_scores,
+            index=self.index,
         )
+        self.index = None
         with SelectErrors(state):
             selection = state.select(number, rows)
             check_selection(selection, state, rows)

@@ -73,13 +73,15 @@ class Capacity:
     def full(self) -> Capacity:
         """The full cache on the same device."""
         model = self.plan.model
+        method = Full().fitted(model.geometry)
         layers = []
         for layer in model.layers:
             policy = layer.policy
             if policy.kind == "method":
-                policy = Policy("method", policy.number, "kept", policy.softmax, None)
+                when = method.when_of(policy.number)
+                policy = Policy("method", policy.number, when, policy.softmax, None)
             layers.append(layer._replace(policy=policy))
-        plan = Plan(replace(model, layers=layers), Full(), None, "device")
+        plan = Plan(replace(model, layers=layers), method, None, "device")
         return replace(self, plan=plan, host_bytes=None)
 
     @property

@@ -53,9 +53,14 @@ class ValuesCache(LayerCache):
         self.num_prompt = 0
 
     def keep_prompt(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        inputs: LayerInputs | None = None,
+        index_keys: Tensor | None = None,
     ) -> None:
-        super().keep_prompt(query, key, value, inputs)
+        super().keep_prompt(query, key, value, inputs, index_keys)
         mask = self.state.resident(self.policy.number)
         rows = self.batch.rows(0)
         most = max(self.method.tokens_resident(row, self.policy.number) for row in rows)
@@ -167,7 +172,12 @@ class ResidualCache(LayerCache):
         return torch.cat([slots < stored, self._ring_tokens(cached) >= stored], -1)[:, None, None]
 
     def keep_prompt(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        inputs: LayerInputs | None = None,
+        index_keys: Tensor | None = None,
     ) -> None:
         key, value = self._from_first_token(key), self._from_first_token(value)
         prompts, cached = self.batch.prompts, self.batch.positions[:, None]
@@ -292,7 +302,12 @@ class LocalCache:
         return self.keys.nbytes + self.values.nbytes
 
     def keep_prompt(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        inputs: LayerInputs | None = None,
+        index_keys: Tensor | None = None,
     ) -> None:
         """Keep the prompt's last columns."""
         prompt = key.shape[2]

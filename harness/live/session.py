@@ -32,7 +32,7 @@ from harness.live.store import KVStore
 from harness.live.timeline import StepClock, Timeline
 from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
-from harness.model.policies import Policy, new_states, policies_of
+from harness.model.policies import Policy, fitted, new_states, policies_of
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
@@ -76,6 +76,7 @@ class LiveSession:
         pinned: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
+        method = fitted(attached, method, codec)
         check_combination(method, placement, device_rows, prefetch)
         crosses = placement in BEHIND_LINK
         if crosses and link is None:
@@ -155,8 +156,7 @@ class LiveSession:
             read_again(self.attached, self.method, self.states, prompt, passes)
         else:
             self._open(prompt.real, prompt_bytes(self.attached, workspace_tokens(prompt.real)))
-        for layer, states in enumerate(prompt.layers):
-            self._keep_prompt(layer, *states)
+        prompt.hand_to(self._keep_prompt)
         self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))
         logits = self.attached.logits(prompt.hidden)
         self._count_from_here()
@@ -388,12 +388,13 @@ class LiveSession:
         key: Tensor,
         value: Tensor,
         inputs: LayerInputs | None = None,
+        index_keys: Tensor | None = None,
     ) -> None:
         """Hand a layer's prompt to its cache. The first state shows what each layer keeps of a
         prompt, so the memory of the others is asked for before they keep theirs."""
         cache = self.caches[layer]
         with launching_on(key.device):
-            cache.keep_prompt(query, key, value, inputs)
+            cache.keep_prompt(query, key, value, inputs, index_keys)
         if not isinstance(cache, LayerCache) or cache.state is None:
             return
         alike: list[LayerCache] = []

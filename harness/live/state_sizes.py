@@ -145,6 +145,10 @@ def _state_sizes(
     query = torch.empty(batch, heads, columns, head_dim, dtype=dtype, device=META)
     key = torch.empty(batch, kv_heads, columns, head_dim, dtype=dtype, device=META)
     value = torch.empty(batch, kv_heads, columns, value_dim, dtype=dtype, device=META)
+    index_keys = None
+    if geometry.index is not None:
+        shape = batch, columns, geometry.index.head_dim
+        index_keys = torch.empty(shape, dtype=dtype, device=META)
     with ShapesAlone():
         if calibration is None and method.needs_calibration:
             calibration = _calibration(method, geometry, dtype, calibration_tokens)
@@ -165,7 +169,8 @@ def _state_sizes(
                     state.prompt(number, query, key, value, PromptRows(real, columns))
                     state.compact(number, capacity)
                 else:
-                    state.prompt(number, query, key, value, PromptRows(real, capacity))
+                    rows = PromptRows(real, capacity, index_keys=index_keys)
+                    state.prompt(number, query, key, value, rows)
                 if method.holds_keys:
                     state.resident(number)
                 after = tensor_bytes(vars(state))

@@ -27,6 +27,7 @@ from harness.live.store import KeyValue
 from harness.live.timeline import Timeline
 from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
+from harness.model.indexer import IndexCall
 from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codec import Codec
@@ -39,7 +40,8 @@ class DecodeStep(Handler):
     reads, index_reads: of each layer under the method [batch]: tokens read, and tokens read of an
     index or of rows that stay on the device. hot_reads: of `reads` those of layers whose fetched
     rows stay on the device. rest: what stands for the tokens that a layer does not
-    read, between its selection and its attention.
+    read, between its selection and its attention; own: there, whether it reads its own token, bool
+    [batch, 1], where a method may leave it out.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class DecodeStep(Handler):
         self.index_reads: list[Tensor] = []
         self.hot_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
+        self.own: dict[LayerCache, Tensor] = {}
 
     def begin(self) -> None:
         """Request the first layers' rows, unless the step before has: in the first step it has
@@ -107,6 +110,13 @@ class DecodeStep(Handler):
 
     # Rehearse: a layer may select in the layer before, by a query made there.
 
+    def take_index(self, layer: int, index: IndexCall) -> None:
+        cache = self.caches[layer]
+        if not isinstance(cache, LayerCache) or not cache.method.needs_indexer:
+            return
+        if cache.policy.when == "own_query":  # else the layer has selected, and does not ask it
+            cache.index = index
+
     def layer_begins(self, layer: int) -> None:
         cache = self.caches[layer]
         following = cache.following if isinstance(cache, LayerCache) else None
@@ -140,6 +150,8 @@ class DecodeStep(Handler):
     def _note(self, cache: LayerCache, selection: Selection) -> None:
         if selection.rest is not None:
             self.rest[cache] = selection.rest
+        if selection.own is not None:
+            self.own[cache] = selection.own
         self.reads.append(selection.num_read[:, 0])
         if cache.fetcher.keeps_rows:
             self.hot_reads.append(selection.num_read[:, 0])
@@ -206,6 +218,9 @@ class DecodeStep(Handler):
         keys, values = cache.store.format.unpack(fetch.rows)
         visible = cache.visible(fetch)
         mask = None if visible is None else pad(visible, (0, 1), value=True)
+        reads_own = self.own.pop(cache, None)
+        if mask is not None and reads_own is not None:
+            mask[..., -1] = reads_own[:, None]
         if fetch.bias is not None:
             bias = pad(fetch.bias.squeeze(3), (0, 1)).to(query.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
@@ -236,6 +251,10 @@ class DecodeStep(Handler):
                 scores[..., : fetch.bias.shape[-1]] += fetch.bias
             if cache.state is not None and not cache.names_rows:
                 self._hide_unread(cache, query, scores)
+            reads_own = self.own.pop(cache, None)
+            if reads_own is not None:
+                hidden = ~reads_own[:, :, None, None, None]
+                scores[..., -1:].masked_fill_(hidden, float("-inf"))
             rest = self.rest.get(cache)
             if rest is not None and rest.log_mass is not None:
                 self.rest[cache] = rest.beside(cache.policy.softmax.log_total(scores))

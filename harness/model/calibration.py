@@ -37,7 +37,7 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
     tokens = torch.tensor([ids], device=attached.device)
     layers: list[Calibration] = []
 
-    def measure(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def measure(layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> None:
         if attached.numbers[layer] is not None:
             earlier = [_on_device(tensors, key.device) for tensors in layers]
             layers.append(method.calibrate(query[0], key[0], attached.geometry, earlier))

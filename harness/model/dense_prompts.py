@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -20,7 +20,8 @@ class PrefilledPrompt:
     ids, real: [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads,
     prompt, size]; hidden: final hidden states of the last column [batch, hidden_size]; model_cache:
     recurrent layers' states. worth: what second readings found, by method and layer, for the runs
-    that share the prompt; None where none do.
+    that share the prompt; None where none do. index_keys: by layer with an indexer of its own, what
+    it makes of the prompt [batch, prompt, head_dim].
     """
 
     ids: Tensor
@@ -29,6 +30,15 @@ class PrefilledPrompt:
     hidden: Tensor
     model_cache: ModelCache
     worth: dict[str, dict[int, Tensor]] | None = None
+    index_keys: dict[int, Tensor] = field(default_factory=dict)
+
+    def hand_to(self, keep: Callable[..., None]) -> None:
+        """Give every layer to `keep` (`harness.model.prompts.Keep`)."""
+        for layer, (query, key, value) in enumerate(self.layers):
+            more = {}
+            if layer in self.index_keys:
+                more["index_keys"] = self.index_keys[layer]
+            keep(layer, query, key, value, **more)
 
 
 class DensePrompts:
@@ -59,6 +69,8 @@ class DensePrompts:
             num_bytes = hidden.nbytes
             for query, keys, values in prompt.layers:
                 num_bytes += query.nbytes + keys.nbytes + values.nbytes
+            for index_keys in prompt.index_keys.values():
+                num_bytes += index_keys.nbytes
             if num_bytes > self.free:
                 self._drop_unused()
             if num_bytes > self.free:
@@ -90,8 +102,8 @@ class _KeptPrompt:
 def _mapped(prompt: PrefilledPrompt, hidden: Tensor, num_bytes: int) -> _KeptPrompt:
     """The prompt, its tensors in a file without a name."""
     with NamedTemporaryFile(suffix=".pt") as file:
-        torch.save([prompt.layers, hidden], file)
+        torch.save([prompt.layers, hidden, prompt.index_keys], file)
         file.flush()
-        layers, hidden = torch.load(file.name, mmap=True, weights_only=True)
-    mapped = replace(prompt, layers=layers, hidden=hidden[:, -1], worth={})
+        layers, hidden, index_keys = torch.load(file.name, mmap=True, weights_only=True)
+    mapped = replace(prompt, layers=layers, hidden=hidden[:, -1], worth={}, index_keys=index_keys)
     return _KeptPrompt(mapped, hidden, num_bytes)

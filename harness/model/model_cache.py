@@ -20,8 +20,9 @@ class ModelCache(DynamicCache):
 
     num_columns: rows that the model has run so far, from which some models count positions. latest:
     the last (key, value) that an attention layer stored. on_state: called when a module writes a
-    recurrent state. instead: the keys and values that `update` returns; None: those that it was
-    given. Method names are transformers'.
+    recurrent state. on_index: called when an indexer hands over the index keys of fresh rows.
+    instead: the keys and values that `update` returns; None: those that it was given. Method names
+    are transformers'.
     """
 
     def __init__(self, config: Any) -> None:
@@ -29,11 +30,16 @@ class ModelCache(DynamicCache):
         self.num_columns = 0
         self.latest: tuple[Tensor, Tensor] | None = None
         self.on_state: Callable[[], Any] = lambda: None
+        self.on_index: Callable[[Tensor], Any] = lambda keys: None
         self.instead: tuple[Tensor, Tensor] | None = None
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.latest = key, value
         return self.instead or self.latest
+
+    def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.on_index(keys)
+        return keys
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return self.num_columns

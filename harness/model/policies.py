@@ -32,6 +32,7 @@ from methods.base import (
     Window,
     require,
 )
+from methods.codec import AnyCodec
 
 
 class Policy(NamedTuple):
@@ -61,6 +62,35 @@ class Policy(NamedTuple):
         """True if a query of the layer is made in the layer before: to select by it, or to
         prefetch."""
         return self.when == "previous_layer" or self.prefetches
+
+
+def fitted(attached: Attached, method: Method, codec: AnyCodec | None = None) -> Method:
+    """The method as it runs on this model (`Method.fitted`).
+
+    No layer of a model with indexers of its own reads every token, so none is exempt. Raises
+    UserError for what such a model does not take, and ValueError as the method.
+    """
+    geometry = attached.geometry
+    if geometry.index is not None:
+        has_own = f"model family {geometry.family!r} reads what its own indexer chooses"
+        exempt = method.num_exempt_layers
+        is_model = method.reads_all and codec is None
+        if exempt and not is_model:
+            raise UserError(
+                f"method.num_exempt_layers={exempt}: {has_own}, so that no layer reads every "
+                "token; allowed: 0"
+            )
+        if method.rereads:
+            raise UserError(
+                f"method {method.title} reads the prompt again, to which every token must attend: "
+                f"{has_own}; choose another method"
+            )
+        if codec is not None and codec.residual:
+            raise UserError(
+                f"residual={codec.residual}: needs a method that reads everything, and {has_own}; "
+                "allowed: 0"
+            )
+    return method.fitted(geometry)
 
 
 def policies_of(
@@ -212,6 +242,8 @@ def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
     rest = selection.rest
     if rest is not None and rest.log_mass is not None and not state.method.weighs_rest:
         return "rest.log_mass; allowed: for a method with weighs_rest = True"
+    if selection.own is not None and not state.method.hides_own:
+        return "own; allowed: for a method with hides_own = True"
     batch, num_rows = rows.positions.shape
     slots = rows.slot_positions.shape[-1]
     geometry = state.geometry
@@ -224,6 +256,8 @@ def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
         fault = _fault_of("mask", selection.mask, (torch.bool,), of_slots)
     if fault is None and selection.side is not None:
         fault = _fault_of("side", selection.side, COUNTS, of_rows)
+    if fault is None and selection.own is not None:
+        fault = _fault_of("own", selection.own, (torch.bool,), of_rows)
     if fault is None and selection.bias is not None:
         fault = _fault_of("bias", selection.bias, FLOATS, of_group_slots)
     if fault is not None or rest is None:

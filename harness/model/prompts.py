@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from harness.model.attached import Attached, Handler
 from harness.model.attention import prompt_attention
 from harness.model.dense_prompts import PrefilledPrompt
+from harness.model.indexer import IndexCall, choose_of_prompt
 from harness.model.model_cache import ModelCache
 from methods.base import Geometry, LayerInputs
 
@@ -18,14 +20,17 @@ PASS_TOKENS = 2048
 and SGLang). A session that takes over its prompt is sized for them."""
 Keep = Callable[..., None]
 """Takes a layer, and its query, key and value [batch, heads, prompt, size]; behind them its
-`LayerInputs` where the pass was asked for them."""
+`LayerInputs` where the pass was asked for them, and as `index_keys` those of a layer with an
+indexer of its own, [batch, prompt, head_dim]."""
 
 
 class PromptPass(Handler):
     """A dense causal pass over prompts. `keep` takes each layer's number, query, key and value.
+    The rows of a model with indexers of its own attend to what these choose.
 
     real: bool [batch, prompt], False for the padding on the left; None: there is none.
-    needs_inputs: `keep` is given the inputs of each layer's module, too.
+    needs_inputs: `keep` is given the inputs of each layer's module, too. chosen: the columns that
+    the last indexer chose.
     """
 
     def __init__(
@@ -37,23 +42,38 @@ class PromptPass(Handler):
         needs_inputs: bool = False,
     ) -> None:
         self.attached = attached
+        self.real = real
         self.padding = () if real is None else (~real).sum(-1).tolist()
         self.keep = keep
         self.needs_inputs = needs_inputs
         self.inputs: LayerInputs | None = None
+        self.index_keys: Tensor | None = None
+        self.chosen: Tensor | None = None
 
     def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
         self.inputs = inputs
 
+    def take_index(self, layer: int, index: IndexCall) -> None:
+        real = self.real
+        if real is None:
+            real = torch.ones(index.batch, index.num_rows, dtype=torch.bool, device=index.device)
+        self.chosen, self.index_keys = choose_of_prompt(index, real.to(index.device))
+
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.keep is not None and self.needs_inputs:
-            self.keep(layer, query, key, value, self.inputs)
-            self.inputs = None  # not held beyond the layer
-        elif self.keep is not None:
-            self.keep(layer, query, key, value)
+        known = self.attached.layers[layer]
+        if self.keep is not None:
+            given: list[Any] = [query, key, value]
+            if self.needs_inputs:
+                given.append(self.inputs)
+            more = {} if self.index_keys is None else {"index_keys": self.index_keys}
+            self.keep(layer, *given, **more)
+        self.inputs = self.index_keys = None  # not held beyond the layer
+        chosen = None
+        if known.takes_indices:
+            assert self.chosen is not None, "the first layer has an indexer"
+            chosen = self.chosen.to(query.device)
         softmax = self.attached.softmaxes[layer]
-        window = self.attached.layers[layer].window
-        return prompt_attention(query, key, value, softmax, self.padding, window)
+        return prompt_attention(query, key, value, softmax, self.padding, known.window, chosen)
 
 
 def positions_of(real: Tensor) -> Tensor:
@@ -72,18 +92,24 @@ def held_prompt(
 ) -> tuple[PrefilledPrompt, Tensor]:
     """A prompt that has run, and the hidden states of its columns [batch, prompt, hidden_size]."""
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
+    indexed: dict[int, Tensor] = {}
 
     def alone(states: Tensor) -> Tensor:
         """A copy of a part of a larger tensor, a fused projection, that would be kept with it."""
         is_part = states.untyped_storage().nbytes() > states.nbytes
         return states.clone() if is_part else states
 
-    def keep(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def keep(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, index_keys: Tensor | None = None
+    ) -> None:
         layers.append((alone(query), alone(key), alone(value)))
+        if index_keys is not None:
+            indexed[layer] = index_keys
 
     handler = PromptPass(attached, real, keep)
     hidden = attached.forward(ids, positions_of(real), handler, model_cache, real)
-    return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
+    prompt = PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache, index_keys=indexed)
+    return prompt, hidden
 
 
 class PassSizes(NamedTuple):

@@ -71,8 +71,7 @@ def run_prompts(
         return attached.forward(ids, positions_of(real), handler, model_cache, real)
     if method.rereads:
         read_again(attached, method, states, prompt, passes)
-    for layer, (query, key, value) in enumerate(prompt.layers):
-        keep(layer, query, key, value)
+    prompt.hand_to(keep)
     return hidden
 
 
@@ -282,7 +281,7 @@ def _output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
         """What the module makes of `part` [n, rows, heads, value_dim]: [n, rows, hidden_size]."""
         call = layer.call.with_hidden(
             inputs.repeat(len(part), 1, 1),
-            attention_mask=None,
+            attention_mask=layer.no_mask,
             past_key_values=ModelCache(decoder.stack.config),
         )
         with attention_function(decoder.stack, lambda *_, **__: (part.contiguous(), None)):

@@ -18,7 +18,9 @@ from harness.model.attached import LOOK_AT, Attached, Handler, attached_unchecke
 from harness.model.attention import dense_attention
 from harness.model.calls import Call, readable, refusal, reraise_out_of_memory
 from harness.model.decoder import Decoder
+from harness.model.indexer import IndexCall
 from harness.model.prompts import PromptPass, positions_of
+from methods.dsa import mask_of
 
 PASSES = (4, 3, 1)
 """Rows of each pass."""
@@ -100,7 +102,8 @@ def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: floa
             return "its queries depend on a state of the sequence"
         unknown = []
         for name, value in sorted(layer.call.kwargs.items()):
-            if isinstance(value, Tensor) and name not in REMADE:
+            is_choice = any(value is chosen for chosen in decoder.index_tensors)
+            if isinstance(value, Tensor) and name not in REMADE and not is_choice:
                 unknown.append(name)
         if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
             unknown.append("position_embeddings")
@@ -166,13 +169,30 @@ def _relative(got: Tensor, expected: Tensor) -> float:
 
 
 class _History(Handler):
-    """Dense attention over all passes so far. queries: by layer, of the last pass."""
+    """Dense attention over all passes so far, or to what the model's own indexers choose of them.
+
+    queries: by layer, of the last pass. index_keys: by layer with an indexer. chosen: what the last
+    indexer chose.
+    """
 
     def __init__(self, attached: Attached, *, is_rehearsing: bool = False) -> None:
         self.attached = attached
         self.is_rehearsing = is_rehearsing
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.queries: dict[int, Tensor] = {}
+        self.index_keys: dict[int, Tensor] = {}
+        self.chosen: Tensor | None = None
+
+    def take_index(self, layer: int, index: IndexCall) -> None:
+        def keep(fresh: Tensor) -> Tensor:
+            earlier = self.index_keys.get(layer, fresh[:, :0])
+            self.index_keys[layer] = torch.cat([earlier, fresh], 1)
+            return self.index_keys[layer]
+
+        earlier = 0 if layer not in self.index_keys else self.index_keys[layer].shape[1]
+        tokens = torch.arange(earlier + index.num_rows, device=index.device)
+        seen = tokens <= tokens[earlier:, None]
+        self.chosen = index(keep, seen[None])
 
     def rehearses(self, layer: int) -> bool:
         return self.is_rehearsing
@@ -190,5 +210,8 @@ class _History(Handler):
         window = self.attached.layers[layer].window
         if window is not None:
             visible &= tokens >= window.first_visible(rows)[:, None]
+        if self.attached.layers[layer].takes_indices:
+            assert self.chosen is not None, "the first layer has an indexer"
+            visible = visible & mask_of(self.chosen, len(tokens))[0]
         visible = visible.expand(len(key), 1, *visible.shape)
         return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)

@@ -157,7 +157,7 @@ class Subject:
         """One dense pass. keep: takes the number, query, key and value of each layer that sees
         every token, the layers that methods number."""
 
-        def numbered(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        def numbered(layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> None:
             number = self.attached.numbers[layer]
             if keep is not None and number is not None:
                 keep(number, query, key, value)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from harness.live.hot_rows import HotRows
 from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
+from harness.model.indexer import IndexCall
 from harness.model.policies import Policy, SelectErrors, check_selection
 from harness.model.sizes import ReadStats
 from harness.replay.counts import PassCounts
@@ -66,7 +67,7 @@ class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
     positions, valid: [batch, rows]. counts: what the rows read. rehearsed: by layer, queries made
-    in the layer before.
+    in the layer before. indexes: by layer, the call of its own indexer, until its attention.
     """
 
     def __init__(self, session: Session, positions: Tensor, valid: Tensor) -> None:
@@ -82,6 +83,7 @@ class DecodePass(Handler):
         geometry, codec = session.attached.geometry, self.history.codec
         self.counts = PassCounts(self.positions, geometry, session.method, codec)
         self.rehearsed: dict[int, Tensor] = {}
+        self.indexes: dict[int, IndexCall] = {}
         self._on_device: dict[torch.device, RowsOnDevice] = {}
         self._latest: State | None = None
 
@@ -90,6 +92,9 @@ class DecodePass(Handler):
 
     def rehearse(self, layer: int, query: Tensor) -> None:
         self.rehearsed[layer] = query
+
+    def take_index(self, layer: int, index: IndexCall) -> None:
+        self.indexes[layer] = index
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         policy, device = self.policies[layer], self.session.attached.layers[layer].device
@@ -114,11 +119,12 @@ class DecodePass(Handler):
         # Select and attend, block by block.
         guess = self.rehearsed.pop(layer) if policy.prefetches else None
         asking = self._selecting_query(layer, query)
+        index = self.indexes.pop(layer, None)
         outputs = []
         num_rows, size = query.shape[2], self._rows_per_block(query)
         for begin in range(0, num_rows, size):
             rows = slice(begin, min(begin + size, num_rows))
-            block = _Block(self, layer, state, rows, query, asking, guess)
+            block = _Block(self, layer, state, rows, query, asking, guess, index)
             if is_selecting:
                 outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
             else:
@@ -202,6 +208,7 @@ class _Block:
         query: Tensor,
         asking: Tensor,
         guess: Tensor | None,
+        index: IndexCall | None,
     ) -> None:
         self.decode = decode
         self.counts = decode.counts
@@ -215,6 +222,7 @@ class _Block:
         self.query = query[:, :, rows]
         self.asking = asking[:, :, rows]
         self.guess = None if guess is None else guess[:, :, rows]
+        self.index = None if index is None else index.part(rows)
         on_device = decode.rows_on(query.device)
         self.positions = on_device.positions[:, rows]
         self.real = on_device.real
@@ -243,7 +251,7 @@ class _Block:
         size] are given."""
         exact = None if self.codec is None else (key, value)
         selection = self._choose_tokens(exact)
-        visible = None if selection.mask is None else self._visible(selection.mask)
+        visible = None if selection.mask is None else self._visible(selection.mask, selection.own)
         if visible is not None and self._gathers(selection, visible):
             output = self._attend_to_gathered(visible, exact)
             return heads_last(with_rest(output, selection.rest))
@@ -309,6 +317,7 @@ class _Block:
             recall = torch.empty_like(everything)
         own_scores = None if exact is None else self._own_scores(exact[0])
         used = _read_by_any(visible)
+        used[..., self.first_own :] = True  # also where no row reads its own token
         for sequence in range(batch):
             for head in range(num_kv_heads):
                 set_of_head = min(head, visible.shape[1] - 1)
@@ -319,7 +328,7 @@ class _Block:
                 value = self.value[sequence, head].index_select(0, columns)[None, None]
                 softmax = self.softmax.of_kv_head(head, num_kv_heads)
                 scores = softmax.scores(grouped[sequence, head][None], key)
-                # Every row reads itself, so the last columns are the rows' own.
+                # The last columns are the rows' own.
                 first_own = len(columns) - num_rows
                 if own_scores is not None:
                     of_own = scores.diagonal(first_own, -2, -1)
@@ -337,9 +346,9 @@ class _Block:
             self._add(self.counts.recall, recall.mean((1, 2)))
         return output
 
-    def _visible(self, mask: Tensor) -> Tensor:
-        """The columns that each row reads, its own among them: bool, shaped as the `mask` of a
-        selection."""
+    def _visible(self, mask: Tensor, own: Tensor | None) -> Tensor:
+        """The columns that each row reads, its own among them but where `own` [batch, rows] is
+        False: bool, shaped as the `mask` of a selection."""
         visible = mask.clone()  # the method may hold it
         resident = self.decode.history.resident.get(self.layer)
         if resident is not None:
@@ -347,7 +356,10 @@ class _Block:
             visible = visible | pad(resident, generated, value=True).unsqueeze(2)
         first = 0 if self.decode.is_padded else self.first_own
         visible[..., first:] &= ~self._hidden(first)[:, None]
-        self._own(visible).fill_(True)
+        if own is None:
+            self._own(visible).fill_(True)
+        else:  # padding sees itself: no empty softmax
+            self._own(visible).copy_((own | ~self.real[:, self.rows])[:, None])
         return visible
 
     def _choose_tokens(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
@@ -365,6 +377,7 @@ class _Block:
                 own_slots=own.expand(len(self.positions), 1, -1),
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
+                index=self.index,
             )
             asked: list[Tensor] = []
             if self.guess is not None:

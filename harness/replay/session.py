@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness.live.hot_rows import HotRows, rooms
 from harness.model.attached import Attached
-from harness.model.policies import new_states, policies_of
+from harness.model.policies import fitted, new_states, policies_of
 from harness.model.rereading import run_prompts
 from harness.model.sizes import ReadStats, SessionConstants, resident_share
 from harness.replay.decode_pass import DecodePass
@@ -37,7 +37,10 @@ class ReplaySession:
     measure_recall: also measure attention_recall, at the cost of a second pass over the scores.
     rows_per_block: rows of a layer that select and attend together; None: as many as memory allows.
     It changes no number. device_rows, prefetch: as in `LiveSession`; replay counts which rows would
-    be on the device. They change no logit. Raises ValueError where the method cannot work in so few
+    be on the device. They change no logit.
+
+    is_model: the method is the full cache, and rows are stored as they are: it is the dense prompt
+    too. Raises ValueError where the method cannot work in so few
     layers, and in `prefill` where it cannot at these lengths.
     """
 
@@ -57,6 +60,8 @@ class ReplaySession:
     ) -> None:
         attached.require_length(int(final_lengths.max()))
         codec = without_keys(codec) if method.holds_keys else codec
+        self.is_model = method.reads_all and codec is None
+        method = fitted(attached, method, codec)
         self.attached = attached
         self.method = method
         needs_method = not method.reads_all or codec is not None
@@ -108,6 +113,7 @@ class ReplaySession:
         key: Tensor,
         value: Tensor,
         inputs: LayerInputs | None = None,
+        index_keys: Tensor | None = None,
     ) -> None:
         """A layer's prompt joins the history, and the state of the method that governs the
         layer."""
@@ -116,7 +122,7 @@ class ReplaySession:
         if policy.kind != "method" or device not in self.states:
             return
         state = self.states[device]
-        rows = self.prompt_rows[device]._replace(inputs=inputs)
+        rows = self.prompt_rows[device]._replace(inputs=inputs, index_keys=index_keys)
         state.prompt(policy.number, query, key, value, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()

@@ -27,6 +27,7 @@ from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.load import LoadedModel
+from harness.model.policies import fitted
 from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.settings.config import LatencyConfig, RunConfig
@@ -101,9 +102,10 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
 def _capacity(config: RunConfig, setup: Setup, attached: Attached) -> Capacity:
     device_gib, host_gib = config.platform.device_gib, config.capacity.host_gib
     assert device_gib is not None, "asked for when the settings were checked"
+    method = fitted(attached, setup.method, setup.codec)
     plan = Plan(
-        sizes_of(attached, setup.method, prefetch=config.prefetch),
-        setup.method,
+        sizes_of(attached, method, prefetch=config.prefetch),
+        method,
         setup.codec,
         config.placement,
         config.device_rows,
@@ -138,12 +140,16 @@ def _repeated(shared: SharedPrompt, batch: int, repeats: int) -> SharedPrompt:
     for states in prompt.layers:
         query, key, value = (part.expand(batch, -1, -1, -1) for part in states)
         layers.append((query, key, value))
+    index_keys = {}
+    for layer, keys in prompt.index_keys.items():
+        index_keys[layer] = keys.expand(batch, -1, -1)
     repeated = replace(
         prompt,
         ids=prompt.ids.expand(batch, -1),
         real=prompt.real.expand(batch, -1),
         layers=layers,
         hidden=prompt.hidden.expand(batch, -1),
+        index_keys=index_keys,
     )
     return SharedPrompt(repeated, [shared.dense_s[0]] * repeats)
 
