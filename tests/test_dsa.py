@@ -377,7 +377,7 @@ SPLIT = SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)
 @pytest.mark.parametrize(
     ("name", "case", "error", "message"),
     [
-        ("gqa", Case(Dsa()), ValueError, "method=dsa: model family 'llama' has no indexer of its own; allowed: "),
+        ("gqa", Case(Dsa()), UserError, "method=dsa: model family 'llama' has no indexer of its own; allowed: "),
         (
             "glm_moe_dsa",
             CASES["quest"],
@@ -387,7 +387,7 @@ SPLIT = SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)
         ("glm_moe_dsa", Case(Full(), Codec("int4")), UserError, "num_exempt_layers=2: .*allowed: 0"),
         ("glm_moe_dsa", CASES["kvzip-plus"], UserError, "KVzip.* reads the prompt again"),
         ("glm_moe_dsa", Case(Full(num_exempt_layers=0), SPLIT), UserError, "residual=8: .*allowed: 0"),
-        ("glm_moe_dsa", Case(Dsa(layers=(0, 1))), ValueError, r"layers=\[0, 1\]: must be layers .*\[0, 2\]"),
+        ("glm_moe_dsa", Case(Dsa(layers=(0, 1))), UserError, r"layers=\[0, 1\]: must be layers .*\[0, 2\]"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(name, case, error, message):

@@ -68,7 +68,7 @@ def fitted(attached: Attached, method: Method, codec: AnyCodec | None = None) ->
     """The method as it runs on this model (`Method.fitted`).
 
     No layer of a model with indexers of its own reads every token, so none is exempt. Raises
-    UserError for what such a model does not take, and ValueError as the method.
+    UserError for what such a model does not take, and for a method that cannot work on this one.
     """
     geometry = attached.geometry
     if geometry.index is not None:
@@ -90,7 +90,10 @@ def fitted(attached: Attached, method: Method, codec: AnyCodec | None = None) ->
                 f"residual={codec.residual}: needs a method that reads everything, and {has_own}; "
                 "allowed: 0"
             )
-    return method.fitted(geometry)
+    try:
+        return method.fitted(geometry)
+    except ValueError as error:  # `methods` knows no UserError; its messages name the setting
+        raise UserError(str(error)) from error
 
 
 def policies_of(
