@@ -40,6 +40,7 @@ from methods.kvzip import KVzip
 from methods.prompt_evicting import KeyDiff, Knorm, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
+from methods.socket import Socket, plane_normals
 from methods.tova import TOVA
 
 ROWS = 32
@@ -159,6 +160,40 @@ def no_scores() -> Tensor:
     raise NotImplementedError
 
 
+def selected(method: Method, layer: Layer, t: int) -> Tensor:
+    """Which of the first t tokens row t reads by its own query: bool [num_kv_heads, t]. The keys stand for values."""
+    lengths, position = torch.tensor([t]), torch.tensor([[t]])
+    state = method.new_state(layer.geometry, Lengths(lengths, lengths + 1))
+    keys = layer.key[:, :, :t]
+    state.prompt(0, layer.query[:, :, :t], keys, keys, PromptRows(torch.ones(1, t, dtype=torch.bool), t + 1))
+    query = layer.query[:, :, t : t + 1]
+    rows = QueryRows(query, position, position >= 0, torch.arange(t)[None, None], position[None], no_scores)
+    selection = state.select(0, rows)
+    assert selection.mask is not None
+    return selection.mask[0, :, 0]
+
+
+def socket(module: Any, layer: Layer) -> float:
+    """Tokens chosen for each of the last rows by the same planes, a set for each query head."""
+    layer, end, found = a_set_per_query_head(layer), layer.key.shape[2], []
+    method = Socket(0, read_frac=0.1, num_sinks=0, recent_frac=0.0)
+    normals = plane_normals(method.num_bits, layer.key.shape[3], method.seed)
+    planes = normals.unflatten(0, (method.tables, method.planes))
+    corners = module.get_protos_T({}, method.planes, normals.device, normals.dtype)
+    buckets, lengths = module.hard_hash(layer.key, planes), layer.key.norm(dim=-1)
+    for t in range(end - ROWS, end):
+        ours = selected(method, layer, t)
+        theirs = module.topk_soft_collision_scores_blockwise(
+            q_probs=module.soft_hash(layer.query[:, :, t : t + 1], planes, corners, tau=method.tau),
+            key_buckets=buckets[..., :t],
+            v_mag=lengths[..., :t],
+            allowed_bool=torch.ones(1, len(ours), 1, t, dtype=torch.bool),
+            M=int(ours[0].sum()),
+        )[0]
+        found.append(shared(ours, torch.zeros_like(ours).scatter_(1, theirs[0, :, 0], True)))
+    return sum(found) / len(found)
+
+
 def freekv(policy: str) -> Callable[[Any, Layer], float]:
     """Pages that compete, chosen for each of the last rows by the row's own query."""
 
@@ -167,18 +202,11 @@ def freekv(policy: str) -> Callable[[Any, Layer], float]:
         method = Quest(0, read_frac=0.5, page_size=size, group="sum_probs", num_sinks=size, recent_frac=0.25)
         found = []
         for t in range(end - ROWS, end):
-            lengths, position = torch.tensor([t]), torch.tensor([[t]])
-            state = method.new_state(geometry, Lengths(lengths, lengths + 1))
-            keys = layer.key[:, :, :t]
-            state.prompt(0, layer.query[:, :, :t], keys, keys, PromptRows(torch.ones(1, t, dtype=torch.bool), t + 1))
-            slots = torch.arange(t)[None, None]
-            query = layer.query[:, :, t : t + 1]
-            rows = QueryRows(query, position, position >= 0, slots, position[None], no_scores)
-            selection = state.select(0, rows)
-            assert selection.mask is not None
+            tokens = selected(method, layer, t)
+            keys, query = layer.key[:, :, :t], layer.query[:, :, t : t + 1]
             pages = t // size
-            mask = selection.mask[0, :, 0, : pages * size].unflatten(1, (pages, size)).all(-1)
-            recent = t - int(0.25 * float(selection.num_read))
+            mask = tokens[:, : pages * size].unflatten(1, (pages, size)).all(-1)
+            recent = t - int(0.25 * float(tokens[0].sum()))
             competing = torch.tensor([p for p in range(1, pages) if (p + 1) * size - 1 < recent])
             ours = mask[:, competing]
             paged = keys[:, :, : pages * size].unflatten(2, (pages, size))[:, :, competing].transpose(1, 2)
@@ -232,6 +260,12 @@ COMPARISONS = {
     ),
     "freekv, scaled": Comparison(
         "rooikeee/FreeKV", "accuracy/kvc/patch/dynamic_attention.py", freekv("avgSdM"), "pages that compete"
+    ),
+    "socket": Comparison(
+        "skylight-org/sparse-attention-hub",
+        "sparse_attention_hub/sparse_attention/research_attention/maskers/fixed/implementations/utils/socket_utils.py",
+        socket,
+        "tokens chosen for each query head",
     ),
     "kivi": Comparison("jy-yuan/KIVI", "quant/new_pack.py", kivi, "coded keys"),
     "turboquant": Comparison(

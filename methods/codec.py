@@ -362,40 +362,23 @@ class TurboCodec(RowCodec):
     def bits(self) -> int:
         return TURBO_BITS[self.name]
 
-    @property
-    def _planes(self) -> tuple[int, ...]:
-        """Bits that are packed together, the low ones first."""
-        return (2, 1) if self.bits == 3 else (self.bits,)
-
     def bits_per_element(self, head_dim: int) -> float:
         """`bits`, and 16 for the row's scale."""
         return self.bits + 16 / head_dim
 
     def row_bytes(self, head_dim: int) -> int:
-        return 2 + sum(plane_width(head_dim, bits) for bits in self._planes)
+        return 2 + code_bytes(head_dim, self.bits)
 
     def roundtrip(self, x: Tensor) -> Tensor:
         return self._values(*self._quantize(x), x.dtype)
 
     def encode(self, x: Tensor) -> Tensor:
         codes, scale = self._quantize(x)
-        parts = [scale.half().view(torch.uint8)]
-        for bits in self._planes:
-            parts.append(_pack_planes(codes & (2**bits - 1), bits))
-            codes = codes >> bits
-        return torch.cat(parts, dim=-1)
+        return torch.cat([scale.half().view(torch.uint8), pack_codes(codes, self.bits)], dim=-1)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
         scale = packed[..., :2].view(torch.float16).float()
-        codes, begin, shift = (
-            packed.new_zeros((*packed.shape[:-1], head_dim), dtype=torch.int32),
-            2,
-            0,
-        )
-        for bits in self._planes:
-            end = begin + plane_width(head_dim, bits)
-            codes += _unpack_planes(packed[..., begin:end], bits, head_dim, torch.int32) << shift
-            begin, shift = end, shift + bits
+        codes = unpack_codes(packed[..., 2:], self.bits, head_dim)
         return self._values(codes, scale, dtype)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -543,6 +526,37 @@ def without_keys(codec: AnyCodec | None) -> SplitCodec:
 def plane_width(head_dim: int, bits: int) -> int:
     """Bytes of a row's codes, which is also the number of elements in a bit plane; even."""
     return -(-head_dim * bits // 16) * 2
+
+
+def _planes(bits: int) -> tuple[int, ...]:
+    """The bits of a code that are packed together, the low ones first."""
+    return (2, 1) if bits == 3 else (bits,)
+
+
+def code_bytes(count: int, bits: int) -> int:
+    """Bytes of `count` codes of 1, 2, 3, 4 or 8 bits, as `pack_codes` packs them."""
+    return sum(plane_width(count, of_plane) for of_plane in _planes(bits))
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Integer codes [..., count] as uint8 [..., `code_bytes`]; codes of 3 bits as their two low
+    bits and then their high bit."""
+    parts = []
+    for of_plane in _planes(bits):
+        parts.append(_pack_planes(codes & (2**of_plane - 1), of_plane))
+        codes = codes >> of_plane
+    return torch.cat(parts, dim=-1)
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The codes in bytes of `pack_codes`: int32 [..., count]."""
+    codes = packed.new_zeros((*packed.shape[:-1], count), dtype=torch.int32)
+    begin, shift = 0, 0
+    for of_plane in _planes(bits):
+        end = begin + plane_width(count, of_plane)
+        codes += _unpack_planes(packed[..., begin:end], of_plane, count, torch.int32) << shift
+        begin, shift = end, shift + of_plane
+    return codes
 
 
 def _pack_planes(codes: Tensor, bits: int) -> Tensor:

@@ -20,13 +20,16 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
 from methods.kascade import Kascade
 from methods.kvzip import KVzip
+from methods.pariskv import ParisKV
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.quest import Quest, QuestState
 from methods.retroinfer import RetroInfer
 from methods.rkv import RKV
+from methods.rocketkv import RocketKV
 from methods.shadowkv import ShadowKV
+from methods.socket import Socket
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
@@ -156,6 +159,30 @@ CASES = {
     "quest-step": Case(Quest(read_frac=0.4, page_size=2, when="previous_step", group="max_logits")),
     "quest-rehearsed": Case(Quest(read_frac=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
     "pqcache": Case(PQCache(read_frac=0.5, num_sinks=1, recent_frac=0.3, bits=2, iterations=3)),
+    "pariskv": Case(ParisKV(read_frac=0.4, num_sinks=1, candidate_frac=0.6)),
+    "pariskv-step": Case(
+        ParisKV(
+            read_frac=0.3, num_sinks=0, recent_frac=0.0, group="max_probs", when="previous_step", num_exempt_layers=1
+        )
+    ),
+    "pariskv-union": Case(ParisKV(read_frac=0.3, num_sinks=2, group="union", seed=3, num_exempt_layers=0)),
+    "socket": Case(Socket(read_frac=0.4, num_sinks=1, recent_frac=0.3, tables=7, planes=3)),
+    "socket-rehearsed": Case(
+        Socket(
+            read_tokens=6,
+            num_sinks=0,
+            tables=5,
+            planes=9,
+            tau=0.1,
+            covers="layer",
+            when="previous_layer",
+            value_weighted=False,
+        )
+    ),
+    "rocketkv": Case(RocketKV(budget_frac=0.5, window=4, kernel=3)),
+    "rocketkv-step": Case(RocketKV(budget_tokens=4, window=2, num_sinks=1, when="previous_step", num_exempt_layers=1)),
+    "rocketkv-union": Case(RocketKV(budget_tokens=5, window=1, group="union", num_exempt_layers=0)),
+    "rocketkv+smooth": Case(RocketKV(budget_frac=0.7, window=3, kernel=5), Smooth()),
     "freekv": Case(
         Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=3, recent_frac=0.25)
     ),

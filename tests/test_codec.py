@@ -26,8 +26,11 @@ from methods.codec import (
     Codec,
     SplitCodec,
     TurboCodec,
+    code_bytes,
     hadamard,
     lloyd_max,
+    pack_codes,
+    unpack_codes,
 )
 from methods.full import Full
 
@@ -226,6 +229,21 @@ def test_turboquants_sizes_by_hand(name, head_dim, row_bytes, bits):
     # vLLM's sizes: a key of head_dim * bits / 8 + 2 bytes, a value of head_dim * bits / 8 + 4
     assert codec.row_bytes(head_dim) == head_dim * codec.bits // 8 + 2
     assert Codec("int4", 128).row_bytes(head_dim) == head_dim // 2 + 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 8]), shapes, seeds)
+def test_packed_codes_are_the_codes(bits, shape, seed):
+    codes = torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(seed))
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], code_bytes(shape[-1], bits))
+    assert torch.equal(unpack_codes(packed, bits, shape[-1]).long(), codes)
+
+
+def test_the_bytes_of_codes_by_hand():
+    """A plane has an even number of bytes; codes of 3 bits have a plane of two and one of one."""
+    found = [code_bytes(count, bits) for count, bits in ((64, 3), (16, 3), (600, 1), (15, 1), (10, 4), (3, 8))]
+    assert found == [16 + 8, 4 + 2, 76, 2, 6, 4]
 
 
 # KIVI: keys per channel in groups of tokens, the last tokens exact

@@ -1,4 +1,4 @@
-"""What crosses the link, is read on the device and is kept there: nine methods by hand, in replay and live decoding.
+"""What crosses the link, is read on the device and is kept there: twelve methods by hand, in replay and live decoding.
 
 The model has 4 layers, of which 2 are exempt, 2 KV heads of 16 columns, and computes in fp32. A sequence has 24 or 15
 prompt tokens and decodes 10, so T is 34 or 25; a prompt of 15 is padded by 9 columns.
@@ -19,7 +19,10 @@ from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.pariskv import ParisKV
 from methods.quest import Quest
+from methods.rocketkv import RocketKV
+from methods.socket import Socket
 from methods.twilight import Twilight
 from methods.vattention import VAttention
 
@@ -57,6 +60,9 @@ class Hand(NamedTuple):
     has_state: bool = True
 
 
+ROCKET = {34: (24, 15, 2, 12), 25: (15, 11, 1, 8)}
+"""Of a budget of 6 tokens: the prompt, floor(24 / 4^0.32) and floor(15 / 2.5^0.2793) tokens that stay, 2.5 and 1.83
+times the budget: tokens of a chunk, and channels, 16 * 2 / 2.5 and 16 / 1.83."""
 COLUMNS = 5
 """ceil(0.3 * 16)"""
 BUDGET = {34: 5 + 3, 25: 3 + 2}
@@ -87,6 +93,13 @@ BALANCED = Hand(
     state=34 * PARTIAL_KEY + PAIR + 8 * 4,
 )
 FULL = Hand(Case(Full()), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
+
+
+def rocketkv_index(t: int, prompt: int, kept: int, chunk: int, channels: int) -> float:
+    """The channels of one bound of each full chunk, in tokens."""
+    return (kept + t - prompt) // chunk * channels / (2 * 16)
+
+
 HANDS = {
     "full": FULL,
     "int4": FULL._replace(case=Case(Full(), Codec("int4")), row=INT4, width=WIDTH, ahead=True),
@@ -122,6 +135,35 @@ HANDS = {
         index=lambda t, final: t * WIDTH / 2,
         kept=lambda final: final * INT4 / 2,
         state=34 * INT4 / 2,
+    ),
+    "pariskv": Hand(
+        Case(ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5)),
+        read=lambda t, final: 8,
+        buffer=8,
+        # of all but 2 first and 4 recent tokens a byte for each 8 signs; of half of them 6 bytes and two weights
+        index=lambda t, final: ((t - 6) * 2 + -(-(t - 6) // 2) * (6 + 4)) / (2 * 32),
+        kept=lambda final: final * (2 + 6 + 4),
+        state=34 * (2 + 6 + 4),
+        shared=35 * (1 + 8) * 8 + (16 + 8 + 7) * 4,  # by tokens cached, 1 and 8 numbers; signs, levels and boundaries
+    ),
+    "socket": Hand(
+        Case(Socket(read_tokens=6, num_sinks=1, tables=5, planes=3)),
+        read=lambda t, final: 6,
+        buffer=6,
+        index=lambda t, final: t * (2 + 2) / (2 * 32),  # 15 bits in two bytes, and the length of the value
+        kept=lambda final: final * (2 + 2) + 15 * 16 * 2 / (2 * HEADS),  # the sequence's planes, which its layers share
+        state=34 * (2 + 2) + 15 * 16 * 4 / (2 * HEADS),
+        shared=35 * 8,
+    ),
+    "rocketkv": Hand(
+        Case(RocketKV(budget_tokens=6, window=2)),
+        read=lambda t, final: 3,
+        buffer=3,
+        index=lambda t, final: rocketkv_index(t, *ROCKET[final]),
+        # the tokens in the slots, int32; the bounds of 21 chunks and one for what is in none; four numbers
+        kept=lambda final: (ROCKET[final][1] + 10) * 4 + 2 * 22 * 16 * 2 + 4 * 8 / (2 * HEADS),
+        state=(25 + 2) * 4 + 2 * 22 * 16 * 4 + 4 * 8 / (2 * HEADS),
+        shared=2 * 2 * 8,  # of both layers and sequences, the tokens that stay beside the window
     ),
     "infinigen": INFINIGEN,
     "infinigen, balanced": BALANCED,
@@ -174,7 +216,7 @@ def test_bytes_by_hand(name, placement):
     assert bool(most) <= own_rows <= most
 
     state = batch * (LENGTHS + 2 * HEADS * hand.state) + hand.shared if hand.has_state else 0
-    slots = 8 if name == "h2o" else 34
+    slots = {"h2o": 8, "rocketkv": 25}.get(name, 34)
     stores = batch * HEADS * (2 * 34 * EXACT + 2 * slots * hand.row)
     own_too = 1  # behind the fetched rows of a head
     buffers = 2 * (hand.buffer + own_too) * hand.row + (2 * (34 + own_too) * EXACT if hand.ahead else 0)

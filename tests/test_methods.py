@@ -16,13 +16,16 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle, balanced, choose_columns, fitted_query_side, mixing, moments
 from methods.kascade import Kascade
+from methods.pariskv import ParisKV, shares_of, sphere_levels
 from methods.pqcache import PQCache
 from methods.projected import Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
+from methods.rocketkv import RocketKV
 from methods.selection import GROUPS
 from methods.shadowkv import ShadowKV
+from methods.socket import Socket
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
@@ -51,13 +54,16 @@ REFUSED = {
     "odd integer >= 1": [(SnapKV, "kernel", 4), (RKV, "kernel", 2)],
     "in [0, 1]": [(H2O, "heavy_frac", -0.1), (H2O, "heavy_frac", math.nan), (DuoAttention, "sparsity", -0.1)],
     "in (0, 1]": [(Streaming, "kept_frac", 0.0), (Quest, "read_frac", math.nan), (InfiniGen, "pool_frac", 1.5)],
+    "in (0, 2]": [(RocketKV, "budget_frac", 0.0), (RocketKV, "budget_frac", 2.1)],
+    "an integer from 1 to 16": [(Socket, "planes", 0), (Socket, "planes", 17)],
+    "a number > 0": [(Socket, "tau", 0.0)],
     "in (0, 0.5]": [(VAttention, "delta", 0.0), (VAttention, "delta", 0.6)],
-    "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0)],
+    "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0), (ParisKV, "collision_frac", 1.1)],
     "above num_sinks + window=32, or null": [(SnapKV, "kept_tokens", 32)],
     "above window=8, or null": [(RKV, "kept_tokens", 8)],
     "1: tokens are scored, not pages": [(PQCache, "page_size", 2)],
     "best, the distance that alpha bounds": [(Oracle, "group", "sum_probs")],
-    "one of kv_head": [(ShadowKV, "covers", "layer")],
+    "one of kv_head": [(ShadowKV, "covers", "layer"), (ParisKV, "covers", "layer"), (RocketKV, "covers", "layer")],
     "one of previous_step, previous_layer, own_query": [(Quest, "when", "layer")],
     "own_query, where the own token's weight is known; or set mean_value=false": [(SparQ, "when", "previous_layer")],
     "one of columns, balanced": [(InfiniGen, "index", "pca")],
@@ -92,6 +98,9 @@ AT_A_BATCH = [
     (ExpectedAttention(), [40, 20], [50, 30], "method.kept_frac=0.2: must be at least 0.25 for a prompt of 20 tokens"),
     (PQCache(sub_vectors=3), [90], [120], "method.sub_vectors=3: must be a divisor of 16, the elements of a head"),
     (PQCache(read_frac=0.3), [90], [120], "method.num_sinks=32: must be below 27, what is read of"),
+    (RocketKV(), [90, 40], [99, 60], "method.budget_frac=0.2: must be more: it keeps 23 of 40 tokens, which"),
+    (RocketKV(budget_tokens=4), [60], [80], "method.budget_tokens=4: must be more: it keeps 18 of 60 tokens, which"),
+    (RocketKV(budget_tokens=40, num_sinks=20), [90], [99], "method.num_sinks=20: must be below 20, what is read of a"),
 ]  # fmt: skip
 
 
@@ -210,6 +219,14 @@ SIZES = [
     (InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
     (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),
     (ShadowKV(), TokenCounts(30, 24, 34), 0),  # no chunk to fetch
+    (ParisKV(read_frac=0.3), ROW, 30),
+    (Socket(), ROW, 5),
+    (Socket(group="union"), ROW, None),
+    (RocketKV(), ROW, 8),  # half of a fifth of the prompt
+    (RocketKV().with_size(0.5), ROW, 40),
+    (RocketKV().with_size(1.0), ROW, 80),
+    (RocketKV(budget_tokens=50), TokenCounts(11, 11, 120), 11),
+    (RocketKV(group="union"), ROW, None),
     *[(DuoAttention().with_size(frac), TokenCounts(1000, 900, 1024), read)
       for frac, read in ((2**-24, 320), (0.25, 490), (0.5, 660), (1.0, 1000))],
 ]  # fmt: skip
@@ -222,6 +239,56 @@ def test_tokens_read_by_hand(method, row, read):
     assert (found or 0) <= bound <= row.cached
     assert SnapKV(kept_tokens=50).with_size(0.5).tokens_kept(ROW, 2) == 40 + 20
     assert Quest(read_tokens=32, page_size=4).with_size(0.5) == Quest(read_frac=0.5, page_size=4)
+
+
+def test_rocketkvs_stages_by_hand():
+    """A compression c of 64 is split as 64^0.56 and the rest; of 4, as 4^0.32; of 2^20, as (2^20)^0.8."""
+    head_dim = 64
+    # 8192 / 64^0.56 = 8192 / 10.27; 797 / 128 = 6.23: chunks of ceil(sqrt 6.23), and 64 * 3 / 6.23 channels
+    assert RocketKV(budget_tokens=128).plan(8192, head_dim) == (797, 3, 30, 64)
+    # 1024 / 4^0.32 = 1024 / 1.558; 657 / 256 = 2.57: chunks of floor(2.57)
+    assert RocketKV(budget_frac=0.25).plan(1024, head_dim) == (657, 2, 49, 128)
+    assert RocketKV(budget_tokens=2).kept(2**21 + 100) == 2**21 // 2**16  # a little more, for the rounding
+    assert RocketKV(budget_frac=2.0).plan(100, head_dim) == (100, 1, 64, 100)  # nothing is left out
+    assert RocketKV(budget_tokens=50).plan(11, head_dim) == (11, 1, 64, 25)
+    least = RocketKV().min_size(ROW)
+    found = [RocketKV().with_size(size) for size in (least, 0.999 * least)]
+    assert [(method.budget(80), method.kept(80) > 32) for method in found] == [(9, True), (8, False)]
+    with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=32: must be below 30, the shortest prompt"):
+        RocketKV().min_size(TokenCounts(31, 30, 50))
+
+
+def test_pariskvs_stages_by_hand():
+    method = ParisKV(read_frac=0.1)
+    # Of 1,000 tokens 100 are read: 4 first, 38 recent, and of the 958 between them 479 are candidates. A share of
+    # 0.5 of the 958 has votes: 23.95, 71.85, 143.7, 239.5, 359.25 and 479 of them
+    assert method.plan(1000) == [958, 479, 24, 72, 144, 240, 360, 479]
+    assert method.plan(3) == [0, 0, 0, 0, 0, 0, 0, 0]
+    few = ParisKV(read_frac=0.5, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, collision_frac=1.0)
+    assert few.plan(10) == [10, 5, 1, 2, 3, 5, 8, 10]  # as many candidates as are read
+    found = [shares_of(zone) for zone in (4999, 5000, 10_000, 30_000, 10**7)]
+    assert found == [(0.5, 0.5), (0.25, 0.3), (0.2, 0.25), (0.1, 0.2), (0.1, 0.2)]
+    with pytest.raises(ValueError, match="method ParisKV: a key of 20 elements .*; allowed: a multiple of 8"):
+        ParisKV().new_state(replace(SHAPE, head_dim=20), lengths_of([40], [50]))
+
+
+def test_pariskvs_magnitudes_are_the_best_for_a_random_direction():
+    """Near the official code's table, which a sample of random directions gave; and no other levels near them err
+    less."""
+    published = [0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633]
+    levels = torch.tensor(sphere_levels(8, 8), dtype=torch.float64)
+    assert levels.tolist() == pytest.approx(published, abs=3.5e-3)
+    vectors = torch.randn(50_000, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    elements = (vectors / vectors.norm(dim=-1, keepdim=True)).abs().view(-1, 1)
+
+    def error(levels):
+        return float((elements - levels).square().amin(-1).mean())
+
+    for number in range(8):
+        for moved in (-0.02, 0.02):
+            other = levels.clone()
+            other[number] += moved
+            assert error(other) > error(levels)
 
 
 # The choice

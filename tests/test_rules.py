@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import product
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -27,12 +28,15 @@ from harness.model.prompts import PromptPass
 from harness.replay import decode_pass as passes
 from methods.base import Geometry, TokenCounts
 from methods.infinigen import InfiniGen, balanced, mixing
+from methods.pariskv import ParisKV, random_signs, sphere_levels
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
+from methods.rocketkv import RocketKV
 from methods.shadowkv import ShadowKV
+from methods.socket import Socket, plane_normals
 from methods.streaming import DuoAttention
 from methods.tova import TOVA
 from methods.twilight import Twilight
@@ -226,6 +230,123 @@ def pqcache(method: PQCache, of: Of):
         return set(best(probs, size))  # equal codes tie
 
     return row
+
+
+def plain_hadamard(size: int) -> np.ndarray:
+    """Sylvester's matrix of the largest power of two that divides `size`, once for each block."""
+    block = np.ones((1, 1))
+    while size % (2 * len(block)) == 0:
+        block = np.block([[block, block], [block, -block]])
+    return np.kron(np.eye(size // len(block)), block) / math.sqrt(len(block))
+
+
+def pariskv(method: ParisKV, of: Of):
+    """Patterns in the query's order give their keys votes; the candidates' keys in 4 bits rank them."""
+    head_dim, count = of.key.shape[1], of.key.shape[1] // 8
+    rotation = np.diag(random_signs(head_dim, method.seed).double().numpy()) @ plain_hadamard(head_dim)
+    levels = np.array(sphere_levels(8, 8))
+    patterns, coded_keys = [], []
+    for parts in (of.key @ rotation).reshape(-1, count, 8):
+        patterns.append([tuple(np.where(part >= 0, 1, -1)) for part in parts])
+        coded_key = []
+        for part in parts:
+            direction = part / norm(part)
+            nearest = levels[np.abs(np.abs(direction)[:, None] - levels).argmin(1)]
+            weight = np.float16(norm(part) / (nearest @ np.abs(direction)))
+            coded_key.append(nearest * np.where(part >= 0, 1, -1) * float(weight))
+        coded_keys.append(np.concatenate(coded_key))
+
+    def votes(zone: range, query: np.ndarray, share: float) -> dict[int, int]:
+        found = dict.fromkeys(zone, 0)
+        for part, of_query in enumerate(query.reshape(count, 8)):
+            worth = {pattern: np.dot(pattern, of_query) for pattern in {patterns[token][part] for token in zone}}
+            before = 0
+            for pattern in sorted(worth, key=worth.__getitem__, reverse=True):
+                tokens = [token for token in zone if patterns[token][part] == pattern]
+                tiers = sum(before < math.ceil(len(zone) * share * tier) for tier in (0.05, 0.15, 0.3, 0.5, 0.75, 1))
+                for token in tokens:
+                    found[token] += tiers
+                before += len(tokens)
+        return found
+
+    def row(t: int) -> set[int]:
+        size = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
+        recent = math.floor(method.recent_frac * size)
+        zone = range(min(t, method.num_sinks), max(min(t, method.num_sinks), t - recent))
+        others = size - (t - len(zone))
+        found = votes(zone, of.query[:, t].mean(0) @ rotation, method.collision_frac or 0.5)
+        number = max(others, math.ceil(len(zone) * (method.candidate_frac or 0.5)))
+        candidates = sorted(sorted(zone, key=lambda token: (-found[token], token))[:number])
+        scores = of.query[:, t] @ rotation @ np.array([coded_keys[token] for token in candidates]).T
+        worth = sum(map(softmax, scores)) if method.group == "sum_probs" else scores.sum(0)
+        chosen = {candidates[number] for number in best(worth, others)}
+        return chosen | set(range(t)) - set(zone)
+
+    return row
+
+
+def socket(method: Socket, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
+    """Each corner of each table's cube gets a probability, the softmax over all corners."""
+    normals = plane_normals(method.tables * method.planes, geometry.head_dim, method.seed).double().numpy()
+    tables = normals.reshape(method.tables, method.planes, -1)
+    corners = [np.array(corner) for corner in product((-1, 1), repeat=method.planes)]
+    read = []
+    for head, key in enumerate(sequence.key):
+        queries = sequence.query[head * geometry.group : (head + 1) * geometry.group] / geometry.scale
+        lengths = norm(sequence.value[head]).astype(np.float16).astype(float)
+        sides = [np.where(key @ planes.T >= 0, 1, -1) for planes in tables]
+        of_head = []
+        for t in range(prompt, len(key)):
+            worth = np.zeros(t)
+            for query in queries[:, t]:
+                for planes, of_table in zip(tables, sides, strict=True):
+                    lean = np.tanh(planes @ query) / (method.tau * math.sqrt(geometry.head_dim))
+                    probs = softmax(np.array([corner @ lean for corner in corners]))
+                    by_corner = {tuple(corner): prob for corner, prob in zip(corners, probs, strict=True)}
+                    worth += [by_corner[tuple(side)] for side in of_table[:t]]
+            worth *= lengths[:t] if method.value_weighted else 1
+            size = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
+            worth[: method.num_sinks] = np.inf
+            worth[t - math.floor(method.recent_frac * size) :] = np.inf
+            of_head.append(set(best(worth.round(12), size)))  # equal hashes tie
+        read.append(of_head)
+    return read
+
+
+def rocketkv(method: RocketKV, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
+    """SnapKV's tokens, and then chunks of them by one bound in each of the query's largest channels."""
+    size = geometry.head_dim
+    budget = method.budget_tokens or math.floor(method.budget_frac * prompt)
+    first = max(1, prompt / budget)
+    kept = math.floor(prompt / first ** min(0.2 + 0.06 * math.log2(first), 0.8))
+    second = max(1, kept / budget)
+    length = min(math.floor(second), math.ceil(math.sqrt(second)))
+    evicted = once(snapkv)(SnapKV(kept_tokens=kept, num_sinks=method.num_sinks, window=method.window,
+                                  kernel=method.kernel), geometry, layer, sequence, prompt)  # fmt: skip
+    read = []
+    for head, key in enumerate(sequence.key):
+        of_head = []
+        queries = sequence.query[head * geometry.group : (head + 1) * geometry.group]
+        for t in range(prompt, len(key)):
+            tokens, query = sorted(evicted[head][t - prompt]), queries[:, t]
+            assert len(tokens) == kept + t - prompt
+            channels = best(np.abs(query).sum(0), max(1, math.floor(size * length / second)))
+            share = np.abs(query[:, channels]).sum(1) / np.abs(query).sum(1)
+            is_up = query.sum(0) > 0
+            full = len(tokens) // length * length
+            first_tokens = [token for token in tokens if token < method.num_sinks]
+            worth = np.full((len(query), len(tokens)), -np.inf)
+            for begin in range(0, full, length):
+                keys = key[tokens[begin : begin + length]]
+                bound = np.where(is_up, keys.max(0), keys.min(0))[channels]
+                worth[:, begin : begin + length] = (query[:, channels] @ bound / np.sqrt(share))[:, None]
+            worth[:, : len(first_tokens)] = -np.inf
+            probs = sum(map(softmax, worth)) if np.isfinite(worth).any() else np.zeros(len(tokens))
+            probs[full:] = np.inf
+            probs[: len(first_tokens)] = np.inf
+            of_head.append({tokens[i] for i in best(probs.round(12), min(len(tokens), max(1, budget // 2)))})
+        read.append(of_head)
+    return read
 
 
 def selectable(method: ShadowKV, key: np.ndarray, prompt: int) -> dict[int, np.ndarray]:
@@ -564,6 +685,7 @@ PLAIN = {
     Quest: of_heads(quest), PQCache: of_heads(pqcache), ShadowKV: of_heads(shadowkv), SnapKV: once(snapkv),
     Knorm: once(knorm), KeyDiff: once(keydiff), ExpectedAttention: once(expected), TOVA: tova, RKV: of_heads(rkv),
     DuoAttention: of_heads(duo), Twilight: of_heads(twilight), VAttention: of_heads(vattention),
+    ParisKV: of_heads(pariskv), Socket: socket, RocketKV: rocketkv,
 }  # fmt: skip
 """The rule of each method; others score on a few numbers per key."""
 RULES = {
@@ -575,6 +697,18 @@ RULES = {
     ),
     "pqcache": PQCache(read_frac=0.5, num_sinks=2, recent_frac=0.3, bits=3, iterations=4),
     "pqcache-fine": PQCache(read_frac=0.3, num_sinks=1, sub_vectors=4, bits=2, iterations=0, num_exempt_layers=0),
+    "pariskv": ParisKV(read_frac=0.4, num_sinks=1),
+    "pariskv-few": ParisKV(read_frac=0.3, num_sinks=2, recent_frac=0.2, collision_frac=0.3, candidate_frac=0.4, seed=1),
+    "pariskv-as-read": ParisKV(read_frac=0.6, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, num_exempt_layers=0),
+    "pariskv-probs": ParisKV(read_tokens=6, num_sinks=0, group="sum_probs"),
+    "socket": Socket(read_frac=0.3, num_sinks=2, recent_frac=0.3, tables=9, planes=4),
+    "socket-fine": Socket(read_tokens=5, num_sinks=0, tables=3, planes=7, tau=0.1, seed=5, num_exempt_layers=0),
+    "socket-bits": Socket(read_frac=0.3, num_sinks=0, tables=20, planes=3, value_weighted=False),
+    "rocketkv": RocketKV(budget_frac=0.4, window=4, kernel=3),
+    "rocketkv-chunks": RocketKV(budget_tokens=6, window=2, kernel=5, num_exempt_layers=0),
+    "rocketkv-one": RocketKV(budget_tokens=2, window=2, kernel=3),
+    "rocketkv-sinks": RocketKV(budget_tokens=7, window=1, num_sinks=2),
+    "rocketkv-wide": RocketKV(budget_frac=1.5, window=3, kernel=3),
     "shadowkv": ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2),
     "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=3, local_chunks=0, outlier_frac=0.0, num_exempt_layers=0),
     "doublesparsity": DoubleSparsity(read_frac=0.4, rank=0.25),
@@ -617,7 +751,7 @@ RULES = {
     "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
 }
 OPT = ("quest", "pqcache", "shadowkv", "doublesparsity", "loki", "sparq", "balanced", "both", "expected", "tova", "rkv",
-       "duo", "twilight", "vattention")  # fmt: skip
+       "duo", "twilight", "vattention", "pariskv", "socket", "rocketkv")  # fmt: skip
 RUNS = [(name, "gqa") for name in RULES] + [(name, "opt") for name in OPT]
 CALLS = (1, 2, 9, 20)
 """The rows after which replay's calls end: inside a page or a group."""

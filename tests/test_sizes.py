@@ -20,11 +20,14 @@ from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
+from methods.pariskv import ParisKV
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, PartialKeysState, SparQ
 from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
+from methods.rocketkv import RocketKV
+from methods.socket import Socket
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
@@ -55,6 +58,10 @@ sizeable = st.sampled_from(
         TOVA(),
         RKV(window=1, divide_length=3),
         DuoAttention(num_sinks=1, num_recent=1),
+        ParisKV(num_sinks=0),
+        Socket(num_sinks=1),
+        RocketKV(window=1),
+        RocketKV(window=2, num_sinks=1, num_exempt_layers=0),
     ]
 )
 GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, family="llama")
@@ -69,7 +76,7 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
         found = sized_as_stored(method, codec, geometry, rows, target, nearest=False)
     except UserError as error:
         if "cannot be sized so" in str(error):  # a prompt that is no longer than the window
-            assert isinstance(method, SnapKV) and min(row.prompt for row in rows) <= method.safe, error
+            assert isinstance(method, SnapKV | RocketKV) and min(row.prompt for row in rows) <= method.safe, error
             return
         assert f"size={target}" in str(error)
         least = max(method.min_size(row) for row in rows)
@@ -78,7 +85,7 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
         assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
     else:
         prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
-        if isinstance(found, Streaming | SnapKV | RKV):
+        if isinstance(found, Streaming | SnapKV | RKV | RocketKV):
             found.new_state(GEOMETRY, Lengths(prompts, finals))  # refused nowhere
         assert type(found) is type(method) and found.num_exempt_layers == method.num_exempt_layers
         total = 0.0
@@ -163,6 +170,24 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         (SparQ(mean_value=False), 4 / 32),
         # two codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
         (PQCache(num_sinks=0), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
+        # a byte for each of two sub-vectors of a key of the zone; of half of it 3 bits for each of 16 elements, in 6
+        # bytes, and two weights
+        (
+            ParisKV(num_sinks=0, recent_frac=0.0),
+            mean((t * 2 + -(-t // 2) * (6 + 4)) / (2 * 32) / t for t in CACHED),
+        ),
+        (
+            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01),
+            mean(((t - 6) * 2 + 2 * 10) / (2 * 32) / t for t in CACHED),
+        ),
+        # 60 hashes of 10 bits in 76 bytes, and the length of the value
+        (Socket(num_sinks=0), (76 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3), (2 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False), 2 / (2 * 32)),
+        # floor(24 / 2.4^0.2758) = 18 prompt tokens stay; 18 / 10 is a token a chunk, and 16 / 1.8 channels
+        (RocketKV(budget_tokens=10, window=2), mean((18 + t - PROMPT) * 8 / 32 / t for t in CACHED)),
+        # 12 stay; 12 / 4 is two tokens a chunk, and 16 * 2 / 3 channels
+        (RocketKV(budget_tokens=4, window=2), mean((12 + t - PROMPT) // 2 * 10 / 32 / t for t in CACHED)),
         (VAttention(num_sinks=0), 16 * (4 + 32 / 16) / 16 / 32),
         # every key in 4 bits; or two vectors a full page, and in 4 bits the keys of Quest's pages
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
