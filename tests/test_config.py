@@ -286,6 +286,7 @@ BAD_SETTINGS = [
     *(f"{name}=null" for name in ("metadata", "analysis", "calibration")),
     "seq_len=1.5",
     *(f"metadata.max_seq_lengths={value}" for value in (4096, "[]", "[0]", "[1,1]", "[a]", f"[{HUGE}]")),
+    *(f"metadata.num_sentences={value}" for value in (-1, 1.5, "true", "many", HUGE)),
     *(f"analysis.layers={value}" for value in ("[]", "[-1]", "[1,1]", "[a]", f"[{HUGE}]")),
     *(f"tasks={value}" for value in ("[]", "[passkey,passkey]", "{a:1}", 3)),
     f"num_samples={10**12}",

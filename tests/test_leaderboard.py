@@ -183,6 +183,7 @@ def test_other_models_take_the_numbers_of_exempt_layers_of_the_default_model(res
     expected += [("tasks", 1024, *cell) for cell in [("full", None, 2), *tuned[:2]]]
     expected += [(text, 4096, *cell) for text in ("code", "book", "wikitext2") for cell in tuned[:2]]
     assert [what_runs(cell) for cell in cells] == expected
+    assert {cell.task.num_sentences for cell in cells} == {40}, "as long as the shorter windows"
     assert all(cell.corpus.spread for cell in cells) and {cell.seq_len - cell.prefill_len for cell in cells} == {64}
 
 

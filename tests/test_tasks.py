@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 import socket
 from dataclasses import replace
 from functools import cache
@@ -80,6 +81,31 @@ def test_a_generated_question(task, monkeypatch):
         assert f"The {subject} is{question.choices[question.gold]}." in context
         assert context == made[8 * question.context_id].prompt.split(MARKER)[0], "8 questions share a context"
     assert {question.gold for question in made} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("task", CONTEXTS)
+def test_a_longer_context_has_the_same_facts_among_so_many_sentences(task, monkeypatch):
+    sentences = [f"Sentence {number:02} of a text." for number in range(40)]
+    monkeypatch.setattr(generated, "offline_sentences", lambda: sentences)
+
+    def context_of(*num_sentences: int) -> str:
+        first, *others = questions(task, 8, 0, *num_sentences)
+        context = first.prompt.split(MARKER)[0]
+        assert {question.prompt.split(MARKER)[0] for question in others} == {context}
+        return context
+
+    fact = re.compile(r"The (?:secret )?code of the \w+ is \d+\.")
+    usual = {"kv_recall": 0, "passkey": 8}[task]
+    assert context_of(usual) == context_of(), "as many as the task has by itself"
+    for number in (0, 30):
+        context = context_of(number)
+        assert sum(sentence in context for sentence in sentences) == number
+        assert sorted(fact.findall(context)) == sorted(fact.findall(context_of()))
+    first, last = context.index("Sentence"), context.rindex("Sentence")
+    assert context.index("code of") < last and first < context.rindex("code of"), "facts are among the sentences"
+    config = settings(task, task={"metadata": {"num_sentences": 41}})
+    with pytest.raises(UserError, match="metadata.num_sentences=41: must be at most 40, the sentences of"):
+        generated.load(task, config)
 
 
 @pytest.mark.parametrize(("method", "codec"), [(Full(), None), (InfiniGen(max_fetch_frac=0.2), None), (Full(), "int2")])

@@ -9,6 +9,9 @@ them apart, and chance is 0.25.
     passkey    8 sentences "The secret code of the {item} is {5 digits}." at random places among 8
                sentences of the offline text
 
+`metadata.num_sentences=N` puts N sentences of the offline text among the facts of either, for a
+longer context in which small sizes can be had.
+
 The sizes were tuned once on the default model and are frozen. Its full cache is right on 0.83
 (standard error 0.04) of 128 questions of kv_recall and 0.87 (0.03) of passkey, with seed 0 and the
 text of Python 3.11; contexts have about 340 and 270 tokens.
@@ -20,6 +23,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from harness.data.text import offline_text
+from harness.errors import UserError
 from harness.settings.config import RunConfig
 
 MARKER = "\nQuestion:"  # where the question of a prompt starts; contexts do not contain it
@@ -56,19 +60,24 @@ class Context(NamedTuple):
     subject: str
 
 
-def kv_recall_context(rng: random.Random) -> Context:
-    """A list of 24 items and their 4-digit codes."""
+def kv_recall_context(rng: random.Random, num_sentences: int | None = None) -> Context:
+    """A list of 24 items and their 4-digit codes. num_sentences: further lines, at random places
+    among them; None: no other."""
     values = _values(rng, num_items=24, num_digits=4)
     lines = [f"The code of the {item} is {code}." for item, code in values.items()]
+    if num_sentences:
+        lines += rng.sample(offline_sentences(), num_sentences)
+        rng.shuffle(lines)
     return Context("\n".join(["Here is a list of items and their codes.", *lines]), values, "code")
 
 
-def passkey_context(rng: random.Random) -> Context:
-    """8 sentences with a 5-digit code each, at random places among 8 sentences of the offline
-    text."""
+def passkey_context(rng: random.Random, num_sentences: int | None = None) -> Context:
+    """8 sentences with a 5-digit code each, at random places among `num_sentences` sentences of the
+    offline text; None: 8."""
     values = _values(rng, num_items=8, num_digits=5)
     keys = [f"The secret code of the {item} is {code}." for item, code in values.items()]
-    sentences = rng.sample(offline_sentences(), 8) + keys
+    number = 8 if num_sentences is None else num_sentences
+    sentences = rng.sample(offline_sentences(), number) + keys
     rng.shuffle(sentences)
     return Context(" ".join(sentences), values, "secret code")
 
@@ -77,7 +86,8 @@ CONTEXTS = {"kv_recall": kv_recall_context, "passkey": passkey_context}
 
 
 def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings of lm-eval's task, and its rows."""
+    """The settings of lm-eval's task, and its rows. UserError for more sentences than the offline
+    text has."""
     settings = {
         "task": task,
         "test_split": "test",
@@ -91,17 +101,25 @@ def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, A
     }
     count = config.num_samples_of(task)
     assert count is not None, "generated tasks have no end of their own"
-    return settings, [question._asdict() for question in questions(task, count, config.seed)]
+    num_sentences = config.task.num_sentences
+    if num_sentences is not None and num_sentences > len(offline_sentences()):
+        most = f"at most {len(offline_sentences())}, the sentences of the offline text"
+        raise UserError(f"metadata.num_sentences={num_sentences}: must be {most}")
+    made = questions(task, count, config.seed, num_sentences)
+    return settings, [question._asdict() for question in made]
 
 
-def questions(task: str, num_questions: int, seed: int) -> list[Question]:
+def questions(
+    task: str, num_questions: int, seed: int, num_sentences: int | None = None
+) -> list[Question]:
     """The first questions of a task in `CONTEXTS`: the same on every machine, and for every
-    `num_questions`."""
+    `num_questions`. num_sentences: of the offline text in a context; None: as many as the task has
+    by itself."""
     made: list[Question] = []
     while len(made) < num_questions:
         context_id = len(made) // QUESTIONS_PER_CONTEXT
         rng = random.Random(f"{task}/{seed}/{context_id}")
-        context = CONTEXTS[task](rng)
+        context = CONTEXTS[task](rng, num_sentences)
         for item in rng.sample(list(context.values), QUESTIONS_PER_CONTEXT):
             right = context.values[item]
             others = [code for other, code in context.values.items() if other != item]

@@ -249,11 +249,12 @@ class TaskConfig:
     lm-eval's command line.
 
     include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval,
-    such as max_seq_lengths of RULER. apply_chat_template: prompts are turns of the tokenizer's chat
-    template; fewshot_as_multiturn: each example is a turn too. system_instruction: text before
-    them. question_marker: the text with which a question starts, where prefill=question ends the
-    prompt; None: the task's own. too_long: what happens to a context beyond the model's limit;
-    `truncate` leaves out its beginning, as lm-eval does.
+    such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey.
+    apply_chat_template: prompts are turns of the tokenizer's chat template; fewshot_as_multiturn:
+    each example is a turn too. system_instruction: text before them. question_marker: the text with
+    which a question starts, where prefill=question ends the prompt; None: the task's own. too_long:
+    what happens to a context beyond the model's limit; `truncate` leaves out its beginning, as
+    lm-eval does.
     """
 
     include_path: FolderText | None = None
@@ -278,6 +279,16 @@ class TaskConfig:
         if not listed or not lengths or len(set(lengths)) < len(lengths):
             allowed = "must be a list of different lengths in tokens, such as [2048]"
             raise UserError(f"metadata.max_seq_lengths={lengths}: {allowed}")
+        number: Any = self.num_sentences
+        if number is not None and not (type(number) is int and 0 <= number <= MOST):
+            allowed = "must be a whole number, of sentences in a context of kv_recall or passkey"
+            raise UserError(f"metadata.num_sentences={number}: {allowed}")
+
+    @property
+    def num_sentences(self) -> int | None:
+        """Sentences of the offline text in each context of kv_recall and passkey; None: as many as
+        the task has by itself."""
+        return self.metadata.get("num_sentences")
 
     @property
     def lengths(self) -> list[int]:
