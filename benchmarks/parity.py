@@ -32,7 +32,7 @@ from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load
-from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, QueryRows, RereadRows
+from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows, RereadRows
 from methods.codec import ChannelCodec, lloyd_max
 from methods.evicting import EvictingState
 from methods.full import Full
@@ -42,6 +42,7 @@ from methods.quest import Quest
 from methods.rkv import RKV
 from methods.socket import Socket, plane_normals
 from methods.tova import TOVA
+from methods.triattention import TriAttention, planes
 
 ROWS = 32
 """Last tokens whose queries select, where a method selects for each row."""
@@ -70,11 +71,11 @@ class Comparison(NamedTuple):
 # What is compared: ours, theirs
 
 
-def kept(method: Method, layer: Layer) -> Tensor:
+def kept(method: Method, layer: Layer, calibration: Calibration | None = None) -> Tensor:
     """Prompt tokens that an evicting method keeps: bool [num_kv_heads, tokens]."""
     tokens = layer.key.shape[2]
     lengths = torch.tensor([tokens])
-    state = method.new_state(layer.geometry, Lengths(lengths, lengths))
+    state = method.new_state(layer.geometry, Lengths(lengths, lengths), calibration)
     assert isinstance(state, EvictingState)
     real = torch.ones(1, tokens, dtype=torch.bool)
     state.prompt(method.num_exempt_layers, layer.query, layer.key, layer.key, PromptRows(real, tokens))
@@ -121,6 +122,33 @@ def rkv(module: Any, layer: Layer) -> float:
     theirs = module.R1KV(budget=budget, window_size=8, kernel_size=7, mix_lambda=0.07)
     values = theirs.update_kv(layer.key, layer.query[:, :, -8:], numbered(layer))[1]
     return shared(kept(RKV(0, kept_tokens=budget), layer), marked(values[0, :, :, 0], layer))
+
+
+def triattention(module: Any, layer: Layer) -> float:
+    """Each measures the centres of the layer's queries, scores its keys, and keeps a fifth."""
+    geometry, tokens = layer.geometry, layer.key.shape[2]
+    budget = tokens // 5
+    method = TriAttention(0, kept_tokens=budget, protect_prompt=False)
+    measured = method.calibrate(layer.query[0], layer.key[0], geometry, [])
+    ours = kept(method, layer, {name: tensor[None] for name, tensor in measured.items()})
+    positions = torch.arange(tokens)
+    bare = [geometry.rotate(states, positions[None], inverse=True)[0] for states in (layer.query, layer.key)]
+    _, turn = planes(geometry, 0, layer.key)
+    half = geometry.head_dim // 2
+    offsets = module.build_geometric_offsets(method.offset_max_length, positions.device)
+    chosen = []
+    for head, key in enumerate(bare[1]):
+        scores = []
+        for query in bare[0][head * geometry.group : (head + 1) * geometry.group]:
+            as_complex = module.to_complex_pairs(query)
+            means = as_complex.mean(0), as_complex.abs().mean(0)
+            size, phase, more = module.compute_frequency_statistics_from_means(*means, key)
+            scored = module.score_keys_for_round(
+                positions, tokens, size, phase, turn[half:].float(), more, offsets, "mean", torch.ones(half)
+            )
+            scores.append((scored - scored.mean()) / scored.std(unbiased=False))
+        chosen.append(torch.stack(scores).amax(0).topk(budget).indices)
+    return shared(ours, marked(torch.stack(chosen), layer))
 
 
 def tova(module: Any, layer: Layer) -> float:
@@ -246,6 +274,9 @@ COMPARISONS = {
     ),
     "rkv": Comparison(
         "Zefan-Cai/R-KV", "rkv/compression/r1_kv.py", rkv, "kept tokens of the prompt", True, ("", "HuggingFace")
+    ),
+    "triattention": Comparison(
+        "WeianMao/triattention", "triattention/methods/pruning_utils.py", triattention, "kept tokens of the prompt"
     ),
     "kvzip": Comparison("snu-mllab/KVzip", "attention/score.py", kvzip, "worths of the prompt's tokens"),
     "tova": Comparison("schwartz-lab-NLP/TOVA", "src/tova_cache.py", tova, "kept tokens of the prompt"),

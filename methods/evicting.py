@@ -51,24 +51,38 @@ class Evicting(Method):
 
 
 @dataclass(frozen=True)
-class EvictingToShare(Evicting):
-    """Evicts down to floor(kept_frac * T) tokens, at least 1.
+class EvictingToBudget(Evicting):
+    """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`.
 
     always_kept: name of the setting that says how many tokens always stay; the budget must exceed
     it.
     """
 
     kept_frac: float = setting(0.2, "share of T, the final tokens, that is kept", share())
+    kept_tokens: int | None = setting(
+        None, "this many tokens instead of the share", least(1, null=True)
+    )
 
     always_kept: ClassVar[str] = ""
 
     def budget(self, final: int) -> int:
         """Tokens that are kept of a sequence of T = `final`."""
+        if self.kept_tokens is not None:
+            return self.kept_tokens
         return max(1, int(self.kept_frac * final))
 
     def budgets(self, final: Tensor) -> Tensor:
         """`budget` of each sequence, int [batch]."""
+        if self.kept_tokens is not None:
+            return torch.full_like(final, self.kept_tokens)
         return floor_frac(self.kept_frac, final).clamp(min=1)
+
+    @property
+    def sized_by(self) -> tuple[str, str]:
+        """The setting that says the budget, and its value in words."""
+        if self.kept_tokens is not None:
+            return "kept_tokens", str(self.kept_tokens)
+        return "kept_frac", f"{self.kept_frac:.4g}"
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a sequence's budget does not exceed the tokens that always stay."""
@@ -76,13 +90,13 @@ class EvictingToShare(Evicting):
             stay, shortest = getattr(self, self.always_kept), int(lengths.final.min())
             found = f"it keeps {self.budget(shortest)} of {shortest} tokens"
             more = f"more: {found}, which must exceed method.{self.always_kept}={stay}"
-            require(self.budget(shortest) > stay, "kept_frac", f"{self.kept_frac:.4g}", more)
+            require(self.budget(shortest) > stay, *self.sized_by, more)
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         return min(counts.cached, self.budget(counts.final))
 
     def with_size(self, frac: float) -> Self:
-        return replace(self, kept_frac=frac)
+        return replace(self, kept_frac=frac, kept_tokens=None)
 
     def min_size(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
@@ -98,30 +112,7 @@ class EvictingToShare(Evicting):
         return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:
-        return self.kept_frac
-
-
-@dataclass(frozen=True)
-class EvictingToBudget(EvictingToShare):
-    """Evicts to a share of T, or to a number of tokens."""
-
-    kept_tokens: int | None = setting(
-        None, "this many tokens instead of the share", least(1, null=True)
-    )
-
-    def budget(self, final: int) -> int:
-        return super().budget(final) if self.kept_tokens is None else self.kept_tokens
-
-    def budgets(self, final: Tensor) -> Tensor:
-        if self.kept_tokens is None:
-            return super().budgets(final)
-        return torch.full_like(final, self.kept_tokens)
-
-    def with_size(self, frac: float) -> Self:
-        return replace(self, kept_frac=frac, kept_tokens=None)
-
-    def artifact_budget(self) -> float:
-        return super().artifact_budget() if self.kept_tokens is None else 1.0
+        return self.kept_frac if self.kept_tokens is None else 1.0
 
 
 class EvictingState(State):

@@ -9,7 +9,8 @@ The rule, and where it differs (made into docs/methods.md):
 
 **h2o**: a token's worth is the attention it received, summed over all rows and the group. After the
 prompt and after each step, tokens of the least worth leave until floor(`heavy_frac` · T) +
-floor(`recent_frac` · T) are left; the recent ones are safe. InfiniGen's artifact drops new tokens
+floor(`recent_frac` · T) are left, or `kept_tokens`, half of them recent; the recent ones are safe.
+InfiniGen's artifact drops new tokens
 from the heavy set at once ([findings](findings.md#what-to-know-when-comparing)).
 """
 
@@ -18,23 +19,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from methods.attention import received_attention
 from methods.base import PromptRows, TokenCounts, floor_frac, require
 from methods.evicting import Evicting, WorthState
-from methods.settings import setting, share
+from methods.settings import least, setting, share
 
 
 class H2OState(WorthState):
     """A token's worth is the attention it received, summed over rows and the group."""
 
     def budget(self, layer: int) -> Tensor:
-        return (floor_frac(self.method.heavy_frac, self.lengths.final) + self.recent).clamp(min=1)
+        method, final = self.method, self.lengths.final
+        if method.kept_tokens is not None:
+            return torch.full_like(final, method.kept_tokens)
+        return (floor_frac(method.heavy_frac, final) + self.recent).clamp(min=1)
 
     @property
     def recent(self) -> Tensor:
-        return floor_frac(self.method.recent_frac, self.lengths.final)
+        method, final = self.method, self.lengths.final
+        if method.kept_tokens is not None:
+            return torch.full_like(final, method.kept_tokens // 2)
+        return floor_frac(method.recent_frac, final)
 
     def prompt_worth(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
@@ -47,13 +55,16 @@ class H2OState(WorthState):
 
 @dataclass(frozen=True)
 class H2O(Evicting):
-    """Budget = floor(heavy_frac * T) + floor(recent_frac * T) tokens, at least 1; evicted tokens
-    are gone for good."""
+    """Budget = floor(heavy_frac * T) + floor(recent_frac * T) tokens, at least 1, or `kept_tokens`;
+    evicted tokens are gone for good."""
 
     heavy_frac: float = setting(
         0.1, "share of T kept as the most attended tokens", share(zero=True)
     )
     recent_frac: float = setting(0.1, "share of T kept as the most recent tokens", share(zero=True))
+    kept_tokens: int | None = setting(
+        None, "this many tokens instead of the shares, half of them recent", least(1, null=True)
+    )
 
     title = "H2O"
     state = H2OState
@@ -64,12 +75,14 @@ class H2O(Evicting):
         require(0 < total <= 1, "heavy_frac + method.recent_frac", total, "in (0, 1]")
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
+        if self.kept_tokens is not None:
+            return min(counts.cached, self.kept_tokens)
         budget = int(self.heavy_frac * counts.final) + int(self.recent_frac * counts.final)
         return min(counts.cached, max(1, budget))
 
     def with_size(self, frac: float) -> Self:
         """Half heavy, half recent, as in the paper."""
-        return replace(self, heavy_frac=frac / 2, recent_frac=frac / 2)
+        return replace(self, heavy_frac=frac / 2, recent_frac=frac / 2, kept_tokens=None)
 
     def artifact_budget(self) -> float:
-        return self.heavy_frac + self.recent_frac
+        return self.heavy_frac + self.recent_frac if self.kept_tokens is None else 1.0

@@ -9,8 +9,8 @@ positions, and the more of its attention falls on early positions, the larger th
 
 The rule, and where it differs (made into docs/methods.md):
 
-**streaming** keeps floor(`kept_frac` · T) tokens, the `num_sinks` (4) first ones among them, at
-their own positions. StreamingLLM's code renumbers them.
+**streaming** keeps floor(`kept_frac` · T) tokens or `kept_tokens`, the `num_sinks` (4) first ones
+among them, at their own positions. StreamingLLM's code renumbers them.
 
 **duo**: round(`sparsity` · number) of the KV heads under the method, those with the smallest gates,
 keep only `num_sinks` (64) first and `num_recent` (256) last tokens. `pattern` is a file of gates as
@@ -44,7 +44,7 @@ from methods.base import (
     TokenCounts,
     require,
 )
-from methods.evicting import EvictingState, EvictingToShare
+from methods.evicting import EvictingState, EvictingToBudget
 from methods.settings import least, setting, share
 
 
@@ -92,7 +92,7 @@ class WindowState(EvictingState):
 
 
 class StreamingState(WindowState):
-    """All KV heads stream; the window is a share of T."""
+    """All KV heads stream; the window is a share of T, or a number of tokens."""
 
     @property
     def recent(self) -> Tensor:
@@ -103,9 +103,9 @@ class StreamingState(WindowState):
 
 
 @dataclass(frozen=True)
-class Streaming(EvictingToShare):
-    """Keeps floor(kept_frac * T) cached tokens: the `num_sinks` first and the most recent, at their
-    own positions."""
+class Streaming(EvictingToBudget):
+    """Keeps floor(kept_frac * T) cached tokens or `kept_tokens`: the `num_sinks` first and the most
+    recent, at their own positions."""
 
     num_sinks: int = setting(4, "first tokens that always stay", least(0))
 

@@ -25,6 +25,7 @@ from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.quest import Quest, QuestState
+from methods.random_attention import RandomAttention
 from methods.retroinfer import RetroInfer
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
@@ -32,6 +33,7 @@ from methods.shadowkv import ShadowKV
 from methods.socket import Socket
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
+from methods.triattention import TriAttention
 from methods.twilight import Twilight
 from methods.vattention import VAttention
 from tests.composed import load
@@ -138,9 +140,11 @@ CASES = {
     "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
     "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
     "h2o-fills": Case(H2O(heavy_frac=0.45, recent_frac=0.45)),  # the prompt leaves room: full only after some steps
+    "h2o-tokens": Case(H2O(kept_tokens=9)),
     "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1), Smooth()),
     "streaming": Case(Streaming(kept_frac=0.3, num_sinks=2)),
     "streaming-fills": Case(Streaming(kept_frac=0.9)),
+    "streaming-tokens": Case(Streaming(kept_tokens=11, num_sinks=2)),
     "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3)),
     "snapkv-both": Case(SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive")),
     "tova": Case(TOVA(kept_frac=0.3)),
@@ -153,6 +157,15 @@ CASES = {
     "keydiff": Case(KeyDiff(kept_frac=0.4)),
     "expected": Case(ExpectedAttention(kept_frac=0.5)),
     "rkv": Case(RKV(kept_tokens=8, divide_length=3, window=2, kernel=3)),
+    "rkv-prompt": Case(RKV(kept_frac=0.85, divide_length=3, window=2, protect_prompt=True)),
+    "random": Case(RandomAttention(kept_tokens=None, kept_frac=0.8, divide_length=3)),
+    "random-all": Case(RandomAttention(kept_tokens=9, divide_length=4, window=2, protect_prompt=False, seed=3)),
+    "triattention": Case(TriAttention(kept_tokens=None, kept_frac=0.8, divide_length=3)),
+    "triattention-all": Case(
+        TriAttention(
+            kept_tokens=10, divide_length=4, window=1, protect_prompt=False, normalize_scores=False, num_exempt_layers=0
+        )
+    ),
     "duo": Case(DuoAttention(num_sinks=2, num_recent=4)),
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
     "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", num_sinks=1, num_exempt_layers=0)),

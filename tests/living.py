@@ -74,13 +74,16 @@ class Crossed:
         self._patches.undo()
 
 
+NUM_HEADS = 4
+"""Query heads of every tiny model."""
 FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
 
 
 @cache
 def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
     """A random rotation per layer and KV head: no symmetry that could hide a transposed one; random gates of heads,
-    worths of channels, moments of queries and keys, and similarities of heads."""
+    worths of channels, moments of queries and keys, similarities of heads, and centres of queries with the planes in
+    which their positions turn, by another angle in each layer."""
     generator = torch.Generator().manual_seed(5)
     rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
     gates = torch.rand(4, num_kv_heads, generator=generator)
@@ -88,7 +91,15 @@ def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
     factors = {name: torch.randn(rotation.shape, generator=generator) / head_dim**0.5 for name in ("query", "key")}
     moments = {name: factor @ factor.mT for name, factor in factors.items()}
     similarity = torch.rand(4, 4, num_kv_heads, num_kv_heads, generator=generator)
-    return {"rotation": rotation, "gates": gates, **channels, **moments, "similarity": similarity}
+    half = head_dim // 2
+    angle = torch.rand(4, half, generator=generator, dtype=torch.float64)
+    in_planes = {
+        "centre": torch.randn(4, NUM_HEADS, head_dim, generator=generator, dtype=torch.float64),
+        "spread": torch.rand(4, NUM_HEADS, head_dim, generator=generator) * (torch.arange(head_dim) < half),
+        "partner": torch.arange(head_dim).roll(half).expand(4, -1),
+        "turn": torch.cat([-angle, angle], -1),
+    }
+    return {"rotation": rotation, "gates": gates, **channels, **moments, "similarity": similarity, **in_planes}
 
 
 def calibration_of(attached: Attached) -> dict[str, Tensor]:

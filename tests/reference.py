@@ -252,7 +252,7 @@ class Reference:
         if isinstance(method, H2O):
             return [set(head.mass) for head in self.heads[layer]]
         if isinstance(method, Streaming):
-            window = math.floor(method.kept_frac * self.final_length)
+            window = method.kept_tokens or math.floor(method.kept_frac * self.final_length)
             oldest = position - (window - method.num_sinks)
             kept = {j for j in cached if j < method.num_sinks or j >= oldest}
             return [kept for _ in self.heads[layer]]
@@ -301,6 +301,9 @@ class Reference:
         """H2O, once row `num_tokens - 1` has run."""
         heavy = math.floor(self.method.heavy_frac * self.final_length)
         recent = math.floor(self.method.recent_frac * self.final_length)
+        if self.method.kept_tokens is not None:
+            recent = self.method.kept_tokens // 2
+            heavy = self.method.kept_tokens - recent
         while len(head.mass) > max(1, heavy + recent):
             candidates = sorted(j for j in head.mass if j < num_tokens - recent)
             victim = min(candidates, key=lambda j: head.mass[j])

@@ -446,6 +446,22 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
         assert "\n" not in str(error.value)
 
 
+def test_longprocs_tasks_run_but_for_those_that_execute_what_a_model_writes(tmp_path, monkeypatch, loaded):
+    """lm-eval marks all sixteen, which share YAML."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    name = "longproc_path_traversal_0.5k"
+    row = {"input_prompt": "Go from Aa to Bb.", "reference_output": "From Aa, take a bus to Bb.", "metadata": "{}"}
+    write_rows(tmp_path / "data" / "PrincetonPli" / "LongProc" / "path_traversal_0.5k" / "test.jsonl", [row])
+    task = load_suite(settings(name, root=tmp_path / "data"), loaded).tasks[name]
+    assert task.OUTPUT_TYPE == "generate_until" and not task.UNSAFE_CODE
+    (doc,) = task.test_docs()
+    answer = f"<Route>\n{row['reference_output']}\n</Route>"
+    assert task.process_results(doc, [answer])["accuracy"] == 1
+    for executed in ("longproc_countdown_0.5k", "longproc_pseudo_to_code_0.5k"):
+        with pytest.raises(UserError, match=f"^tasks={executed}: executes the code that a model writes"):
+            plan(settings(executed, root=tmp_path / "data"))
+
+
 def test_without_a_hub_one_line_says_what_to_do(monkeypatch, loaded):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

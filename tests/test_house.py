@@ -169,8 +169,10 @@ def test_the_lock_pins_every_dependency_within_its_range():
 
 # imports and names, beyond `make lint`
 
-METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} - {"full", "oracle", *CODEC_NAMES}
-"""Names that stand for a method alone: `oracle` is a family in tables, and codecs are settings."""
+METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
+METHODS -= {"full", "oracle", "random", *CODEC_NAMES}
+"""Names that stand for a method alone: `oracle` is a family in tables, weights and texts may be `random`, and codecs
+are settings."""
 LISTS_OF_METHODS = ("api/interface.py", "settings/systems.py", "checks/families.py", "paper/", "report/")
 """Defaults of the Python interface, systems of speed runs, the check of families, and the paper's analyses."""
 

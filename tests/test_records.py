@@ -229,7 +229,9 @@ def test_a_finished_run_is_recorded_whole_skipped_after_and_renamed(runs, capsys
     config = load(heavy)
     record = records.read_record(path)
     assert record.items() >= asdict(outcome(config)).items()
-    assert record["config"]["method"] == {"num_exempt_layers": 2, "heavy_frac": 0.05, "recent_frac": 0.1}
+    assert record["config"]["method"] == {
+        "num_exempt_layers": 2, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
+    }  # fmt: skip
     assert record["settings"] == {"heavy_frac": 0.05}
     assert record["config"]["label"] == "H2O" and record["seconds"] > 0 and record["error"] is None
     assert record["inputs"].keys() == {*CODE, "model", "calibration", "corpus"}
@@ -307,3 +309,24 @@ def test_environment_is_json_and_knows_the_packages(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "PACKAGES_DIR", tmp_path)  # no git
     found = environment.describe()
     assert (found["commit"], found["dirty"], found["num_threads"]) == (None, None, None)
+
+
+def test_a_budget_that_is_never_reached_is_said(runs, caplog):
+    """Of the tasks and texts whose evicting method evicted nothing."""
+    evicted = {"kv_recall": 0.0, "passkey": 3.5}
+
+    def measure(config):
+        measured = outcome(config)
+        for task, entries in measured.metrics.items():
+            measured.metrics[task] = entries | {"tokens_evicted": evicted[task]}
+        return measured
+
+    runs.measure = measure
+    assert main(["experiment=tasks", "method=h2o"]) == 0
+    (said,) = caplog.messages
+    assert said.endswith(
+        "kv_recall: no token was evicted: the budget is never reached, so these are the full cache's numbers"
+    )
+    caplog.clear()
+    evicted["kv_recall"] = 1.0
+    assert main(["experiment=tasks", "method=h2o", "seed=1"]) == 0 and not caplog.messages

@@ -33,12 +33,14 @@ from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
 from methods.quest import Quest
+from methods.random_attention import RandomAttention
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.shadowkv import ShadowKV
 from methods.socket import Socket, plane_normals
 from methods.streaming import DuoAttention
 from methods.tova import TOVA
+from methods.triattention import TriAttention
 from methods.twilight import Twilight
 from methods.vattention import VAttention
 
@@ -638,25 +640,18 @@ def tova(method: TOVA, geometry: Geometry, layer: int, sequence: Sequence, promp
     return [read] * geometry.num_kv_heads
 
 
-def rkv(method: RKV, of: Of):
+def now_and_then(method, of: Of, worth: Callable[[list[int], list[int]], list[float]]):
+    """A rule that compresses. worth(tokens, competing): of each competing one of the tokens that are held."""
     budget = method.kept_tokens or math.floor(method.kept_frac * len(of.key))
 
     def compress(tokens: list[int]) -> set[int]:
         if len(tokens) <= budget:
             return set(tokens)
-        keys, last, before, half = of.key[tokens], tokens[-1], len(tokens) - method.window, method.kernel // 2
-        rows = range(last + 1 - method.window, last + 1)
-        attention = np.mean([softmax((of.query[:, row] @ keys[:before].T).max(0)) for row in rows], 0)
-        smooth = [attention[max(0, i - half) : i + half + 1].max() for i in range(before)]
-        directions = keys / norm(keys)[:, None]
-        cosine = directions @ directions.T
-        for i, row in enumerate(cosine):
-            row[i] = 0
-            alike = [j for j, value in enumerate(row) if value > 0.5]
-            row[alike[-1:]] = 0
-        similar = softmax(cosine.mean(0))
-        worth = [method.mix_lambda * smooth[i] - (1 - method.mix_lambda) * similar[i] for i in range(before)]
-        return {tokens[i] for i in best(worth, budget - method.window)} | set(tokens[before:])
+        safe = set(tokens[len(tokens) - method.window :])
+        safe |= set(range(of.prompt if method.protect_prompt else 0))
+        competing = [token for token in tokens if token not in safe]
+        stay = best(worth(tokens, competing), budget - len(safe))
+        return safe | {competing[place] for place in stay}
 
     kept, read = compress(list(range(of.prompt))), []
     for t in range(of.prompt, len(of.key)):
@@ -665,6 +660,62 @@ def rkv(method: RKV, of: Of):
         if (t + 1 - of.prompt) % method.divide_length == 0:
             kept = compress(sorted(kept))
     return lambda t: read[t - of.prompt]
+
+
+def rkv(method: RKV, of: Of):
+    def worth(tokens: list[int], competing: list[int]) -> list[float]:
+        last, half = tokens[-1], method.kernel // 2
+        rows = range(last + 1 - method.window, last + 1)
+        attention = np.mean([softmax((of.query[:, row] @ of.key[competing].T).max(0)) for row in rows], 0)
+        smooth = [attention[max(0, i - half) : i + half + 1].max() for i in range(len(competing))]
+        directions = of.key[tokens] / norm(of.key[tokens])[:, None]
+        cosine = directions @ directions.T
+        for i, row in enumerate(cosine):
+            row[i] = 0
+            alike = [j for j, value in enumerate(row) if value > 0.5]
+            row[alike[-1:]] = 0
+        similar = dict(zip(tokens, softmax(cosine.mean(0)), strict=True))
+        share = method.mix_lambda
+        return [share * smooth[i] - (1 - share) * similar[token] for i, token in enumerate(competing)]
+
+    return now_and_then(method, of, worth)
+
+
+def random_attention(method: RandomAttention, of: Of):
+    def worth(tokens: list[int], competing: list[int]) -> list[float]:
+        of_head = plain_hash(plain_hash(of.head + of.layer * 2**16) + method.seed)
+        of_draw = plain_hash(of_head + tokens[-1] + 1)
+        return [plain_hash(of_draw + token) >> 8 for token in competing]
+
+    return now_and_then(method, of, worth)
+
+
+def triattention(method: TriAttention, of: Of):
+    """By the paper's formula over complex numbers: every key is turned back to where it has no position, and the
+    distances are averaged one by one."""
+    measures = calibration(of.geometry.num_kv_heads, of.geometry.head_dim)
+    half, group = of.geometry.head_dim // 2, of.geometry.group
+    angle = measures["turn"][of.layer, half:].numpy()
+    distances = [2**power for power in range(40) if 2**power <= method.offset_max_length]
+
+    def worth(tokens: list[int], competing: list[int]) -> list[float]:
+        following = tokens[-1] + 1
+        of_heads = []
+        for head in range(of.head * group, (of.head + 1) * group):
+            centre = measures["centre"][of.layer, head].numpy()
+            centre = centre[:half] + 1j * centre[half:]
+            spread = measures["spread"][of.layer, head, :half].double().numpy()
+            scores = []
+            for token in competing:
+                key = (of.key[token, :half] + 1j * of.key[token, half:]) * np.exp(-1j * angle * token)
+                phase, size = np.angle(centre * key.conj()), np.abs(centre) * np.abs(key)
+                terms = [size * np.cos(angle * (following - token + ahead) + phase) for ahead in distances]
+                scores.append(np.mean(terms, 0).sum() + (spread * np.abs(key)).sum())
+            scores = np.array(scores)
+            of_heads.append((scores - scores.mean()) / scores.std() if method.normalize_scores else scores)
+        return list(np.max(of_heads, 0))
+
+    return now_and_then(method, of, worth)
 
 
 def duo(method: DuoAttention, of: Of):
@@ -684,6 +735,7 @@ INDEX = {"alpha": math.inf, "max_fetch_frac": 0.3, "when": "own_query"}
 PLAIN = {
     Quest: of_heads(quest), PQCache: of_heads(pqcache), ShadowKV: of_heads(shadowkv), SnapKV: once(snapkv),
     Knorm: once(knorm), KeyDiff: once(keydiff), ExpectedAttention: once(expected), TOVA: tova, RKV: of_heads(rkv),
+    RandomAttention: of_heads(random_attention), TriAttention: of_heads(triattention),
     DuoAttention: of_heads(duo), Twilight: of_heads(twilight), VAttention: of_heads(vattention),
     ParisKV: of_heads(pariskv), Socket: socket, RocketKV: rocketkv,
 }  # fmt: skip
@@ -739,6 +791,19 @@ RULES = {
     "tova-one": TOVA(kept_tokens=1),
     "rkv": RKV(kept_tokens=8, divide_length=3, window=2, kernel=3),
     "rkv-share": RKV(kept_frac=0.3, divide_length=5, window=1, mix_lambda=0.7, num_exempt_layers=0),
+    "rkv-prompt": RKV(kept_frac=0.6, divide_length=4, window=2, kernel=3, protect_prompt=True),
+    "random": RandomAttention(kept_tokens=None, kept_frac=0.6, divide_length=4),
+    "random-all": RandomAttention(kept_tokens=9, divide_length=3, window=2, protect_prompt=False, seed=5),
+    "triattention": TriAttention(kept_tokens=None, kept_frac=0.6, divide_length=5),
+    "triattention-all": TriAttention(
+        kept_tokens=8,
+        divide_length=3,
+        window=2,
+        protect_prompt=False,
+        normalize_scores=False,
+        offset_max_length=100,
+        num_exempt_layers=0,
+    ),
     "duo": DuoAttention(num_sinks=2, num_recent=4),
     "twilight": Twilight(p=0.6, page_size=3),
     "twilight-all": Twilight(p=0.9, candidate_frac=None, index_bits=2, num_exempt_layers=0),
@@ -751,7 +816,7 @@ RULES = {
     "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
 }
 OPT = ("quest", "pqcache", "shadowkv", "doublesparsity", "loki", "sparq", "balanced", "both", "expected", "tova", "rkv",
-       "duo", "twilight", "vattention", "pariskv", "socket", "rocketkv")  # fmt: skip
+       "random", "triattention", "duo", "twilight", "vattention", "pariskv", "socket", "rocketkv")  # fmt: skip
 RUNS = [(name, "gqa") for name in RULES] + [(name, "opt") for name in OPT]
 CALLS = (1, 2, 9, 20)
 """The rows after which replay's calls end: inside a page or a group."""

@@ -11,8 +11,9 @@ import torch
 from cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import PROMPT, STEPS, attached_with_link, live, replay
+from living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, setup_of, token_batch
 
+from harness.checks.contract import open_replay
 from harness.errors import UserError
 from harness.model.sizes import TOLERANCE, code_width, expected_size, sized_as_stored
 from methods.base import Geometry, Lengths, TokenCounts
@@ -25,6 +26,7 @@ from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, PartialKeysState, SparQ
 from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
+from methods.random_attention import RandomAttention
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.socket import Socket
@@ -57,6 +59,7 @@ sizeable = st.sampled_from(
         SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive"),
         TOVA(),
         RKV(window=1, divide_length=3),
+        RandomAttention(divide_length=3),
         DuoAttention(num_sinks=1, num_recent=1),
         ParisKV(num_sinks=0),
         Socket(num_sinks=1),
@@ -85,7 +88,7 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
         assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
     else:
         prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
-        if isinstance(found, Streaming | SnapKV | RKV | RocketKV):
+        if isinstance(found, Streaming | SnapKV | RKV | RandomAttention | RocketKV):
             found.new_state(GEOMETRY, Lengths(prompts, finals))  # refused nowhere
         assert type(found) is type(method) and found.num_exempt_layers == method.num_exempt_layers
         total = 0.0
@@ -212,3 +215,39 @@ def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
             found = run(attached, Case(method), (PROMPT,))
             assert found.device_frac - found.size == pytest.approx(tokens / 2, rel=1e-9)
     assert dtypes <= {torch.float32} if getattr(method, "index_bits", None) is None else dtypes == {torch.uint8}
+
+
+EVICTED = [
+    (H2O(kept_tokens=20), [t - 20 for t in CACHED]),
+    (Streaming(kept_tokens=30, num_sinks=1), [max(0, t - 30) for t in CACHED]),
+    (SnapKV(kept_tokens=14, window=4), [PROMPT - 14] * STEPS),
+    # back to 26 tokens after every third: 27 - 26, then 29 - 26
+    (RandomAttention(kept_tokens=26, divide_length=3), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
+    (RandomAttention(kept_tokens=26), [0] * STEPS),  # the text ends before the first compression
+    # of 4 KV heads in two layers 2 stream
+    (DuoAttention(num_sinks=1, num_recent=9), [(t - 10) / 2 for t in CACHED]),
+    (Full(), None),
+    (Quest(read_frac=0.4, page_size=3), None),
+    (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
+]
+
+
+@pytest.mark.parametrize(("method", "evicted"), EVICTED, ids=lambda value: getattr(value, "title", None))
+def test_evicted_tokens_are_those_that_no_row_can_read_any_more(method, evicted):
+    """Mean over rows, KV heads and the layers under the method; 0 where the budget is never reached."""
+    case = Case(method)
+    ids, real = token_batch((PROMPT,))
+    with attached_with_link() as (attached, _):
+        session = open_replay(attached, setup_of(attached, case), real)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        session.decode(ids[:, PROMPT:], real[:, PROMPT:])
+        steps = open_live(attached, case)
+        force(steps, (PROMPT,))
+        found = session.reads.tokens_evicted, steps.reads.tokens_evicted
+        steps.close()
+    if evicted is None:
+        assert found == (None, None) and "tokens_evicted" not in session.reads.sizes
+    else:
+        assert found == pytest.approx((mean(evicted),) * 2, rel=1e-12)
+        assert session.reads.sizes["tokens_evicted"] == found[0]
+        assert (found[0] == 0) == (max(evicted) == 0), "no rounding makes it look as if a budget bit"

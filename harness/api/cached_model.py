@@ -385,6 +385,7 @@ class CachedModel:
             steps=int(texts.lengths.sum()) - prompt * len(ids),
             score_s=time.perf_counter() - began,
             size=session.reads.size,
+            tokens_evicted=session.reads.tokens_evicted,
         )
         logits = texts.in_place(found, prompt)
 

@@ -27,8 +27,8 @@ class Usage(StepStats):
     `experiment=latency` counts them. The other numbers are those of `harness.results.step_stats`;
     a step lasts from the logits before it to its own, what the caller does in between included.
 
-    A scored text has steps, size and score_s, the seconds of the call: replay has no steps in time
-    and moves nothing.
+    A scored text has steps, size, tokens_evicted and score_s, the seconds of the call: replay has
+    no steps in time and moves nothing.
     """
 
     steps: int

@@ -32,7 +32,7 @@ from harness.live.store import KVStore
 from harness.live.timeline import StepClock, Timeline
 from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
-from harness.model.policies import Policy, fitted, new_states, policies_of
+from harness.model.policies import Policy, evicts, fitted, new_states, policies_of
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
@@ -115,6 +115,7 @@ class LiveSession:
             self.codec,
             element_bytes=attached.dtype.itemsize,
             device=attached.devices[0],
+            evicts=evicts(method),
         )
         self.clock = StepClock(attached.device)
         self.link_uses: list[LinkUse] = []

@@ -30,16 +30,18 @@ class StepReads:
         *,
         element_bytes: int,
         device: torch.device,
+        evicts: bool = False,
     ) -> None:
         self.geometry = geometry
         self.num_exempt = num_exempt
+        self.evicts = evicts
         self.width = code_width(codec, geometry)
         self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
         self.slot_bytes = 0
         self.rows = 0
-        sums = torch.zeros(5, dtype=torch.float64, device=device)
+        sums = torch.zeros(6, dtype=torch.float64, device=device)
         self.frac_sum, self.index_sum, self.num_bytes, *of_tokens = sums
-        self.tokens_read, self.hot_tokens_read = of_tokens
+        self.tokens_read, self.hot_tokens_read, self.evicted_sum = of_tokens
 
     def count(
         self,
@@ -65,6 +67,9 @@ class StepReads:
         self.num_bytes = self.num_bytes + num_bytes.sum()
         tokens_read = self.num_exempt * cached + read
         self.tokens_read = self.tokens_read + tokens_read.sum()
+        if self.evicts:
+            evicted = cached - read / (num_layers - self.num_exempt)
+            self.evicted_sum = self.evicted_sum + evicted.sum()
         if hot_reads:
             self.hot_tokens_read = self.hot_tokens_read + _sum(cached, hot_reads).sum()
 
@@ -77,6 +82,12 @@ class StepReads:
     def device_frac(self) -> float:
         """Rows and index read in device memory / the full cache, mean as `size`."""
         return float(self.frac_sum + self.index_sum) / self.rows
+
+    @property
+    def tokens_evicted(self) -> float | None:
+        """Cached tokens that a KV head no longer holds at a step, mean as `size`; None of a method
+        that does not evict, and before the first step."""
+        return float(self.evicted_sum) / self.rows if self.evicts and self.rows else None
 
 
 def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:

@@ -33,6 +33,7 @@ from methods.base import (
     require,
 )
 from methods.codec import AnyCodec
+from methods.evicting import EvictingState
 
 
 class Policy(NamedTuple):
@@ -173,6 +174,14 @@ def new_states(
                 "and names none of them in `handed_on`; allowed: auto, cuda"
             )
     return states
+
+
+def evicts(method: Method) -> bool:
+    """Whether a method evicts tokens and reads all others. A pool, of which a method reads a part,
+    is not meant."""
+    return (
+        not method.reads_all and method.when == "kept" and issubclass(method.state, EvictingState)
+    )
 
 
 def _shares_selections(method: Method, num_layers: int) -> bool:

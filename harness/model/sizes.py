@@ -13,6 +13,8 @@ resident_frac  kept on the device by the method's state and the codec, of the fu
 A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens, on the
 device, whatever the method. It counts in none of these. It has a share of its own:
 window_frac    bytes that local layers hold / bytes of the whole cache, all layers included
+A method that evicts also says how many tokens, so that a budget that never bites is seen:
+tokens_evicted  cached tokens that a KV head no longer holds at a decode row
 
 Recurrent layers hold no tokens; their states are reported in bytes. Where all layers are local,
 sequences stay within the windows, so that every layer sees every token.
@@ -163,6 +165,8 @@ SHARES = ("size", "size_artifact", "device_frac", "resident_frac")
 """Properties of `ReadStats` beside every score of accuracy."""
 OF_HOT_ROWS = ("link_frac", "hit_frac")
 """Further ones, where rows stay on the device; None elsewhere."""
+OF_EVICTING = ("tokens_evicted",)
+"""A further one, of a method that evicts; None elsewhere."""
 OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
 """Further ones, where the model has such layers; 0 elsewhere."""
 
@@ -198,10 +202,11 @@ class ReadStats:
     window_sum: sums of the shares of the cache that were read, read of an index and kept on the
     device, and of the share that local layers hold. pairs_read, pairs: (query, key) pairs, own
     token and prompt rows included, mean over the non-exempt layers. recall_sum: sum of
-    attention_recall. link_sum, hit_sum: where rows stay on the device, sums of the share of the
-    cache that crosses the link and of the selected rows that are there when a layer selects; None
-    elsewhere. rows_loaded: rows of a KV head that crossed the link there, of the layers under the
-    method. constants: of the session, no sums.
+    attention_recall. evicted_sum: of a method that evicts, sum of the evicted tokens, mean over its
+    layers and KV heads; None of any other. link_sum, hit_sum: where rows stay on the device, sums
+    of the share of the cache that crosses the link and of the selected rows that are there when a
+    layer selects; None elsewhere. rows_loaded: rows of a KV head that crossed the link there, of
+    the layers under the method. constants: of the session, no sums.
     """
 
     rows: float = 0.0
@@ -213,6 +218,7 @@ class ReadStats:
     pairs_read: float = 0.0
     pairs: float = 0.0
     recall_sum: float | None = None
+    evicted_sum: float | None = None
     link_sum: float | None = None
     hit_sum: float | None = None
     rows_loaded: float = 0.0
@@ -234,7 +240,7 @@ class ReadStats:
     def sizes(self) -> dict[str, float]:
         """`SHARES`, and of the others those that this run has."""
         sizes = {}
-        for name in (*SHARES, *OF_HOT_ROWS, *OF_SOME_MODELS):
+        for name in (*SHARES, *OF_EVICTING, *OF_HOT_ROWS, *OF_SOME_MODELS):
             size = getattr(self, name)
             is_absent = size is None or (name in OF_SOME_MODELS and size == 0)
             if not is_absent:
@@ -269,6 +275,13 @@ class ReadStats:
     def resident_frac(self) -> float:
         """Share that the method keeps on the device, of the full cache at T."""
         return self._mean(self.resident_sum)
+
+    @property
+    def tokens_evicted(self) -> float | None:
+        """Cached tokens that a KV head no longer holds at a decode row, mean over rows, heads and
+        the layers under the method. 0: the budget never bites, and the full cache is read. None of
+        a method that does not evict."""
+        return None if self.evicted_sum is None else self._mean(self.evicted_sum)
 
     @property
     def link_frac(self) -> float | None:

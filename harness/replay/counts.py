@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.model.policies import Policy
+from harness.model.policies import Policy, evicts
 from harness.model.sizes import (
     ReadStats,
     code_width,
@@ -61,6 +61,9 @@ class PassCounts:
         if measures_recall:
             recall_sum = float((weights * self.recall).sum()) / selecting
             stats = replace(stats, recall_sum=recall_sum)
+        if evicts(method):
+            evicted = self.cached - self.read / selecting
+            stats = replace(stats, evicted_sum=float((weights * evicted).sum()))
         return replace(
             stats,
             fired_rows=stats.rows if self.num_selecting == selecting else 0.0,

@@ -83,15 +83,19 @@ UNMET_SIZE = Column("unmet_size", "size asked for (%)", 100, 1)
 """The size that was asked for, where the run's own differs from it by more than a tenth."""
 DEVICE_FRAC = Column("device_frac", "read on device (%)", 100, 1)
 RESIDENT_FRAC = Column("resident_frac", "kept on device (%)", 100, 1)
+TOKENS_EVICTED = Column("tokens_evicted", "tokens evicted", 1, 1)
+"""Cached tokens that a KV head no longer holds at a decode row, of a method that evicts. 0: its
+budget never bites."""
 OF_SOME_RUNS = (
+    TOKENS_EVICTED,
     Column("link_frac", "over the link (%)", 100, 1),
     Column("hit_frac", "found on device (%)", 100, 1),
     Column("window_frac", "whole cache in local windows (%)", 100, 1),
     Column("recurrent_bytes", "recurrent state (MiB)", 1 / MIB, 2),
     Column("latent_bytes", "latent per token (KiB)", 1 / 1024, 2),
 )
-"""Columns of tables with runs in which rows stay on the device, or whose models have local layers,
-recurrent layers or latents."""
+"""Columns of tables with runs of a method that evicts, or in which rows stay on the device, or
+whose models have local layers, recurrent layers or latents."""
 REPEATS_STDERR = Column("repeats_stderr", "standard error over repeats", 1, 3)
 """Of a mean over several answers to each question: its standard error over repeats of the same
 questions."""
@@ -166,7 +170,7 @@ LATENCY = (
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     LINK_BYTES_PER_S,
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
-    SIZE, UNMET_SIZE, DEVICE_FRAC, SHIPPED, RUN_ID, *SEGMENTS,
+    SIZE, UNMET_SIZE, DEVICE_FRAC, TOKENS_EVICTED, SHIPPED, RUN_ID, *SEGMENTS,
 )  # fmt: skip
 """`harness.results.step_stats` and `harness.speed.timed_run` define the columns."""
 RENAMED = {"prefill_s": "ttft_s", "step_p50_s": "tpot_p50_s", "step_p95_s": "tpot_p95_s"}

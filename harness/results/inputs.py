@@ -21,6 +21,7 @@ from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.settings.config import (
     OFFLINE_TASKS,
+    REASONING_TASKS,
     RULER_TASKS,
     CalibrationConfig,
     CorpusConfig,
@@ -114,7 +115,10 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
 
 def _generated(task: str) -> str:
-    return ruler.digest() if task in RULER_TASKS else text_sha256(offline_text())
+    if task in RULER_TASKS:
+        return ruler.digest()
+    # A reasoning task reads nothing: code makes it, which is part of every run's identity.
+    return text_sha256() if task in REASONING_TASKS else text_sha256(offline_text())
 
 
 def _folder(folder: Path) -> str:

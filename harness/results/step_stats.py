@@ -20,6 +20,8 @@ host_kv_bytes: of the cache in host memory; None where the driver moves it. devi
   cache, method and buffers on the device, without pages that the driver moves. disk_kv_bytes: of
   the cache's file; disk_read_bytes: read there by the steps, in whole blocks. Both None without a
   disk.
+tokens_evicted: cached tokens that a KV head no longer holds, mean over steps, sequences and the
+  layers under the method; 0 where the budget never bites, None of a method that does not evict.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class StepStats(StepTimes):
     device_kv_bytes: int | None = None
     disk_kv_bytes: int | None = None
     disk_read_bytes: int | None = None
+    tokens_evicted: float | None = None
 
 
 def times_of(
@@ -103,6 +106,7 @@ def stats_of(session: LiveSession) -> StepStats:
         device_kv_bytes=session.device_bytes,
         disk_kv_bytes=session.disk_bytes if session.placement == "disk" else None,
         disk_read_bytes=session.disk_read_bytes if session.placement == "disk" else None,
+        tokens_evicted=session.reads.tokens_evicted,
     )
 
 

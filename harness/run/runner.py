@@ -23,7 +23,7 @@ from typing import Any
 from harness.errors import UserError, from_record, line_in, message, one_line, reason, to_record
 from harness.files import HeldError, holding, until_settled
 from harness.model.resources import Resources
-from harness.results import environment, inputs
+from harness.results import columns, environment, inputs
 from harness.results import record as records
 from harness.results import write as tables
 from harness.results.samples import full_runs
@@ -196,6 +196,7 @@ def _record(todo: Run, resources: Resources) -> None:
         with users_faults(config):
             outcome = measurement.run(config, resources)
             records.require_finite(outcome.metrics)
+            _warn_of_idle_budgets(todo.title, outcome.metrics)
             devices: list[str] = []
             if measurement.needs_weights(config):
                 devices = _devices_of(resources.model(config.model).model)
@@ -208,6 +209,22 @@ def _record(todo: Run, resources: Resources) -> None:
         failure = {"status": "failed", "error": to_record(error), "seconds": seconds}
         _end(todo, record | failure)
         raise
+
+
+def _warn_of_idle_budgets(title: str, metrics: Mapping[str, Any]) -> None:
+    """Say of which tasks or texts a method that evicts has evicted nothing: its numbers are the
+    full cache's."""
+    parts = {title: metrics}
+    for name, entries in metrics.items():
+        if isinstance(entries, Mapping):
+            parts[f"{title}: {name}"] = entries
+    for where, entries in parts.items():
+        if entries.get(columns.TOKENS_EVICTED.name) == 0:
+            log.warning(
+                "%s: no token was evicted: the budget is never reached, so these are the full "
+                "cache's numbers",
+                where,
+            )
 
 
 def _devices_of(model: Any) -> list[str]:

@@ -47,7 +47,7 @@ from harness.scoring.metrics import (
     samples_of,
 )
 from harness.scoring.progress import bar
-from harness.settings.config import GENERATED_TASKS, RunConfig
+from harness.settings.config import GENERATED_TASKS, REASONING_TASKS, RunConfig
 from harness.settings.kinds import Outcome
 from methods.base import TokenCounts
 
@@ -278,7 +278,8 @@ def _marker(name: str, config: RunConfig) -> str:
     """The text with which a task's question starts."""
     if config.task.question_marker:
         return config.task.question_marker
-    return MARKER if name in GENERATED_TASKS else MARKERS.get(name, FEWSHOT_SEPARATOR)
+    made_here = name in (*GENERATED_TASKS, *REASONING_TASKS)
+    return MARKER if made_here else MARKERS.get(name, FEWSHOT_SEPARATOR)
 
 
 def _run_task(

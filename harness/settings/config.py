@@ -48,13 +48,19 @@ RULER_TASKS = (
 )
 """The tasks of RULER that lm-eval generates without any data."""
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
-OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS)
+REASONING_TASKS = ("graph_search",)
+"""Tasks made from a seed whose answers need long working."""
+OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS, *REASONING_TASKS)
 TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
 """Tasks that are known without lm-eval's index, which has thousands more."""
 GENERATED_NUM_SAMPLES = 128
 RULER_NUM_SAMPLES = 32
+REASONING_NUM_SAMPLES = 32
 DEFAULT_SEQ_LENGTHS = [4096]
 """lm-eval's lengths of RULER's prompts and answers, in tokens."""
+PLACES = 9
+LEAST_PLACES, MOST_PLACES = 6, 80
+"""Places on a map of graph_search."""
 GROUP_SIZE = 64
 PAPER_NUM_LAYERS = 32
 """Layers of OPT-6.7B (Figs 4, 5, 7) and of Llama-3-8B (Fig 20)."""
@@ -249,12 +255,12 @@ class TaskConfig:
     lm-eval's command line.
 
     include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval,
-    such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey.
-    apply_chat_template: prompts are turns of the tokenizer's chat template; fewshot_as_multiturn:
-    each example is a turn too. system_instruction: text before them. question_marker: the text with
-    which a question starts, where prefill=question ends the prompt; None: the task's own. too_long:
-    what happens to a context beyond the model's limit; `truncate` leaves out its beginning, as
-    lm-eval does.
+    such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey, places of
+    graph_search. apply_chat_template: prompts are turns of the tokenizer's chat template;
+    fewshot_as_multiturn: each example is a turn too. system_instruction: text before them.
+    question_marker: the text with which a question starts, where prefill=question ends the prompt;
+    None: the task's own. too_long: what happens to a context beyond the model's limit; `truncate`
+    leaves out its beginning, as lm-eval does.
     """
 
     include_path: FolderText | None = None
@@ -283,12 +289,21 @@ class TaskConfig:
         if number is not None and not (type(number) is int and 0 <= number <= MOST):
             allowed = "must be a whole number, of sentences in a context of kv_recall or passkey"
             raise UserError(f"metadata.num_sentences={number}: {allowed}")
+        places: Any = self.places
+        if type(places) is not int or not LEAST_PLACES <= places <= MOST_PLACES:
+            allowed = f"must be from {LEAST_PLACES} to {MOST_PLACES}"
+            raise UserError(f"metadata.places={places}: {allowed}")
 
     @property
     def num_sentences(self) -> int | None:
         """Sentences of the offline text in each context of kv_recall and passkey; None: as many as
         the task has by itself."""
         return self.metadata.get("num_sentences")
+
+    @property
+    def places(self) -> int:
+        """Places on a map of graph_search."""
+        return self.metadata.get("places", PLACES)
 
     @property
     def lengths(self) -> list[int]:
@@ -546,6 +561,8 @@ class RunConfig:
         lengths."""
         if self.num_samples is None and task in GENERATED_TASKS:
             return GENERATED_NUM_SAMPLES
+        if self.num_samples is None and task in REASONING_TASKS:
+            return REASONING_NUM_SAMPLES
         if task in RULER_TASKS:
             return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.lengths)
         return self.num_samples

@@ -98,6 +98,8 @@ class Generated(StepStats):
         if self.disk_kv_bytes:
             kept += f", {self.disk_kv_bytes / MIB:.2f} MiB on the disk"
         read = "read nothing" if self.size is None else f"read {self.size:.1%} of the cache"
+        if self.tokens_evicted is not None:
+            read += f", {self.tokens_evicted:.1f} tokens evicted (mean over steps and KV heads)"
         return f"{kept}; {read}; source: {self.source}"
 
     def __str__(self) -> str:

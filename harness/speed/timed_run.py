@@ -32,6 +32,7 @@ transferred_bytes, link_busy_s: payload and busy seconds of the link in all step
 weights included. pinned_bytes: page-locked host memory of the cache. peak_device_bytes: while
 decoding, the largest of the repeats; on the CPU the weights that are there, buffers of streamed
 ones included, and device_kv_bytes. size, device_frac: over all steps, see `harness.model.sizes`.
+tokens_evicted: of the first repeat; None of a method that does not evict.
 
     with attach(model) as attached, open_link(attached.device) as link:
         prompt = run_shared_prompt(attached, ids, shape.repeats)
@@ -124,6 +125,7 @@ class _Repeat:
     peak_device_bytes: int
     size: float
     device_frac: float
+    tokens_evicted: float | None
     num_steps: int
 
 
@@ -281,6 +283,7 @@ def _time_repeat(
             peak_device_bytes=_peak_device_bytes(session, weights),
             size=session.reads.size,
             device_frac=session.reads.device_frac,
+            tokens_evicted=session.reads.tokens_evicted,
             num_steps=session.steps,
         )
 
@@ -357,6 +360,7 @@ def _timing(
         "peak_device_bytes": peak_device_bytes,
         "size": size_sum / all_steps,
         "device_frac": device_frac_sum / all_steps,
+        "tokens_evicted": first.tokens_evicted,
     }
     for name in SEGMENTS:
         of_step = statistics.median(step[name] for step in segments)
