@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 
 import pytest
 import torch
@@ -19,9 +19,13 @@ from harness.live.links import EmulatedLink
 from harness.live.needs import Plan, sizes_of
 from harness.live.share import BatchLengths
 from harness.model.attach import attach
+from harness.model.calls import Call
 from harness.model.dense_prompts import DensePrompts
+from harness.model.indexer import own_indexer
 from harness.model.policies import fitted
 from harness.model.prompts import prompt_bytes
+from harness.settings.config import LatencyConfig
+from harness.speed.timed_run import TimedRun, time_run
 from methods.base import IndexShape, TokenCounts
 from methods.codec import ChannelCodec, Codec, SplitCodec
 from methods.dsa import Dsa, DsaState, FittedDsa, mask_of
@@ -331,6 +335,19 @@ def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, method, devi
         assert needs.session == made and needs.asked == asked.device - activations
 
 
+@pytest.mark.parametrize("method", [Full(), Dsa(every=2)])
+def test_a_timed_run_is_of_the_models_own_method(method):
+    """The full cache of such a model selects, so that its steps have a time for it, and rows on the device."""
+    shape = LatencyConfig(prompt_len=24, gen_len=6, batch_size=2, warmup_steps=1, timed_steps=3, repeats=1)
+    ids = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+    with attach(model_of("deepseek_v32")) as attached, EmulatedLink(1e12) as link:
+        timing = time_run(attached, ids, TimedRun(method, shape, "host"), link=link)
+    metrics = timing.metrics
+    assert metrics["prediction_s"] > 0 and 0 < metrics["size"] < 1 and metrics["device_frac"] > metrics["size"]
+    chosen = metrics["h2d_bytes"] / (LATENT * 4)
+    assert 4 * 2 * 5 * (TOP_K - 1) <= chosen <= 4 * 2 * 5 * TOP_K
+
+
 # The prompt
 
 
@@ -426,3 +443,50 @@ def test_a_model_that_does_not_hand_on_its_choice_is_refused(monkeypatch):
     monkeypatch.setattr("harness.model.indexer.MOST_KEYS", 64)
     with pytest.raises(UserError, match="its indexer does not choose a number of tokens"), attach(model):
         pass
+
+
+SPOILED = {
+    "numbers": lambda slots: slots.float(),
+    "below 0": lambda slots: slots - 1,
+    "one a row": lambda slots: slots[..., 0],
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_an_indexer_that_returns_something_else_is_refused(spoil):
+    model = tiny_family("deepseek_v32")
+    kind = type(model.model.layers[0].self_attn.indexer)
+    forward = kind.forward
+
+    @wraps(forward)
+    def spoiled(module, *given, **more):
+        return spoil(forward(module, *given, **more))
+
+    message = "its indexer does not choose a number of tokens"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=message):
+        patch.setattr(kind, "forward", spoiled)
+        with attach(model):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys", "message"),
+    [
+        ((1, 2, 2), (1, 2, 8), None),
+        ((1, 2), (1, 2, 8), "takes a mask that does not say what each row sees"),
+        ((1, 1, 2, 2), (1, 2, 8), "takes a mask that does not say what each row sees"),
+        ((1, 2, 2), (1, 1, 8), "has not one key for each token"),
+        ((1, 2, 2), (1, 1, 2, 8), "has not one key for each token"),
+    ],
+)
+def test_an_indexer_is_given_a_mask_of_its_rows_and_makes_a_key_for_each(mask, keys, message):
+    class Indexer(torch.nn.Module):
+        def forward(self, hidden_states, attention_mask, past_key_values=None):
+            pass
+
+    call = Call((torch.zeros(1, 2, 4), torch.ones(mask, dtype=torch.bool)), {})
+    if message is None:
+        assert own_indexer(Indexer(), call, torch.zeros(keys), "a family").head_dim == 8
+        return
+    with pytest.raises(UserError, match=f"model family 'a family' is not supported: its indexer {message}"):
+        own_indexer(Indexer(), call, torch.zeros(keys), "a family")

@@ -42,13 +42,24 @@ class OwnIndexer(NamedTuple):
         return dict(zip(self.names, args, strict=False)) | dict(kwargs)
 
 
-def own_indexer(module: nn.Module, call: Call, head_dim: int, family: str) -> OwnIndexer:
-    """The indexer that made `call`. Raises UserError for one that takes no mask or no cache."""
+def own_indexer(module: nn.Module, call: Call, keys: Tensor, family: str) -> OwnIndexer:
+    """The indexer that made `call` and handed `keys` to the cache.
+
+    Raises UserError for one that takes no mask or no cache, whose mask is not one of [batch, rows,
+    columns], or that has not one key for each row.
+    """
     names = tuple(inspect.signature(module.forward).parameters)
     for needed in (MASK, CACHE):
         if needed not in names:
             raise refusal(family, f"its indexer takes no {needed}")
-    return OwnIndexer(module, names, head_dim, call)
+    indexer = OwnIndexer(module, names, keys.shape[-1], call)
+    mask = indexer.with_arguments(call.args, call.kwargs)[MASK]
+    batch, num_rows = call.hidden.shape[:2]
+    if not isinstance(mask, Tensor) or mask.shape != (batch, num_rows, num_rows):
+        raise refusal(family, "its indexer takes a mask that does not say what each row sees")
+    if keys.dim() != 3 or keys.shape[:2] != (batch, num_rows):
+        raise refusal(family, "its indexer has not one key for each token")
+    return indexer
 
 
 class IndexCall:
@@ -125,7 +136,8 @@ def top_k_of(indexer: OwnIndexer, family: str) -> int:
             return fresh.new_zeros(1, num_keys, fresh.shape[-1])
 
         slots = call(keep, seen.to(indexer.call.hidden.device))
-        if slots.dim() != 3 or slots.is_floating_point():
+        is_list = slots.dim() == 3 and not slots.is_floating_point()
+        if not is_list or bool(((slots < 0) | (slots >= num_keys)).any()):
             break
         if slots.shape[-1] < num_keys:
             return slots.shape[-1]

@@ -191,7 +191,7 @@ class Trace:
     def _note_indexer(self, keys: Tensor) -> None:
         module = self._running[-1]
         call = self._calls[id(module)]
-        self._indexer = own_indexer(module, call, keys.shape[-1], self.family)
+        self._indexer = own_indexer(module, call, keys, self.family)
 
     # Windows
 
