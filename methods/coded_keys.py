@@ -52,7 +52,7 @@ def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
         codes = _codes_of(keys, columns, codec)
         num_codes = codes.shape[2] * 8 // codec.bits
         numbers = query.new_empty((*codes.shape[:2], num_codes, codes.shape[3]))
-        _unpack(codes, codec.bits, numbers)
+        unpack_to(codes, codec.bits, numbers)
         products = product(_by_group(query, codec), numbers)
     return _scaled(products, query, keys, codec)
 
@@ -90,12 +90,12 @@ def _products_by_blocks(query: Tensor, keys: Tensor, columns: int, codec: Codec)
     for first in range(0, heads, at_once):
         block = slice(first, min(first + at_once, heads))
         of_block = numbers[: block.stop - first]
-        _unpack(codes[block], codec.bits, of_block)
+        unpack_to(codes[block], codec.bits, of_block)
         torch.bmm(flat[block], of_block, out=products[block])
     return products.unflatten(0, query.shape[:2])
 
 
-def _unpack(codes: Tensor, bits: int, numbers: Tensor) -> None:
+def unpack_to(codes: Tensor, bits: int, numbers: Tensor) -> None:
     """Write the codes in packed bytes [..., bytes, slots] to `numbers`, of a float dtype, [..., 8 /
     bits * bytes, slots], plane by plane (`methods.codec`)."""
     width = codes.shape[-2]

@@ -38,7 +38,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from methods.base import Calibration, PromptRows, QueryRows
-from methods.codec import code_bytes, pack_codes, unpack_codes
+from methods.codec import code_bytes, pack_codes
+from methods.coded_keys import room_for_keys, unpack_to
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import Allowed, least, setting
 
@@ -69,20 +70,24 @@ class SocketState(RetrievingState):
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
-        shape = (*key.shape[:2], rows.num_slots)
-        width = code_bytes(self.method.num_bits, 1)
-        self.hashes[layer] = torch.zeros((*shape, width), dtype=torch.uint8, device=key.device)
+        self.hashes[layer] = room_for_keys(self._hashed(key[:, :, :1]), rows.num_slots).zero_()
         if self.method.value_weighted:
+            shape = (*key.shape[:2], rows.num_slots)
             self.value_norms[layer] = torch.zeros(shape, dtype=torch.float16, device=key.device)
         super().prompt(layer, query, key, value, rows)
 
     def append(
         self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
     ) -> None:
-        is_above = key.float() @ self.normals[0].mT >= 0
-        self.hashes[layer][:, :, slots] = pack_codes(is_above.int(), 1)
+        self.hashes[layer][:, :, slots] = self._hashed(key)
         if self.method.value_weighted:
             self.value_norms[layer][:, :, slots] = value.float().norm(dim=-1).half()
+
+    def _hashed(self, key: Tensor) -> Tensor:
+        """The sides of the planes on which keys [..., head_dim] lie: packed bits, uint8 [...,
+        bytes]."""
+        is_above = key.float() @ self.normals[0].mT >= 0
+        return pack_codes(is_above.int(), 1)
 
     def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """Collisions times the length of the value.
@@ -97,14 +102,16 @@ class SocketState(RetrievingState):
         logits = 2 * sharpness * torch.tanh(query @ self.normals[0].mT)
         of_tables = logits.unflatten(-1, (method.tables, method.planes)).transpose(2, 3)
         if_all_zero = logsigmoid(-of_tables).sum(-1, keepdim=True)  # [batch, kv, tables, rows, 1]
-        bits = unpack_codes(self.hashes[layer][:, :, :num_slots], 1, method.num_bits)
-        bits = bits.unflatten(-1, (method.tables, method.planes)).permute(0, 1, 3, 4, 2)
+        packed = self.hashes[layer][:, :, :num_slots].mT  # a byte of all tokens lies in one piece
+        bits = query.new_empty((*packed.shape[:2], 8 * packed.shape[2], num_slots))
+        unpack_to(packed, 1, bits)
+        bits = bits[:, :, : method.num_bits].unflatten(2, (method.tables, method.planes))
         shape = (*query.shape[:3], num_slots)
         collisions = query.new_zeros(shape)
         at_once = max(1, PRODUCT_BYTES // max(1, 4 * collisions.numel()))
         for first in range(0, method.tables, at_once):
             part = slice(first, first + at_once)
-            log_probs = of_tables[:, :, part] @ bits[:, :, part].float() + if_all_zero[:, :, part]
+            log_probs = of_tables[:, :, part] @ bits[:, :, part] + if_all_zero[:, :, part]
             collisions += log_probs.exp_().sum(2)
         if method.value_weighted:
             collisions *= self.value_norms[layer][:, :, None, :num_slots].float()
