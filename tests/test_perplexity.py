@@ -37,6 +37,7 @@ METRICS = {
     "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "size", "size_artifact",
     "device_frac", "resident_frac",
 }  # fmt: skip
+OF_EVICTING = METRICS | {"tokens_evicted"}
 SINKS = Streaming(kept_frac=0.2, num_sinks=2)
 SHORT = {"perplexity": {"seq_len": 60}, "long_decode": {"max_new_tokens": STEPS}}
 """Lengths of the runs, by their kind."""
@@ -134,7 +135,7 @@ def test_metrics_of_windows_are_the_direct_ones(loaded, text, method, prefill_le
         means = [unit(statistics.mean(rows)) for rows in by_window]
         assert metrics[f"{name}_stderr"] == pytest.approx(stderr_of(means), rel=1e-3, abs=1e-5), name
     assert metrics["num_samples"] == 3
-    assert set(metrics) == METRICS | {f"{name}_stderr" for name in METRICS} | {"num_samples"}
+    assert set(metrics) == OF_EVICTING | {f"{name}_stderr" for name in OF_EVICTING} | {"num_samples"}
     assert metrics["kl_nats"] > 0 and metrics["top1_agreement"] < 1, "the method changed nothing"
 
 
@@ -362,7 +363,7 @@ def test_sizes_are_those_of_the_decode_rows_and_their_bits(kind, method, changes
 
 def test_what_cannot_be_measured_is_none(loaded, text):
     one_window = measure("perplexity", loaded, text, H2O(), num_windows=1)
-    assert absent_of(one_window) == {f"{name}_stderr" for name in METRICS}
+    assert absent_of(one_window) == {f"{name}_stderr" for name in OF_EVICTING}
     quantized = measure("perplexity", loaded, text, Full(), codec="int2")
     assert absent_of(quantized) == {"attention_recall", "attention_recall_stderr"}
     assert quantized["size"] == pytest.approx((2 + 2 * BITS["int2"] / 16) / 4)
