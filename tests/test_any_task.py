@@ -112,7 +112,7 @@ def test_the_index_is_made_once_and_a_damaged_one_anew(folder, tmp_path, monkeyp
     assert len(list(note.parent.iterdir())) == 2, "another version has an index of its own"
 
 
-OFFLINE = "data=offline has kv_recall, .*, ruler_fwe alone; needs data=hub"
+OFFLINE = "data=offline has kv_recall, .*, graph_search alone; needs data=hub"
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_longprocs_tasks_run_but_for_those_that_execute_what_a_model_writes(tmp_
     row = {"input_prompt": "Go from Aa to Bb.", "reference_output": "From Aa, take a bus to Bb.", "metadata": "{}"}
     write_rows(tmp_path / "data" / "PrincetonPli" / "LongProc" / "path_traversal_0.5k" / "test.jsonl", [row])
     task = load_suite(settings(name, root=tmp_path / "data"), loaded).tasks[name]
-    assert task.OUTPUT_TYPE == "generate_until" and not task.UNSAFE_CODE
+    assert task.OUTPUT_TYPE == "generate_until" and not getattr(task, "UNSAFE_CODE", False)
     (doc,) = task.test_docs()
     answer = f"<Route>\n{row['reference_output']}\n</Route>"
     assert task.process_results(doc, [answer])["accuracy"] == 1
