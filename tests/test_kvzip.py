@@ -15,8 +15,8 @@ from replaying import PROMPT, open_session, pad, token_ids
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.model.output_projection import output_factor
 from harness.model.prompts import PromptPass
-from harness.model.rereading import output_factor
 from harness.model.tiny import tiny_ids, tiny_model
 from harness.replay.setup import tokenized
 from methods.base import Geometry, Lengths, Repetition, TokenCounts

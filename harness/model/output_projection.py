@@ -1,0 +1,80 @@
+"""The output projection of an attention layer by query head, found by running the layer's code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from harness.model.calls import (
+    attention_function,
+    first_tensor,
+    refusal,
+    reraise_out_of_memory,
+)
+from harness.model.decoder import Decoder
+from harness.model.model_cache import ModelCache
+from harness.model.trace import Layer
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Largest difference of an output projection's output over the largest output."""
+COARSE = 0.03
+"""`TOLERANCE` in half precision."""
+
+
+def output_factor(decoder: Decoder, layer: Layer) -> Tensor:
+    """Matrices R, fp32 [heads, value_dim, value_dim], with |R v| = |W_O v| for what a head's part
+    of the layer's output projection makes of a value v.
+
+    The projection is found by the module's own code: it is given unit vectors for the output of its
+    attention. Raises UserError where the module does not multiply that by a matrix alone, as one
+    with an output gate.
+    """
+    if layer.output_factor is None:
+        matrix = output_matrix(decoder, layer)
+        if layer.latent is not None:
+            matrix = layer.latent.to_value.float() @ matrix
+        layer.output_factor = torch.linalg.qr(matrix.mT).R
+    return layer.output_factor
+
+
+def output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
+    """The output projection by head, fp32 [heads, value_dim, hidden_size]."""
+    heads = layer.num_heads
+    value_dim = layer.value_dim if layer.latent is None else layer.latent.to_value.shape[2]
+    size, like = heads * value_dim, layer.call.hidden
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(like.shape, generator=generator).to(like)
+    unit = torch.eye(size, dtype=like.dtype, device=like.device)
+    any_row = torch.randn(1, size, generator=generator).to(like)
+    given = torch.cat([torch.zeros_like(any_row), any_row, unit])
+    attended = given.view(-1, 1, heads, value_dim).expand(-1, like.shape[1], -1, -1)
+
+    def output(part: Tensor) -> Tensor:
+        """What the module makes of `part` [n, rows, heads, value_dim]: [n, rows, hidden_size]."""
+        call = layer.call.with_hidden(
+            inputs.repeat(len(part), 1, 1),
+            attention_mask=layer.no_mask,
+            past_key_values=ModelCache(decoder.stack.config),
+        )
+        with attention_function(decoder.stack, lambda *_, **__: (part.contiguous(), None)):
+            made = first_tensor(layer.module.forward(*call.args, **call.kwargs))
+        assert made is not None
+        return made.float()
+
+    try:
+        nothing, of_any, *units = torch.cat([output(part) for part in attended.split(256)])
+    except RuntimeError as error:
+        reraise_out_of_memory(error)
+        why = "its output projection cannot be run alone, which KVzip+ needs"
+        raise refusal(decoder.family, why) from error
+    by_row = torch.stack(units) - nothing  # [size, rows, hidden_size]
+    matrix = by_row[:, 0]
+    expected, got = any_row.float() @ matrix, of_any - nothing
+    close = TOLERANCE.get(like.dtype, COARSE) * float(expected.abs().max())
+    if not torch.allclose(got, expected.expand_as(got), atol=close):
+        raise refusal(
+            decoder.family,
+            "its attention's output passes more than a projection, such as a gate, of which KVzip+ "
+            "does not know",
+        )
+    return matrix.view(heads, value_dim, -1)
