@@ -590,6 +590,10 @@ class IndexShape(NamedTuple):
     own: tuple[bool, ...]
 
 
+def _no_weights(layer: int) -> Tensor:
+    raise ValueError("the output projections are not known without the model's weights")
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The shape of a model, as far as methods need it.
@@ -604,6 +608,9 @@ class Geometry:
         of a layer to keys or queries [batch, heads, n, head_dim], or takes them off (`inverse`);
         the identity without rotary positions. Raises ValueError where the model applies its
         positions in another way.
+    output_matrix: output_matrix(layer) makes the output projection W_O by query head, fp32 [heads,
+        value_dim, hidden_size]: a value v adds v @ matrix[head] to the layer's output. Made anew in
+        each call. Raises ValueError where the model has none that is a matrix alone.
     """
 
     num_layers: int
@@ -613,6 +620,7 @@ class Geometry:
     scale: float
     family: str
     rotate: Callable[..., Tensor] = lambda states, positions, inverse=False, layer=0: states
+    output_matrix: Callable[[int], Tensor] = _no_weights
     value_dim: int | None = None
     values_in_keys: bool = False
     softmaxes: tuple[Softmax, ...] = ()

@@ -108,9 +108,27 @@ class PromptEvictingState(EvictingState):
         found = self.prompt_worth(layer, query, key, value, rows)
         worth, of_equals = found if isinstance(found, tuple) else (found, None)
         stay = self.stay(layer, worth.masked_fill(~competes, -INF))
+        worth = self.second_worth(layer, worth, of_equals, competes, stay, value)
         tokens.masked_fill_(
             least_worthy(worth, competes, competes.sum(-1) - stay, of_equals), EMPTY
         )
+
+    def second_worth(
+        self,
+        layer: int,
+        worth: Tensor,
+        of_equals: Tensor | None,
+        competes: Tensor,
+        stay: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """Worth by which tokens stay once each head's number is known; by default the same.
+
+        worth, of_equals: as `prompt_worth` returned them. competes: bool [batch, num_kv_heads,
+        prompt], tokens that may leave. stay: of these the number that stays, int [batch,
+        num_kv_heads or 1]. value: [batch, num_kv_heads, prompt, value_dim].
+        """
+        return worth
 
     def stay(self, layer: int, worth: Tensor) -> Tensor:
         """Number of competing tokens that stay, int [batch, num_kv_heads or 1]. worth: -inf where
@@ -321,7 +339,42 @@ class SnapKV(PromptEvicting):
         return "PyramidKV" if pyramid else "Ada-KV" if adaptive else self.title
 
 
-class ExpectedState(PromptEvictingState):
+class ComingQueriesState(PromptEvictingState):
+    """A worth by the coming queries, which are taken to be as the prompt's, at the positions that
+    follow."""
+
+    def past_sinks(self, rows: PromptRows) -> Tensor:
+        """Rows whose queries count, bool [batch, prompt]: those of the sinks are unlike all
+        others."""
+        return rows.real & (rows.positions >= self.method.num_sinks)
+
+    def plain_queries(
+        self, layer: int, query: Tensor, rows: PromptRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries without positions, fp32 [batch, heads, prompt, head_dim]; 1 for those that count,
+        [batch, 1, prompt, 1]; their mean, [batch, heads, 1, head_dim]."""
+        positions = rows.positions.masked_fill(~rows.real, 0)
+        plain = self.geometry.rotate(query, positions, inverse=True, layer=layer).float()
+        counted = self.past_sinks(rows)[:, None, :, None].float()
+        number = counted.sum(2, keepdim=True).clamp(min=1)
+        return plain, counted, (plain * counted).sum(2, keepdim=True) / number
+
+    def rotation_ahead(self, layer: int) -> Tensor:
+        """Mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: each row is a
+        unit vector rotated."""
+        device = self.lengths.prompt.device
+        units = torch.eye(self.geometry.head_dim, device=device)[None, :, None].expand(
+            -1, -1, HORIZON, -1
+        )
+        ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=device)
+        rotations = []
+        for positions in ahead:
+            turned = self.geometry.rotate(units, positions[None], layer=layer)
+            rotations.append(turned.mean(2))
+        return torch.stack(rotations)
+
+
+class ExpectedState(ComingQueriesState):
     """Worth: the expectation of exp(query . key) over all tokens but the sinks, times |value|; the
     group's mean."""
 
@@ -329,37 +382,22 @@ class ExpectedState(PromptEvictingState):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
         batch, num_kv_heads, prompt, head_dim = key.shape
-        past_sinks = rows.real & (rows.positions >= self.method.num_sinks)
-        mean, cov = self._statistics(layer, query, rows, past_sinks)
+        mean, cov = self._statistics(layer, query, rows)
         mean = mean.view(batch, num_kv_heads, -1, *mean.shape[2:])
         cov = cov.view(batch, num_kv_heads, -1, *cov.shape[2:])
         keys = key.float().unsqueeze(2) * self.geometry.scale  # [batch, kv, 1, prompt, head_dim]
         scores = (keys @ mean.unsqueeze(-1)).squeeze(-1) + ((keys @ cov) * keys).sum(-1) / 2
-        probs = scores.masked_fill_(~past_sinks[:, None, None], -INF).softmax(-1).mean(2)
+        past_sinks = self.past_sinks(rows)[:, None, None]
+        probs = scores.masked_fill_(~past_sinks, -INF).softmax(-1).mean(2)
         return (probs + self.method.epsilon) * value.float().norm(dim=-1)
 
-    def _statistics(
-        self, layer: int, query: Tensor, rows: PromptRows, counted: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Mean [batch, heads, head_dim] and covariance of the counted rows' queries, rotated to
-        what follows."""
-        positions = rows.positions.masked_fill(~rows.real, 0)
-        plain = self.geometry.rotate(query, positions, inverse=True, layer=layer).float()
-        counted = counted[:, None, :, None].float()
-        number = counted.sum(2, keepdim=True).clamp(min=1)
-        mean = (plain * counted).sum(2, keepdim=True) / number
+    def _statistics(self, layer: int, query: Tensor, rows: PromptRows) -> tuple[Tensor, Tensor]:
+        """Mean [batch, heads, head_dim] and covariance of the queries that count, rotated to what
+        follows."""
+        plain, counted, mean = self.plain_queries(layer, query, rows)
         centred = (plain - mean) * counted
-        # Mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: each row is a
-        # unit vector rotated.
-        units = torch.eye(self.geometry.head_dim, device=query.device)[None, :, None].expand(
-            -1, -1, HORIZON, -1
-        )
-        ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=query.device)
-        rotations = []
-        for positions in ahead:
-            turned = self.geometry.rotate(units, positions[None], layer=layer)
-            rotations.append(turned.mean(2))
-        rotation = torch.stack(rotations)
+        rotation = self.rotation_ahead(layer)
+        number = counted.sum(2, keepdim=True).clamp(min=1)
         cov = rotation.mT @ (centred.mT @ centred / number) @ rotation
         return (mean @ rotation).squeeze(2), cov
 

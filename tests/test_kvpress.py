@@ -30,6 +30,8 @@ from harness.run.cli import main
 from harness.run.runner import Run
 from methods import kvpress
 from methods.base import EMPTY, TokenCounts
+from methods.capkv import CapKV
+from methods.criticalkv import CriticalKV
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, PromptEvictingState, SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
@@ -101,6 +103,11 @@ OWN = {
     "SnapKVPress": SnapKV(0, kept_tokens=KEPT, window=16, kernel=5, pooling="avg"),
     "TOVAPress": TOVA(0, kept_tokens=KEPT, protect_last=True),
     "StreamingLLMPress": Streaming(0, kept_frac=KEPT / 200),
+    "CapPress": CapKV(0, kept_tokens=KEPT),
+    # The press counts the window's 16 tokens among the first half: 24 of 48 are 8 of the 32 that compete.
+    "CriticalKVPress:SnapKVPress": CriticalKV(
+        0, kept_tokens=KEPT, window=16, kernel=5, pooling="avg", first_share=0.25
+    ),
 }
 
 

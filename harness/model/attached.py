@@ -29,6 +29,7 @@ from harness.model.decoder import Decoder
 from harness.model.dense_prompts import DensePrompts
 from harness.model.indexer import CACHE, IndexCall, OwnIndexer
 from harness.model.model_cache import ModelCache
+from harness.model.output_projection import output_matrix
 from harness.model.split_rows import RecurrentRows, in_parts
 from harness.model.trace import Layer, PositionSource
 from methods.attention import Softmax
@@ -159,6 +160,7 @@ class Attached:
             scale=first.softmax.scale,
             family=self.decoder.family,
             rotate=self._rotate,
+            output_matrix=self._output_matrix,
             value_dim=first.value_dim,
             values_in_keys=first.latent is not None,
             softmaxes=() if is_plain else softmaxes,
@@ -378,6 +380,10 @@ class Attached:
                 "not known"
             )
         return rotary.apply(states, positions, inverse)
+
+    def _output_matrix(self, layer: int) -> Tensor:
+        """`Geometry.output_matrix`."""
+        return output_matrix(self.decoder, self._counted[layer])
 
     # Hooks
 

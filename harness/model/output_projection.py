@@ -25,20 +25,23 @@ def output_factor(decoder: Decoder, layer: Layer) -> Tensor:
     """Matrices R, fp32 [heads, value_dim, value_dim], with |R v| = |W_O v| for what a head's part
     of the layer's output projection makes of a value v.
 
-    The projection is found by the module's own code: it is given unit vectors for the output of its
-    attention. Raises UserError where the module does not multiply that by a matrix alone, as one
-    with an output gate.
+    Made once for a layer. Raises UserError as `output_matrix`.
     """
     if layer.output_factor is None:
         matrix = output_matrix(decoder, layer)
-        if layer.latent is not None:
-            matrix = layer.latent.to_value.float() @ matrix
         layer.output_factor = torch.linalg.qr(matrix.mT).R
     return layer.output_factor
 
 
 def output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
-    """The output projection by head, fp32 [heads, value_dim, hidden_size]."""
+    """The output projection by query head, fp32 [heads, value_dim, hidden_size]: for a value v a
+    head adds v @ matrix[head] to the layer's output. That of latent values takes the latent.
+
+    The projection is found by the module's own code: it is given unit vectors for the output of its
+    attention. It is made anew in each call, since the matrices of all layers in fp32 may be larger
+    than a prompt's cache. Raises UserError where the module does not multiply that by a matrix
+    alone, as one with an output gate.
+    """
     heads = layer.num_heads
     value_dim = layer.value_dim if layer.latent is None else layer.latent.to_value.shape[2]
     size, like = heads * value_dim, layer.call.hidden
@@ -65,7 +68,7 @@ def output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
         nothing, of_any, *units = torch.cat([output(part) for part in attended.split(256)])
     except RuntimeError as error:
         reraise_out_of_memory(error)
-        why = "its output projection cannot be run alone, which KVzip+ needs"
+        why = "its output projection cannot be run alone, which this method needs"
         raise refusal(decoder.family, why) from error
     by_row = torch.stack(units) - nothing  # [size, rows, hidden_size]
     matrix = by_row[:, 0]
@@ -74,7 +77,8 @@ def output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
     if not torch.allclose(got, expected.expand_as(got), atol=close):
         raise refusal(
             decoder.family,
-            "its attention's output passes more than a projection, such as a gate, of which KVzip+ "
-            "does not know",
+            "its attention's output passes more than a projection, such as a gate, of which this "
+            "method does not know",
         )
-    return matrix.view(heads, value_dim, -1)
+    matrix = matrix.view(heads, value_dim, -1)
+    return matrix if layer.latent is None else layer.latent.to_value.float() @ matrix
