@@ -26,6 +26,10 @@ calibrated scales.
 2026) as vLLM has it: the coordinates of a rotated row's direction, each as the nearest Lloyd-Max
 centroid of a normal distribution, and the row's length.
 
+`nvfp4` (`Nvfp4Codec`) is NVIDIA's format of 4-bit floats with scales on two levels.
+
+Layers may have codecs of their own (`LayerCodecs`).
+
 `roundtrip(x)` is `decode(encode(x))` bit for bit without the packing. Replay uses the first, live
 decoding the others.
 
@@ -48,10 +52,21 @@ has one number in fp16, with which it reads back with its own length: `norm_corr
 corrects when it reads. A value is coded as an integer codec codes it, one group a row. Bytes at
 head_dim 64: a key 2 + 32, 24 or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The paper's second
 stage (QJL, 1 bit) is left out, as in vLLM. vLLM recommends to leave the first two and the last two
-layers alone; here `num_exempt_layers` exempts first ones only. Where head_dim is no power of two
+layers alone; here `num_exempt_layers` exempts first ones, and `codec_layers=[28-:fp16]` names last
+ones. Where head_dim is no power of two
 the rotation is in blocks, and coordinates are less normal. `codec=turbo4`, `turbo3` and `turbo2`
 are the key's format for any method, for values too where `value_codec` gives no other. No kernel
 codes it: on a GPU it takes plain torch operations.
+
+**nvfp4**: an element is an E2M1 number (0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 or ±6), 16 elements along
+head_dim share a scale in E4M3, and a tensor has a scale in fp32. With s = the tensor's largest
+magnitude / (6 · 448), a block's scale is its largest magnitude / 6 / s in E4M3; an element is the
+E2M1 number nearest to x / (scale · s), of two the even one; it reads back as number · (scale · s),
+with one rounding. The tensor is a row here, one token's key or value in one KV head: a cache grows,
+so that a scale of the whole has to be guessed from a prompt or calibrated (vLLM reads it from the
+checkpoint, or takes 1), and rows would depend on what lies beside them. Bytes at head_dim 64: 4 + 4
++ 32, which are 5 bits an element, 4.75 at 128; with one scale for a whole layer they would be 4.5.
+No kernel codes it: on a GPU it takes plain torch operations.
 
 **kivi**: keys share minimum and step per channel over `group_size` (32) consecutive tokens, values
 per token over 32 channels; scales take 3 bits per element at 2 bits, 5 at 4. The values of the last
@@ -63,9 +78,11 @@ value_codec=int2 key_groups=channel residual=128`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Literal, TypeVar
+from statistics import fmean
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,6 +93,11 @@ FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 STORED_DTYPES = FLOAT_DTYPES | {"fp8": torch.float8_e4m3fn}
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 TURBO_BITS = {"turbo4": 4, "turbo3": 3, "turbo2": 2}
+NVFP4 = "nvfp4"
+E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of a float of 1 bit of sign, 2 of exponent and 1 of mantissa, by code."""
+NVFP4_BLOCK = 16
+"""Elements that share an E4M3 scale."""
 CODEC_NAMES = (*STORED_DTYPES, *INTEGER_BITS)
 Rotation = Literal["hadamard"]
 Count = TypeVar("Count", int, Tensor)
@@ -442,6 +464,101 @@ def _total(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Nvfp4Codec(RowCodec):
+    """NVIDIA's NVFP4, a row being a tensor: E2M1 numbers, an E4M3 scale for each block of
+    `NVFP4_BLOCK` elements, and an fp32 scale.
+
+    A packed row is `[fp32 scale | E4M3 scales | padding to an even number | codes]`. A code's high
+    bit is its sign.
+    """
+
+    name: str = NVFP4
+    bits: ClassVar[int] = 4
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """4, and 8 for each block and 32 for the row."""
+        return self.bits + (8 * self._num_blocks(head_dim) + 32) / head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        return self._first_code(head_dim) + plane_width(head_dim, self.bits)
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        return self._values(*self._quantize(x), x.dtype)
+
+    def encode(self, x: Tensor) -> Tensor:
+        head_dim = x.shape[-1]
+        codes, scales, row_scale = self._quantize(x)
+        meta = torch.cat([row_scale.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+        missing = self._first_code(head_dim) - meta.shape[-1]
+        return torch.cat([pad(meta, (0, missing)), _pack_planes(codes, self.bits)], dim=-1)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        # A copy, since a slot may begin anywhere.
+        row_scale = packed[..., :4].clone(memory_format=torch.contiguous_format)
+        scales = packed[..., 4 : 4 + self._num_blocks(head_dim)].contiguous()
+        of_codes = packed[..., self._first_code(head_dim) :]
+        codes = _unpack_planes(of_codes, self.bits, head_dim, torch.int32)
+        return self._values(
+            codes, scales.view(torch.float8_e4m3fn), row_scale.view(torch.float32), dtype
+        )
+
+    def _num_blocks(self, head_dim: int) -> int:
+        return -(-head_dim // NVFP4_BLOCK)
+
+    def _first_code(self, head_dim: int) -> int:
+        """Bytes before the codes; even."""
+        return 4 + -(-self._num_blocks(head_dim) // 2) * 2
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """codes, int32 [..., head_dim]; scales of the blocks, e4m3 [..., blocks]; scale of the row,
+        fp32 [..., 1]."""
+        rows = x.float()
+        head_dim = rows.shape[-1]
+        blocks = self._in_blocks(rows)
+        largest = blocks.abs().amax(-1)  # [..., blocks]
+        # By a tensor: by a plain number CUDA multiplies by the inverse.
+        most_code, most_scale = largest.new_tensor(E2M1_LEVELS[-1]), largest.new_tensor(_FP8_MAX)
+        row_scale = largest.amax(-1, keepdim=True).div(most_code * most_scale)
+        divisor = row_scale.masked_fill(row_scale == 0, 1.0)
+        scales = largest.div(most_code).div_(divisor).clamp_(max=_FP8_MAX).to(torch.float8_e4m3fn)
+        step = (scales.float() * row_scale).unsqueeze(-1)
+        is_empty = step == 0
+        normal = blocks.div(step.masked_fill(is_empty, 1.0)).masked_fill_(is_empty, 0.0)
+        _, boundaries = _e2m1(x.device)
+        codes = torch.bucketize(normal.abs().contiguous(), boundaries, out_int32=True)
+        codes += 8 * (normal < 0).int()
+        return codes.flatten(-2)[..., :head_dim], scales, row_scale
+
+    def _values(
+        self, codes: Tensor, scales: Tensor, row_scale: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        levels, _ = _e2m1(codes.device)
+        head_dim = codes.shape[-1]
+        step = (scales.float() * row_scale).repeat_interleave(NVFP4_BLOCK, -1)[..., :head_dim]
+        return levels[codes].mul_(step).to(dtype)
+
+    def _in_blocks(self, rows: Tensor) -> Tensor:
+        """[..., head_dim] as [..., blocks, NVFP4_BLOCK], the last one filled up with zeros."""
+        missing = -rows.shape[-1] % NVFP4_BLOCK
+        padded = pad(rows, (0, missing)) if missing else rows
+        return padded.unflatten(-1, (-1, NVFP4_BLOCK))
+
+
+@cache
+def _e2m1(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The value of each of the 16 codes, and the largest magnitude that goes to each code but the
+    last, fp32 on a device.
+
+    A magnitude midway between two codes goes to the even one: down at the first boundary, up at the
+    second, and so on.
+    """
+    levels = torch.tensor(E2M1_LEVELS)
+    boundaries = (levels[1:] + levels[:-1]) / 2
+    boundaries[1::2] = boundaries[1::2].nextafter(torch.tensor(0.0))
+    return torch.cat([levels, -levels]).to(device), boundaries.to(device)
+
+
+@dataclass(frozen=True)
 class NoCodec(Codec):
     """Codec of keys that are not stored, because the method holds them (`Method.holds_keys`): rows
     of no bytes."""
@@ -516,11 +633,78 @@ class SplitCodec:
 
 
 AnyCodec = RowCodec | SplitCodec
+"""Of a layer."""
 
 
-def without_keys(codec: AnyCodec | None) -> SplitCodec:
+class NamedLayers(NamedTuple):
+    """Layers `first` to `last`, as methods count, and their codec. last: None for all that follow.
+    words: how the user named them."""
+
+    first: int
+    last: int | None
+    codec: AnyCodec
+    words: str = ""
+
+    def holds(self, layer: int) -> bool:
+        """True if `layer` is one of them."""
+        return self.first <= layer and (self.last is None or layer <= self.last)
+
+
+@dataclass(frozen=True)
+class LayerCodecs:
+    """A codec for each layer: that of `named` layers, which do not overlap, else `others`."""
+
+    others: AnyCodec
+    named: tuple[NamedLayers, ...]
+
+    @property
+    def residual(self) -> int:
+        """The most last tokens that a layer keeps exact."""
+        return max(codec.residual for codec in every_codec(self))
+
+    def of_layer(self, layer: int) -> AnyCodec:
+        """The codec of a layer, as methods count."""
+        for layers in self.named:
+            if layers.holds(layer):
+                return layers.codec
+        return self.others
+
+
+CacheCodec = AnyCodec | LayerCodecs
+"""Of all layers under a method."""
+
+
+def codec_at(codec: CacheCodec, layer: int) -> AnyCodec:
+    """The codec of a layer, as methods count."""
+    return codec.of_layer(layer) if isinstance(codec, LayerCodecs) else codec
+
+
+def every_codec(codec: CacheCodec) -> list[AnyCodec]:
+    """The codec, or those of all layers."""
+    if not isinstance(codec, LayerCodecs):
+        return [codec]
+    return [codec.others, *(layers.codec for layers in codec.named)]
+
+
+def mean_bits(codec: CacheCodec, layers: Sequence[int]) -> float:
+    """Mean over the layers of the bits that an element counts without scales."""
+    if not isinstance(codec, LayerCodecs):
+        return codec.bits
+    return fmean(codec.of_layer(layer).bits for layer in layers)
+
+
+def without_keys(codec: CacheCodec | None) -> CacheCodec:
     """The codec of a cache that holds values only; None stores them as fp32, which is exact."""
-    return SplitCodec(NoCodec(), (codec or Codec("fp32")).values)
+    if isinstance(codec, LayerCodecs):
+        named = []
+        for layers in codec.named:
+            named.append(layers._replace(codec=_values_alone(layers.codec)))
+        return LayerCodecs(_values_alone(codec.others), tuple(named))
+    return _values_alone(codec or Codec("fp32"))
+
+
+def _values_alone(codec: AnyCodec) -> SplitCodec:
+    return SplitCodec(NoCodec(), codec.values)
 
 
 def plane_width(head_dim: int, bits: int) -> int:

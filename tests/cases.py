@@ -14,7 +14,10 @@ from harness.model.tiny import tiny_ids
 from harness.replay.setup import codec_of
 from harness.settings.schema import options
 from methods.base import Method, Rest
-from methods.codec import ChannelCodec, Codec, SplitCodec
+from methods.capkv import CapKV
+from methods.codec import ChannelCodec, Codec, LayerCodecs, NamedLayers, SplitCodec
+from methods.criticalkv import CriticalKV
+from methods.defensivekv import DefensiveKV
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
@@ -94,9 +97,36 @@ def smooth(row: np.ndarray) -> np.ndarray:
     return 0.8 * row + 0.2 * np.sin(3 * row)
 
 
+@dataclass(frozen=True)
+class Rough(Smooth):
+    """Another distortion, in rows of twice the bytes."""
+
+    name = "rough"
+    bits = 8
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return 8 + 64 / head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        return 8 * head_dim
+
+    def roundtrip(self, rows: Tensor) -> Tensor:
+        return 0.7 * rows - 0.2 * torch.cos(2 * rows)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        made = self.roundtrip(rows)
+        return torch.cat([made, made], -1).view(torch.uint8)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        return packed.contiguous().view(torch.float32)[..., head_dim:]
+
+
+ROUGH = Rough()
+
+
 class Case(NamedTuple):
     method: Method
-    codec: Codec | Smooth | None = None
+    codec: Codec | Smooth | LayerCodecs | None = None
 
 
 class BiasedState(QuestState):
@@ -136,6 +166,17 @@ CASES = {
     "residual-groups": Case(Full(), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
     "residual-fills": Case(Full(num_exempt_layers=1), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
     "kivi": Case(Full(), SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)),
+    "layers": Case(
+        Full(num_exempt_layers=1),
+        LayerCodecs(Smooth(), (NamedLayers(1, 1, Codec("fp32")), NamedLayers(3, None, ROUGH))),
+    ),
+    "layers-residual": Case(
+        Full(num_exempt_layers=0),
+        LayerCodecs(
+            SplitCodec(SmoothGroups(), Smooth(), residual=8),
+            (NamedLayers(0, 0, Codec("fp32")), NamedLayers(2, 2, SplitCodec(ROUGH, Smooth(), residual=8))),
+        ),
+    ),
     "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
     "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
     "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
@@ -147,6 +188,11 @@ CASES = {
     "streaming-tokens": Case(Streaming(kept_tokens=11, num_sinks=2)),
     "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3)),
     "snapkv-both": Case(SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive")),
+    "criticalkv": Case(CriticalKV(kept_frac=0.5, window=4, kernel=3)),
+    "criticalkv-ada": Case(CriticalKV(kept_tokens=11, num_sinks=1, window=2, heads="adaptive", first_share=0.3)),
+    "defensivekv": Case(DefensiveKV(kept_frac=0.5, window=4, kernel=3, first_mass=0.5)),
+    "defensivekv-uniform": Case(DefensiveKV(kept_tokens=9, window=2, heads="uniform", num_exempt_layers=0)),
+    "capkv": Case(CapKV(kept_frac=0.5)),
     "tova": Case(TOVA(kept_frac=0.3)),
     "kvzip": Case(KVzip(kept_frac=0.5, num_sinks=2, chunk_size=9, **ASKED)),
     "kvzip-plus": Case(KVzip(kept_tokens=10, chunk_size=30, value_weighted=True, num_exempt_layers=0, **ASKED)),
@@ -260,6 +306,10 @@ CASES = {
     ),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
     "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
+    "infinigen+layers": Case(
+        InfiniGen(alpha=0.3, max_fetch_frac=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))
+    ),
+    "h2o+layers": Case(H2O(heavy_frac=0.15, recent_frac=0.1), LayerCodecs(ROUGH, (NamedLayers(2, 2, Codec("fp32")),))),
     "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
     "pool-lru": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)),
     "pool-counter": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2)),

@@ -23,13 +23,14 @@ from harness.model.attached import Attached
 from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
-from methods.codec import AnyCodec, Codec
+from methods.codec import AnyCodec, Codec, every_codec
 
 PROMPT = 24
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
 """Real prompt tokens of the sequences of a batch."""
 
-FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "turbo4": 3e-2, "turbo3": 0.1, "int2": 0.3, "turbo2": 0.3, "int1": 1}
+FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "turbo4": 3e-2, "turbo3": 0.1, "int2": 0.3, "turbo2": 0.3, "int1": 1,
+         "nvfp4": 0.1}  # fmt: skip
 """A value at the border of two codes may fall to either side, since live and replay round differently; one code off
 moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps
 (`smooth`), the codec's path is held to the contract's tolerance."""
@@ -148,7 +149,10 @@ def attached_with_link(family: str = "gqa", bytes_per_s: float = 1e12) -> Iterat
 
 def of_codec(codec) -> float:
     """What flips allow: those of the coarser of keys and values."""
-    return max(FLIPS.get(half.name, TOLERANCE) for half in (codec.keys, codec.values)) if codec else TOLERANCE
+    allowed = [TOLERANCE]
+    for of_layer in every_codec(codec) if codec else ():
+        allowed += [FLIPS.get(half.name, TOLERANCE) for half in (of_layer.keys, of_layer.values)]
+    return max(allowed)
 
 
 class LatestLink(Link):

@@ -24,6 +24,7 @@ from methods.codec import (
     TURBO_BITS,
     ChannelCodec,
     Codec,
+    Nvfp4Codec,
     SplitCodec,
     TurboCodec,
     code_bytes,
@@ -244,6 +245,72 @@ def test_the_bytes_of_codes_by_hand():
     """A plane has an even number of bytes; codes of 3 bits have a plane of two and one of one."""
     found = [code_bytes(count, bits) for count, bits in ((64, 3), (16, 3), (600, 1), (15, 1), (10, 4), (3, 8))]
     assert found == [16 + 8, 4 + 2, 76, 2, 6, 4]
+
+
+# NVFP4
+
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+E4M3 = [mantissa * 2.0**-9 for mantissa in range(8)]
+E4M3 += [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
+E4M3.pop()  # not a number
+
+
+def nearest_code(number: float, levels) -> int:
+    """Of two levels as near as one another the one with the even code."""
+    return min(range(len(levels)), key=lambda code: (abs(levels[code] - number), code % 2))
+
+
+def nvfp4_row(row: np.ndarray) -> list[np.float32]:
+    """One row as it reads back, by the rule, an element at a time in float32."""
+    one_row, six = np.float32(np.abs(row).max()), np.float32(6)
+    tensor_scale = one_row / np.float32(6 * 448)
+    back = []
+    for begin in range(0, len(row), 16):
+        block = row[begin : begin + 16]
+        wanted = np.float32(np.abs(block).max()) / six / (tensor_scale or np.float32(1))
+        step = np.float32(E4M3[nearest_code(float(min(wanted, np.float32(448))), E4M3)]) * tensor_scale
+        for number in block:
+            code = nearest_code(float(np.abs(number) / step), E2M1) if step else 0
+            back.append(np.copysign(np.float32(E2M1[code]) * step, number))
+    return back
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes, seeds, st.sampled_from([1e-30, 1e-3, 1.0, 300.0]))
+def test_nvfp4_follows_its_definition(shape, seed, scale):
+    x = rows(shape, seed, scale)
+    x[..., ::7] *= 100  # blocks of unequal sizes
+    x[0, 0] = 0
+    expected = np.array([nvfp4_row(row) for row in x.flatten(0, -2).numpy()], np.float32)
+    assert torch.equal(Nvfp4Codec().roundtrip(x), torch.tensor(expected).view(shape))
+
+
+def test_a_number_midway_between_two_levels_goes_to_the_even_one():
+    """The largest element of each block is 6, so that all steps are 1."""
+    halves = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 0.76])
+    expected = torch.tensor([6, 0, 1, 1, 2, 2, 4, 4, 0, -1, -1, -2, -2, -4, -4, 1.0])
+    assert torch.allclose(Nvfp4Codec().roundtrip(halves), expected, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, seeds, st.sampled_from(sorted(FLOAT_DTYPES)))
+def test_packed_floats_read_back_as_the_roundtrip(shape, seed, compute):
+    x, codec = rows(shape, seed).to(FLOAT_DTYPES[compute]), Nvfp4Codec()
+    packed = codec.encode(x)
+    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], codec.row_bytes(shape[-1]))
+    back = codec.decode(packed, shape[-1], x.dtype)
+    assert back.dtype == x.dtype and torch.equal(back, codec.roundtrip(x))
+    behind = torch.cat([packed.new_zeros(*shape[:-1], 2), packed], -1)[..., 2:]  # where a value may begin in a slot
+    assert torch.equal(codec.decode(behind, shape[-1], x.dtype), back)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "row_bytes", "bits"), [(64, 4 + 4 + 32, 5), (128, 4 + 8 + 64, 4.75), (16, 4 + 2 + 8, 4 + 0.5 + 2)]
+)
+def test_nvfp4s_sizes_by_hand(head_dim, row_bytes, bits):
+    """A scale of 4 bytes, one byte for 16 elements, filled up to an even number, and half a byte an element."""
+    assert Nvfp4Codec().row_bytes(head_dim) == row_bytes
+    assert Nvfp4Codec().bits_per_element(head_dim) == bits
 
 
 # KIVI: keys per channel in groups of tokens, the last tokens exact

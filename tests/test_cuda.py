@@ -8,7 +8,17 @@ from copy import deepcopy
 import pytest
 import torch
 from cases import CASES, Case
-from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, tiny, token_batch
+from living import (
+    PROMPT,
+    PROMPTS,
+    STEPS,
+    TOLERANCE,
+    calibration_of,
+    largest_difference,
+    of_codec,
+    tiny,
+    token_batch,
+)
 
 from harness.checks import contract
 from harness.live.links import open_link
@@ -62,7 +72,7 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     case = CASES[name]
     replayed = contract.replay(attached, Setup(case.method, case.codec, calibration_on(attached)), PROMPT_LENGTHS)
     expected = replayed.logits
-    flips = case.codec is not None and case.codec.bits < 16 and case.codec.name != "smooth"
+    flips = of_codec(case.codec) > TOLERANCE
     tolerance = 3e-2 if flips else 1e-3
     device, session = decode(attached, case)
     assert largest_difference(device, expected) <= tolerance

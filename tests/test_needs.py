@@ -22,7 +22,8 @@ ALL_AT_ONCE = 10**9
 BATCHES = {"padded": (PROMPT, 15), "three": (PROMPT,) * 3}
 NAMES = (
     "full", "h2o", "int4", "infinigen", "infinigen2", "quest", "retroinfer", "shadowkv", "kivi", "streaming", "rkv",
-    "snapkv", "pool-lru", "shadowkv+smooth", "infinigen+int4", "sparq", "knorm",
+    "snapkv", "pool-lru", "shadowkv+smooth", "infinigen+int4", "sparq", "knorm", "criticalkv", "defensivekv", "capkv",
+    "layers", "layers-residual", "infinigen+layers", "h2o+layers",
 )  # fmt: skip
 
 
@@ -43,7 +44,10 @@ def prompts_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     ("name", "placement", "device_rows"),
     [
         *((name, placement, 0) for name in NAMES for placement in ("device", "host")),
-        *((name, "host", 2) for name in ("infinigen", "infinigen2", "quest", "shadowkv", "pool-lru")),
+        *(
+            (name, "host", 2)
+            for name in ("infinigen", "infinigen2", "quest", "shadowkv", "pool-lru", "infinigen+layers")
+        ),
     ],
 )
 def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, placement, device_rows, batch):

@@ -34,7 +34,7 @@ from harness.model.prompts import held_prompt
 from harness.replay import decode_pass as passes
 from methods import attention
 from methods.base import Method
-from methods.codec import Codec, SplitCodec
+from methods.codec import Codec, LayerCodecs, SplitCodec, every_codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
@@ -52,14 +52,22 @@ from methods.twilight import Twilight
 
 WELL_APART = 1e-6
 """The least `Reference.margin` at which fp32 and fp64 must choose alike."""
-WITHOUT_STEPS = [name for name, case in CASES.items() if case.codec is None or not isinstance(case.codec.values, Codec)]
+
+
+def has_steps(case: Case) -> bool:
+    """True if the values of a layer are coded as integers."""
+    codecs = [] if case.codec is None else every_codec(case.codec)
+    return any(isinstance(codec.values, Codec) and not codec.values.is_float for codec in codecs)
+
+
+WITHOUT_STEPS = [name for name, case in CASES.items() if not has_steps(case)]
 """Cases of which no value lies at the border of two codes, where rounding decides."""
 REFERENCED = [
     name
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
     and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced", "infinigen-pair", "infinigen-text"))
-    and not isinstance(CASES[name].codec, SplitCodec)
+    and not isinstance(CASES[name].codec, SplitCodec | LayerCodecs)
 ]
 """Cases that the plain reference knows; others have one of their own."""
 EVICTING_ONCE = [case.method for case in CASES.values() if isinstance(case.method, PromptEvicting)]

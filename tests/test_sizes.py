@@ -84,7 +84,7 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
         assert f"size={target}" in str(error)
         least = max(method.min_size(row) for row in rows)
         sizes = [step / 500 for step in range(1, 501) if step / 500 >= least]
-        reached = [expected_size(method.with_size(size), counted, num_layers, width) for size in sizes]
+        reached = [expected_size(method.with_size(size), counted, num_layers, [width] * num_layers) for size in sizes]
         assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
     else:
         prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
@@ -127,7 +127,10 @@ def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_
         (3 * one + other) / 4
     )
     for method, share in ((Streaming(kept_frac=0.2, num_sinks=1), 0.4), (Full(), 1)):
-        assert expected_size(method, {TokenCounts(100, 50, 200): 1}, 10, width) == (2 + 8 * width * share) / 10
+        rows = {TokenCounts(100, 50, 200): 1}
+        assert expected_size(method, rows, 10, [width] * 10) == pytest.approx((2 + 8 * width * share) / 10)
+        by_layer = expected_size(method, rows, 10, [1, 1, 0.5, *[width] * 6, 0.25])
+        assert by_layer == pytest.approx((2 + (0.5 + 6 * width + 0.25) * share) / 10)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ from harness.model.sizes import sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
-from methods.codec import AnyCodec
+from methods.codec import CacheCodec
 
 IGNORED_LABEL = -100
 SCORED = (
@@ -89,7 +89,7 @@ class CachedModel:
     method: Method
     size: float | None = None
     nearest: bool = False
-    codec: AnyCodec | None = None
+    codec: CacheCodec | None = None
     calibration: Calibration | None = None
     placement: Placement = "device"
     link: Links | None = None

@@ -26,13 +26,20 @@ from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.policies import fitted, new_states, policies_of
-from harness.model.sizes import code_width, expected_size, resident_share
+from harness.model.sizes import code_widths, expected_size, resident_share
 from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
 from harness.replay.session import ReplaySession
 from harness.replay.setup import CheckedCodec, Setup, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, QueryRows, Selection, TokenCounts
-from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
+from methods.codec import (
+    FLOAT_DTYPES,
+    CacheCodec,
+    Codec,
+    RowCodec,
+    every_codec,
+    without_keys,
+)
 from methods.evicting import EvictingState
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -325,14 +332,14 @@ def link_carries_the_selection(trial: Trial) -> str:
     attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
     num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
     ids, real = batch_on(attached.device, prompts)
-    selected = 0  # rows of one token and KV head each
+    selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
     miscounted = 0.0  # largest difference in tokens between a selection's `num_read` and its mask
 
     def listening(
         select: Callable[[int, QueryRows], Selection], evicts: bool
     ) -> Callable[[int, QueryRows], Selection]:
         def listen(layer: int, rows: QueryRows) -> Selection:
-            nonlocal selected, miscounted
+            nonlocal miscounted
             selection = select(layer, rows)
             mask = rows.visible() if selection.mask is None else selection.mask
             # The own slot is the last. [batch, num_kv_heads or 1, rows]
@@ -340,7 +347,7 @@ def link_carries_the_selection(trial: Trial) -> str:
             crosses = int(read.sum())
             if selection.mask is None and not evicts:  # as in an exempt layer: padding crosses too
                 crosses = read.numel() * (mask.shape[-1] - 1)
-            selected += crosses * (num_kv_heads // mask.shape[1])
+            selected[layer] += crosses * (num_kv_heads // mask.shape[1])
             miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
             return selection
 
@@ -354,10 +361,12 @@ def link_carries_the_selection(trial: Trial) -> str:
         for step in range(STEPS):
             session.decode_step(ids[:, columns + step])
         crossed = session.h2d_bytes
-        exact, coded = session.stores[0].slot_bytes, session.stores[-1].slot_bytes
+        slot_bytes = [store.slot_bytes for store in session.stores]
     every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
-    whole = attached.geometry.num_layers - method.num_exempt_layers if method.reads_all else 0
-    expected = every * (method.num_exempt_layers * exact + whole * coded) + selected * coded
+    expected = 0
+    for layer, of_slot in enumerate(slot_bytes):
+        reads_all = method.reads_all or layer < method.num_exempt_layers
+        expected += of_slot * (every if reads_all else selected[layer])
     if crossed != expected:
         raise BrokenError(
             f"{crossed} bytes crossed; the selected rows and exempt layers are {expected}"
@@ -387,15 +396,16 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
         reads = counted.reads
         expected_sizes = Result(logits, reads.size, reads.device_frac, reads.resident_frac)
         _same_sizes(result_of(session, logits), expected_sizes, "", "in replay")
-        crossed, store = int(session.loaded_bytes), session.stores[-1]
-        every = len(prompts) * store.num_kv_heads * sum(range(columns, columns + STEPS))
-        exact = session.stores[0].slot_bytes * method.num_exempt_layers
-        whole = 0  # layers that read all and choose for others
-        for policy in session.policies:
-            whole += policy.kind == "method" and not policy.names_rows
+        crossed, num_kv_heads = int(session.loaded_bytes), session.stores[0].num_kv_heads
+        every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
+        expected = 0
+        policies = [policy for policy in session.policies if policy.kind != "local"]
+        for policy, store in zip(policies, session.stores, strict=True):
+            if policy.kind == "method" and policy.names_rows:
+                expected += reads.rows_loaded[policy.number] * store.slot_bytes
+            else:  # an exempt layer, or one that reads all and chooses for others
+                expected += every * store.slot_bytes
     _same_logits(logits, trial.on_device.logits)
-    expected = round(reads.rows_loaded) * store.slot_bytes
-    expected += every * (exact + whole * store.slot_bytes)
     if crossed != expected:
         raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
     early = ", some early" if prefetch else ""
@@ -425,7 +435,7 @@ def size_is_its_closed_form(trial: Trial) -> str:
     if not known:
         return f"reads what the data decides, here {found:.1%} of the cache"
     codec = without_keys(trial.setup.codec) if method.holds_keys else trial.setup.codec
-    expected = expected_size(method, rows, geometry.num_layers, code_width(codec, geometry))
+    expected = expected_size(method, rows, geometry.num_layers, code_widths(codec, geometry))
     if abs(found - expected) > SIZE_TOLERANCE:
         raise BrokenError(f"size is {found:.6f}; by tokens_read it is {expected:.6f}")
     return f"reads {found:.1%} of the cache"
@@ -466,11 +476,10 @@ def padded_is_alone(trial: Trial) -> str:
 def codec_rows_are_as_counted(trial: Trial) -> str:
     """Packed rows have the bytes that are counted, read back as the round trip, and do not depend
     on one another."""
-    codec, geometry = trial.setup.codec, trial.attached.geometry
-    assert codec is not None
+    assert trial.setup.codec is not None
+    geometry = trial.attached.geometry
     generator, widths = torch.Generator().manual_seed(trial.seed), []
-    halves = [codec.keys] if codec.keys == codec.values else [codec.keys, codec.values]
-    for half in halves:
+    for half in _halves(trial.setup.codec):
         for head_dim, dtype in product((geometry.head_dim, 24), FLOAT_DTYPES.values()):
             shape = (2, geometry.num_kv_heads, 3 * half.span, head_dim)
             rows = torch.randn(shape, generator=generator).to(trial.attached.device, dtype)
@@ -499,6 +508,16 @@ def codec_rows_are_as_counted(trial: Trial) -> str:
                 )
             widths.append(8 * wanted[-1] / head_dim)
     return f"{min(widths):.4g} to {max(widths):.4g} bits an element"
+
+
+def _halves(codec: CacheCodec) -> list[RowCodec]:
+    """The codecs of keys and of values, in all layers, each once."""
+    halves: list[RowCodec] = []
+    for of_layer in every_codec(codec):
+        for half in (of_layer.keys, of_layer.values):
+            if half not in halves:
+                halves.append(half)
+    return halves
 
 
 CHECKS: dict[str, Callable[[Trial], str]] = {
@@ -590,7 +609,7 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
 
 
 def _trials(
-    method: Method, codec: AnyCodec | None, device: torch.device
+    method: Method, codec: CacheCodec | None, device: torch.device
 ) -> Iterator[tuple[str, Trial]]:
     rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
     models = MODELS
@@ -647,7 +666,7 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
         said = str(error) if isinstance(error, UserError) else reason(error)
         judged: list[object] = [trial.setup.method]
         if trial.setup.codec is not None:
-            for half in (trial.setup.codec.keys, trial.setup.codec.values):
+            for half in _halves(trial.setup.codec):
                 judged.append(half.codec if isinstance(half, CheckedCodec) else half)
         files = {str(sys.modules[type(part).__module__].__file__) for part in judged}
         line = line_in(error, files)

@@ -28,11 +28,19 @@ from harness.live.share import BatchLengths
 from harness.live.state_sizes import StateSizes, state_sizes
 from harness.live.store import KVStore, RowFormat
 from harness.model.attached import Attached
-from harness.model.policies import Policy, policies_of
+from harness.model.policies import Policy, policies_of, require_layers
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
-from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
+from methods.codec import (
+    FLOAT_DTYPES,
+    AnyCodec,
+    CacheCodec,
+    Codec,
+    codec_at,
+    mean_bits,
+    without_keys,
+)
 from methods.evicting import EvictingState
 
 
@@ -104,7 +112,7 @@ class Plan:
 
     model: ModelSizes
     method: Method
-    codec: AnyCodec | None
+    codec: CacheCodec | None
     placement: Placement
     device_rows: float = 0
     calibration: Calibration | None = None
@@ -117,11 +125,25 @@ class Plan:
         """True if tokens leave the cache for good, as the method's class of states says."""
         return not self.method.reads_all and issubclass(self.method.state, EvictingState)
 
+    def __post_init__(self) -> None:
+        require_layers(self.codec, self.model.geometry.num_layers)
+
     @property
-    def coded(self) -> AnyCodec:
+    def coded(self) -> CacheCodec:
         """The codec of the layers under the method."""
         codec = self.codec or self.exact
         return without_keys(codec) if self.method.holds_keys else codec
+
+    def codec_of(self, policy: Policy) -> AnyCodec:
+        """The codec of a layer."""
+        return codec_at(self.coded, policy.number) if policy.kind == "method" else self.exact
+
+    @property
+    def reads_less(self) -> bool:
+        """True if layers under the method read less than exempt ones."""
+        layers = [layer.policy for layer in self.model.layers]
+        numbers = [policy.number for policy in layers if policy.kind == "method"]
+        return not self.method.reads_all or mean_bits(self.coded, numbers) < 16
 
     @property
     def exact(self) -> Codec:
@@ -153,7 +175,7 @@ class Plan:
         aligned = sum(memory.aligned(store.nbytes) for store in stores.values())
         buffers = 0
         if self.placement in BEHIND_LINK:
-            num_ahead = num_fetched_ahead(method, self.coded, len(stores), len(numbers))
+            num_ahead = num_fetched_ahead(method, self.coded, len(stores), numbers)
             selected = most_selected(method, lengths, numbers)
             hot = [store for at, store in stores.items() if policies[at].names_rows]
             plan = plan_buffers([*stores.values()], hot, of_rooms, selected, num_ahead)
@@ -181,7 +203,7 @@ class Plan:
             policy = layer.policy
             if policy.window is not None:
                 continue
-            codec = self.coded if policy.kind == "method" else self.exact
+            codec = self.codec_of(policy)
             found[index] = KVStore(
                 RowFormat(
                     codec, layer.head_dim, self.model.dtype, layer.value_dim, layer.values_in_keys
@@ -230,7 +252,8 @@ class Plan:
 
             def capacity_of(number: int) -> int:
                 policy = numbered[number]
-                return num_slots(self.method, policy, self.coded, lengths, evicts=self.evicts)
+                codec = self.codec_of(policy)
+                return num_slots(self.method, policy, codec, lengths, evicts=self.evicts)
 
             self.of_state[key] = state_sizes(
                 self.method,

@@ -24,7 +24,7 @@ from harness.model.attached import Attached
 from harness.model.policies import Policy
 from harness.settings.config import Placement
 from methods.base import Method
-from methods.codec import AnyCodec, Codec, SplitCodec
+from methods.codec import AnyCodec, CacheCodec, Codec, SplitCodec, codec_at, mean_bits
 from methods.evicting import EvictingState
 
 
@@ -55,7 +55,7 @@ class Opening:
         attached: Attached,
         method: Method,
         policies: Sequence[Policy],
-        codec: AnyCodec,
+        codec: CacheCodec,
         exact: Codec,
         placement: Placement,
         pinned: bool,
@@ -96,7 +96,7 @@ class Opening:
         num_ahead = 0
         plan = None
         if share.link is not None:
-            num_ahead = num_fetched_ahead(self.method, self.codec, len(stores), len(numbers))
+            num_ahead = num_fetched_ahead(self.method, self.codec, len(stores), numbers)
             selected = most_selected(self.method, share.batch.counts, numbers)
             hot = [store for at, store in stores.items() if self.policies[at].names_rows]
             plan = plan_buffers([*stores.values()], hot, share.rooms, selected, num_ahead)
@@ -115,7 +115,8 @@ class Opening:
         """A layer's store, not allocated yet. Exempt layers store rows as they are, in replay and
         here."""
         shape, policy = self.attached.layers[layer], self.policies[layer]
-        codec = self.codec if policy.kind == "method" else self.exact
+        is_coded = policy.kind == "method"
+        codec = codec_at(self.codec, policy.number) if is_coded else self.exact
         replaces = isinstance(share.state, EvictingState)
         capacity = num_slots(self.method, policy, codec, share.batch.counts, evicts=replaces)
         is_latent = shape.latent is not None
@@ -219,11 +220,15 @@ def num_slots(
     return lengths.columns
 
 
-def num_fetched_ahead(method: Method, codec: AnyCodec, num_layers: int, num_governed: int) -> int:
+def num_fetched_ahead(
+    method: Method, codec: CacheCodec, num_layers: int, numbers: Sequence[int]
+) -> int:
     """The first layers whose rows cross a link during the whole step before: the exempt ones, where
-    the others read less. num_governed: of the layers, those under the method."""
-    reads_less = num_governed > 0 and (not method.reads_all or codec.bits < 16)
-    return num_layers - num_governed if reads_less else 0
+    the others read less. numbers: of the layers under the method."""
+    if not numbers:
+        return 0
+    reads_less = not method.reads_all or mean_bits(codec, numbers) < 16
+    return num_layers - len(numbers) if reads_less else 0
 
 
 def most_selected(method: Method, lengths: BatchLengths, numbers: Sequence[int]) -> int:
@@ -245,8 +250,12 @@ def plan_buffers(
     """Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; where
     rows stay, each of the layers that name their rows (`hot`) keeps one for them."""
     ahead, others = stores[:num_ahead], stores[num_ahead:]
-    largest = max(others, key=lambda store: store.nbytes)
-    num_rows = min(selected, largest.capacity) if num_ahead else largest.capacity
+
+    def rows_of(store: KVStore) -> int:
+        return min(selected, store.capacity) if num_ahead else store.capacity
+
+    largest = max(others, key=lambda store: store.buffer_bytes(rows_of(store)))
+    num_rows = rows_of(largest)
     num_bytes = 2 * largest.buffer_bytes(num_rows)
     for store in ahead:
         num_bytes += store.buffer_bytes(store.capacity)

@@ -32,14 +32,21 @@ from harness.live.store import KVStore
 from harness.live.timeline import StepClock, Timeline
 from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
-from harness.model.policies import Policy, evicts, fitted, new_states, policies_of
+from harness.model.policies import (
+    Policy,
+    evicts,
+    fitted,
+    new_states,
+    policies_of,
+    require_layers,
+)
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, LayerInputs, Method, State
-from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
+from methods.codec import FLOAT_DTYPES, CacheCodec, Codec, without_keys
 
 
 class LiveSession:
@@ -67,7 +74,7 @@ class LiveSession:
         method: Method,
         *,
         max_new_tokens: int,
-        codec: AnyCodec | None = None,
+        codec: CacheCodec | None = None,
         placement: Placement = "device",
         link: Links | None = None,
         calibration: Calibration | None = None,
@@ -96,7 +103,8 @@ class LiveSession:
             )
         self.max_new_tokens = max_new_tokens
         self.exact = Codec(_name_of(attached.dtype))
-        self.codec: AnyCodec = codec or self.exact
+        require_layers(codec, attached.geometry.num_layers)
+        self.codec: CacheCodec = codec or self.exact
         if method.holds_keys:
             self.codec = without_keys(self.codec)
         self.placement: Placement = placement
@@ -380,7 +388,9 @@ class LiveSession:
         for cache, following in zip(fetching, fetching[1:], strict=False):
             cache.following = following
             following.earlier = cache.state
-        self.reads.slot_bytes = self.stores[-1].slot_bytes
+        for cache in fetching:
+            if cache.policy.kind == "method":
+                self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
 
     def _keep_prompt(
         self,

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from harness.live.ahead import AheadPart
 from harness.live.cache import Fetch, LayerCache
 from harness.live.resident import LocalCache
+from harness.live.step_reads import LayerRead
 from harness.live.store import KeyValue
 from harness.live.timeline import Timeline
 from harness.model.attached import Handler, launching_on
@@ -37,11 +38,11 @@ class DecodeStep(Handler):
     """One step. is_last: no further step follows, so nothing is requested for it. parts: the layers
     that request a part of the exempt layers' rows for the next step.
 
-    reads, index_reads: of each layer under the method [batch]: tokens read, and tokens read of an
-    index or of rows that stay on the device. hot_reads: of `reads` those of layers whose fetched
-    rows stay on the device. rest: what stands for the tokens that a layer does not
-    read, between its selection and its attention; own: there, whether it reads its own token, bool
-    [batch, 1], where a method may leave it out.
+    reads: of each layer under the method. index_reads: tokens read of an index or of rows that stay
+    on the device, [batch]. hot_reads: the tokens of `reads` in layers whose fetched rows stay on
+    the device. rest: what stands for the tokens that a layer does not read, between its selection
+    and its attention; own: there, whether it reads its own token, bool [batch, 1], where a method
+    may leave it out.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class DecodeStep(Handler):
         self.timeline = timeline
         self.is_last = is_last
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
-        self.reads: list[Tensor] = []
+        self.reads: list[LayerRead] = []
         self.index_reads: list[Tensor] = []
         self.hot_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
@@ -103,7 +104,7 @@ class DecodeStep(Handler):
             output = self._attend_by_scores(cache, fetch, query, own)
         if cache.state is None and cache.policy.kind == "method":  # it reads everything
             stored = cache.store.codec.stored(cache.batch.positions)
-            self.reads.append(stored)
+            self.reads.append(LayerRead(cache.policy.number, stored))
             if cache.store.codec.residual:
                 self.index_reads.append(cache.batch.positions - stored)
         return heads_last(with_rest(output, self.rest.pop(cache, None)))
@@ -152,7 +153,7 @@ class DecodeStep(Handler):
             self.rest[cache] = selection.rest
         if selection.own is not None:
             self.own[cache] = selection.own
-        self.reads.append(selection.num_read[:, 0])
+        self.reads.append(LayerRead(cache.policy.number, selection.num_read[:, 0]))
         if cache.fetcher.keeps_rows:
             self.hot_reads.append(selection.num_read[:, 0])
         self._note_index(selection)

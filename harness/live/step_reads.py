@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from harness.model.sizes import code_width, share_beside, share_of_cache
+from harness.model.sizes import code_widths, share_beside, share_of_cache
 from methods.base import Geometry
-from methods.codec import AnyCodec
+from methods.codec import CacheCodec
+
+
+class LayerRead(NamedTuple):
+    """What a layer under the method read in a step. number: the layer's, as methods count. tokens:
+    mean over KV heads, [batch]."""
+
+    number: int
+    tokens: Tensor
 
 
 class StepReads:
     """What live decoding reads on the device, summed over steps and sequences without a sync.
 
-    codec: of the layers under the method. slot_bytes: of their rows, set once the stores are there.
+    codec: of the layers under the method. slot_bytes: of their rows by the layer's number, set once
+    the stores are there.
     element_bytes: of the compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and
     windows in the compute dtype, and the own token of every layer. tokens_read: fp64, 0-d: cached
     tokens read, mean over KV heads, in all layers that see every token; hot_tokens_read: of them
@@ -26,7 +36,7 @@ class StepReads:
         self,
         geometry: Geometry,
         num_exempt: int,
-        codec: AnyCodec,
+        codec: CacheCodec,
         *,
         element_bytes: int,
         device: torch.device,
@@ -35,9 +45,9 @@ class StepReads:
         self.geometry = geometry
         self.num_exempt = num_exempt
         self.evicts = evicts
-        self.width = code_width(codec, geometry)
+        self.widths = code_widths(codec, geometry)
         self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
-        self.slot_bytes = 0
+        self.slot_bytes: dict[int, int] = {}
         self.rows = 0
         sums = torch.zeros(6, dtype=torch.float64, device=device)
         self.frac_sum, self.index_sum, self.num_bytes, *of_tokens = sums
@@ -46,22 +56,30 @@ class StepReads:
     def count(
         self,
         cached: Tensor,
-        reads: Sequence[Tensor],
+        reads: Sequence[LayerRead],
         index_reads: Sequence[Tensor],
         hot_reads: Sequence[Tensor] = (),
     ) -> None:
-        """Add a step. cached: tokens before it, int [batch]; reads, index_reads: of each layer
-        under the method, tokens read and read of an index, mean over KV heads, [batch]; hot_reads:
-        of `reads` those in layers whose fetched rows stay on the device."""
+        """Add a step. cached: tokens before it, int [batch]; reads: of each layer under the method;
+        index_reads: tokens read of an index, mean over KV heads, [batch]; hot_reads: the tokens of
+        `reads` in layers whose fetched rows stay on the device."""
         geometry, num_layers = self.geometry, self.geometry.num_layers
-        read, index_read = _sum(cached, reads), _sum(cached, index_reads)
+        index_read = _sum(cached, index_reads)
+        read = torch.zeros_like(index_read)
+        stored = torch.zeros_like(index_read)
+        stored_bytes = torch.zeros_like(index_read)
+        for (width, slot_bytes), tokens in self._by_format(reads).items():
+            of_format = _sum(cached, tokens)
+            read = read + of_format
+            stored = stored + width * of_format
+            stored_bytes = stored_bytes + slot_bytes * of_format
         self.rows += len(cached)
-        share = share_of_cache(cached, read, self.width, self.num_exempt, num_layers)
+        share = share_of_cache(cached, stored, self.num_exempt, num_layers)
         index_share = share_beside(cached, index_read, num_layers)
         exact = self.num_exempt * cached + index_read + num_layers
         for window in geometry.windows:
             exact = exact + window.weight * (window.num_cached(cached) + 1)
-        num_bytes = geometry.num_kv_heads * (exact * self.token_bytes + read * self.slot_bytes)
+        num_bytes = geometry.num_kv_heads * (exact * self.token_bytes + stored_bytes)
         self.frac_sum = self.frac_sum + share.sum()
         self.index_sum = self.index_sum + index_share.sum()
         self.num_bytes = self.num_bytes + num_bytes.sum()
@@ -72,6 +90,14 @@ class StepReads:
             self.evicted_sum = self.evicted_sum + evicted.sum()
         if hot_reads:
             self.hot_tokens_read = self.hot_tokens_read + _sum(cached, hot_reads).sum()
+
+    def _by_format(self, reads: Sequence[LayerRead]) -> dict[tuple[float, int], list[Tensor]]:
+        """The tokens read in layers whose rows have one width and one number of bytes."""
+        groups: dict[tuple[float, int], list[Tensor]] = {}
+        for read in reads:
+            row_format = self.widths[read.number], self.slot_bytes[read.number]
+            groups.setdefault(row_format, []).append(read.tokens)
+        return groups
 
     @property
     def size(self) -> float:

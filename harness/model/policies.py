@@ -32,7 +32,7 @@ from methods.base import (
     Window,
     require,
 )
-from methods.codec import AnyCodec
+from methods.codec import CacheCodec, LayerCodecs
 from methods.evicting import EvictingState
 
 
@@ -65,7 +65,18 @@ class Policy(NamedTuple):
         return self.when == "previous_layer" or self.prefetches
 
 
-def fitted(attached: Attached, method: Method, codec: AnyCodec | None = None) -> Method:
+def require_layers(codec: CacheCodec | None, num_layers: int) -> None:
+    """Raise UserError for a codec of a layer that a model with `num_layers` layers that see every
+    token does not have."""
+    if not isinstance(codec, LayerCodecs):
+        return
+    for layers in codec.named:
+        if max(layers.first, layers.last or 0) >= num_layers:
+            allowed = f"the model has layers 0 to {num_layers - 1} that see every token"
+            raise UserError(f"codec_layers=[{layers.words}]: {allowed}")
+
+
+def fitted(attached: Attached, method: Method, codec: CacheCodec | None = None) -> Method:
     """The method as it runs on this model (`Method.fitted`).
 
     No layer of a model with indexers of its own reads every token, so none is exempt. Raises

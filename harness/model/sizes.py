@@ -33,7 +33,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -43,7 +43,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.settings.schema import is_unmet
 from methods.base import NAMES_ROWS, Geometry, Method, State, TokenCounts
-from methods.codec import AnyCodec, without_keys
+from methods.codec import AnyCodec, CacheCodec, codec_at, without_keys
 
 log = logging.getLogger(__name__)
 
@@ -77,15 +77,21 @@ def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
     return (of_key + codec.values.bits_per_element(value_dim) * value_dim) / geometry.elements / 16
 
 
-def share_of_cache(
-    cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int
-) -> Tensor:
+def code_widths(codec: CacheCodec | None, geometry: Geometry) -> list[float]:
+    """`code_width` of each layer under a method, as methods count, were none exempt."""
+    if codec is None:
+        return [1.0] * geometry.num_layers
+    layers = range(geometry.num_layers)
+    return [code_width(codec_at(codec, layer), geometry) for layer in layers]
+
+
+def share_of_cache(cached: Tensor, stored: Tensor, num_exempt: int, num_layers: int) -> Tensor:
     """Elements read / elements of the full cache, per row, in the layers that see every token.
 
-    cached: tokens t of each row; read: tokens read, summed over the non-exempt layers (mean over KV
-    heads), of the same shape; width: bits of a stored element / 16.
+    cached: tokens t of each row; stored: tokens read, each times its layer's `code_width`, summed
+    over the non-exempt layers (mean over KV heads), of the same shape.
     """
-    return (num_exempt * cached.double() + width * read) / (num_layers * cached.double())
+    return (num_exempt * cached.double() + stored) / (num_layers * cached.double())
 
 
 def share_beside(cached: Tensor, read: Tensor, num_layers: int) -> Tensor:
@@ -96,7 +102,7 @@ def share_beside(cached: Tensor, read: Tensor, num_layers: int) -> Tensor:
 
 def resident_share(
     states: Sequence[State],
-    codec: AnyCodec | None,
+    codec: CacheCodec | None,
     final: Tensor,
     num_exempt: int,
     geometry: Geometry,
@@ -115,9 +121,10 @@ def resident_share(
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
     layers = range(num_exempt, geometry.num_layers)
     kept = torch.zeros(len(final), dtype=torch.float64)
-    if not states:
-        exact = final - codec.stored(final) if codec else torch.zeros_like(final)
-        kept += token * len(layers) * exact.double()
+    if not states and codec is not None:
+        for layer in layers:
+            exact = final - codec_at(codec, layer).stored(final)
+            kept += token * exact.double()
     for state in states:
         kept += _bytes_of_state(state)
     if states:
@@ -126,10 +133,10 @@ def resident_share(
             resident.append(sum(method.tokens_resident(row, layer) for layer in layers))
         kept += token * torch.tensor(resident, dtype=torch.float64)
     if rooms is not None:
-        method = states[0].method
-        naming = sum(method.when_of(layer) in NAMES_ROWS for layer in layers)
+        method, widths = states[0].method, code_widths(codec, geometry)
+        naming = sum(widths[layer] for layer in layers if method.when_of(layer) in NAMES_ROWS)
         in_rooms = torch.tensor(rooms, dtype=torch.float64)
-        kept += token * code_width(codec, geometry) * naming * in_rooms
+        kept += token * naming * in_rooms
     return kept / (token * geometry.num_layers * final.double())
 
 
@@ -205,8 +212,8 @@ class ReadStats:
     attention_recall. evicted_sum: of a method that evicts, sum of the evicted tokens, mean over its
     layers and KV heads; None of any other. link_sum, hit_sum: where rows stay on the device, sums
     of the share of the cache that crosses the link and of the selected rows that are there when a
-    layer selects; None elsewhere. rows_loaded: rows of a KV head that crossed the link there, of
-    the layers under the method. constants: of the session, no sums.
+    layer selects; None elsewhere. rows_loaded: rows of a KV head that crossed the link there, by
+    layer, as methods count. constants: of the session, no sums.
     """
 
     rows: float = 0.0
@@ -221,19 +228,19 @@ class ReadStats:
     evicted_sum: float | None = None
     link_sum: float | None = None
     hit_sum: float | None = None
-    rows_loaded: float = 0.0
+    rows_loaded: Counter[int] = field(default_factory=Counter)
     constants: SessionConstants = SessionConstants()
 
     def __add__(self, other: ReadStats) -> ReadStats:
         sums: dict[str, Any] = {}
-        for field in fields(self):
-            ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name == "constants":
-                sums[field.name] = ours.merged(theirs)
+        for attribute in fields(self):
+            ours, theirs = getattr(self, attribute.name), getattr(other, attribute.name)
+            if attribute.name == "constants":
+                sums[attribute.name] = ours.merged(theirs)
             elif ours is None or theirs is None:  # one of them has not measured it
-                sums[field.name] = theirs if ours is None else ours
+                sums[attribute.name] = theirs if ours is None else ours
             else:
-                sums[field.name] = ours + theirs
+                sums[attribute.name] = ours + theirs
         return ReadStats(**sums)
 
     @property
@@ -328,12 +335,15 @@ class ReadStats:
 
 
 def expected_size(
-    method: Method, rows: Mapping[TokenCounts, int], num_layers: int, width: float = 1.0
+    method: Method,
+    rows: Mapping[TokenCounts, int],
+    num_layers: int,
+    widths: Sequence[float] | None = None,
 ) -> float:
     """The size that `method` will report over `rows`, from its closed form; rows without cached
     tokens count nothing.
 
-    rows: how many requests each row occurs in. width: bits of a stored element / 16.
+    rows: how many requests each row occurs in. widths: `code_width` of each layer; None: all 1.
     Raises ValueError where the method's reads depend on the data.
     """
     exempt = min(method.num_exempt_layers, num_layers)
@@ -346,16 +356,16 @@ def expected_size(
             of_layer = method.tokens_read(row, layer)
             if of_layer is None:
                 raise ValueError("the size of this method depends on the data")
-            read += of_layer
+            read += of_layer if widths is None else widths[layer] * of_layer
         whole = num_layers * row.cached
-        total += multiplicity * (exempt * row.cached + width * read) / whole
+        total += multiplicity * (exempt * row.cached + read) / whole
         weight += multiplicity
     return total / weight
 
 
 def sized_as_stored(
     method: Method,
-    codec: AnyCodec | None,
+    codec: CacheCodec | None,
     geometry: Geometry,
     rows: Sequence[TokenCounts],
     target: float,
@@ -371,10 +381,10 @@ def sized_as_stored(
     to set, or allows none at these lengths.
     """
     counted, num_layers = Counter(rows), geometry.num_layers
-    width = code_width(without_keys(codec) if method.holds_keys else codec, geometry)
+    widths = code_widths(without_keys(codec) if method.holds_keys else codec, geometry)
 
     def size_of(number: float) -> float:
-        return expected_size(method.with_size(number), counted, num_layers, width)
+        return expected_size(method.with_size(number), counted, num_layers, widths)
 
     try:
         least = max(method.min_size(row) for row in counted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,39 +12,41 @@ from torch import Tensor
 from harness.model.policies import Policy, evicts
 from harness.model.sizes import (
     ReadStats,
-    code_width,
+    code_widths,
     share_beside,
     share_of_cache,
     window_share,
 )
 from methods.base import Geometry, Method
-from methods.codec import AnyCodec
+from methods.codec import CacheCodec
 
 
 class PassCounts:
     """Counts of the rows of a decode pass.
 
     cached: tokens before each row, int [batch, rows]. The other counts are sums over the layers
-    under the method, fp64 of the same shape. read: tokens read. index_read: tokens read of an
-    index, or of exact rows beside codes. recall: share of the attention on what is read.
+    under the method, fp64 of the same shape. read: tokens read. stored: the same, each token times
+    the width of its layer's codec (`code_width`). index_read: tokens read of an index, or of exact
+    rows beside codes. recall: share of the attention on what is read.
     Where rows stay on the device, rows of all KV heads: selected: rows chosen. missed: chosen rows
-    that were not on the device. loaded: rows that crossed the link.
+    that were not on the device. loaded: by layer, rows that crossed the link.
     num_selecting: layers in which the method ran.
     """
 
     def __init__(
-        self, cached: Tensor, geometry: Geometry, method: Method, codec: AnyCodec | None
+        self, cached: Tensor, geometry: Geometry, method: Method, codec: CacheCodec | None
     ) -> None:
         self.cached = cached
         self.geometry = geometry
         self.method = method
-        self.width = code_width(codec, geometry)
+        self.widths = code_widths(codec, geometry)
         self.read = torch.zeros_like(cached, dtype=torch.float64)
+        self.stored = torch.zeros_like(self.read)
         self.index_read = torch.zeros_like(self.read)
         self.recall = torch.zeros_like(self.read)
         self.selected = torch.zeros_like(self.read)
         self.missed = torch.zeros_like(self.read)
-        self.loaded = torch.zeros_like(self.read)
+        self.loaded: dict[int, Tensor] = {}
         self.num_selecting = 0
 
     def stats(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
@@ -53,7 +56,7 @@ class PassCounts:
         selecting = num_layers - exempt
         stats = self.stats_of_all(weights, measures_recall=measures_recall)
         cached = self._whole()
-        share = share_of_cache(cached, self.read, self.width, exempt, num_layers)
+        share = share_of_cache(cached, self.stored, exempt, num_layers)
         index_share = share_beside(cached, self.index_read, num_layers)
         if not method.reads_all:
             pairs_read = float((weights * (self.read / selecting + 1)).sum())
@@ -90,17 +93,23 @@ class PassCounts:
         """`stats`, and what crosses the link where rows stay on the device. policies: of all
         layers."""
         cached, num_kv_heads = self._whole(), self.geometry.num_kv_heads
-        exempt, read_whole = self.method.num_exempt_layers, 0
+        crossed = self.method.num_exempt_layers * cached
+        rows_loaded: Counter[int] = Counter()
         for policy in policies:
-            read_whole += policy.kind == "method" and not policy.names_rows
-        of_method = read_whole * cached + self.loaded / num_kv_heads
-        whole = self.geometry.num_layers * cached
-        crossed = (exempt * cached + self.width * of_method) / whole
+            if policy.kind != "method":
+                continue
+            number, width = policy.number, self.widths[policy.number]
+            if not policy.names_rows:
+                crossed = crossed + width * cached
+            elif number in self.loaded:
+                crossed = crossed + width * self.loaded[number] / num_kv_heads
+                rows_loaded[number] = round(float((weights * self.loaded[number]).sum()))
+        crossed = crossed / (self.geometry.num_layers * cached)
         hits = 1 - self.missed / self.selected.clamp(min=1)
         return replace(
             stats,
             link_sum=float((weights * crossed).sum()),
-            rows_loaded=float((weights * self.loaded).sum()),
+            rows_loaded=rows_loaded,
             hit_sum=float((weights * hits).sum()),
         )
 

@@ -25,7 +25,7 @@ from harness.replay.counts import PassCounts
 from harness.replay.history import History
 from methods.attention import hide
 from methods.base import EMPTY, Method, QueryRows, Selection, State
-from methods.codec import SplitCodec
+from methods.codec import CacheCodec, SplitCodec
 
 SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
@@ -43,6 +43,7 @@ class Session(Protocol):
     attached: Attached
     method: Method
     policies: list[Policy]
+    codec: CacheCodec | None
     history: History
     states: dict[torch.device, State]
     rooms: list[int] | None
@@ -80,8 +81,9 @@ class DecodePass(Handler):
         self.has_padding = not bool(valid.all())
         tokens = self.history.tokens[:, : self.history.length]
         self.is_padded = bool((tokens == EMPTY).any())
-        geometry, codec = session.attached.geometry, self.history.codec
-        self.counts = PassCounts(self.positions, geometry, session.method, codec)
+        self.counts = PassCounts(
+            self.positions, session.attached.geometry, session.method, session.codec
+        )
         self.rehearsed: dict[int, Tensor] = {}
         self.indexes: dict[int, IndexCall] = {}
         self._on_device: dict[torch.device, RowsOnDevice] = {}
@@ -212,7 +214,7 @@ class _Block:
     ) -> None:
         self.decode = decode
         self.counts = decode.counts
-        self.codec = decode.history.codec
+        self.codec = decode.history.codecs[layer]
         self.layer = layer
         self.state = state
         self.policy = decode.policies[layer]
@@ -393,6 +395,8 @@ class _Block:
             if hot is not None:
                 self._count_hits(hot, asked)
         self._add(self.counts.read, selection.num_read)
+        width = self.counts.widths[self.policy.number]
+        self._add(self.counts.stored, width * selection.num_read)
         if selection.side is not None:
             self._add(self.counts.index_read, selection.side)
         return selection
@@ -410,6 +414,9 @@ class _Block:
         rows, slots].
         """
         num_kv_heads, real = hot.slots.shape[1], self.real[:, self.rows]
+        loaded = self.counts.loaded.setdefault(
+            self.policy.number, torch.zeros_like(self.counts.read)
+        )
         for row in range(real.shape[1]):
             this = slice(self.rows.start + row, self.rows.start + row + 1)
             missed = torch.zeros_like(self.counts.missed[:, this])
@@ -419,7 +426,7 @@ class _Block:
                 most = int(of_row.sum(-1).max())
                 fetch, _ = hot.request(of_row, self.tokens[:, None], most)
                 missed = (fetch.slots >= 0).sum((1, 2))[:, None].to(missed)
-                self.counts.loaded[:, this] += missed
+                loaded[:, this] += missed
             self.counts.missed[:, this] += missed  # of the selection, which comes last
         selection = asked[-1]
         selected = selection.sum(-1).sum(1) * (num_kv_heads // selection.shape[1])

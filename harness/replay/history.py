@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -13,11 +14,11 @@ from methods.codec import AnyCodec
 
 
 class History:
-    """Keys and values of every column of a batch, as the codec gives them back.
+    """Keys and values of every column of a batch, as their codec gives them back.
 
-    is_coded: by layer, whether the codec applies. kv: by layer (keys, values), each [batch,
-    num_kv_heads, columns, head_dim or value_dim]. exact: the same uncoded, where the codec leaves
-    the last tokens exact.
+    codecs: of each layer; None stores rows as they are. kv: by layer (keys, values), each [batch,
+    num_kv_heads, columns, head_dim or value_dim]. exact: the same uncoded, where the codec
+    leaves the last tokens exact.
     tokens: int32 [batch, columns], the token of each column, `EMPTY` for none. length: columns in
     use. last_queries: by layer, [batch, heads, 1, head_dim] of the last token, where the layer
     selects by the previous step's query. resident: by layer, bool [batch, num_kv_heads, prompt],
@@ -27,23 +28,23 @@ class History:
     def __init__(
         self,
         attached: Attached,
-        is_coded: list[bool],
-        codec: AnyCodec | None,
+        codecs: Sequence[AnyCodec | None],
         batch: int,
         num_columns: int,
     ) -> None:
-        self.is_coded = is_coded
-        self.codec = codec
+        self.codecs = codecs
         self.length = 0
         self.last_queries: dict[int, Tensor] = {}
         self.resident: dict[int, Tensor] = {}
         self._layers, self._dtype = attached.layers, attached.dtype
-        self.kv = [self._new_rows(layer, batch, num_columns) for layer in range(len(is_coded))]
+        self.kv = [self._new_rows(layer, batch, num_columns) for layer in range(len(codecs))]
         self.exact: dict[int, tuple[Tensor, Tensor]] = {}
-        if codec is not None and codec.residual:
-            for layer, is_one in enumerate(is_coded):
-                if is_one:
-                    self.exact[layer] = self._new_rows(layer, batch, num_columns)
+        self._span = 1
+        """Tokens whose keys some layer codes together; other layers code one by one."""
+        for layer, codec in enumerate(codecs):
+            if codec is not None and codec.residual:
+                self.exact[layer] = self._new_rows(layer, batch, num_columns)
+                self._span = max(self._span, codec.keys.span)
         shape = (batch, num_columns)
         self.tokens = torch.full(shape, EMPTY, dtype=torch.int32, device=attached.device)
         self._regrouped = self.tokens[:, :0].long()
@@ -67,17 +68,16 @@ class History:
         columns = slice(self.length, self.length + valid.shape[1])
         self.tokens[:, columns] = positions.masked_fill(~valid, EMPTY).int()
         self.length = columns.stop
-        if self.codec is not None and self.codec.keys.span > 1:
-            span = self.codec.keys.span
-            first = int(before.min()) // span * span
+        if self._span > 1:
+            first = int(before.min()) // self._span * self._span
             self._regrouped = self.tokens[:, : self.length].argsort(-1)[:, first:]
         return positions
 
     def keep(self, layer: int, key: Tensor, value: Tensor, columns: slice) -> None:
-        """Write fresh rows, as they read back from storage: coded in layers under the method, but
+        """Write fresh rows, as they read back from storage: coded in layers that have a codec, but
         for what stays."""
-        stored, codec = self.kv[layer], self.codec
-        if codec is None or not self.is_coded[layer] or layer in self.resident:
+        stored, codec = self.kv[layer], self.codecs[layer]
+        if codec is None or layer in self.resident:
             self._write(layer, stored, key, value, columns)
             return
         if layer in self.exact:

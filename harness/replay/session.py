@@ -21,13 +21,13 @@ from torch import Tensor
 
 from harness.live.hot_rows import HotRows, rooms
 from harness.model.attached import Attached
-from harness.model.policies import fitted, new_states, policies_of
+from harness.model.policies import fitted, new_states, policies_of, require_layers
 from harness.model.rereading import run_prompts
 from harness.model.sizes import ReadStats, SessionConstants, resident_share
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
 from methods.base import Calibration, LayerInputs, Lengths, Method, PromptRows, State
-from methods.codec import AnyCodec, without_keys
+from methods.codec import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
 
 
 class ReplaySession:
@@ -51,7 +51,7 @@ class ReplaySession:
         *,
         final_lengths: Tensor,
         num_columns: int,
-        codec: AnyCodec | None = None,
+        codec: CacheCodec | None = None,
         calibration: Calibration | None = None,
         measure_recall: bool = False,
         rows_per_block: int | None = None,
@@ -59,24 +59,30 @@ class ReplaySession:
         prefetch: bool = False,
     ) -> None:
         attached.require_length(int(final_lengths.max()))
-        codec = without_keys(codec) if method.holds_keys else codec
-        self.is_model = method.reads_all and codec is None
-        method = fitted(attached, method, codec)
+        require_layers(codec, attached.geometry.num_layers)
+        self.codec = without_keys(codec) if method.holds_keys else codec
+        self.is_model = method.reads_all and self.codec is None
+        method = fitted(attached, method, self.codec)
         self.attached = attached
         self.method = method
-        needs_method = not method.reads_all or codec is not None
+        needs_method = not method.reads_all or self.codec is not None
         self.policies = policies_of(attached, method, needs_method=needs_method, prefetch=prefetch)
         self.final_lengths = final_lengths
         self.calibration = calibration
-        self.measure_recall = measure_recall and codec is None
+        self.measure_recall = measure_recall and self.codec is None
         self.rows_per_block = rows_per_block
         self.device_rows = device_rows
         self.rooms: list[int] | None = None
         self.hot_rows: dict[int, HotRows] = {}
         self.states: dict[torch.device, State] = {}
         self.prompt_rows: dict[torch.device, PromptRows] = {}
-        is_coded = [policy.kind == "method" for policy in self.policies]
-        self.history = History(attached, is_coded, codec, len(final_lengths), num_columns)
+        codecs: list[AnyCodec | None] = []
+        for policy in self.policies:
+            if self.codec is not None and policy.kind == "method":
+                codecs.append(codec_at(self.codec, policy.number))
+            else:
+                codecs.append(None)
+        self.history = History(attached, codecs, len(final_lengths), num_columns)
         self.model_cache = attached.new_cache()
         self.reads = ReadStats(constants=self._constants())
 
@@ -143,7 +149,7 @@ class ReplaySession:
         weights = _weights(valid, multiplicity)
         resident = resident_share(
             list(self.states.values()),
-            self.history.codec,
+            self.codec,
             self.final_lengths,
             self.method.num_exempt_layers,
             self.attached.geometry,
@@ -157,7 +163,7 @@ class ReplaySession:
     @property
     def reads_everything(self) -> bool:
         """Whether decode rows read all columns, as they were: the full cache."""
-        return self.method.reads_all and self.history.codec is None
+        return self.method.reads_all and self.codec is None
 
     def fork(self, index: Tensor, num_columns: int) -> ReplaySession:
         """A session of the sequences `index` [new_batch] of this one, state copied; its `reads`
@@ -178,12 +184,13 @@ class ReplaySession:
         return child
 
     def _constants(self) -> SessionConstants:
-        codec, latent = self.history.codec, 0
+        latent = 0
         for layer in self.attached.layers:
             if layer.latent is not None:
                 latent += layer.num_kv_heads * layer.elements
+        governed = [policy.number for policy in self.policies if policy.kind == "method"]
         return SessionConstants(
-            code_bits=codec.bits if codec else 16,
+            code_bits=16 if self.codec is None else mean_bits(self.codec, governed),
             recurrent_bytes=self.model_cache.nbytes / len(self.final_lengths),
             latent_bytes=latent * self.attached.dtype.itemsize,
         )

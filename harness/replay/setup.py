@@ -19,13 +19,19 @@ from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.model.sizes import TOLERANCE, sized_as_stored
 from harness.replay.session import ReplaySession
-from harness.settings.config import RunConfig
+from harness.settings.config import FLOAT_CODECS, RunConfig, layer_formats
 from methods.base import Calibration, Method, TokenCounts
 from methods.codec import (
+    INTEGER_BITS,
+    NVFP4,
     TURBO_BITS,
     AnyCodec,
+    CacheCodec,
     ChannelCodec,
     Codec,
+    LayerCodecs,
+    NamedLayers,
+    Nvfp4Codec,
     RowCodec,
     SplitCodec,
     TurboCodec,
@@ -44,7 +50,7 @@ class Setup:
     calibration: None where none is needed. device_rows, prefetch: as in `LiveSession`."""
 
     method: Method
-    codec: AnyCodec | None
+    codec: CacheCodec | None
     calibration: Calibration | None
     device_rows: float = 0
     prefetch: bool = False
@@ -199,28 +205,52 @@ def calibrated(
     return cached_calibration(attached, method, ids, loaded.fingerprint, folder)
 
 
-def codec_of(config: RunConfig) -> AnyCodec | None:
+def codec_of(config: RunConfig) -> CacheCodec | None:
     """The codec of a run; None stores rows exactly."""
     if config.codec is None:
         return None
-
-    def shipped(name: str, of_integers: type[Codec] = Codec) -> RowCodec:
-        if name in TURBO_BITS:
-            return TurboCodec(name)
-        return of_integers(name, config.group_size, config.rotation)
-
-    keys: RowCodec
-    values: RowCodec
     if config.own_codec is not None:
-        keys = values = CheckedCodec(config.own_codec)
+        keys: RowCodec = CheckedCodec(config.own_codec)
+        values = keys
     else:
-        of_keys = ChannelCodec if config.key_groups == "channel" else Codec
-        keys, values = shipped(config.codec, of_keys), shipped(config.codec)
+        keys, values = _keys_codec(config, config.codec), _values_codec(config, config.codec)
     if config.value_codec:
-        values = shipped(config.value_codec)
-    if keys == values and not config.residual:
+        values = _values_codec(config, config.value_codec)
+    others = _of_layer(keys, values, config.residual)
+    if not config.codec_layers:
+        return others
+    named = []
+    for layers in layer_formats(config.codec_layers):
+        is_float = {layers.keys, layers.values} <= {*FLOAT_CODECS}
+        codec = _of_layer(
+            _keys_codec(config, layers.keys),
+            _values_codec(config, layers.values),
+            0 if is_float else config.residual,  # floats leave no token behind
+        )
+        named.append(NamedLayers(layers.first, layers.last, codec, layers.words))
+    return LayerCodecs(others, tuple(named))
+
+
+def _of_layer(keys: RowCodec, values: RowCodec, residual: int) -> AnyCodec:
+    if keys == values and not residual:
         return keys
-    return SplitCodec(keys, values, config.residual)
+    return SplitCodec(keys, values, residual)
+
+
+def _keys_codec(config: RunConfig, name: str) -> RowCodec:
+    """The shipped codec of that name, with the run's settings, for keys."""
+    if config.key_groups == "channel" and name in INTEGER_BITS:
+        return ChannelCodec(name, config.group_size, config.rotation)
+    return _values_codec(config, name)
+
+
+def _values_codec(config: RunConfig, name: str) -> RowCodec:
+    """The shipped codec of that name, with the run's settings, for values."""
+    if name in TURBO_BITS:
+        return TurboCodec(name)
+    if name == NVFP4:
+        return Nvfp4Codec()
+    return Codec(name, config.group_size, config.rotation if name in INTEGER_BITS else None)
 
 
 @dataclass(frozen=True)

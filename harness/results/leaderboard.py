@@ -176,7 +176,7 @@ def _settings(runs: Sequence[Record]) -> str:
     """All settings of the method as it ran on the text, else on the tasks, and the codec."""
     scored = min(runs, key=lambda record: record["kind"] == "tasks")
     settings = dict(next(iter(scored["methods"].values()), scored["config"]["method"]))
-    settings |= columns.picked(scored["config"], ("codec", "value_codec", "size"))
+    settings |= columns.picked(scored["config"], ("codec", "value_codec", "codec_layers", "size"))
     return in_words({name: value for name, value in settings.items() if value is not None})
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-OF_THE_CODEC = ("codec", "value_codec", "rotation", "key_groups")
+OF_THE_CODEC = ("codec", "value_codec", "codec_layers", "rotation", "key_groups")
 DEFAULTS = ("group_size", "residual", "device_rows", "prefetch")
 """Keys of a method's YAML for which a setting of the same name may be given."""
 OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)

@@ -7,7 +7,8 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, get_args
@@ -71,11 +72,26 @@ RUNNING = ("cpu", "cuda")
 """Platforms on which runs compute; others are modelled."""
 
 CodecName = Literal[
-    "fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1", "turbo4", "turbo3", "turbo2"
+    "fp32",
+    "fp16",
+    "bf16",
+    "fp8",
+    "int8",
+    "int4",
+    "int2",
+    "int1",
+    "turbo4",
+    "turbo3",
+    "turbo2",
+    "nvfp4",
 ]
 FLOAT_CODECS = ("fp32", "fp16", "bf16", "fp8")
 INTEGER_CODECS = ("int8", "int4", "int2", "int1")
-CODEC_WORDS = ("codec", "value_codec", "rotation", "key_groups", "residual")
+LAYER_FORMAT = re.compile(
+    r"(?P<first>\d+)(?P<range>-(?P<last>\d+)?)?:(?P<keys>[^/]+)(?:/(?P<values>[^/]+))?"
+)
+"""An entry of `codec_layers`."""
+CODEC_WORDS = ("codec", "value_codec", "codec_layers", "rotation", "key_groups", "residual")
 """The settings that a codec's name says."""
 Placement = Literal["device", "host", "disk", "managed"]
 """Where the cache lies: device memory, host memory, a local disk, or managed memory, which CUDA's
@@ -395,15 +411,58 @@ class AnalysisConfig:
         return self.layers
 
 
+class LayerFormats(NamedTuple):
+    """An entry of `codec_layers`, `words`: the formats of the keys and values of layers `first` to
+    `last`, None for all that follow."""
+
+    first: int
+    last: int | None
+    keys: CodecName
+    values: CodecName
+    words: str
+
+
+def layer_formats(entries: Sequence[str]) -> list[LayerFormats]:
+    """The entries of `codec_layers`, such as `0-1:int8`, `5:fp16` or `28-:int8/int4`.
+
+    Raises UserError for one that is written otherwise, names no codec or no layer, or a layer that
+    another one names.
+    """
+    found: list[LayerFormats] = []
+    for words in entries:
+        setting = f"codec_layers=[{words}]"
+        parts = LAYER_FORMAT.fullmatch(words)
+        if parts is None:
+            forms = "must be LAYERS:CODEC, such as 0-1:int8, 5:fp16, 28-:int8 or 0:int8/int4"
+            raise UserError(f"{setting}: {forms}")
+        keys, values = parts["keys"], parts["values"] or parts["keys"]
+        for name in (keys, values):
+            if name not in get_args(CodecName):
+                raise UserError(f"{setting}: {name}: {nearest(name, get_args(CodecName))}")
+        first = int(parts["first"])
+        last: int | None = first
+        if parts["range"]:
+            last = int(parts["last"]) if parts["last"] else None
+        if last is not None and last < first:
+            raise UserError(f"{setting}: layer {last} lies before layer {first}")
+        for other in found:
+            later = max(first, other.first)
+            if (last is None or later <= last) and (other.last is None or later <= other.last):
+                raise UserError(f"{setting}: layer {later} is in {other.words} too; name it once")
+        found.append(LayerFormats(first, last, keys, values, words))  # type: ignore[arg-type]
+    return found
+
+
 def codec_words(
     codec: str | None,
     value_codec: str | None = None,
+    codec_layers: Sequence[str] | None = None,
     rotation: str | None = None,
     key_groups: str = "token",
     residual: int = 0,
 ) -> str | None:
-    """A codec's name in tables and labels, such as `hadamard-int4` or `channel-int2/int2-r128`;
-    None for none."""
+    """A codec's name in tables and labels, such as `hadamard-int4`, `channel-int2/int2-r128` or
+    `int4[0-1:int8]`; None for none."""
     if codec is None:
         return None
     keys = codec if key_groups == "token" else f"{key_groups}-{codec}"
@@ -413,6 +472,8 @@ def codec_words(
         words = f"{rotation}-{words}"
     if residual:
         words += f"-r{residual}"
+    if codec_layers:
+        words += f"[{','.join(codec_layers)}]"
     return words
 
 
@@ -423,11 +484,12 @@ class RunConfig:
 
     kind: one of `harness.run.kinds`. label: the run's name in tables and figures; label_given: the
     user chose it. codec, value_codec: the format of the keys, and of the values if it is another
-    one. own_codec: the codec behind a `codec` of the user's own, its fields the `codec_settings`;
-    None for a shipped one. group_size: elements along head_dim that share lo and step of an integer
-    codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: applied to
-    a vector before an integer codec. residual: number of last tokens that stay exact, on the
-    device. device_rows: rows of each layer and KV head that stay on the device, in times of what a
+    one. codec_layers: the formats of some layers, as methods count, if they are others. own_codec:
+    the codec behind a `codec` of the user's own, its fields the `codec_settings`; None for a
+    shipped one. group_size: elements along head_dim that share lo and step of an integer codec;
+    with key_groups=channel, of keys, consecutive tokens of one channel. rotation: applied to a
+    vector before an integer codec. residual: number of last tokens that stay exact, on the device.
+    device_rows: rows of each layer and KV head that stay on the device, in times of what a
     step reads at most. prefetch: rows that a query made in the layer before would select cross the
     link early. size: the share of the full cache, of the layers that see every token, that a decode
     step is to read; sizing: `nearest` for `size=nearest:SHARE`. link_gbps, max_kl: bounds of a
@@ -449,6 +511,7 @@ class RunConfig:
     codec: Text | None = None
     own_codec: RowCodec | None = None
     value_codec: CodecName | None = None
+    codec_layers: Names | None = None
     group_size: Count = GROUP_SIZE
     rotation: Literal["hadamard"] | None = None
     key_groups: Literal["token", "channel"] = "token"
@@ -520,7 +583,8 @@ class RunConfig:
         keys, values = self.codec, self.value_codec or self.codec
         words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
         integers = {keys, values} & {*INTEGER_CODECS}
-        if self.group_size != GROUP_SIZE and not integers:
+        named = self._named_formats()
+        if self.group_size != GROUP_SIZE and not (integers | named) & {*INTEGER_CODECS}:
             no_groups = f"{words} has no groups; choose an integer codec"
             raise UserError(f"group_size={self.group_size}: {no_groups}")
         if self.rotation is not None and integers != {keys, values}:
@@ -540,6 +604,24 @@ class RunConfig:
         if self.residual and not self.method.reads_all:
             reads = f"method={self.method_name} does not read all that is cached"
             raise UserError(f"residual={self.residual}: {reads}")
+
+    def _named_formats(self) -> set[str]:
+        """The formats in `codec_layers`. Raises UserError as `layer_formats`, and for an entry that
+        has no effect."""
+        if self.codec_layers is None:
+            return set()
+        listed = f"codec_layers=[{','.join(self.codec_layers)}]"
+        if self.codec is None:
+            raise UserError(f"{listed}: needs codec=, the format of other layers; fp32 is exact")
+        formats: set[str] = set()
+        exempt = self.method.num_exempt_layers
+        for layers in layer_formats(self.codec_layers):
+            if layers.last is not None and layers.last < exempt:
+                are_exempt = f"method.num_exempt_layers={exempt} leaves these layers as they are"
+                later = "name later ones, or set it to 0"
+                raise UserError(f"codec_layers=[{layers.words}]: {are_exempt}; {later}")
+            formats |= {layers.keys, layers.values}
+        return formats
 
     def prefill_of(self, task: str, *, writes: bool = False) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.

@@ -36,7 +36,8 @@ class System:
 
     def settings(self) -> dict[str, Any]:
         """The same as settings of the command line, besides the method."""
-        exact = {"value_codec": None, "rotation": None, "key_groups": "token", "residual": 0}
+        exact: dict[str, Any] = dict.fromkeys(("value_codec", "codec_layers", "rotation"))
+        exact |= {"key_groups": "token", "residual": 0}
         link = {"platform.overlap": self.overlap, "platform.pinned": self.pinned}
         rows = {"device_rows": self.device_rows, "prefetch": self.prefetch}
         return {"placement": self.placement, "codec": self.codec, **rows, **exact, **link}

@@ -63,7 +63,7 @@ from harness.model.prompts import run_prompt
 from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
 from methods.base import Calibration, Method
-from methods.codec import AnyCodec
+from methods.codec import CacheCodec
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TimedRun:
     method: Method
     shape: LatencyConfig
     placement: Placement = "host"
-    codec: AnyCodec | None = None
+    codec: CacheCodec | None = None
     device_rows: float = 0
     prefetch: bool = False
     pinned: bool = True

@@ -200,7 +200,7 @@ class Step:
         on_host = plan.placement == "host"
         link = self.platform.link_bytes_per_s
         governed = [layer for layer in plan.model.layers if layer.policy.kind == "method"]
-        reads_less = not plan.method.reads_all or plan.coded.bits < 16
+        reads_less = plan.reads_less
         spread_s = 0.0  # of the exempt layers' rows, in each other layer's share of the step
         if on_host and reads_less:
             for index, layer in enumerate(plan.model.layers):
