@@ -517,8 +517,8 @@ class Nvfp4Codec(RowCodec):
         blocks = self._in_blocks(rows)
         largest = blocks.abs().amax(-1)  # [..., blocks]
         # By a tensor: by a plain number CUDA multiplies by the inverse.
-        most_code, most_scale = largest.new_tensor(E2M1_LEVELS[-1]), largest.new_tensor(_FP8_MAX)
-        row_scale = largest.amax(-1, keepdim=True).div(most_code * most_scale)
+        most_code = largest.new_full((), E2M1_LEVELS[-1])
+        row_scale = largest.amax(-1, keepdim=True).div(most_code * _FP8_MAX)
         divisor = row_scale.masked_fill(row_scale == 0, 1.0)
         scales = largest.div(most_code).div_(divisor).clamp_(max=_FP8_MAX).to(torch.float8_e4m3fn)
         step = (scales.float() * row_scale).unsqueeze(-1)
@@ -533,9 +533,9 @@ class Nvfp4Codec(RowCodec):
         self, codes: Tensor, scales: Tensor, row_scale: Tensor, dtype: torch.dtype
     ) -> Tensor:
         levels, _ = _e2m1(codes.device)
-        head_dim = codes.shape[-1]
-        step = (scales.float() * row_scale).repeat_interleave(NVFP4_BLOCK, -1)[..., :head_dim]
-        return levels[codes].mul_(step).to(dtype)
+        step = (scales.float() * row_scale).unsqueeze(-1)
+        of_elements = step.expand(*step.shape[:-1], NVFP4_BLOCK).flatten(-2)
+        return levels[codes].mul_(of_elements[..., : codes.shape[-1]]).to(dtype)
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
         """[..., head_dim] as [..., blocks, NVFP4_BLOCK], the last one filled up with zeros."""

@@ -14,12 +14,12 @@ sum stays. A token's risk is the largest of these numbers over rows and group, a
 risk of the tokens before the window. Its worth is the risk times |W_O v|_1 (as `criticalkv`), over
 the sum of |W_O v|_1 of the token's KV heads. Before that, each head's tokens with the most mean
 attention are chosen until they have `first_mass` (0.9) of it, less the share of the attention on
-the `window` tokens that stand before the window; at most the uniform budget. The best of a layer
-over all its KV heads stay, without a floor (`heads=adaptive`); a head may keep the whole prompt, so
-memory is reserved for it, and what is evicted does not cross the link. `heads=uniform` gives each
-head the same number. CriticalKV's first choice is half of the places instead. The variant whose
-layers share a budget (LayerDefensiveKV) is left out: it needs the worths of all layers before the
-first evicts.
+the `window` tokens that stand before the window; at most the head's share of the budget, from which
+the code takes the window twice. The best of a layer over all its KV heads stay, without a floor
+(`heads=adaptive`); a head may keep the whole prompt, so memory is reserved for it, and what is
+evicted does not cross the link. `heads=uniform` gives each head the same number. CriticalKV's first
+choice is half of the places instead. The variant whose layers share a budget (LayerDefensiveKV) is
+left out: it needs the worths of all layers before the first evicts.
 """
 
 from __future__ import annotations
