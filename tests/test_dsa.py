@@ -310,7 +310,7 @@ def test_as_many_rows_are_found_on_the_device_as_replay_counts(name, method, dev
         options = {"placement": "host", "link": link, "device_rows": device_rows}
         with closing(open_live(attached, Case(method), **options)) as session:
             force(session, LONG)
-            assert session.h2d_bytes == counted.reads.rows_loaded * LATENT * 4
+            assert session.h2d_bytes == counted.reads.rows_loaded.total() * LATENT * 4
             found, read = float(session.rows_found), float(session.rows_read)
             assert session.rows_loaded == read - found and 0.3 < found / read < 1
             # A share of each row in replay, one of all rows here; a row reads 19 or 20 tokens.
