@@ -58,7 +58,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test wheel-check accuracy speedup disk capacity leaderboard turns long evidence paper method calibrate modelled plots report status export compare clean
+.PHONY: help setup mlflow lint test wheel-check accuracy speedup disk capacity leaderboard turns long evidence across paper method calibrate modelled plots report status export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,11 @@ long: $(STAMP)  ## contexts of 4,096 and 8,192 tokens, 1.5 hours: tables/long.md
 
 evidence: $(STAMP)  ## every method on three texts and two tasks, hours a model: tables/evidence.md (MODEL=, DATA_ROOT=, RESULTS=, ARGS=)
 	$(PY) run.py grid=evidence model=$(MODEL) results_dir=$(RESULTS) $(if $(DATA_ROOT),grid.data_root=$(DATA_ROOT)) $(ARGS)
+
+across: $(STAMP)  ## one table over the models of grid=evidence: across.md, its figure, the report (RESULTS=)
+	$(PY) -m harness.results.across "$(RESULTS)" $(ARGS)
+	$(PY) -m plots --results-dir "$(RESULTS)"
+	$(PY) -m harness.report --results-dir "$(RESULTS)"
 
 paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)
 	@code=0; $(PY) run.py grid=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \

@@ -284,7 +284,8 @@ def test_a_wrong_command_is_found(text):
 FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results", "tables", "figures", "tests")
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
 MADE_BY_RUNS = re.compile(
-    r"results/(jobs|runs)|(results/)?(report\.html|leaderboard\.md)|((tables|figures)/)?(leaderboard|frontier|index|long|long_decode)\."
+    r"results/(jobs|runs)|(results/)?(report\.html|(leaderboard|across)\.md)|"
+    r"((tables|figures)/)?(leaderboard|frontier|index|long|long_decode|across(-\w+)?|evidence-\w+)\."
 )
 
 

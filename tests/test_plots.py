@@ -376,8 +376,8 @@ def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
 
 @pytest.mark.parametrize("name", ["fig12", "fig18", "frontier", "ruler"])  # lines, hatches, parts, images
 def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
-    of_capacity = {"capacity", "capacity-modelled"}  # drawn in test_capacity
-    assert {*DRAWINGS} == {*ROWS, *MODELLED, *of_capacity, "frontier"} - {"perplexity", "fig17-latency", "leaderboard"}
+    elsewhere = {"capacity", "capacity-modelled", "across"}  # drawn in test_capacity and test_across
+    assert {*DRAWINGS} == {*ROWS, *MODELLED, *elsewhere, "frontier"} - {"perplexity", "fig17-latency", "leaderboard"}
     monkeypatch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name]})
     monkeypatch.setattr(drawing, "DPI", 40)  # takes a fraction of the time
     kept = drawing.FORMATS if name == "fig12" else ("png", "svg")  # a PDF takes long

@@ -9,7 +9,15 @@ from typing import TypeVar
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperBar, quantity
 from harness.results import columns
-from harness.results.columns import ASKED_SIZE, BOARD_METRICS, KL, MISSING, SIZE, TableRow
+from harness.results.columns import (
+    ASKED_SIZE,
+    BOARD_METRICS,
+    EXEMPT_CHOICE,
+    KL,
+    MISSING,
+    SIZE,
+    TableRow,
+)
 from harness.results.fronts import EQUAL, REFERENCES
 from harness.results.leaderboard import is_best
 from harness.results.pages import is_brief
@@ -146,7 +154,7 @@ def _shared(lists: Collection[Iterable[T]]) -> list[T]:
 def _scores(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
     """(quantity, key, text) of every score."""
     for row in rows:
-        if ASKED_SIZE.name in row and is_best(row):
+        if EXEMPT_CHOICE.name in row and is_best(row):
             asked = row[ASKED_SIZE.name]
             key = row["label"], MISSING if asked is None else f"{ASKED_SIZE.show(asked)} %"
             for metric in BOARD_METRICS:
@@ -154,7 +162,7 @@ def _scores(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
                 if metric.compared and row.get(shown.name) is not None:
                     stderr = row.get(f"{shown.name}_stderr")
                     yield shown.heading, key, shown.show(row[shown.name], stderr)
-    scored = [row for row in rows if "task" in row and is_brief(row)]
+    scored = [row for row in rows if "task" in row and "metric" in row and is_brief(row)]
     for row in sorted(scored, key=lambda row: columns.rank(row["metric"])):
         shown = columns.quantity(row["metric"])
         key = row["label"], row.get(columns.SETTINGS.name) or MISSING

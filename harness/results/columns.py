@@ -307,9 +307,85 @@ BOARD = (
 """A method at a size. `exempt_choice`: whether the number of exempt layers is the best at this
 size, the paper's, or both. Seconds and bytes are of a decode step. `step_source`: whether `step_s`
 was timed at this size or modelled from the step at another size (`results/step_time.py`)."""
+TEXT, WINDOW = Column("text"), Column("window", "window", 1, 0)
+PLACE = Column("place", "place in the text (%)", 100, 1)
+"""Share of a text before a window: equal places of a text are about the same words on every
+model."""
+CONTEXT_ID = Column("context_id", "context", 1, 0)
+RIGHT, ASKED = Column("right", "right answers", 1, 1), Column("asked", "questions", 1, 0)
+_OF_A_RUN = (
+    EXPERIMENT, MODEL, METHOD, Column("codec"), LABEL, SETTINGS, ASKED_SIZE, EXEMPT_LAYERS,
+)  # fmt: skip
+_READ = (SIZE, DEVICE_FRAC, RESIDENT_FRAC, SOURCE, SHIPPED, RUN_ID)
+EVIDENCE_TEXTS = (*_OF_A_RUN, SEQ_LEN, TEXT, WINDOW, PLACE, KL, *_READ)
+"""A window of a text under a method. The sizes on the device are of all windows of its run."""
+EVIDENCE_ANSWERS = (*_OF_A_RUN, Column("task"), CONTEXT_ID, RIGHT, ASKED, PROMPT_LEN, *_READ)
+"""The questions on one context of a task under a method. `prompt_len`: of the longest."""
+RATIO = Column("ratio", "KL / oracle's", 1, 2)
+ANSWERS = Column("answers", "right answers (%)", 100, 1)
+ANSWERS_DIFFERENCE = Column("answers_difference", "answers minus full cache (points)", 100, 1)
+NUM_QUESTIONS = Column("num_questions", "questions", 1, 0)
+NUM_MODELS, NUM_PLACES = Column("num_models", "models", 1, 0), Column("num_places", "places", 1, 0)
+APART = Column("apart", "why it is not compared")
+DOMAIN, MEASURE = Column("domain", "domain"), Column("measure")
+DEGREES = Column("degrees", "degrees of freedom", 1, 0)
+OTHER = Column("other", "other method")
+P, P_HOLM = Column("p", "p", 1, 4), Column("p_holm", "p after Holm's correction", 1, 4)
+CLAIM, VERDICT = Column("claim", "claim"), Column("verdict")
+VERSUS = Column("versus", "ratio to the oracle, or minus the full cache", 1, 3)
+COUNT = Column("count", "windows or questions", 1, 0)
+BOUND = Column("bound", "bound", 1, 3)
+RANK = Column("rank", "rank", 1, 0)
+
+
+def _interval(column: Column) -> tuple[Column, Column]:
+    """The ends of the 95 % interval of a column."""
+    ends = []
+    for end, words in (("low", "from"), ("high", "to")):
+        heading = f"{column.words}, {words}"
+        ends.append(Column(f"{column.name}_{end}", heading, column.factor, column.digits))
+    return ends[0], ends[1]
+
+
+ACROSS = (
+    MODEL, METHOD, LABEL, ASKED_SIZE, SEQ_LEN, RANK, *_interval(RANK),
+    Column("num_compared", "methods compared", 1, 0),
+    RATIO, *_interval(RATIO), DEGREES, NUM_MODELS, NUM_WINDOWS, NUM_PLACES,
+    ANSWERS, ANSWERS_DIFFERENCE, *_interval(ANSWERS_DIFFERENCE), NUM_QUESTIONS, NUM_CONTEXTS,
+    Column("answers_note"),
+    *_interval(SIZE), *_interval(DEVICE_FRAC), *_interval(RESIDENT_FRAC),
+    Column("exempt_numbers", "exempt layers"), APART, SOURCE, SHIPPED,
+)  # fmt: skip
+"""A method at a size and a length, over `model`, the names of all models. `ratio` is of its KL to
+the oracle's. `rank_low` and `rank_high` are the places that it may have. `_low` and `_high` of
+`ratio` and `answers_difference` are 95 % intervals, of sizes the least and the largest of the
+models. `apart` says why a method has no rank."""
+ACROSS_PAIRS = (
+    MODEL, ASKED_SIZE, SEQ_LEN, LABEL, OTHER, RATIO, *_interval(RATIO), DEGREES, P, P_HOLM,
+    Column("closer"), SOURCE,
+)  # fmt: skip
+"""Two methods: `ratio` is that of the KL of `label` to that of `other`. `closer` is the label of
+the one that is certainly closer to the full cache; empty where they are not told apart."""
+ACROSS_MODELS = (
+    MODEL, METHOD, LABEL, ASKED_SIZE, SEQ_LEN, DOMAIN, MEASURE, VALUE,
+    VERSUS, *_interval(VERSUS), COUNT, NUM_CONTEXTS, SOURCE,
+)  # fmt: skip
+"""A method on a model (or all models) and a domain, which is a text, a task, or all of them.
+`value`: mean KL in nats, or the share of right answers. `versus`: the ratio to the oracle's KL,
+or the difference to the full cache's answers, with its interval. `count`: windows or questions;
+`num_contexts`: places or contexts."""
+ACROSS_CLAIMS = (
+    MODEL, CLAIM, MEASURE, LABEL, OTHER, ASKED_SIZE, SEQ_LEN,
+    BOUND, VALUE, *_interval(VALUE), COUNT, VERDICT, SOURCE,
+)  # fmt: skip
+"""A claim on a model, or on all of them together. `value`: the ratio of the two methods' KL, or the
+difference of their answers; `bound`: the largest ratio or the least difference that the claim
+allows."""
 TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
-    "capacity": CAPACITY,
+    "capacity": CAPACITY, "evidence_texts": EVIDENCE_TEXTS, "evidence_answers": EVIDENCE_ANSWERS,
+    "across": ACROSS, "across_pairs": ACROSS_PAIRS, "across_models": ACROSS_MODELS,
+    "across_claims": ACROSS_CLAIMS,
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
 NEEDED = {
@@ -318,6 +394,12 @@ NEEDED = {
     "analysis": ("model", "series", "metric"),
     "board": ("model", "label"),
     "capacity": ("model", "label", "batch_size", "prompt_len", "gen_len"),
+    "evidence_texts": ("model", "label", "seq_len", "text", "window", "place", "kl_nats", "size"),
+    "evidence_answers": ("model", "label", "task", "context_id", "right", "asked", "size"),
+    "across": ("model", "label", "asked_size", "seq_len"),
+    "across_pairs": ("model", "label", "other", "asked_size", "seq_len", "ratio"),
+    "across_models": ("model", "label", "domain", "measure", "value"),
+    "across_claims": ("model", "claim", "measure", "asked_size", "verdict"),
 }  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
 

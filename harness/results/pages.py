@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from harness.results import columns, leaderboard
+from harness.results import across_page, columns, leaderboard
 from harness.results.columns import Column, TableRow
 from harness.results.sheet import (
     DIFFERENCE_NOTE,
@@ -57,6 +57,7 @@ NOTES = {
     "board": leaderboard.NOTE,
     "analysis": "± is one standard error over heads, or over layers for a number of the whole "
     f"model. At most {MAX_COLUMNS} values of x are shown; the CSV has all.",
+    **across_page.NOTES,
 }
 """The meaning of the columns, by shape of table."""
 MODELLED_NOTE = (
@@ -74,8 +75,9 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart.
     """
-    if rows and _shape(rows[0]) == "board":
-        yield from leaderboard.sheets(rows)
+    whole = {"board": leaderboard.sheets, **across_page.SHEETS}
+    if rows and _shape(rows[0]) in whole:
+        yield from whole[_shape(rows[0])](rows)
         return
     for title, of_title in columns.grouped(rows, _title).items():
         for shape, of_shape in columns.grouped(of_title, _shape).items():
@@ -93,6 +95,9 @@ def _title(row: TableRow) -> str:
 
 def _shape(row: TableRow) -> str:
     """The key of `TABLES`, by a column that no other shape has."""
+    shape = across_page.shape_of_row(row)
+    if shape is not None:
+        return shape
     for column, shape in (
         ("series", "analysis"),
         ("metric", "accuracy"),

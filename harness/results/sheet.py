@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 from tabulate import tabulate
 
 from harness.errors import printable, shortened
-from harness.results.columns import LABEL, MISSING, SETTINGS, Column, TableRow
+from harness.results.columns import APART, CLAIM, LABEL, MISSING, SETTINGS, Column, TableRow
 from harness.results.student import critical_value
 
 T = TypeVar("T")
-WORDS = (LABEL.heading, SETTINGS.heading)
+WORDS = (LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
 """Headings of columns of words, aligned left. All other columns are numbers."""
 HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, 2
 HEADING_PADDING = 2  # what tabulate adds to a heading

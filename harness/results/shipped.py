@@ -31,6 +31,12 @@ IDENTITY = {
     ),
     "analysis": ("model", "source", "metric", "series", "x_name"),
     "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
+    "evidence_texts": (
+        "model", "method", "codec", "label", "asked_size", "exempt_layers", "seq_len", "text",
+    ),
+    "evidence_answers": (
+        "model", "method", "codec", "label", "asked_size", "exempt_layers", "task",
+    ),
 }  # fmt: skip
 """Columns that identify what was measured, by shape of table. A chunk or a depth has the identity
 of its task."""

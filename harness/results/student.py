@@ -43,6 +43,17 @@ def _of_contexts(num_contexts: float | None, probability: float) -> float:
     return t_quantile(int(num_contexts) - 1, probability) if num_contexts >= 2 else math.inf
 
 
+def two_sided_p(t: float, degrees: int) -> float:
+    """The probability that Student's t with `degrees` of freedom is at least as far from 0 as `t`.
+
+    Below 1e-15 or so it is 0.
+    """
+    if degrees < 1:
+        raise ValueError(f"two_sided_p({t}, {degrees}): degrees from 1 on")
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    return max(0.0, 2 * (1 - _probability_below(angle, degrees)))
+
+
 @cache
 def t_quantile(degrees: int | None, probability: float) -> float:
     """The value that Student's t stays below with `probability`, which is at least 1/2.

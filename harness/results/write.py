@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.errors import exit_code
 from harness.files import holding, write_atomic
-from harness.results import leaderboard
+from harness.results import evidence_tables, leaderboard
 from harness.results.columns import TABLES, TableRow, rank, read_table, render_csv, shape_of
 from harness.results.pages import render_markdown, render_terminal
 from harness.results.record import Record, read_records
@@ -31,6 +31,8 @@ from harness.settings.kinds import find
 from harness.settings.schema import kind_of
 
 TableRows = Sequence[TableRow]
+ACROSS = "across"
+"""How the shapes of `harness.results.across` begin."""
 TIMED_CELLS = "latency"
 """The experiment whose records are the cells of all figures of speed."""
 
@@ -39,9 +41,10 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from finished records and shipped rows.
 
     `latency` also gives the tables of the figures of speed; the leaderboard's two experiments give
-    the leaderboard. What is modelled of capacity stands in a table of its own,
-    `<experiment>-modelled`. A damaged record is left out with a warning that names it, a damaged
-    table set aside with a warning. One process at a time writes the tables of a folder.
+    the leaderboard; `evidence` gives the windows and answers that the table across models is made
+    of. What is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A
+    damaged record is left out with a warning that names it, a damaged table set aside with a
+    warning. One process at a time writes the tables of a folder.
 
     Returns the path of the CSV. Raises UserError if the folder cannot be written.
     """
@@ -63,7 +66,18 @@ def update(results_dir: str | Path, experiment: str) -> Path:
             _write_speed_figures(path, rows)
         if experiment in (leaderboard.SCORES, leaderboard.TIMES):
             leaderboard.write(Path(results_dir), leaderboard.rows_of_records(results_dir))
+        if experiment == evidence_tables.NAME:
+            _write_evidence(folder, [record for record, _ in pairs])
     return path
+
+
+def _write_evidence(folder: Path, records: Sequence[Record]) -> None:
+    """The windows and answers of `grid=evidence`; a table without rows is not written."""
+    for name, own in evidence_tables.rows_of_records(records).items():
+        path, shape = folder / f"{name}.csv", evidence_tables.SHAPES[name]
+        rows = _ordered(shape, merged(path, shape, own))
+        if rows:
+            _write(path, shape, rows)
 
 
 def _write_capacity(path: Path, own: TableRows) -> Path:
@@ -124,6 +138,8 @@ def ship(results_dir: Path) -> None:
     for path in sorted(set(folder.glob("*.csv")) - boards):
         rows = read_table(path)
         shape = shape_of(tuple(rows[0])) if rows else None
+        if shape is not None and shape.startswith(ACROSS):  # made of other tables
+            continue
         if shape == "capacity" or (shape is not None and rows[0]["source"] != "modelled"):
             _write(path, shape, _ordered(shape, _as_shipped(rows)))
     if board.exists():
@@ -142,6 +158,8 @@ def _write(path: Path, shape: str, rows: TableRows) -> None:
 
 def _ordered(shape: str, rows: TableRows) -> TableRows:
     """In the order of the CSV; points of an analysis as they were made."""
+    if shape in evidence_tables.SHAPES.values():
+        return evidence_tables.ordered(rows)
     return rows if shape == "analysis" else sorted(rows, key=_sort_key)
 
 

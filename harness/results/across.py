@@ -1,0 +1,124 @@
+"""The table across models: each method's KL beside the oracle's, its rank, its answers, its memory.
+
+    python -m harness.results.across results
+
+It is made of the tables of `grid=evidence` alone (`harness/results/evidence_tables.py`), of the
+named results and of the folders within them. A method or a model of one's own needs no more than
+its own run of `grid=evidence`. Of two runs of one method on one model the results named first
+count.
+
+`across_rows.py` makes the rows, `across_claims.py` those of the claims in `across.yaml`, and
+`across_page.py` the pages.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from harness.errors import UserError, exit_code
+from harness.files import holding, write_atomic
+from harness.results import across_page, columns
+from harness.results.across_claims import claim_rows
+from harness.results.across_rows import (
+    answers_by_model,
+    full_answers,
+    kl_by_model,
+    method_rows,
+    models_of,
+    on_models,
+    pair_rows,
+    pairs_of,
+    rows_at,
+    settings_of,
+)
+from harness.results.columns import TableRow
+from harness.results.evidence_tables import Evidence, read, series_of
+
+NAME, CLAIMS, MODELS, PAIRS = "across", "across-claims", "across-models", "across-pairs"
+SHAPES = {
+    NAME: "across",
+    CLAIMS: "across_claims",
+    MODELS: "across_models",
+    PAIRS: "across_pairs",
+}
+"""The tables that are made here, and their shapes."""
+SAYS = Path(__file__).with_name("across.yaml")
+
+
+class Made(NamedTuple):
+    """The rows of the tables `SHAPES`, and the models over which no mean goes."""
+
+    rows: dict[str, list[TableRow]]
+    left_out: list[str]
+
+
+def make(evidence: Evidence, says: Mapping[str, Any]) -> Made:
+    """The rows of all tables. says: the content of `across.yaml`.
+
+    Raises UserError for two methods with one label, and for claims that are none.
+    """
+    series = series_of(evidence)
+    models = models_of(series)
+    settings = settings_of(series, models)
+    full = full_answers(series)
+    together = on_models(full, models.together)
+    full_together = dict(zip(together, rows_at(full, together), strict=True))
+    rows: dict[str, list[TableRow]] = {name: [] for name in SHAPES}
+    for setting in settings:
+        pairs = pairs_of(setting)
+        rows[PAIRS] += pair_rows(setting, pairs)
+        rows[NAME] += method_rows(setting, pairs, full_together)
+        rows[MODELS] += kl_by_model(setting, models)
+    rows[MODELS] += answers_by_model(series, models, full)
+    rows[CLAIMS] += claim_rows(says["claims"], settings, series, models)
+    for name, of_table in rows.items():
+        rows[name] = [row | {"source": "measured"} for row in of_table]
+    return Made(rows, models.left_out)
+
+
+def write(sources: Sequence[Path]) -> Path:
+    """Write the page and the tables into the first source, a folder; returns the page's path.
+
+    Raises UserError: see `read` and `make`; or the folder cannot be written.
+    """
+    results = sources[0]
+    if results.is_file():
+        raise UserError(f"{results}: the first results get the page, so they must be a folder")
+    says = yaml.safe_load(SAYS.read_text(encoding="utf-8"))
+    made = make(read(sources), says)
+    folder, page = results / "tables", results / f"{NAME}.md"
+    with holding(folder, wait=True):
+        for name, rows in made.rows.items():
+            shape = columns.TABLES[SHAPES[name]]
+            columns.check(shape, rows)
+            write_atomic(folder / f"{name}.csv", columns.render_csv(shape, rows))
+            write_atomic(folder / f"{name}.md", across_page.page_of_table(name, rows))
+        text = across_page.page(
+            made.rows[NAME], made.rows[CLAIMS], says["readme"], left_out=made.left_out
+        )
+        write_atomic(page, text)
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the table across models and print its path; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.results.across", description="Write the table across models."
+    )
+    parser.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULTS",
+        help="results folders or archives; folders within them count, the first gets the page",
+    )
+    args = parser.parse_args(argv)
+    return exit_code(lambda: print(write(args.results)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

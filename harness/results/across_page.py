@@ -1,0 +1,501 @@
+"""Pages of the tables across models, and of the tables of `grid=evidence` that they are made of.
+
+`page` is `across.md`. `page_of_table` is the page of one table; the report shows the same sheets.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from harness.results import columns
+from harness.results.across_claims import VERDICTS
+from harness.results.across_rows import ALL_MODELS, KL, OF_ANSWERS
+from harness.results.across_stats import Design
+from harness.results.columns import MISSING, Column, TableRow
+from harness.results.sheet import SIZE_NOTE, Sheet, mark_own, markdown
+from harness.settings.paths import COMMAND
+
+OTHER_SIZE, LACKS = "§", "¶"
+INTERVAL = (
+    "Brackets hold 95 % intervals (Student's t), over places of the texts or contexts of the "
+    "questions."
+)
+NOTE = (
+    f"Each method beside the oracle of its size. {SIZE_NOTE} *KL / oracle's* is the ratio of the "
+    "two KL on the same window: the geometric mean over windows of a text, texts, and models, each "
+    "of which weighs alike. *Rank* is the place by that ratio. Its brackets go from 1 + the "
+    "methods that are certainly closer to the full cache to the number of methods less those that "
+    "are certainly farther, by tests of all pairs with Holm's correction at 5 %. *Answers minus "
+    "full cache* is the mean over models and tasks, on the same questions. *Read on device* and "
+    "*kept on device* are shares of the full cache, as ranges over the models. "
+    f"{INTERVAL} By model and text: "
+    "`tables/across-models.md`; all pairs: `tables/across-pairs.csv`; the formulas: "
+    "`docs/statistics.md`."
+)
+MODELS_NOTE = (
+    "Each model and text by itself. Of a text: mean KL in nats, its ratio to the oracle's KL "
+    "(geometric mean over windows), and the number of windows. Of a task: right answers in %, the "
+    f"difference to the full cache in points, and the number of questions. {INTERVAL}"
+)
+PAIRS_NOTE = (
+    "A line a method: how many methods it is certainly closer to the full cache than, how many it "
+    "is certainly farther than, and which it is not told apart from. The tests are on the ratio of "
+    "KL on the same windows, with Holm's correction at 5 % over all pairs of the size and length. "
+    "The CSV has every pair."
+)
+CLAIMS_NOTE = (
+    "Claims on each model by itself: a claim *holds* if its whole 95 % interval is on the claimed "
+    "side, *does not hold* if all of it is on the other, and else is *not told apart*. Numbers are "
+    "of all models together, with the windows or questions behind them."
+)
+TEXTS_NOTE = (
+    f"KL(full cache || method) by text. {SIZE_NOTE} ± is one standard error over places of a text. "
+    "The CSV has every window."
+)
+ANSWERS_NOTE = (
+    "Right answers by task, when the question is not known while the cache is reduced. "
+    f"{SIZE_NOTE} ± is one standard error, clustered by context. The CSV has every context."
+)
+ANSWER_MARKS = {
+    OTHER_SIZE: "The method cannot have this size on the tasks.",
+    LACKS: "Some of the full cache's questions were not asked.",
+}
+
+
+def _where(rows: Iterable[TableRow], name: str, value: Any) -> list[TableRow]:
+    """The rows with this value of a column."""
+    return [row for row in rows if row[name] == value]
+
+
+def _interval(show: Callable[[Any], str], value: Any, low: Any, high: Any) -> str:
+    """A number and its interval where it has one."""
+    if value is None:
+        return MISSING
+    if low is None or high is None:
+        return show(value)
+    return f"{show(value)} ({show(low)} to {show(high)})"
+
+
+def show_ratio(ratio: float) -> str:
+    """Two digits after the point, or two digits of a small ratio."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
+
+
+def _show_points(difference: float) -> str:
+    """A difference in points with its sign."""
+    shown = columns.ANSWERS_DIFFERENCE.show(difference)
+    return f"+{shown}" if difference > 0 else shown
+
+
+def _ratio(row: TableRow, name: str = "ratio") -> str:
+    return _interval(show_ratio, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
+
+
+def _difference(row: TableRow, name: str = "answers_difference") -> str:
+    return _interval(_show_points, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
+
+
+def _range(column: Column, row: TableRow) -> str:
+    """The least and the largest of the models, once where they are equal when rounded."""
+    least, most = row.get(f"{column.name}_low"), row.get(f"{column.name}_high")
+    if least is None or most is None:
+        return MISSING
+    ends = dict.fromkeys((column.show(least), column.show(most)))
+    return " to ".join(ends)
+
+
+def _size_words(size: float | None) -> str:
+    return "sizes of their own" if size is None else f"size {columns.ASKED_SIZE.show(size)} %"
+
+
+def _setting_words(row: TableRow) -> str:
+    return f"{_size_words(row['asked_size'])}, windows of {row['seq_len']:,.0f} tokens"
+
+
+# The page across models
+
+
+def page(
+    rows: Sequence[TableRow],
+    claims: Sequence[TableRow],
+    readme: Mapping[str, Any],
+    *,
+    left_out: Sequence[str] = (),
+) -> str:
+    """`across.md`.
+
+    rows, claims: of the tables `across` and `across-claims`. readme: size and labels of README's
+    table. left_out: models over which no mean goes.
+    """
+    note = f"{NOTE} {CLAIMS_NOTE}"
+    if left_out:
+        few = "fewer than half of the methods ran there"
+        note += f" Not in the means: {', '.join(left_out)}, since {few}."
+    sheets = [*_readme(rows, readme), *across(rows), *claims_sheets(claims)]
+    return markdown("across models", note, sheets)
+
+
+def across(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """For each size and length the compared methods, the closest first, then the others."""
+    marked, own_notes = mark_own(list(rows), "label")
+    for words, of_setting in columns.grouped(marked, _setting_words).items():
+        compared = _where(of_setting, "apart", "")
+        apart = [row for row in of_setting if row["apart"]]
+        if compared:
+            sheet = _methods(words, compared)
+            yield sheet._replace(notes=[_counts(compared[0]), *sheet.notes, *own_notes])
+        if apart:
+            yield _apart(f"{words}: not compared", apart)
+
+
+def _counts(row: TableRow) -> str:
+    """What the numbers of a table are of."""
+    return (
+        f"KL: {row['num_windows']} windows at {row['num_places']} places of the texts, on "
+        f"{row['num_models']} models ({row['model']})."
+    )
+
+
+def _methods(title: str, rows: Sequence[TableRow]) -> Sheet:
+    header = [
+        columns.LABEL.heading,
+        f"rank of {rows[0]['num_compared']}",
+        columns.RATIO.heading,
+        *columns.headings(_OF_ANSWERS),
+        *columns.headings(_SIZES),
+        columns.EXEMPT_LAYERS.heading,
+    ]
+    lines = []
+    for row in rows:
+        rank = f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
+        lines.append([row["label"], rank, _ratio(row), *_of_answers(row), *_sizes(row)])
+        lines[-1].append(row["exempt_numbers"] or MISSING)
+    return Sheet(title, header, lines, notes=_notes_on_answers(rows))
+
+
+def _apart(title: str, rows: Sequence[TableRow]) -> Sheet:
+    header = [
+        columns.LABEL.heading,
+        columns.APART.heading,
+        columns.RATIO.heading,
+        columns.NUM_WINDOWS.heading,
+        *columns.headings(_OF_ANSWERS),
+        *columns.headings(_SIZES),
+    ]
+    lines = []
+    for row in rows:
+        count = columns.NUM_WINDOWS.show(row.get("num_windows"))
+        named = [row["label"], row["apart"], _ratio(row), count]
+        lines.append([*named, *_of_answers(row), *_sizes(row)])
+    return Sheet(title, header, lines, notes=_notes_on_answers(rows))
+
+
+_OF_ANSWERS = (columns.ANSWERS_DIFFERENCE, columns.ANSWERS, columns.NUM_QUESTIONS)
+_SIZES = (columns.SIZE, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
+
+
+def _of_answers(row: TableRow) -> list[str]:
+    difference = _difference(row)
+    if difference != MISSING:
+        difference += "".join(_marks(row))
+    share, count = columns.ANSWERS, columns.NUM_QUESTIONS
+    return [difference, share.show(row.get(share.name)), count.show(row.get(count.name))]
+
+
+def _marks(row: TableRow) -> list[str]:
+    """The marks of a row's answers."""
+    note = row.get("answers_note") or ""
+    marks = []
+    if "reads " in note:
+        marks.append(OTHER_SIZE)
+    if "lacks " in note:
+        marks.append(LACKS)
+    return marks
+
+
+def _notes_on_answers(rows: Iterable[TableRow]) -> list[str]:
+    found: set[str] = set()
+    for row in rows:
+        if row.get("answers_difference") is not None:
+            found.update(_marks(row))
+    return [f"{mark} {words}" for mark, words in ANSWER_MARKS.items() if mark in found]
+
+
+def _sizes(row: TableRow) -> list[str]:
+    return [_range(column, row) for column in _SIZES]
+
+
+def _readme(rows: Sequence[TableRow], readme: Mapping[str, Any]) -> Iterator[Sheet]:
+    """README's table at each length: its methods in its order."""
+    here = _where(rows, "asked_size", readme["size"])
+    for seq_len, of_length in columns.grouped(here, lambda row: row["seq_len"]).items():
+        by_label = {row["label"]: row for row in of_length}
+        lines = []
+        for label in readme["methods"]:
+            if label in by_label:
+                lines.append(_readme_line(by_label[label]))
+        compared = _where(of_length, "apart", "")
+        if lines and compared:
+            header = [
+                "label", "size (%)", "kept on the device (%)", "KL / oracle's",
+                f"rank of {compared[0]['num_compared']}", "answers minus full cache (points)",
+            ]  # fmt: skip
+            title = f"README rows: {_size_words(readme['size'])}, windows of {seq_len:,.0f} tokens"
+            notes = [_counts(compared[0]), _counts_of_answers(of_length)]
+            yield Sheet(title, header, lines, notes=notes)
+
+
+def _readme_line(row: TableRow) -> list[str]:
+    rank = MISSING
+    if not row["apart"]:
+        rank = f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
+    sizes = [_range(columns.SIZE, row), _range(columns.RESIDENT_FRAC, row)]
+    return [row["label"], *sizes, _ratio(row), rank, _difference(row)]
+
+
+def _counts_of_answers(rows: Sequence[TableRow]) -> str:
+    """How many questions the full cache answered, and how many right."""
+    for row in rows:
+        if row["method"] == "full" and row.get("answers") is not None:
+            return (
+                f"Answers: {row['num_questions']} questions on {row['num_contexts']} contexts; the "
+                f"full cache has {columns.ANSWERS.show(row['answers'])} % right."
+            )
+    return "Answers: the full cache was not asked."
+
+
+# Claims
+
+
+def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """One table: a line for each claim, size and length, with the models on which it holds."""
+    if not rows:
+        return
+    header = [
+        columns.CLAIM.heading, "size (%)", "windows (tokens)", f"{ALL_MODELS} together", "count",
+        *(f"{verdict} on" for verdict in VERDICTS),
+    ]  # fmt: skip
+    lines = []
+    for of_claim in columns.grouped(rows, _claim_of).values():
+        first, together = of_claim[0], of_claim[-1]
+        models = [row for row in of_claim if row["model"] != ALL_MODELS] or of_claim
+        length = first.get("seq_len")
+        line = [
+            first["claim"],
+            columns.ASKED_SIZE.show(first["asked_size"]),
+            columns.SEQ_LEN.show(length),
+            _together(together),
+            columns.COUNT.show(together.get("count")),
+        ]
+        for verdict in VERDICTS:
+            line.append(_names(models, verdict))
+        lines.append(line)
+    yield Sheet("claims", header, lines)
+
+
+def _claim_of(row: TableRow) -> tuple[Any, ...]:
+    return row["claim"], row["asked_size"], row.get("seq_len")
+
+
+def _together(row: TableRow) -> str:
+    if row.get("value") is None:
+        return str(row["verdict"])
+    number = _difference(row, "value") if row["measure"] == OF_ANSWERS else _ratio(row, "value")
+    return f"{row['verdict']}: {number}"
+
+
+def _names(models: Sequence[TableRow], verdict: str) -> str:
+    """The models on which a claim has this verdict."""
+    named = columns.values(_where(models, "verdict", verdict), "model")
+    if len(named) == len(models) > 1:
+        return f"all {len(models)} models"
+    return ", ".join(named) or MISSING
+
+
+# By model
+
+
+def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """For each model, size and length a line a method, a column a domain."""
+    of_texts = _where(rows, "measure", KL)
+    of_tasks = _where(rows, "measure", OF_ANSWERS)
+    for (model, size, _), group in columns.grouped(of_texts, _model_and_setting).items():
+        answers = []
+        for row in _where(of_tasks, "model", model):
+            if row["asked_size"] in (size, None):
+                answers.append(row)
+        texts = list(dict.fromkeys(columns.values(group, "domain")))
+        tasks = list(dict.fromkeys(columns.values(answers, "domain")))
+        header = [columns.LABEL.heading]
+        header += [f"{text}: KL (nats), ratio, windows" for text in texts]
+        header += [f"{task}: right (%), difference, questions" for task in tasks]
+        cells = {(row["label"], row["domain"]): _cell(row) for row in (*group, *answers)}
+        lines = []
+        for label in dict.fromkeys(columns.values(group, "label")):
+            line = [cells.get((label, domain), MISSING) for domain in (*texts, *tasks)]
+            lines.append([label, *line])
+        yield Sheet(f"{model}, {_setting_words(group[0])}", header, lines)
+
+
+def _model_and_setting(row: TableRow) -> tuple[Any, ...]:
+    return row["model"], row["asked_size"], row["seq_len"]
+
+
+def _cell(row: TableRow) -> str:
+    shown, versus = columns.KL.show(row["value"]), _ratio(row, "versus")
+    if row["measure"] == OF_ANSWERS:
+        shown, versus = columns.ANSWERS.show(row["value"]), _difference(row, "versus")
+    return f"{shown}, {versus}, {row['count']:.0f}"
+
+
+def pairs_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """For each size and length a line a method: which others it is told apart from."""
+    for words, of_setting in columns.grouped(rows, _setting_words).items():
+        labels = [of_setting[0]["label"], *columns.values(of_setting, "other")]
+        lines = []
+        for label in dict.fromkeys(labels):
+            closer, farther, alike = _sorted_by_verdict(label, of_setting)
+            lines.append([label, f"{closer}", f"{farther}", ", ".join(alike) or MISSING])
+        header = ["label", "certainly closer than", "certainly farther than", "not told apart from"]
+        yield Sheet(words, header, lines)
+
+
+def _sorted_by_verdict(label: str, rows: Iterable[TableRow]) -> tuple[int, int, list[str]]:
+    """How many methods one is closer and farther than, and the names of the others."""
+    closer = farther = 0
+    alike = []
+    for row in rows:
+        if label not in (row["label"], row["other"]):
+            continue
+        if row["closer"] == label:
+            closer += 1
+        elif row["closer"]:
+            farther += 1
+        else:
+            alike.append(row["other"] if row["label"] == label else row["label"])
+    return closer, farther, alike
+
+
+# The tables of `grid=evidence`
+
+
+def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """KL of each model at a size and a length, by text."""
+    marked, notes = mark_own(list(rows), "label")
+    for (model, size, seq_len), group in columns.grouped(marked, _model_and_setting).items():
+        texts = sorted(set(columns.values(group, "text")))
+        header = [columns.LABEL.heading, *columns.headings(_SIZES)]
+        for text in texts:
+            windows = set(columns.values(_where(group, "text", text), "window"))
+            header.append(f"{text} {columns.KL.heading}, {len(windows)} windows")
+        if len(texts) > 1:
+            header.append(f"all texts {columns.KL.heading}")
+        lines = []
+        for of_run in columns.grouped(group, _run_of).values():
+            line = [_label_of_run(of_run[0]), *_mean_sizes(of_run)]
+            for text in texts:
+                line.append(_mean_kl(_where(of_run, "text", text)))
+            if len(texts) > 1:
+                line.append(_mean_kl(of_run))
+            lines.append(line)
+        title = f"{model}, {_size_words(size)}, windows of {seq_len:,.0f} tokens"
+        yield Sheet(title, header, lines, notes=notes)
+
+
+def _run_of(row: TableRow) -> tuple[Any, ...]:
+    return row["label"], row["method"], row["codec"], row["exempt_layers"]
+
+
+def _label_of_run(row: TableRow) -> str:
+    """The label, with the number of exempt layers, of which a label may have several."""
+    if row["exempt_layers"] is None:
+        return str(row["label"])
+    return f"{row['label']} ({row['exempt_layers']:.0f} exempt)"
+
+
+def _mean_sizes(rows: Sequence[TableRow]) -> list[str]:
+    shown = []
+    for column in _SIZES:
+        known = columns.values(columns.having(rows, column.name), column.name)
+        shown.append(column.show(sum(known) / len(known) if known else None))
+    return shown
+
+
+def _mean_kl(rows: Sequence[TableRow]) -> str:
+    if not rows:
+        return MISSING
+    texts, places = columns.values(rows, "text"), columns.values(rows, "place")
+    models = columns.values(rows, "model")
+    found = Design(models, texts, places).estimate(columns.values(rows, "kl_nats"))
+    return columns.KL.show(found.value, found.stderr)
+
+
+def answers_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """Right answers of each model at a size, by task."""
+    marked, notes = mark_own(list(rows), "label")
+    tasks = sorted(set(columns.values(rows, "task")))
+    groups = columns.grouped(marked, lambda row: (row["model"], row["asked_size"]))
+    for (model, size), group in groups.items():
+        header = [columns.LABEL.heading, *columns.headings(_SIZES)]
+        header += [f"{task} (%), questions" for task in tasks]
+        lines = []
+        for of_run in columns.grouped(group, _run_of).values():
+            line = [_label_of_run(of_run[0]), *_mean_sizes(of_run)]
+            for task in tasks:
+                line.append(_mean_answers(_where(of_run, "task", task)))
+            lines.append(line)
+        yield Sheet(f"{model}, {_size_words(size)}", header, lines, notes=notes)
+
+
+def _mean_answers(rows: Sequence[TableRow]) -> str:
+    if not rows:
+        return MISSING
+    asked, contexts = columns.values(rows, "asked"), columns.values(rows, "context_id")
+    models, tasks = columns.values(rows, "model"), columns.values(rows, "task")
+    shares = [row["right"] / row["asked"] for row in rows]
+    found = Design(models, tasks, contexts, asked).estimate(shares)
+    return f"{columns.ANSWERS.show(found.value, found.stderr)}, {sum(asked):.0f}"
+
+
+SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {
+    "across": across,
+    "across_claims": claims_sheets,
+    "across_models": models_sheets,
+    "across_pairs": pairs_sheets,
+    "evidence_texts": texts_sheets,
+    "evidence_answers": answers_sheets,
+}
+"""The tables of a page, by shape."""
+NOTES = {
+    "across": NOTE,
+    "across_claims": CLAIMS_NOTE,
+    "across_models": MODELS_NOTE,
+    "across_pairs": PAIRS_NOTE,
+    "evidence_texts": TEXTS_NOTE,
+    "evidence_answers": ANSWERS_NOTE,
+}
+
+
+def shape_of_row(row: TableRow) -> str | None:
+    """The key of `SHEETS` of a row; None for a row of another table."""
+    for column, shape in (
+        ("text", "evidence_texts"),
+        ("context_id", "evidence_answers"),
+        ("apart", "across"),
+        ("claim", "across_claims"),
+        ("closer", "across_pairs"),
+        ("domain", "across_models"),
+    ):
+        if column in row:
+            return shape
+    return None
+
+
+def page_of_table(name: str, rows: Sequence[TableRow]) -> str:
+    """The page of a table made across models; without rows it says so."""
+    if not rows:
+        return markdown(
+            name, f"Nothing was compared yet; `{COMMAND} grid=evidence` measures it.", []
+        )
+    shape = shape_of_row(rows[0])
+    assert shape is not None, "a table across models"
+    return markdown(name, NOTES[shape], SHEETS[shape](rows))

@@ -1,0 +1,205 @@
+"""Statistics of the table across models: means whose errors are clustered by place of a text, the
+test of two methods, Holm's correction, and ranks with an interval.
+
+Models and texts are fixed: a number speaks of the models and texts that ran, not of others. The
+places of a text are the sample. The same place of a text on several models is one cluster, since
+what is hard there is hard for all models. The formulas are in `docs/statistics.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.results.student import CONFIDENCE_95, t_quantile, two_sided_p
+
+Numbers = npt.NDArray[np.float64]
+LEVEL = 1 - CONFIDENCE_95
+"""Of the tests, after Holm's correction over all pairs."""
+
+
+class Estimate(NamedTuple):
+    """A mean over models and parts.
+
+    stderr: None where a model has a single cluster of some part. degrees: of freedom of Student's
+    t; None where stderr is. num_clusters: places of texts, or contexts of questions.
+    """
+
+    value: float
+    stderr: float | None
+    degrees: int | None
+    num_values: int
+    num_clusters: int
+
+    @property
+    def half_width(self) -> float | None:
+        """Of the 95 % interval."""
+        if self.stderr is None or self.degrees is None:
+            return None
+        return t_quantile(self.degrees, (1 + CONFIDENCE_95) / 2) * self.stderr
+
+    @property
+    def p(self) -> float | None:
+        """The two-sided p-value of a mean of 0."""
+        if self.stderr is None or self.degrees is None:
+            return None
+        if self.stderr == 0:
+            return 1.0 if self.value == 0 else 0.0
+        return two_sided_p(self.value / self.stderr, self.degrees)
+
+
+class Design:
+    """Where values were measured, and what each weighs: all models alike, in a model all parts
+    alike, in a part of a model by `counts`.
+
+    models, parts, clusters: one entry for each value. A part is a text or a task. A cluster is a
+    place of a text or a context of questions; clusters of two parts are never the same.
+    counts: questions behind a value; None: 1 each.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Hashable],
+        parts: Sequence[Hashable],
+        clusters: Sequence[Hashable],
+        counts: Sequence[float] | None = None,
+    ) -> None:
+        strata = list(zip(models, parts, strict=True))
+        places = list(zip(parts, clusters, strict=True))
+        self._stratum = _numbered(strata)
+        self._cluster = _numbered(places)
+        inside = np.ones(len(strata)) if counts is None else np.asarray(counts, dtype=float)
+        self._inside = inside / np.bincount(self._stratum, inside)[self._stratum]
+        self.weights = self._inside * _weights_of_strata(strata)
+        self.num_clusters = int(self._cluster.max()) + 1
+        self._scale, self._has_error = self._corrections()
+        part_of_place = dict.fromkeys(places)
+        self._part = _numbered([part for part, _ in part_of_place])
+        weights = np.bincount(self._cluster, self.weights)
+        # Kish's effective number of clusters: some places may have fewer models than others.
+        sums = np.bincount(self._part, weights)
+        self._degrees = sums**2 / np.bincount(self._part, weights**2) - 1
+
+    def _corrections(self) -> tuple[Numbers, bool]:
+        """sqrt(n / (n - 1)) of each value, n the clusters of its stratum; whether all n > 1."""
+        pairs = np.unique(np.stack([self._stratum, self._cluster]), axis=1)
+        num_clusters = np.bincount(pairs[0])
+        if num_clusters.min() < 2:
+            return np.ones(len(self._stratum)), False
+        return np.sqrt(num_clusters / (num_clusters - 1))[self._stratum], True
+
+    def estimate(self, values: Sequence[float] | Numbers) -> Estimate:
+        """The weighted mean of `values`, its standard error and its degrees of freedom."""
+        array = np.asarray(values, dtype=float)
+        mean = float(self.weights @ array)
+        found = Estimate(mean, None, None, len(array), self.num_clusters)
+        if not self._has_error:
+            return found
+        means = np.bincount(self._stratum, self._inside * array)
+        residuals = self._scale * (array - means[self._stratum])
+        of_clusters = np.bincount(self._cluster, self.weights * residuals)
+        of_parts = np.bincount(self._part, of_clusters**2)
+        variance = float(of_parts.sum())
+        # Rounding leaves residuals of equal values that are not quite 0.
+        if math.sqrt(variance) <= 1e-12 * float(np.abs(array).max(initial=0)):
+            return found._replace(stderr=0.0, degrees=max(1, int(self._degrees.sum())))
+        degrees = variance**2 / float((of_parts**2 / self._degrees).sum())
+        return found._replace(stderr=math.sqrt(variance), degrees=max(1, int(degrees + 1e-9)))
+
+
+def _numbered(keys: Sequence[Hashable]) -> npt.NDArray[np.intp]:
+    """The number of each key, in the order in which distinct keys come."""
+    numbers: dict[Hashable, int] = {}
+    for key in keys:
+        numbers.setdefault(key, len(numbers))
+    return np.array([numbers[key] for key in keys], dtype=np.intp)
+
+
+def _weights_of_strata(strata: Sequence[tuple[Any, Any]]) -> Numbers:
+    """For each value 1 / (models * parts of its model)."""
+    parts_of_model: dict[Any, set[Any]] = {}
+    for model, part in strata:
+        parts_of_model.setdefault(model, set()).add(part)
+    num_models = len(parts_of_model)
+    return np.array([1 / (num_models * len(parts_of_model[model])) for model, _ in strata])
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's corrected p-values (1979): the k-th smallest of m times m - k + 1, at least the one
+    before it, at most 1.
+
+    None, of a pair that cannot be tested, stays None and counts in m.
+    """
+    known = [(p, index) for index, p in enumerate(p_values) if p is not None]
+    corrected: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, index) in enumerate(sorted(known)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+        corrected[index] = largest
+    return corrected
+
+
+class Pair(NamedTuple):
+    """Two methods: the mean logarithm of the first's KL over the second's, by their numbers.
+
+    p_holm: corrected over all pairs that were compared with this one; None without an error.
+    """
+
+    first: int
+    second: int
+    estimate: Estimate
+    p_holm: float | None
+
+    @property
+    def closer(self) -> int | None:
+        """The number of the method that is certainly closer; None where they are not told apart."""
+        if self.p_holm is None or self.p_holm > LEVEL:
+            return None
+        return self.first if self.estimate.value < 0 else self.second
+
+
+def compare_all(design: Design, logs: Sequence[Numbers]) -> list[Pair]:
+    """All pairs of methods, with Holm's correction over all of them.
+
+    logs: for each method the logarithms of its KL, in the order of the design's values.
+    """
+    found = []
+    for first in range(len(logs)):
+        for second in range(first + 1, len(logs)):
+            estimate = design.estimate(logs[first] - logs[second])
+            found.append((first, second, estimate))
+    corrected = holm([estimate.p for _, _, estimate in found])
+    return [Pair(*pair, p_holm) for pair, p_holm in zip(found, corrected, strict=True)]
+
+
+class Rank(NamedTuple):
+    """A method's place by its ratio, and the places that it may have."""
+
+    value: int
+    low: int
+    high: int
+
+
+def ranks(ratios: Sequence[float], pairs: Sequence[Pair]) -> list[Rank]:
+    """For each method its place, from 1 + the methods certainly closer to n - those certainly
+    farther.
+
+    Equal ratios share a place.
+    """
+    closer_than_it = [0] * len(ratios)
+    farther_than_it = [0] * len(ratios)
+    for pair in pairs:
+        if pair.closer is not None:
+            other = pair.second if pair.closer == pair.first else pair.first
+            closer_than_it[other] += 1
+            farther_than_it[pair.closer] += 1
+    found = []
+    for index, ratio in enumerate(ratios):
+        place = 1 + sum(other < ratio for other in ratios)
+        low, high = 1 + closer_than_it[index], len(ratios) - farther_than_it[index]
+        found.append(Rank(place, low, high))
+    return found

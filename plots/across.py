@@ -1,0 +1,90 @@
+"""The table across models, from `across.csv`: each method's KL beside the oracle's, by size.
+
+A panel a size, a line a method, the closest to the full cache first. A marker is the ratio of its
+KL to the oracle's, its bar the 95 % interval. Full markers are of the shortest windows, hollow ones
+of longer windows. A cross is a method that is not compared, such as one that cannot have the size;
+these stand below the others.
+"""
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness.results import columns
+from plots import data, style
+
+LINE_INCHES, WIDTH_INCHES = 0.14, 4.4
+APART = "x"
+"""The marker of a method that is not compared."""
+SHIFT = 0.18
+"""Of the lines between a method's markers of two lengths."""
+RATIO_AXIS = "KL / oracle's KL"
+
+
+def draw(tables: data.Tables, name: str) -> Figure | None:
+    """The figure; None without `across.csv`."""
+    rows = tables.read(name, columns.ACROSS)
+    rows = rows[rows.ratio.notna() & (rows.ratio > 0)]
+    if rows.empty:
+        return None
+    rows = rows.assign(is_apart=rows.apart.notna())
+    sizes = sorted(rows.asked_size.unique())
+    num_lines = rows.groupby("asked_size").label.nunique().max()
+    height = LINE_INCHES * num_lines + 1.2
+    figure = Figure(figsize=(WIDTH_INCHES * len(sizes), height), layout="constrained")
+    lengths = sorted(rows.seq_len.unique())
+    for number, size in enumerate(sizes):
+        axes = figure.add_subplot(1, len(sizes), number + 1)
+        _draw_size(axes, rows[rows.asked_size == size], lengths)
+        axes.set_title(f"size {100 * size:.0f} %")
+        _explain(axes, lengths, bool(rows.is_apart.any()))
+    models = max(rows.model, key=len)
+    return style.finish(figure, f"{models}; bars: 95 % interval, over places of the texts")
+
+
+def _draw_size(axes: Axes, rows: pd.DataFrame, lengths: list[float]) -> None:
+    """A line per method: those that are compared by their ratio, the others below."""
+    lines = {label: line for line, label in enumerate(_by_ratio(rows))}
+    axes.axvline(1, color=style.GREY, linewidth=0.8, zorder=0)
+    for _, row in rows.iterrows():
+        place = lengths.index(row.seq_len)
+        y = lines[row.label] + SHIFT * ((len(lengths) - 1) / 2 - place)
+        look = style.look(row.label)
+        marker = APART if row.is_apart else look.marker or "o"
+        bar = None
+        if not pd.isna(row.ratio_low):
+            bar = [[row.ratio - row.ratio_low], [row.ratio_high - row.ratio]]
+        axes.errorbar(
+            row.ratio,
+            y,
+            xerr=bar,
+            color=look.color,
+            marker=marker,
+            markerfacecolor="white" if place else look.color,
+            elinewidth=0.8,
+            markersize=4,
+        )
+    axes.set_yticks(range(len(lines)), list(lines), fontsize=6)
+    axes.set(xlabel=RATIO_AXIS, ylim=(-0.7, len(lines) - 0.3))
+    style.log_x(axes)
+
+
+def _by_ratio(rows: pd.DataFrame) -> list[str]:
+    """The labels from below: those that are not compared, then the others, the closest on top."""
+    keys = rows.groupby("label", sort=False).agg(
+        is_apart=("is_apart", "min"), ratio=("ratio", "min")
+    )
+    return list(keys.sort_values(["is_apart", "ratio"], ascending=False).index)
+
+
+def _explain(axes: Axes, lengths: list[float], has_apart: bool) -> None:
+    """Entries of the legend for the lengths, and for methods that are not compared."""
+    look: Any = {"color": style.GREY, "markersize": 4}
+    for place, length in enumerate(lengths):
+        face = "white" if place else style.GREY
+        words = f"windows of {length:,.0f} tokens"
+        axes.plot([], [], "o", markerfacecolor=face, label=words, **look)
+    if has_apart:
+        axes.plot([], [], APART, label="not compared", **look)
