@@ -201,9 +201,9 @@ def test_equal_methods_are_seldom_told_apart():
 def test_a_rank_counts_those_that_are_certainly_better_and_worse():
     layout_of = layout((8, 8))
     design = Design(*layout_of)
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(4)
     hard = rng.normal(size=len(layout_of[0]))
-    logs = [hard + shift + 0.1 * rng.normal(size=len(hard)) for shift in (0, 0.01, 1, 3)]
+    logs = [hard + shift + 0.3 * rng.normal(size=len(hard)) for shift in (0, 0.01, 1, 3)]
     pairs = compare_all(design, logs)
     found = {(pair.first, pair.second): pair.closer for pair in pairs}
     assert found == {(0, 1): None, (0, 2): 0, (0, 3): 0, (1, 2): 1, (1, 3): 1, (2, 3): 2}
@@ -310,7 +310,7 @@ def test_the_table_finds_what_is_known(results):
     assert rows["Far"]["answers_difference"] == pytest.approx(-6.5 / 8) and near["num_questions"] == 192
     assert rows["Far"]["num_contexts"] == 8, "contexts of one task on three models are one cluster each"
     full = rows["Full cache"]
-    assert full["ratio"] is None and full["answers"] == 1 and "full cache itself" in full["apart"]
+    assert full["ratio"] is None and full["answers"] == pytest.approx(1) and "full cache itself" in full["apart"]
 
 
 def test_pairs_say_who_is_closer(results):
@@ -388,6 +388,8 @@ def test_a_model_that_lacks_a_method_or_windows_is_named(results):
 
 
 def test_a_method_on_one_further_model_leaves_the_table_as_it_was(results):
+    for folder, (model, count) in MODELS.items():
+        add(results / folder, TEXTS, window_rows(model, count, ["Paged"]))
     before = made(results)
     further = window_rows("own", 8, ["Oracle", "Mine"], shipped="")
     put(results / "own", TEXTS, further)
@@ -450,7 +452,7 @@ def test_a_kl_of_zero_has_no_ratio(results):
     put(results, TEXTS, rows)
     rows_of_page = made(results)
     assert {row["ratio"] for row in rows_of_page} == {None}, "no oracle to compare with"
-    assert "its KL is 0 in 16 of 40 windows" in by_label(rows_of_page)["Oracle"]["apart"]
+    assert {row["apart"] for row in rows_of_page} == {"the oracle's KL is 0 in 16 of 40 windows"}
 
 
 def test_without_the_oracle_nothing_is_compared(tmp_path):
@@ -531,7 +533,7 @@ def test_a_claim_is_judged_on_each_model(results, monkeypatch, tmp_path, fields,
     if verdicts != {"not measured"}:
         assert [row["model"] for row in rows] == ["big", "small", "slow", "all models"]
         page = (results / "across.md").read_text()
-        assert f"{min(verdicts)}: " in page and "| all 3 models" in page
+        assert f"{min(verdicts)}: " in page and re.search(r"\| +all 3 models +\|", page)
 
 
 def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch, tmp_path):

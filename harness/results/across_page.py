@@ -25,7 +25,9 @@ NOTE = (
     "of which weighs alike. *Rank* is the place by that ratio. Its brackets go from 1 + the "
     "methods that are certainly closer to the full cache to the number of methods less those that "
     "are certainly farther, by tests of all pairs with Holm's correction at 5 %. *Answers minus "
-    "full cache* is the mean over models and tasks, on the same questions. *Read on device* and "
+    "full cache* is the mean over models and tasks, on the same questions, which do not depend on "
+    "the length of the windows. Each method has the number of exempt layers that is best for its "
+    "size on the default model's leaderboard, so it is tuned there alone. *Read on device* and "
     "*kept on device* are shares of the full cache, as ranges over the models. "
     f"{INTERVAL} By model and text: "
     "`tables/across-models.md`; all pairs: `tables/across-pairs.csv`; the formulas: "
@@ -315,7 +317,7 @@ def _names(models: Sequence[TableRow], verdict: str) -> str:
 
 
 def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """For each model, size and length a line a method, a column a domain."""
+    """For each model, size and length a line a method, the closest first, a column a domain."""
     of_texts = _where(rows, "measure", KL)
     of_tasks = _where(rows, "measure", OF_ANSWERS)
     for (model, size, _), group in columns.grouped(of_texts, _model_and_setting).items():
@@ -330,7 +332,9 @@ def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         header += [f"{task}: right (%), difference, questions" for task in tasks]
         cells = {(row["label"], row["domain"]): _cell(row) for row in (*group, *answers)}
         lines = []
-        for label in dict.fromkeys(columns.values(group, "label")):
+        by_kl = sorted(_where(group, "domain", texts[-1]), key=lambda row: row["value"])
+        labels = [*columns.values(by_kl, "label"), *columns.values(group, "label")]
+        for label in dict.fromkeys(labels):
             line = [cells.get((label, domain), MISSING) for domain in (*texts, *tasks)]
             lines.append([label, *line])
         yield Sheet(f"{model}, {_setting_words(group[0])}", header, lines)
@@ -348,18 +352,21 @@ def _cell(row: TableRow) -> str:
 
 
 def pairs_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """For each size and length a line a method: which others it is told apart from."""
+    """For each size and length a line a method, the closest first: which others it is told apart
+    from."""
     for words, of_setting in columns.grouped(rows, _setting_words).items():
         labels = [of_setting[0]["label"], *columns.values(of_setting, "other")]
-        lines = []
+        found = []
         for label in dict.fromkeys(labels):
-            closer, farther, alike = _sorted_by_verdict(label, of_setting)
+            found.append((label, *_verdicts_on(label, of_setting)))
+        lines = []
+        for label, closer, farther, alike in sorted(found, key=lambda entry: entry[2] - entry[1]):
             lines.append([label, f"{closer}", f"{farther}", ", ".join(alike) or MISSING])
         header = ["label", "certainly closer than", "certainly farther than", "not told apart from"]
         yield Sheet(words, header, lines)
 
 
-def _sorted_by_verdict(label: str, rows: Iterable[TableRow]) -> tuple[int, int, list[str]]:
+def _verdicts_on(label: str, rows: Iterable[TableRow]) -> tuple[int, int, list[str]]:
     """How many methods one is closer and farther than, and the names of the others."""
     closer = farther = 0
     alike = []

@@ -95,8 +95,8 @@ def exponential(estimate: Estimate) -> tuple[float, float | None, float | None]:
 class Models(NamedTuple):
     """The models of all results, and those over which the table's means go.
 
-    A model is among the latter if at least half as many methods ran on it as on the model with the
-    most. So a method that ran on one more model stays comparable with the others.
+    A model is among the latter if at least half as many methods ran at a size on it as on the model
+    with the most. So a method that ran on one more model stays comparable with the others.
     """
 
     all: Sequence[str]
@@ -112,8 +112,9 @@ def models_of(series: Iterable[Series]) -> Models:
     """The models in the order in which they come."""
     counts: dict[str, int] = {}
     for one in series:
-        for model in dict.fromkeys(columns.values((*one.windows, *one.answers), "model")):
-            counts[model] = counts.get(model, 0) + 1
+        for model in dict.fromkeys(columns.values(one.windows, "model")):
+            counts.setdefault(model, 0)
+            counts[model] += one.asked_size is not None
     most = max(counts.values(), default=0)
     return Models(list(counts), [model for model in counts if 2 * counts[model] >= most])
 
@@ -149,6 +150,10 @@ class Setting:
         if self.reference is None:
             yield "the oracle has no windows here"
             return
+        num_zeros = self._num_zeros(self.reference)
+        if num_zeros:
+            yield f"the oracle's KL is 0 in {num_zeros} of {len(self.windows)} windows"
+            return
         if measured.series.is_full:
             yield "the full cache itself, whose KL is 0"
             return
@@ -159,10 +164,14 @@ class Setting:
         missing = set(self.windows) - measured.rows.keys()
         if missing:
             yield f"lacks {_named(in_both(self.windows, missing), self.windows)}"
-        kl = measured.kl(self.shared(measured))
-        num_zeros = int((kl <= LEAST_KL).sum())
+        num_zeros = self._num_zeros(measured)
         if num_zeros:
-            yield f"its KL is 0 in {num_zeros} of {len(kl)} windows, which has no ratio"
+            shared = self.shared(measured)
+            yield f"its KL is 0 in {num_zeros} of {len(shared)} windows, which has no ratio"
+
+    def _num_zeros(self, measured: Measured) -> int:
+        """The windows of a method without a logarithm of its KL."""
+        return int((measured.kl(self.shared(measured)) <= LEAST_KL).sum())
 
     def shared(self, measured: Measured) -> list[Window]:
         """The windows that a method and the oracle have."""
