@@ -40,8 +40,9 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         _draw_size(axes, rows[rows.asked_size == size], lengths)
         axes.set_title(f"size {100 * size:.0f} %")
         _explain(axes, lengths, bool(rows.is_apart.any()))
-    models = max(rows.model, key=len)
-    return style.finish(figure, f"{models}; bars: 95 % interval, over places of the texts")
+    most = rows[~rows.is_apart] if not rows.is_apart.all() else rows
+    counts = f"{most.num_models.max():.0f} models, {most.num_windows.max():.0f} windows a length"
+    return style.finish(figure, f"{counts}; bars: 95 % interval, over places of the texts")
 
 
 def _draw_size(axes: Axes, rows: pd.DataFrame, lengths: list[float]) -> None:
@@ -68,7 +69,8 @@ def _draw_size(axes: Axes, rows: pd.DataFrame, lengths: list[float]) -> None:
         )
     axes.set_yticks(range(len(lines)), list(lines), fontsize=6)
     axes.set(xlabel=RATIO_AXIS, ylim=(-0.7, len(lines) - 0.3))
-    style.log_x(axes)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _by_ratio(rows: pd.DataFrame) -> list[str]:
