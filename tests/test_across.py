@@ -554,7 +554,16 @@ def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch, 
 
 @pytest.mark.parametrize(
     "entries",
-    ["text", [{"claim": "a"}], [claim(of="speed")], [claim(at_most=0)], [claim(less=1)], [claim(sizes=1)], [3]],
+    [
+        "text",
+        [{"claim": "a"}],
+        [claim(of="speed")],
+        [claim(at_most=0)],
+        [claim(less=1)],
+        [claim(sizes=1)],
+        [3],
+        [claim(of="answers", at_most=2)],
+    ],
 )
 def test_claims_that_are_none_are_refused(entries):
     with pytest.raises(UserError, match="claims: "):

@@ -52,14 +52,15 @@ def claims_of(entries: Any) -> list[Claim]:
     for entry in entries:
         try:
             fields = dict(entry)
-            words = [str(fields.pop(name)) for name in ("claim", "of", "label", "other")]
             sizes = list(map(float, fields.pop("sizes")))
-            bound = float(fields.pop("at_most", 1))
-            if words[1] == OF_ANSWERS:
+            of = fields.pop("of")
+            if of == OF_ANSWERS:
                 bound = -float(fields.pop("less", 0))
-            if fields or words[1] not in (KL, OF_ANSWERS) or (words[1] == KL and bound <= 0):
+            else:
+                bound = float(fields.pop("at_most", 1))
+            if of not in (KL, OF_ANSWERS) or (of == KL and bound <= 0):
                 raise ValueError(entry)
-            found.append(Claim(*words, sizes, bound))
+            found.append(Claim(of=of, sizes=sizes, bound=bound, **fields))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             allowed = (
                 "a claim has claim, of (KL or answers), label, other, sizes, and at_most > 0 of KL "

@@ -10,10 +10,15 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from harness.results import columns
-from harness.results.across_stats import Design, Estimate, Numbers, Pair, compare_all, ranks
+from harness.results.across_stats import (
+    Design,
+    Estimate,
+    Pair,
+    compare_all,
+    differences,
+    ranks,
+)
 from harness.results.columns import TableRow
 from harness.results.evidence_tables import Series
 from harness.results.fronts import EQUAL, REFERENCES
@@ -55,9 +60,17 @@ class Measured(NamedTuple):
     series: Series
     rows: Mapping[Window, TableRow]
 
-    def kl(self, windows: Iterable[Window]) -> Numbers:
+    def kl(self, windows: Iterable[Window]) -> list[float]:
         """KL of these windows in nats."""
-        return np.array(columns.values(rows_at(self.rows, windows), "kl_nats"), dtype=float)
+        return columns.values(rows_at(self.rows, windows), "kl_nats")
+
+    def logs(self, windows: Iterable[Window]) -> list[float]:
+        """Logarithms of the KL of these windows, which must be positive."""
+        return list(map(math.log, self.kl(windows)))
+
+    def num_zeros(self, windows: Iterable[Window]) -> int:
+        """How many of these windows have a KL without a logarithm."""
+        return sum(kl <= LEAST_KL for kl in self.kl(windows))
 
 
 def _measured(series: Series, seq_len: int) -> Measured:
@@ -77,10 +90,9 @@ def log_ratio(own: Measured, other: Measured, windows: Sequence[Window]) -> Esti
     """The mean logarithm of the ratio of two methods' KL; None where a KL has no logarithm."""
     if not windows:
         return None
-    kl, kl_of_other = own.kl(windows), other.kl(windows)
-    if min(kl.min(), kl_of_other.min()) <= LEAST_KL:
+    if own.num_zeros(windows) or other.num_zeros(windows):
         return None
-    return _design(windows).estimate(np.log(kl) - np.log(kl_of_other))
+    return _design(windows).estimate(differences(own.logs(windows), other.logs(windows)))
 
 
 def exponential(estimate: Estimate) -> tuple[float, float | None, float | None]:
@@ -150,7 +162,7 @@ class Setting:
         if self.reference is None:
             yield "the oracle has no windows here"
             return
-        num_zeros = self._num_zeros(self.reference)
+        num_zeros = self.reference.num_zeros(self.windows)
         if num_zeros:
             yield f"the oracle's KL is 0 in {num_zeros} of {len(self.windows)} windows"
             return
@@ -164,14 +176,10 @@ class Setting:
         missing = set(self.windows) - measured.rows.keys()
         if missing:
             yield f"lacks {_named(in_both(self.windows, missing), self.windows)}"
-        num_zeros = self._num_zeros(measured)
+        shared = self.shared(measured)
+        num_zeros = measured.num_zeros(shared)
         if num_zeros:
-            shared = self.shared(measured)
             yield f"its KL is 0 in {num_zeros} of {len(shared)} windows, which has no ratio"
-
-    def _num_zeros(self, measured: Measured) -> int:
-        """The windows of a method without a logarithm of its KL."""
-        return int((measured.kl(self.shared(measured)) <= LEAST_KL).sum())
 
     def shared(self, measured: Measured) -> list[Window]:
         """The windows that a method and the oracle have."""
@@ -205,7 +213,7 @@ def _model_and_part(row: TableRow) -> tuple[str, str]:
 
 
 def _mean(rows: Sequence[TableRow], name: str) -> float:
-    return float(np.mean(columns.values(rows, name)))
+    return math.fsum(columns.values(rows, name)) / len(rows)  # of equal values exactly theirs
 
 
 def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[Any, Any]:
@@ -294,22 +302,24 @@ def gap_of(own: Answers, other: Answers, contexts: Sequence[Context]) -> Gap | N
     """The difference of the answers to the questions on these contexts; None without any."""
     if not contexts:
         return None
-    rows = rows_at(own, contexts)
-    asked = np.array(columns.values(rows, "asked"), dtype=float)
-    right = np.array(columns.values(rows, "right"), dtype=float)
-    right_of_other = np.array(columns.values(rows_at(other, contexts), "right"), dtype=float)
+    shares, shares_of_other, asked = [], [], []
+    for context in contexts:
+        count = own[context]["asked"]
+        asked.append(count)
+        shares.append(own[context]["right"] / count)
+        shares_of_other.append(other[context]["right"] / count)
     models, tasks, numbers = zip(*contexts, strict=True)
     design = Design(models, tasks, numbers, asked)
-    found = design.estimate((right - right_of_other) / asked)
+    found = design.estimate(differences(shares, shares_of_other))
     half = found.half_width
     if half == 0:  # no answer differs, which a few questions do not make impossible
-        half = RULE_OF_THREE / float(asked.sum())
+        half = RULE_OF_THREE / sum(asked)
     return Gap(
-        share=float(design.weights @ (right / asked)),
+        share=design.mean(shares),
         difference=found.value,
         low=None if half is None else found.value - half,
         high=None if half is None else found.value + half,
-        num_questions=int(asked.sum()),
+        num_questions=sum(asked),
         num_contexts=found.num_clusters,
     )
 
@@ -338,7 +348,7 @@ def pairs_of(setting: Setting) -> list[Pair]:
     """The tests of all pairs of compared methods, by their numbers among `setting.compared`."""
     if len(setting.compared) < 2:
         return []
-    logs = [np.log(measured.kl(setting.windows)) for measured in setting.compared]
+    logs = [measured.logs(setting.windows) for measured in setting.compared]
     return compare_all(_design(setting.windows), logs)
 
 
@@ -473,7 +483,7 @@ def kl_by_model(setting: Setting, models: Models) -> Iterator[TableRow]:
                 "seq_len": setting.seq_len,
                 "domain": domain,
                 "measure": KL,
-                "value": float(_design(windows).weights @ measured.kl(windows)),
+                "value": _design(windows).mean(measured.kl(windows)),
                 "count": len(windows),
                 "num_contexts": len({window[1:] for window in windows}),
             }

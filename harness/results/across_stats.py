@@ -12,14 +12,12 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from harness.results.student import CONFIDENCE_95, t_quantile, two_sided_p
 
-Numbers = npt.NDArray[np.float64]
 LEVEL = 1 - CONFIDENCE_95
 """Of the tests, after Holm's correction over all pairs."""
+ROUNDING = 1e-12
+"""A standard error that is smaller, in units of the largest value, is rounding."""
 
 
 class Estimate(NamedTuple):
@@ -72,60 +70,97 @@ class Design:
         places = list(zip(parts, clusters, strict=True))
         self._stratum = _numbered(strata)
         self._cluster = _numbered(places)
-        inside = np.ones(len(strata)) if counts is None else np.asarray(counts, dtype=float)
-        self._inside = inside / np.bincount(self._stratum, inside)[self._stratum]
-        self.weights = self._inside * _weights_of_strata(strata)
-        self.num_clusters = int(self._cluster.max()) + 1
-        self._scale, self._has_error = self._corrections()
-        part_of_place = dict.fromkeys(places)
-        self._part = _numbered([part for part, _ in part_of_place])
-        weights = np.bincount(self._cluster, self.weights)
+        self._part = _numbered([part for part, _ in dict.fromkeys(places)])
+        self._shares = _shares_of_strata(self._stratum, counts or [1.0] * len(strata))
+        self._scale = _corrections(self._stratum, self._cluster)
+        self.weights = []
+        for share, weight in zip(self._shares, _weights_of_strata(strata), strict=True):
+            self.weights.append(share * weight)
+        self.num_clusters = len(self._part)
+        of_clusters = _sums(self._cluster, self.weights)
         # Kish's effective number of clusters: some places may have fewer models than others.
-        sums = np.bincount(self._part, weights)
-        self._degrees = sums**2 / np.bincount(self._part, weights**2) - 1
+        squares = _sums(self._part, [weight**2 for weight in of_clusters])
+        self._degrees = []
+        for total, square in zip(_sums(self._part, of_clusters), squares, strict=True):
+            self._degrees.append(total**2 / square - 1)
 
-    def _corrections(self) -> tuple[Numbers, bool]:
-        """sqrt(n / (n - 1)) of each value, n the clusters of its stratum; whether all n > 1."""
-        pairs = np.unique(np.stack([self._stratum, self._cluster]), axis=1)
-        num_clusters = np.bincount(pairs[0])
-        if num_clusters.min() < 2:
-            return np.ones(len(self._stratum)), False
-        return np.sqrt(num_clusters / (num_clusters - 1))[self._stratum], True
+    def mean(self, values: Sequence[float]) -> float:
+        """The weighted mean."""
+        return sum(_products(self.weights, values))
 
-    def estimate(self, values: Sequence[float] | Numbers) -> Estimate:
+    def estimate(self, values: Sequence[float]) -> Estimate:
         """The weighted mean of `values`, its standard error and its degrees of freedom."""
-        array = np.asarray(values, dtype=float)
-        mean = float(self.weights @ array)
-        found = Estimate(mean, None, None, len(array), self.num_clusters)
-        if not self._has_error:
+        found = Estimate(self.mean(values), None, None, len(values), self.num_clusters)
+        if self._scale is None:
             return found
-        means = np.bincount(self._stratum, self._inside * array)
-        residuals = self._scale * (array - means[self._stratum])
-        of_clusters = np.bincount(self._cluster, self.weights * residuals)
-        of_parts = np.bincount(self._part, of_clusters**2)
-        variance = float(of_parts.sum())
+        means = _sums(self._stratum, _products(self._shares, values))
+        residuals = []
+        for value, stratum, scale in zip(values, self._stratum, self._scale, strict=True):
+            residuals.append(scale * (value - means[stratum]))
+        of_clusters = _sums(self._cluster, _products(self.weights, residuals))
+        of_parts = _sums(self._part, [total**2 for total in of_clusters])
+        variance = sum(of_parts)
         # Rounding leaves residuals of equal values that are not quite 0.
-        if math.sqrt(variance) <= 1e-12 * float(np.abs(array).max(initial=0)):
-            return found._replace(stderr=0.0, degrees=max(1, int(self._degrees.sum())))
-        degrees = variance**2 / float((of_parts**2 / self._degrees).sum())
-        return found._replace(stderr=math.sqrt(variance), degrees=max(1, int(degrees + 1e-9)))
+        if math.sqrt(variance) <= ROUNDING * max(map(abs, values)):
+            return found._replace(stderr=0.0, degrees=_whole(sum(self._degrees)))
+        below = 0.0
+        for of_part, degrees in zip(of_parts, self._degrees, strict=True):
+            below += of_part**2 / degrees
+        return found._replace(stderr=math.sqrt(variance), degrees=_whole(variance**2 / below))
 
 
-def _numbered(keys: Sequence[Hashable]) -> npt.NDArray[np.intp]:
+def _whole(degrees: float) -> int:
+    """Degrees of freedom rounded down, at least 1."""
+    return max(1, math.floor(degrees + 1e-9))
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
     """The number of each key, in the order in which distinct keys come."""
     numbers: dict[Hashable, int] = {}
     for key in keys:
         numbers.setdefault(key, len(numbers))
-    return np.array([numbers[key] for key in keys], dtype=np.intp)
+    return [numbers[key] for key in keys]
 
 
-def _weights_of_strata(strata: Sequence[tuple[Any, Any]]) -> Numbers:
+def _sums(groups: Sequence[int], values: Sequence[float]) -> list[float]:
+    """The sum of the values of each group, by its number."""
+    sums = [0.0] * (max(groups) + 1)
+    for group, value in zip(groups, values, strict=True):
+        sums[group] += value
+    return sums
+
+
+def _products(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [first * second for first, second in zip(one, other, strict=True)]
+
+
+def _shares_of_strata(stratum: Sequence[int], counts: Sequence[float]) -> list[float]:
+    """The share of each value in its stratum."""
+    totals = _sums(stratum, counts)
+    return [count / totals[number] for count, number in zip(counts, stratum, strict=True)]
+
+
+def _weights_of_strata(strata: Sequence[tuple[Any, Any]]) -> list[float]:
     """For each value 1 / (models * parts of its model)."""
     parts_of_model: dict[Any, set[Any]] = {}
     for model, part in strata:
         parts_of_model.setdefault(model, set()).add(part)
     num_models = len(parts_of_model)
-    return np.array([1 / (num_models * len(parts_of_model[model])) for model, _ in strata])
+    return [1 / (num_models * len(parts_of_model[model])) for model, _ in strata]
+
+
+def _corrections(stratum: Sequence[int], cluster: Sequence[int]) -> list[float] | None:
+    """sqrt(n / (n - 1)) of each value, n the clusters of its stratum; None where an n is 1."""
+    clusters: dict[int, set[int]] = {}
+    for number, place in zip(stratum, cluster, strict=True):
+        clusters.setdefault(number, set()).add(place)
+    if min(map(len, clusters.values())) < 2:
+        return None
+    found = []
+    for number in stratum:
+        count = len(clusters[number])
+        found.append(math.sqrt(count / (count - 1)))
+    return found
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -162,7 +197,12 @@ class Pair(NamedTuple):
         return self.first if self.estimate.value < 0 else self.second
 
 
-def compare_all(design: Design, logs: Sequence[Numbers]) -> list[Pair]:
+def differences(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Each value less the other's."""
+    return [first - second for first, second in zip(one, other, strict=True)]
+
+
+def compare_all(design: Design, logs: Sequence[Sequence[float]]) -> list[Pair]:
     """All pairs of methods, with Holm's correction over all of them.
 
     logs: for each method the logarithms of its KL, in the order of the design's values.
@@ -170,7 +210,7 @@ def compare_all(design: Design, logs: Sequence[Numbers]) -> list[Pair]:
     found = []
     for first in range(len(logs)):
         for second in range(first + 1, len(logs)):
-            estimate = design.estimate(logs[first] - logs[second])
+            estimate = design.estimate(differences(logs[first], logs[second]))
             found.append((first, second, estimate))
     corrected = holm([estimate.p for _, _, estimate in found])
     return [Pair(*pair, p_holm) for pair, p_holm in zip(found, corrected, strict=True)]
