@@ -488,8 +488,8 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     assert not (tmp_path / "across.md").exists()
 
 
-def test_the_source_named_first_counts(results, tmp_path):
-    own = tmp_path / "of_mine"
+def test_the_source_named_first_counts(results, tmp_path_factory):
+    own = tmp_path_factory.mktemp("of_mine")
     put(own, TEXTS, window_rows("big", 8, ["Far"], kl_nats=7.0, shipped=""))
     across.write([own, results])
     (row,) = (
@@ -534,6 +534,18 @@ def test_a_claim_is_judged_on_each_model(results, monkeypatch, tmp_path, fields,
         assert [row["model"] for row in rows] == ["big", "small", "slow", "all models"]
         page = (results / "across.md").read_text()
         assert f"{min(verdicts)}: " in page and re.search(r"\| +all 3 models +\|", page)
+
+
+def test_a_claim_at_another_size_and_other_questions_are_not_judged(results):
+    put(results, TEXTS, [*window_rows("big", 8, ["Oracle"]), *window_rows("big", 8, ["InfiniGen2"], size=0.2)])
+    put(results, ANSWERS, [*answer_rows("big", ["Full cache"]), *answer_rows("big", ["Far"], asked=16)])
+    rows = made(results, "across-claims")
+    assert {row["verdict"] for row in rows if row["label"] == "InfiniGen2" and row["other"] == "Oracle"} == {
+        "another size",
+        "not measured",
+    }
+    of_far = [row for row in read_table(results / "tables" / "across-models.csv") if row["label"] == "Far"]
+    assert not [row for row in of_far if row["model"] == "big" and row["measure"] == "answers"]
 
 
 def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch, tmp_path):
@@ -597,7 +609,7 @@ def test_records_become_windows_and_answers(tmp_path):
     task = {"acc": 0.75, "acc_stderr": 0.1, "num_samples": 4, "num_fewshot": 0} | sizes(0.1)
     save(
         tmp_path, ["experiment=evidence", "kind=tasks", "method=h2o", "size=nearest:0.1"], {"passkey": task},
-        samples={"passkey": [sample | {"context_tokens": 300} for sample in given]},
+        samples={"passkey": [sample | {"context_tokens": 300 - at} for at, sample in enumerate(given)]},
     )  # fmt: skip
     tables.update(tmp_path, "evidence")
     rows = read_table(tmp_path / "tables" / f"{TEXTS}.csv")
@@ -609,7 +621,7 @@ def test_records_become_windows_and_answers(tmp_path):
     assert h2o["model"] == "smollm2-135m" and "size=0.1" in h2o["settings"] and h2o["shipped"] == ""
     rows = read_table(tmp_path / "tables" / f"{ANSWERS}.csv")
     assert [(row["task"], row["context_id"], row["right"], row["asked"], row["prompt_len"]) for row in rows] == [
-        ("passkey", 0, 1, 2, 300), ("passkey", 1, 2, 2, 300),
+        ("passkey", 0, 1, 2, 300), ("passkey", 1, 2, 2, 298),
     ]  # fmt: skip
     assert "code KL (nats), 2 windows" in (tmp_path / "tables" / f"{TEXTS}.md").read_text()
     assert "75.0 ± 25.0, 4" in (tmp_path / "tables" / f"{ANSWERS}.md").read_text()
