@@ -3,6 +3,7 @@
     python -m benchmarks.step                              infinigen2+rows at 10 %, batch 8, 1,024 tokens, SmolLM2
     python -m benchmarks.step --labels infinigen2 infinigen2+rows infinigen+reuse batch_size=4
     python -m benchmarks.step --labels doublesparsity loki quest      methods by name, their rows behind the link
+    python -m benchmarks.step --labels infinigen2+rows infinigen2-sampled device_rows=2
 
 In every round each system decodes from the same prompt, the ideal first. A ratio is that of a round's median steps;
 printed are its median over the rounds and its spread, and the medians of a step's segments. What is left are settings
@@ -31,14 +32,16 @@ from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 
 IDEAL = "ideal"
 SIZE = "0.1"
+NOT_IDEAL = ("size=", "method.", "codec=", "rotation=", "device_rows=", "prefetch=")
+"""Settings that the ideal does not have."""
 
 
 def config_of(label: str, settings: Sequence[str]) -> RunConfig:
-    """The run of a system, or of a method by its name. The ideal has no size to set."""
+    """The run of a system, or of a method by its name. The ideal has none of `NOT_IDEAL`."""
     named = f"label={label}" if label in LABELS else f"method={label}"
     sized = [] if label == IDEAL else [f"size={SIZE}"]
     common = ["experiment=latency", "batch_size=8", "repeats=1", "timed_steps=16", named, *sized]
-    given = [setting for setting in settings if label != IDEAL or not setting.startswith(("size=", "method."))]
+    given = [setting for setting in settings if label != IDEAL or not setting.startswith(NOT_IDEAL)]
     return load([*common, *given])
 
 

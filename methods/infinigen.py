@@ -65,6 +65,18 @@ device with its index. `projection_bits` codes them once, after the prompt: each
 which one channel of a query or key meets, has its own minimum and step, since channels differ a
 hundredfold where queries and keys have biases. W_k is coded first. W_q is then the one that makes
 the most of that W_k, and is coded too.
+
+With `rest=sampled` (the preset **infinigen2-sampled**) a row reads as many tokens, but not only the
+best ones. Let p be a token's estimated probability, summed over the group, times the distance of
+its value from the prompt's mean value: how much the output would miss it. A byte a token holds that
+distance. Let u be the token's random number in (0, 1). The tokens with the largest p / u are read,
+and c is the largest p / u of the others. A token with p >= c counts once, and any other counts
+c / p times in the softmax, so that numerator and denominator of the attention are right on average
+for every query head (priority sampling). The numbers u are hashes of `seed`, layer, KV head and
+token. They stay the same from row to row, so that a step draws nearly what the step before drew,
+and rows that stay on the device are found there. The sample needs `group=sum_probs`, a fixed number
+of tokens (`alpha=inf` or `fixed_fetch`) and an unlimited pool. `method=oracle` has it, too, by the
+true probabilities alone.
 """
 
 from __future__ import annotations
@@ -95,6 +107,7 @@ from methods.base import (
 from methods.compiled import kernels_for
 from methods.evicting import EvictingState
 from methods.projected import BITS_MEANING, INDEX_BITS, ProjectedState, right_vectors
+from methods.sampling import lasting_numbers, log_weights, sampled
 from methods.selection import Selecting, SelectingBy, at_least, largest
 from methods.settings import Allowed, least, one_of, setting, share
 
@@ -102,6 +115,8 @@ ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
 """The paper's alpha, by family (section 5.1)."""
 SATURATED = 255
 """A fetch counter of a pool that reaches this halves all counters of its head."""
+STEPS_OF_TWO = 8
+"""Steps of a coded distance in which it doubles."""
 NEVER = torch.iinfo(torch.int64).max
 RIDGE = 1e-4
 """Added to the diagonals of the moments, as a share of their mean, growing to twice as much along
@@ -134,9 +149,20 @@ class ScoreSelecting(Selecting):
     fixed_fetch: int | None = setting(
         None, "this many tokens instead of alpha and the cap", least(1, null=True)
     )
+    rest: str = setting(
+        "dropped",
+        "tokens that are not read: dropped, or sampled: the likely ones are read, and a weighted "
+        "sample stands for the others",
+        one_of("dropped", "sampled"),
+    )
+    seed: int = setting(0, "of the sample", least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        by_probs = self.rest == "dropped" or self.group == "sum_probs"
+        require(by_probs, "rest", self.rest, f"dropped with group={self.group}, or set sum_probs")
+        none_forced = self.rest == "dropped" or not (self.num_sinks or self.recent_frac)
+        require(none_forced, "rest", self.rest, "dropped with num_sinks or recent_frac")
         one_scale = self.group == "best" or self._counts_by_cap
         alpha_given = self.alpha is not None
         require(
@@ -175,16 +201,24 @@ class ScoreSelecting(Selecting):
     def artifact_budget(self) -> float:
         return self.max_fetch_frac
 
+    @property
+    def full_title(self) -> str:
+        """A sampled rest makes another method."""
+        return self.title + (", sampled rest" if self.rest == "sampled" else "")
+
     def choose(
         self, scores: Tensor, rows: QueryRows, final: Tensor, geometry: Geometry,
-        cached: Tensor | None = None, order: Tensor | None = None,
+        cached: Tensor | None = None, order: Tensor | None = None, layer: int = 0,
+        distances: Tensor | None = None,
     ) -> Selection:  # fmt: skip
-        """Each KV head's best tokens.
+        """Each KV head's best tokens, or a sample by their worth (`rest`).
 
         scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that
         are not visible may be anything. final: int [batch], T; cached: int [batch, rows], number of
         visible tokens, if it is not the rows' position. order: int64 [batch, num_kv_heads, slots],
-        the order in which equal scores are taken; None: by slot.
+        the order in which equal scores are taken; None: by slot. For a sample, layer: decides the
+        numbers; distances: factors of the tokens' worth, fp32 [batch, num_kv_heads, slots], above
+        0; None: all are 1.
         """
         cached = rows.positions if cached is None else cached
         whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
@@ -199,10 +233,16 @@ class ScoreSelecting(Selecting):
             else:
                 relative, within = kernels.relative(self.by_set(scores), rows, alpha)
             within = None if self._counts_by_cap else within
-            found = kernels.largest(
-                relative, within, order, frac=frac, least=least, whole=whole, cached=cached
+            is_sample = self.rest == "sampled"
+            if distances is not None:
+                relative = relative * self._of_sets(distances)
+            ranked = kernels.ranked(relative, rows, self.seed, layer) if is_sample else relative
+            mask, num_read = kernels.largest(
+                ranked, within, order, frac=frac, least=least, whole=whole, cached=cached
             )
-            return Selection(*found)
+            if not is_sample:
+                return Selection(mask, num_read)
+            return Selection(mask, num_read, bias=log_weights(relative, ranked, mask).unsqueeze(2))
         first = 0
         if scores.device.type == "cpu":
             # In replay all rows see most slots: those before the first hidden one.
@@ -214,20 +254,31 @@ class ScoreSelecting(Selecting):
         count = torch.minimum(floor_frac(frac, whole).clamp(min=least), cached)
         tokens = rows.slot_positions
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, count))
+        if self.rest == "sampled":
+            if distances is not None:
+                relative *= self._of_sets(distances)
+            numbers = lasting_numbers(self.seed, layer, rows, relative.shape[1])
+            sample = sampled(relative, numbers, count)
+            return Selection(sample.mask, count.double(), bias=sample.log_weights.unsqueeze(2))
         if not self._counts_by_cap:
             above = num_true(at_least(relative, relative.new_tensor(-alpha)))  # [batch, sets, rows]
             mean = above.sum(1) // above.shape[1]
             count = torch.minimum(mean.clamp(min=1), count)
         return Selection(*self.joined(largest(relative, count, order), count, geometry))
 
+    def _of_sets(self, distances: Tensor) -> Tensor:
+        """Distances of each set, [batch, sets, 1, slots]: of a KV head, or the layer's mean."""
+        if self.covers == "layer":
+            distances = distances.mean(1, keepdim=True)
+        return distances.unsqueeze(2)
+
 
 class OracleState(State):
     """Step 4 over the true scores of the cached tokens."""
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        return self.method.choose(
-            rows.true_scores().clone(), rows, self.lengths.final, self.geometry
-        )
+        scores = rows.true_scores().clone()
+        return self.method.choose(scores, rows, self.lengths.final, self.geometry, layer=layer)
 
 
 @dataclass(frozen=True)
@@ -305,10 +356,65 @@ class InfiniGenState(ProjectedState):
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """Steps 3 and 4."""
+        scores = self.scores(layer, rows)
+        selection = self.method.choose(scores, rows, self.lengths.final, self.geometry, layer=layer)
+        return selection._replace(side=self.index_read(layer, rows.positions))
+
+
+class SampledState(InfiniGenState):
+    """InfiniGen's state that draws a sample (`rest=sampled`).
+
+    mean_value[layer]: [batch, num_kv_heads, 1, value_dim], of the prompt. distances[layer]: uint8
+    [batch, num_kv_heads, slots], how far each token's value lies from it, in steps of a logarithm
+    (`coded_distances`).
+    """
+
+    sequence_tensors = (*InfiniGenState.sequence_tensors, "mean_value")
+    slot_tensors = {**InfiniGenState.slot_tensors, "distances": 0}
+    mean_value: dict[int, Tensor]
+    distances: dict[int, Tensor]
+
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
+        real = rows.real[:, None, :, None]
+        total = (value * real).sum(2, keepdim=True, dtype=torch.float32)
+        self.mean_value[layer] = (total / real.sum(2, keepdim=True)).to(value)
+        shape = (*value.shape[:2], rows.num_slots)
+        self.distances[layer] = torch.zeros(shape, dtype=torch.uint8, device=value.device)
+        super().prompt(layer, query, key, value, rows)  # it calls `append`
+
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
+        super().append(layer, key, value, positions, slots)
+        distances = (value.float() - self.mean_value[layer].float()).norm(dim=-1)
+        self.distances[layer][:, :, slots] = coded_distances(distances)
+
+    def select(self, layer: int, rows: QueryRows) -> Selection:
+        scores = self.scores(layer, rows)
+        distances = decoded_distances(self.distances[layer][..., : scores.shape[-1]])
         selection = self.method.choose(
-            self.scores(layer, rows), rows, self.lengths.final, self.geometry
+            scores, rows, self.lengths.final, self.geometry, layer=layer, distances=distances
         )
         return selection._replace(side=self.index_read(layer, rows.positions))
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """The partial keys, and a byte a token."""
+        of_bytes = positions.double() / (2 * self.geometry.elements)
+        return super().index_read(layer, positions) + of_bytes
+
+
+def coded_distances(distances: Tensor) -> Tensor:
+    """Numbers from 2^-16 to 2^15.9 as bytes, in steps of an eighth of a power of 2; others as the
+    nearest of them."""
+    steps = distances.clamp(min=2.0**-16).log2_().mul_(STEPS_OF_TWO).round_()
+    return steps.add_(128).clamp_(max=255).to(torch.uint8)
+
+
+def decoded_distances(codes: Tensor) -> Tensor:
+    """What `coded_distances` coded, times 2^16, so that none is below 1: fp32."""
+    return codes.float().div_(STEPS_OF_TWO).exp2_()
 
 
 # A pool with a limit
@@ -541,6 +647,8 @@ class InfiniGen(ScoreSelecting, SelectingBy):
         require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
         has_pair = self.projection_bits is None or self.index == "balanced"
         require(has_pair, "projection_bits", self.projection_bits, "null, or set index=balanced")
+        of_all = not self.limited or self.rest == "dropped"
+        require(of_all, "rest", self.rest, "dropped in a limited pool")
         one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
         require(
             one_set,
@@ -556,7 +664,8 @@ class InfiniGen(ScoreSelecting, SelectingBy):
             self.index_bits is not None
         )
         skewing = "" if self.skew or self.index == "balanced" else " without skewing"
-        return self.title + skewing + (f", {' '.join(kinds)} index" if kinds else "")
+        index = f", {' '.join(kinds)} index" if kinds else ""
+        return self.title + skewing + index + super().full_title.removeprefix(self.title)
 
     @property
     def limited(self) -> bool:
@@ -598,6 +707,8 @@ class InfiniGen(ScoreSelecting, SelectingBy):
 
     @property
     def state(self) -> type[State]:  # type: ignore[override]  # elsewhere the same for all settings
+        if self.rest == "sampled":
+            return SampledState
         return PooledState if self.limited else InfiniGenState
 
     def num_columns(self, head_dim: int) -> int:

@@ -9,7 +9,9 @@ head, and multiplies it with all codes of the head's projection.
 
 Selection: two launches instead of about thirty. One program serves a query row of one set. The
 first kernel reduces the scores of a set's query heads to one. The second finds the least score that
-is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above it.
+is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above it. A
+sample takes two launches more: one before the second kernel, which divides by the tokens' numbers,
+and one after it, which weighs what was drawn.
 
 Eviction: one launch each instead of about ten and twenty. One program serves a head. The kernels
 choose the token that leaves and the slot of the own token.
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from methods.base import QueryRows
 from methods.codec import Codec, plane_width
+from methods.sampling import LASTING_BITS, mixed
 
 ELEMENTS = 1024
 """Slots or scores that a program holds in registers at a time."""
@@ -259,6 +262,59 @@ def _summed_probs(
 
 
 @triton.jit
+def _mixed(numbers):
+    """As `methods.sampling.mixed`, of int64."""
+    for _ in tl.static_range(2):
+        numbers = ((numbers ^ (numbers >> 16)) & 0xFFFFFFFF) * 0x45D9F3B & 0xFFFFFFFF
+    return numbers ^ (numbers >> 16)
+
+
+@triton.jit(do_not_specialize=["slots", "salt", "layer"])
+def _ranked(
+    worth,
+    tokens,  # the position of each slot's token
+    ranked,
+    salt,  # a hash of the seed
+    layer, slots, sets, rows,
+    batch_stride, set_stride,  # of `tokens`
+    NUMBERS: tl.constexpr,  # of which a token has one
+    TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    of_all = program // rows
+    batch, of_set = of_all // sets, of_all % sets
+    tokens += batch.to(tl.int64) * batch_stride + of_set * set_stride
+    turn = _mixed(of_set.to(tl.int64) + layer.to(tl.int64) * 65536)
+    worth += program.to(tl.int64) * slots
+    ranked += program.to(tl.int64) * slots
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
+        turned = (_mixed(token + salt) + turn) & (NUMBERS - 1)
+        number = (turned.to(tl.float32) + 0.5) / NUMBERS
+        of_slots = tl.load(worth + slot, mask=slot < slots, other=0)
+        tl.store(ranked + slot, of_slots / number, mask=slot < slots)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _log_weights(worth, ranked, mask, found, slots, TILE: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64) * slots
+    left_out = tl.zeros((TILE,), tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        taken = tl.load(mask + program + slot, mask=slot < slots, other=1) != 0
+        of_slots = tl.load(ranked + program + slot, mask=~taken, other=0)
+        left_out = tl.maximum(left_out, of_slots)  # hidden tokens are below 0
+    border = tl.max(left_out, 0)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        taken = tl.load(mask + program + slot, mask=slot < slots, other=0) != 0
+        of_slots = tl.load(worth + program + slot, mask=taken, other=1.0)
+        weight = tl.maximum(border / of_slots, 1.0)
+        tl.store(found + program + slot, tl.log(tl.where(taken, weight, 1.0)), mask=slot < slots)
+
+
+@triton.jit
 def _ordered(values):
     """fp32 as unsigned integers of the same order, 0 for hidden values."""
     bits = tl.where(values == 0, 0.0, values).to(
@@ -357,6 +413,37 @@ def summed_probs(scores: Tensor, rows: QueryRows) -> Tensor:
     tile = max(1, ELEMENTS // heads)
     _summed_probs[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
     return summed
+
+
+def ranked(worth: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
+    """Worth / number of each token, by which a sample is drawn (`methods.sampling`): fp32 [batch,
+    sets, rows, slots], like `worth`."""
+    batch, sets, num_rows, slots = worth.shape
+    tokens = rows.slot_positions
+    found = torch.empty_like(worth)
+    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
+    shape = (slots, sets, num_rows)
+    _ranked[(batch * sets * num_rows,)](
+        worth,
+        tokens,
+        found,
+        mixed(seed),
+        layer,
+        *shape,
+        *strides,
+        NUMBERS=2**LASTING_BITS,
+        TILE=ELEMENTS,
+    )
+    return found
+
+
+def log_weights(worth: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
+    """As `methods.sampling.log_weights`."""
+    worth, ranked, mask = worth.contiguous(), ranked.contiguous(), mask.contiguous()
+    found = torch.empty_like(worth)
+    grid = (worth.numel() // max(1, worth.shape[-1]),)
+    _log_weights[grid](worth, ranked, mask, found, worth.shape[-1], TILE=ELEMENTS)
+    return found
 
 
 def largest(

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from methods.periodic import Held, Periodic, PeriodicState
+from methods.sampling import mixed
 from methods.settings import least, setting
-from methods.vattention import mixed
 
 
 class RandomState(PeriodicState):

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from methods.base import PromptRows, QueryRows, Selection, TokenCounts, When, floor_frac
 from methods.projected import BITS_MEANING, INDEX_BITS, PartialKeysState
+from methods.sampling import random_numbers
 from methods.selection import Selecting, largest, largest_of_each
 from methods.settings import Allowed, least, one_of, setting, share
 
@@ -220,24 +221,3 @@ class VAttention(Selecting):
         return torch.minimum(
             torch.maximum(wanted.amax(2).long(), count.squeeze(2)), number.squeeze(2)
         )
-
-
-def random_numbers(
-    seed: int, layer: int, rows: QueryRows, sets: int, sample: int = FINAL_SAMPLE
-) -> Tensor:
-    """A number from 0 to 2^24 - 1 for each row and token, fp32 [batch, sets, rows, slots].
-
-    They depend on the seed, layer, set, sample, row and token alone, and so are the same in replay
-    and live decoding, in any batch and block of rows.
-    """
-    heads = torch.arange(sets, device=rows.positions.device)
-    of_set = mixed(mixed(heads + layer * 2**16 + sample * 2**31) + seed)
-    of_row = mixed(of_set[:, None] + rows.positions[:, None])
-    return (mixed(of_row.unsqueeze(-1) + rows.slot_positions.unsqueeze(2)) >> 8).float()
-
-
-def mixed(numbers: Tensor) -> Tensor:
-    """A hash of 32 bits of each number >= 0, int64. No product exceeds 64 bits."""
-    for _ in range(2):
-        numbers = (numbers ^ (numbers >> 16)) % 2**32 * 0x45D9F3B % 2**32
-    return numbers ^ (numbers >> 16)

@@ -281,6 +281,7 @@ CASES = {
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
     "oracle+smooth": Case(Oracle(alpha=inf, max_fetch_frac=0.3), Smooth()),
+    "oracle-sampled": Case(Oracle(alpha=inf, max_fetch_frac=0.3, group="sum_probs", rest="sampled", covers="layer")),
     "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
     "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
     "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
@@ -302,6 +303,17 @@ CASES = {
     "infinigen-text": Case(
         InfiniGen(
             alpha=inf, max_fetch_frac=0.4, index="balanced", statistics="calibration", index_bits=8, projection_bits=4
+        )
+    ),
+    "infinigen-sampled": Case(
+        InfiniGen(
+            alpha=inf,
+            max_fetch_frac=0.4,
+            index="balanced",
+            group="sum_probs",
+            rest="sampled",
+            when="own_query",
+            num_exempt_layers=0,
         )
     ),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),

@@ -18,7 +18,10 @@ from harness.settings.schema import CONF_DIR, options
 from methods.settings import settings_of
 from tests.composed import composed, load
 
-PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinigen2", "kvzip-plus", "pyramidkv")
+PRESETS = (
+    "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinigen2", "infinigen2-sampled", "kvzip-plus",
+    "pyramidkv",
+)  # fmt: skip
 """Other settings of a method, worth a name."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace as with_changes
 from statistics import mean
 from typing import NamedTuple
 
@@ -92,6 +93,7 @@ BALANCED = Hand(
     kept=lambda final: final * PARTIAL_KEY + PAIR + 8 * 2,  # and the keys' mean
     state=34 * PARTIAL_KEY + PAIR + 8 * 4,
 )
+SAMPLED = {"rest": "sampled", "group": "sum_probs"}
 FULL = Hand(Case(Full()), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
 
 
@@ -167,6 +169,12 @@ HANDS = {
     ),
     "infinigen": INFINIGEN,
     "infinigen, balanced": BALANCED,
+    "infinigen, sampled": BALANCED._replace(
+        case=Case(with_changes(BALANCED.case.method, **SAMPLED)),
+        index=lambda t, final: t * ((PARTIAL_KEY + 1) / 2) / (2 * 16),  # a byte for the value's distance
+        kept=lambda final: final * (PARTIAL_KEY + 1) + PAIR + 8 * 2 + 16 * 2,  # and the mean value
+        state=34 * (PARTIAL_KEY + 1) + PAIR + 8 * 4 + 16 * 4,
+    ),
     "infinigen+int4": INFINIGEN._replace(case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=WIDTH),
 }
 

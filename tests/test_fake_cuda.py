@@ -144,6 +144,7 @@ BUDGETS = {
     "infinigen2": (57, 57),
     "infinigen2+rows": (58, 58),
     "infinigen2+prefetch": (58, 73),
+    "infinigen2-sampled": (85, 85),
     "infinigen (device)": (18, 37),
     "pool": (18, 40),
 }
@@ -160,6 +161,8 @@ METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": parti
 def system_of(label: str) -> tuple[Method, System]:
     if label == "pool":
         return InfiniGen(pool_frac=0.8), LABELS["infinigen"]
+    if label == "infinigen2-sampled":
+        return METHODS["infinigen2"](rest="sampled"), LABELS["infinigen2+rows"]
     if label == "infinigen2+prefetch":
         return METHODS["infinigen2"](), System("infinigen2", device_rows=2, prefetch=True)
     if label == "infinigen (device)":

@@ -23,13 +23,14 @@ from methods.prompt_evicting import ExpectedAttention, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
+from methods.sampling import random_numbers
 from methods.selection import GROUPS
 from methods.shadowkv import ShadowKV
 from methods.socket import Socket
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
-from methods.vattention import BASE_SAMPLE, FINAL_SAMPLE, VAttention, VAttentionState, random_numbers
+from methods.vattention import BASE_SAMPLE, FINAL_SAMPLE, VAttention, VAttentionState
 from tests.composed import load
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4

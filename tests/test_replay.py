@@ -67,6 +67,7 @@ REFERENCED = [
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
     and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced", "infinigen-pair", "infinigen-text"))
+    and not name.endswith("-sampled")
     and not isinstance(CASES[name].codec, SplitCodec | LayerCodecs)
 ]
 """Cases that the plain reference knows; others have one of their own."""

@@ -1,0 +1,203 @@
+"""Samples by worth against a plain draw, token by token, and against what they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from methods.base import EMPTY, Geometry, QueryRows
+from methods.infinigen import InfiniGen, Oracle, coded_distances, decoded_distances
+from methods.sampling import lasting_numbers, sampled
+
+SLOTS, COUNT, HEADS = 60, 14, 3
+
+
+def rows_of(positions: list[int], tokens: Tensor) -> QueryRows:
+    """Rows of one sequence at these positions, over slots that hold `tokens` [1, 1, slots]."""
+    at = torch.tensor([positions])
+    return QueryRows(torch.empty(1, HEADS, len(positions), 0), at, at >= 0, tokens, at[:, None], torch.empty)
+
+
+def in_order(slots: int) -> Tensor:
+    return torch.arange(slots).view(1, 1, -1)
+
+
+def plain_sample(worth: list[float], numbers: list[float], count: int) -> dict[int, float]:
+    """How many times each token that is read counts."""
+    ranked = sorted(range(len(worth)), key=lambda token: -worth[token] / numbers[token])
+    border = worth[ranked[count]] / numbers[ranked[count]] if count < len(ranked) else 0.0
+    return {token: max(1.0, border / worth[token]) for token in ranked[:count]}
+
+
+def heads_of(seed: int, spread: float = 2.0) -> Tensor:
+    """Probabilities of one set's heads in one row: [1, 1, heads, 1, slots]."""
+    generator = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(1, 1, HEADS, 1, SLOTS, generator=generator)).softmax(-1)
+
+
+@pytest.mark.parametrize("count", [1, 2, COUNT, SLOTS - 1, SLOTS, SLOTS + 3])
+def test_a_sample_is_the_plain_draw(count):
+    for seed in range(20):
+        worth = heads_of(seed).sum(2)
+        numbers = lasting_numbers(seed, 0, rows_of([SLOTS], in_order(SLOTS)), 1)
+        got = sampled(worth, numbers, torch.tensor([[count]]))
+        expected = plain_sample(worth.flatten().tolist(), numbers.flatten().tolist(), count)
+        assert got.mask.flatten().nonzero().flatten().tolist() == sorted(expected)
+        of_tokens = got.log_weights.flatten().tolist()
+        assert of_tokens == pytest.approx([math.log(expected.get(token, 1.0)) for token in range(SLOTS)], abs=1e-5)
+
+
+def test_what_is_hidden_is_not_read():
+    worth = heads_of(0).sum(2)
+    hidden = slice(20, 40)
+    worth[..., hidden] = -math.inf
+    numbers = torch.full_like(worth, 0.5)
+    got = sampled(worth, numbers, torch.tensor([[COUNT]]))
+    assert int(got.mask.sum()) == COUNT and not bool(got.mask[..., hidden].any())
+    assert bool(got.log_weights.isfinite().all())
+    few = sampled(worth, numbers, torch.tensor([[SLOTS - 20]]))
+    assert int(few.mask.sum()) == SLOTS - 20 and bool((few.log_weights == 0).all())  # nothing is left out
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 4.0])
+def test_sums_over_a_sample_are_right_on_average(spread):
+    """The numerator and the denominator of every head's attention, over 4,000 seeds."""
+    probs = heads_of(1, spread)
+    values = torch.randn(SLOTS, 3, generator=torch.Generator().manual_seed(2)).double()
+    columns = torch.cat([torch.ones(SLOTS, 1).double(), values], 1)
+    of_heads = probs[0, 0, :, 0].double()
+    rows, found = rows_of([SLOTS], in_order(SLOTS)), []
+    for seed in range(4000):
+        sample = sampled(probs.sum(2), lasting_numbers(seed, 3, rows, 1), torch.tensor([[COUNT]]))
+        times = sample.log_weights.exp() * sample.mask
+        found.append((of_heads * times.flatten()) @ columns)
+    sums = torch.stack(found)
+    standard_error = sums.std(0) / math.sqrt(len(sums))
+    assert 0 < float(standard_error.max()) < 0.02
+    assert bool(((sums.mean(0) - of_heads @ columns).abs() <= 4 * standard_error).all())
+
+
+# Numbers
+
+
+def test_lasting_numbers_belong_to_a_token():
+    """Whatever the row and the slot: even, independent within a set, other numbers in another set, layer and seed."""
+    tokens = torch.randperm(3000, generator=torch.Generator().manual_seed(0)).view(1, 1, -1)
+    found = []
+    for seed, layer in ((0, 0), (0, 1), (7, 0)):
+        of_one = lasting_numbers(seed, layer, rows_of([3000], tokens), 2)
+        again = lasting_numbers(seed, layer, rows_of([3001, 3002], in_order(3000)), 2)
+        assert of_one.shape == (1, 2, 1, 3000) == again.shape
+        assert torch.equal(again[..., tokens.flatten()], of_one)
+        found.append(again[0, :, 0].double())
+    numbers = torch.cat(found)
+    assert float(numbers.min()) > 0 and float(numbers.max()) < 1
+    assert float((numbers.mean(-1) - 0.5).abs().max()) < 0.03
+    counts = (numbers.flatten() * 16).long().bincount(minlength=16).double() / numbers.numel()
+    assert float((counts * 16 - 1).abs().max()) < 0.1
+    for lag in (1, 2, 3):
+        assert float((numbers[:, lag:] * numbers[:, :-lag]).mean()) == pytest.approx(0.25, abs=0.01)
+    assert len({tuple(row.tolist()) for row in numbers}) == len(numbers)
+
+
+# In a selection
+
+
+def chosen(method: Oracle, scores: Tensor, positions: list[int], tokens: Tensor, layer: int = 0, distances=None):
+    rows = rows_of(positions, tokens)
+    geometry = Geometry(1, scores.shape[1] * HEADS, scores.shape[1], 4, 0.5, "llama")
+    final = torch.tensor([SLOTS + 9])
+    return method.choose(scores.clone(), rows, final, geometry, layer=layer, distances=distances)
+
+
+def test_a_coded_distance_is_within_half_a_step():
+    distances = torch.logspace(-15, 15, 400, base=2.0)
+    read = decoded_distances(coded_distances(distances)) / 2**16
+    assert float((read / distances).log2().abs().max()) <= 1 / 16 + 1e-5
+    extremes = decoded_distances(coded_distances(torch.tensor([0.0, 1e-30, 1e30, math.inf]))) / 2**16
+    assert extremes.tolist() == pytest.approx([2.0**-16, 2.0**-16, 2.0**15.875, 2.0**15.875])
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("covers", ["kv_head", "layer"])
+def test_a_selection_samples_by_the_sum_of_probabilities(covers, far):
+    """Of every row by itself, tokens in any slot, some of them hidden; `far`: times the distances of their values."""
+    settings = {"alpha": math.inf, "max_fetch_frac": 0.25, "group": "sum_probs", "seed": 5, "covers": covers}
+    method = Oracle(rest="sampled", **settings)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randperm(SLOTS, generator=generator).view(1, 1, -1)
+    tokens[..., 7] = EMPTY
+    scores = 2 * torch.randn(1, 2, HEADS, 2, SLOTS, generator=generator)
+    positions = [40, 41]
+    distances = 1 + 9 * torch.rand(1, 2, SLOTS, generator=generator)
+    got = chosen(method, scores, positions, tokens, layer=4, distances=distances if far else None)
+    numbers = lasting_numbers(5, 4, rows_of(positions, tokens), 2 if covers == "kv_head" else 1)
+    for row, position in enumerate(positions):
+        visible = tokens.flatten() < position
+        count = math.floor(0.25 * int(position))
+        assert got.num_read[0, row] == count == got.mask[0, 0, row].sum()
+        for head in range(2):
+            of_set = scores[0, [head] if covers == "kv_head" else [0, 1], :, row].flatten(0, 1)
+            probs = of_set.masked_fill(~visible, -math.inf).softmax(-1)
+            worth = probs.sum(0)
+            if far:
+                worth = worth * (distances[0, head] if covers == "kv_head" else distances[0].mean(0))
+            slots = visible.nonzero().flatten().tolist()
+            of_numbers = numbers[0, min(head, numbers.shape[1] - 1), 0]
+            times = plain_sample(worth[slots].tolist(), of_numbers[slots].tolist(), count)
+            mask = got.mask[0, min(head, got.mask.shape[1] - 1), row]
+            assert mask.nonzero().flatten().tolist() == sorted(slots[token] for token in times)
+            wanted = torch.zeros(SLOTS)
+            wanted[[slots[token] for token in times]] = torch.tensor([*times.values()]).log()
+            bias = got.bias.expand(-1, 2, -1, -1, -1)[0, head, 0, row]
+            torch.testing.assert_close(bias, wanted, rtol=0, atol=1e-4)
+
+
+def test_a_sampled_rest_is_nearer_to_all_attention_than_a_dropped_one():
+    """Outputs of flat scores, of which the best tenth has little; values grow with the scores."""
+    generator = torch.Generator().manual_seed(9)
+    num_rows, slots = 40, 400
+    of_tokens = torch.randn(slots, generator=generator)
+    scores = of_tokens + 0.3 * torch.randn(1, 1, HEADS, num_rows, slots, generator=generator)
+    values = of_tokens[:, None] + torch.randn(slots, 8, generator=generator)
+    settings = {"alpha": math.inf, "max_fetch_frac": 0.1, "group": "sum_probs"}
+    errors = {}
+    for rest in ("dropped", "sampled"):
+        method = Oracle(rest=rest, **settings)
+        found = chosen(method, scores, [slots] * num_rows, in_order(slots))
+        read = scores if found.bias is None else scores + found.bias
+        output = read.masked_fill(~found.mask.unsqueeze(2), -math.inf).softmax(-1) @ values
+        errors[rest] = float((output - scores.softmax(-1) @ values).norm())
+    assert errors["sampled"] < 0.6 * errors["dropped"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rest": "sampled"}, r"method\.rest=sampled: must be dropped with group=best"),
+        ({"rest": "mean"}, r"method\.rest=mean: must be one of dropped, sampled"),
+        ({"seed": -1}, r"method\.seed=-1"),
+        (
+            {"rest": "sampled", "group": "sum_probs", "alpha": math.inf, "num_sinks": 1},
+            r"method\.rest=sampled: must be dropped with num_sinks or recent_frac",
+        ),
+        (
+            {"rest": "sampled", "group": "sum_probs", "alpha": math.inf, "pool_frac": 0.5},
+            r"method\.rest=sampled: must be dropped in a limited pool",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        InfiniGen(**settings)
+
+
+def test_nothing_is_biased_where_a_row_sees_no_token():
+    method = Oracle(rest="sampled", group="sum_probs", alpha=math.inf)
+    scores = torch.randn(1, 1, HEADS, 1, 4)
+    found = chosen(method, scores, [0], in_order(4))
+    assert not bool(found.mask.any()) and np.array_equal(found.bias.numpy(), np.zeros(found.bias.shape))
