@@ -1,7 +1,8 @@
 """The command line: `kv-harness method=infinigen`, `python -m harness`, and in a checkout `python
 run.py`.
 
-`kv-harness lm-eval ...` is lm-eval's own command line, with the model `kv`.
+`kv-harness lm-eval ...` is lm-eval's own command line, with the model `kv`. `kv-harness samples
+RUN` lists the questions that a run lost.
 
 It lies above all other modules: it hands the figures of `plots` to `harness`, which knows none.
 """
@@ -30,6 +31,10 @@ def main() -> int:
         from harness.api import lm_command  # lm-eval takes seconds to import
 
         return lm_command.main(sys.argv[2:])
+    if sys.argv[1:2] == ["samples"]:
+        from harness.run import samples_command
+
+        return samples_command.main(sys.argv[2:])
     return main(sys.argv[1:], draw=draw_figures)
 
 

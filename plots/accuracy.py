@@ -26,6 +26,11 @@ ASKED = ("num_samples", "num_fewshot", "seq_len")
 KEPT = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
 CHUNK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
 """In labels and tasks: the tokens kept, and the range of tokens of a text."""
+SIZED = r"^(?P<label>.+), (?P<percent>\d+) %$"
+BY_LAYER = "layer, "
+"""In the table of errors by layer: a label with its size, and what stands before a text's name."""
+SHOWN_PERCENT = 10
+"""Of its sizes, a method is shown by layer at the nearest to this one."""
 MAX_TICKS = 6
 LENGTH_MARKERS = "osD^"
 
@@ -226,6 +231,38 @@ def _draw_chunks(axes: Axes, panel: pd.DataFrame) -> None:
     every = -(-len(edges) // MAX_TICKS)
     axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))
     style.log_y(axes, panel.value)
+
+
+# By layer
+
+
+def attention_error(tables: data.Tables, name: str) -> Figure | None:
+    """Relative error of attention outputs by layer, its mean and its 95th percentile, a line per
+    method at one size.
+
+    The full cache's is 0, and so is that of exempt layers: they have no point on this axis.
+    """
+    table = tables.read(name, columns.ANALYSIS)
+    parts = table.series.str.extract(SIZED)
+    percent, text = parts.percent.astype(float), table.x_name.str.removeprefix(BY_LAYER)
+    rows = table.assign(label=parts.label, percent=percent, task=text)
+    rows = rows[rows.label.notna() & (rows.value > 0)]
+    distance = (rows.percent - SHOWN_PERCENT).abs()
+    nearest = distance.groupby([rows.model, rows.task, rows.label]).transform("min")
+    rows = rows[distance == nearest]
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        factor = columns.METRICS[panel.metric.iloc[0]].factor
+        for series in style.ordered(panel.series):
+            line = panel[panel.series == series].sort_values("x")
+            like, y = style.look(str(line.label.iloc[0])), factor * line.value
+            style.error_line(axes, line.x, y, factor * line.stderr, name=series, like=like)
+        axes.set(xlabel="layer", ylabel=columns.METRICS[panel.metric.iloc[0]].heading)
+        style.log_y(axes)
+
+    setup = ("model", "task", "metric", "num_samples", "source")
+    note = "percentages: sizes; bars: one standard error over windows"
+    return style.draw_rows(rows, setup, draw, note=note)
 
 
 # Long contexts

@@ -59,6 +59,8 @@ class Run(NamedTuple):
     logits: list[torch.Tensor]
     """Of each sequence's decode rows."""
     reads: ReadStats
+    errors: torch.Tensor | None = None
+    """Of the attention outputs, where they were measured."""
 
 
 def run(attached, case: Case, sequences, prompts, *, calls=(), multiplicity=None, **options) -> Run:
@@ -74,7 +76,8 @@ def run(attached, case: Case, sequences, prompts, *, calls=(), multiplicity=None
         for start, stop in zip(edges, edges[1:], strict=False)
     ]
     logits = attached.logits(torch.cat(hidden, 1))
-    return Run([rows[mask] for rows, mask in zip(logits, real, strict=True)], session.reads)
+    errors = session.attention_errors if session.measure_errors else None
+    return Run([rows[mask] for rows, mask in zip(logits, real, strict=True)], session.reads, errors)
 
 
 def run_one(model, case: Case, ids=None, prompt: int = PROMPT, **options) -> Run:

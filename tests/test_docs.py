@@ -25,6 +25,7 @@ from lm_eval._cli import HarnessCLI
 import harness
 from harness.checks import methods_page
 from harness.model.tiny import tiny_model
+from harness.run import samples_command
 from harness.run.cli import main
 from harness.run.cluster import Cluster
 from harness.run.compose import compose
@@ -150,6 +151,9 @@ def check_run(arguments: list[str]) -> None:
     arguments = [word for word in arguments if word != "--help"]
     if arguments[:1] == ["lm-eval"]:
         check_lm_eval(arguments[1:])
+        return
+    if arguments[:1] == ["samples"]:
+        samples_command.parser().parse_args(arguments[1:])
         return
     arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
     asked = [word for word in arguments if word.lstrip("+").startswith("cluster")]
@@ -285,7 +289,8 @@ FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
 MADE_BY_RUNS = re.compile(
     r"results/(jobs|runs)|(results/)?(report\.html|(leaderboard|across)\.md)|"
-    r"((tables|figures)/)?(leaderboard|frontier|index|long|long_decode|across(-\w+)?|evidence-\w+)\."
+    r"((tables|figures)/)?"
+    r"(leaderboard|frontier|index|long|long_decode|across(-\w+)?|evidence-\w+|attention_error)\."
 )
 
 

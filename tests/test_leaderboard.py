@@ -54,6 +54,7 @@ def save_method(results: Path, method: str, asked: float | None, *, kl: float, h
     shares = {"size": step.pop("size", read), "device_frac": 0.3, "resident_frac": 0.1}
     windows = 4 * [{"nll": 2.5 + kl, "nll_full": 2.5}, {"nll": 3.5 + 2 * kl, "nll_full": 3.5}]
     fidelity = {"kl_nats": kl, "kl_nats_stderr": kl / 4, "top1_agreement": 1 - kl, "top1_agreement_stderr": 0.01}
+    fidelity |= {"attention_error": kl / 2, "attention_error_stderr": 0.01}
     text = fidelity | shares | {"perplexity": 12.0, "num_samples": 8}
     scores = ["experiment=leaderboard-scores", *chosen]
     save(results, scores, {"offline": text}, samples={"windows": windows}, **about)

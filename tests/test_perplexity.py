@@ -14,9 +14,11 @@ from living import tiny
 from tokens import byte_tokenizer
 
 from harness.errors import UserError
+from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.resources import Memo
 from harness.model.tiny import tiny_model
+from harness.replay.session import ReplaySession
 from harness.run.kinds import measurement_of
 from harness.scoring import long_decode, perplexity
 from harness.scoring.evaluation import _lm_eval
@@ -35,7 +37,7 @@ from tests.runs import calls_of, letters
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 512
 METRICS = {
     "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "size", "size_artifact",
-    "device_frac", "resident_frac",
+    "device_frac", "resident_frac", "attention_error", "attention_error_p95",
 }  # fmt: skip
 OF_EVICTING = METRICS | {"tokens_evicted"}
 SINKS = Streaming(kept_frac=0.2, num_sinks=2)
@@ -297,6 +299,35 @@ def test_where_two_texts_part():
         summarize([pair, pair._replace(own=Text([1, 2], torch.tensor([400.0])))])
 
 
+def test_the_errors_of_attention_outputs_by_layer_and_window(loaded, text):
+    """From those of each window's own session; the percentile is of all rows and heads together."""
+    outcome = run("perplexity", loaded, text, SINKS)
+    errors = []
+    with attach(loaded.model) as attached, torch.inference_mode():
+        for ids in pieces(text, 60):
+            tokens, final = torch.tensor([ids]), torch.tensor([60])
+            session = ReplaySession(attached, SINKS, final_lengths=final, num_columns=60, measure_errors=True)
+            session.prefill(tokens[:, :PROMPT], torch.ones(1, PROMPT, dtype=torch.bool))
+            session.decode(tokens[:, PROMPT:-1], torch.ones(1, 59 - PROMPT, dtype=torch.bool))
+            errors.append(session.attention_errors.double())
+    metrics, layers = metrics_of(outcome), outcome.samples["layers"]
+    together = torch.stack(errors)[:, 2:]
+    assert metrics["attention_error"] == pytest.approx(float(together.mean())) and metrics["attention_error"] > 0.1
+    ranked = sorted(together.flatten().tolist())
+    place = 0.95 * (len(ranked) - 1)
+    low, high = ranked[int(place)], ranked[int(place) + 1]
+    assert metrics["attention_error_p95"] == pytest.approx(low + (place - int(place)) * (high - low))
+    means = [float(of_window[2:].mean()) for of_window in errors]
+    assert metrics["attention_error_stderr"] == pytest.approx(stderr_of(means))
+    assert [sample["attention_error"] for sample in outcome.samples["windows"]] == pytest.approx(means)
+    assert [layer["layer"] for layer in layers] == [0, 1, 2, 3]
+    for layer in layers:
+        of_layer = torch.stack(errors)[:, layer["layer"]]
+        assert layer["attention_error"] == pytest.approx(float(of_layer.mean()))
+        assert (layer["attention_error"] == 0) == (layer["layer"] < 2), "exempt layers read everything"
+        assert layer["attention_error_p95"] >= layer["attention_error"] and "attention_error_stderr" in layer
+
+
 # Both
 
 
@@ -309,6 +340,7 @@ def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
     if kind == "perplexity":
         assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
         assert metrics["attention_recall"] == 1
+        assert metrics["attention_error"] == metrics["attention_error_p95"] == 0
     else:
         assert all(metrics[name] == metrics[f"{name}_full"] for name in ("text_perplexity", "repetition"))
         assert (metrics["text_nll_difference"], metrics["repetition_difference"]) == (0, 0)

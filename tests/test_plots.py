@@ -236,6 +236,11 @@ CURVES: dict[str, list[tuple]] = {  # series, metric, x_name, value by x, layer
         *((f"layer {at}", "key_tokens_for_0.9", "query_token", COUNTS, at) for at in (0, 18)),
     ],
     "fig7": [(name, f"{of}_magnitude", "column_rank", SKEWED[name], 18) for of in ("query", "key") for name in SKEWED],
+    "attention_error": [
+        (series, metric, "layer, offline", {layer: scale * (layer - 1) for layer in (1, 2, 3)}, None)
+        for metric, scale in (("attention_error", 0.1), ("attention_error_p95", 0.2))
+        for series in ("H2O, 10 %", "H2O, 25 %", "INT8, 53 %")
+    ],
     "fig20": [
         *((f"layer {at}", "share_of_sparse_queries", "seq_len", SPARSE, at) for at in (0, 18)),
         ("key 7", "attention_weight", "query_token", {6000: 0.01, 7000: 0.02}, 18),
@@ -453,6 +458,15 @@ def test_a_line_over_chunks_breaks_at_a_missing_one(results) -> None:
     np.testing.assert_allclose(xy(kl, "H2O, 16 %"), [[128, 384], [0.8, 1.6]])
     np.testing.assert_allclose(bar_of(kl, "H2O, 16 %", 1), [1.4, 1.8])
     assert (kl.get_yscale(), perplexity.get_yscale()) == ("log", "linear") and "1,024 tokens" in note(figure)
+
+
+def test_errors_by_layer_are_drawn_at_one_size_of_a_method(results) -> None:
+    figure = draw("attention_error", results)
+    means, percentiles = figure.axes
+    assert set(lines(means)) == {"H2O, 10 %", "INT8, 53 %"} == set(lines(percentiles)), "the size nearest to 10 %"
+    np.testing.assert_allclose(xy(means, "H2O, 10 %"), [[2, 3], [10, 20]])
+    np.testing.assert_allclose(xy(percentiles, "INT8, 53 %"), [[2, 3], [20, 40]])
+    assert means.get_yscale() == "log" and "one standard error over windows" in note(figure)
 
 
 def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(results, tmp_path) -> None:

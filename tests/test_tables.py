@@ -108,6 +108,36 @@ def sheet(path: Path) -> list[dict[str, str]]:
 # Rows
 
 
+def test_runs_on_a_text_have_a_table_by_layer(tmp_path):
+    """A run's layers are a series; methods share a page's table. Records of an older version have no layers."""
+    save_text(tmp_path, "method=h2o", "seq_len=512")
+    update(tmp_path, "perplexity")
+    assert not (tmp_path / "tables" / "attention_error.csv").exists()
+    for method, scale in (("h2o", 0.1), ("streaming", 0.2)):
+        layers = [
+            {"layer": at, "attention_error": scale * at, "attention_error_stderr": 0.01, "attention_error_p95": 0.5,
+             "attention_error_p95_stderr": None} for at in range(3)
+        ]  # fmt: skip
+        record = save_text(tmp_path, f"method={method}", samples={"windows": [{"nll": 2.5}], "layers": layers})
+    update(tmp_path, "perplexity")
+    with (tmp_path / "tables" / "attention_error.csv").open(newline="") as stream:
+        found = list(csv.DictReader(stream))
+    assert len(found) == 2 * 3 * 2
+    last = found[-2]
+    assert (last["series"], last["x_name"], last["x"], last["metric"]) == (
+        "Streaming, 16 %", "layer, offline", "2", "attention_error"
+    )  # fmt: skip
+    assert (last["value"], last["stderr"], last["source"], last["run_id"]) == (
+        "0.4", "0.01", "measured", record["run_id"]
+    )  # fmt: skip
+    text = page(tmp_path, "attention_error")
+    assert "attention error (%), by layer, offline" in text and text.count("\n## ") == 2
+    assert [line["label"] for line in sheet(tmp_path / "tables" / "attention_error")] == [
+        "H2O, 16 %",
+        "Streaming, 16 %",
+    ]
+
+
 def test_a_task_row_is_exact(tmp_path):
     record = save_task(tmp_path, "method=h2o", size=0.1 + 0.2)
     (row,) = update(tmp_path, "fig11")

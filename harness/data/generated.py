@@ -43,12 +43,13 @@ ITEMS = """
 
 class Question(NamedTuple):
     """One multiple-choice question. Questions with one `context_id` have prompts that start with
-    the same context."""
+    the same context. needle: its sentence that holds the answer."""
 
     context_id: int
     prompt: str
     choices: list[str]
     gold: int
+    needle: str
 
 
 class Context(NamedTuple):
@@ -59,12 +60,16 @@ class Context(NamedTuple):
     values: dict[str, str]
     subject: str
 
+    def sentence(self, item: str) -> str:
+        """The sentence with the value of an item."""
+        return _sentence(self.subject, item, self.values[item])
+
 
 def kv_recall_context(rng: random.Random, num_sentences: int | None = None) -> Context:
     """A list of 24 items and their 4-digit codes. num_sentences: further lines, at random places
     among them; None: no other."""
     values = _values(rng, num_items=24, num_digits=4)
-    lines = [f"The code of the {item} is {code}." for item, code in values.items()]
+    lines = [_sentence("code", item, code) for item, code in values.items()]
     if num_sentences:
         lines += rng.sample(offline_sentences(), num_sentences)
         rng.shuffle(lines)
@@ -75,7 +80,7 @@ def passkey_context(rng: random.Random, num_sentences: int | None = None) -> Con
     """8 sentences with a 5-digit code each, at random places among `num_sentences` sentences of the
     offline text; None: 8."""
     values = _values(rng, num_items=8, num_digits=5)
-    keys = [f"The secret code of the {item} is {code}." for item, code in values.items()]
+    keys = [_sentence("secret code", item, code) for item, code in values.items()]
     number = 8 if num_sentences is None else num_sentences
     sentences = rng.sample(offline_sentences(), number) + keys
     rng.shuffle(sentences)
@@ -127,9 +132,9 @@ def questions(
             rng.shuffle(choices)
             subject = f"{context.subject} of the {item}"
             prompt = f"{context.text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
-            made.append(
-                Question(context_id, prompt, [f" {code}" for code in choices], choices.index(right))
-            )
+            texts = [f" {code}" for code in choices]
+            needle = context.sentence(item)
+            made.append(Question(context_id, prompt, texts, choices.index(right), needle))
     return made[:num_questions]
 
 
@@ -148,6 +153,10 @@ def offline_sentences() -> list[str]:
         for sentence in sentences
         if re.fullmatch(r"[A-Z][A-Za-z ,;'()-]{38,158}\.", sentence)
     ]
+
+
+def _sentence(subject: str, item: str, code: str) -> str:
+    return f"The {subject} of the {item} is {code}."
 
 
 def _values(rng: random.Random, num_items: int, num_digits: int) -> dict[str, str]:

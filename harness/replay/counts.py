@@ -30,7 +30,10 @@ class PassCounts:
     rows beside codes. recall: share of the attention on what is read.
     Where rows stay on the device, rows of all KV heads: selected: rows chosen. missed: chosen rows
     that were not on the device. loaded: by layer, rows that crossed the link.
-    num_selecting: layers in which the method ran.
+    num_selecting: layers in which the method ran. errors: where they are measured, relative errors
+    of attention outputs by layer under the method, fp32 [batch, rows, heads]. needle_read: where
+    sequences have a needle, the share of its tokens that a row reads, mean over KV heads, by layer
+    under the method, fp64 [batch, rows].
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class PassCounts:
         self.missed = torch.zeros_like(self.read)
         self.loaded: dict[int, Tensor] = {}
         self.num_selecting = 0
+        self.errors: dict[int, Tensor] = {}
+        self.needle_read: dict[int, Tensor] = {}
 
     def stats(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
         """Sums over the rows, each `weights` [batch, rows] times."""
@@ -88,6 +93,24 @@ class PassCounts:
             pairs=pairs,
             recall_sum=rows if measures_recall else None,
         )
+
+    def attention_errors(self, real: Tensor) -> Tensor:
+        """Relative errors of the attention outputs of the rows that are `real` (bool [batch,
+        rows]): fp32 [layers that see every token, real rows, heads], on the CPU. They are 0 in
+        layers that read every token as it is."""
+        geometry = self.geometry
+        found = torch.zeros(geometry.num_layers, int(real.sum()), geometry.num_heads)
+        for number, errors in self.errors.items():
+            found[number] = errors[real.to(errors.device)].cpu()
+        return found
+
+    def needle_shares(self) -> Tensor:
+        """`needle_read`, fp64 [layers under the method, batch, rows], on the device of `cached`; 1
+        of one layer where every layer reads everything. NaN for a sequence without a needle."""
+        if not self.needle_read:
+            return torch.ones_like(self.read)[None]
+        shares = [self.needle_read[number] for number in sorted(self.needle_read)]
+        return torch.stack(shares)
 
     def with_link(self, stats: ReadStats, weights: Tensor, policies: Sequence[Policy]) -> ReadStats:
         """`stats`, and what crosses the link where rows stay on the device. policies: of all

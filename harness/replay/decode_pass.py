@@ -7,7 +7,7 @@ themselves: replay masks the rows that live decoding does not fetch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from harness.model.policies import Policy, SelectErrors, check_selection
 from harness.model.sizes import ReadStats
 from harness.replay.counts import PassCounts
 from harness.replay.history import History
-from methods.attention import hide
+from methods.attention import hide, log_sum_exp, num_true
 from methods.base import EMPTY, Method, QueryRows, Selection, State
 from methods.codec import CacheCodec, SplitCodec
 
@@ -33,6 +33,8 @@ MAX_CHUNK = 256
 GATHERED_SCORES = 2**16
 """Scores of a KV head in a block from which on its columns are gathered. For fewer the calls cost
 more than the arithmetic that they save."""
+LEAST_NORM = 1e-12
+"""Of an attention output, so that the error of one that is all zeros is a number."""
 GATHERED_SHARE = 0.6
 """The largest share of the columns that a block gathers. Beyond it a mask is as fast."""
 
@@ -49,6 +51,8 @@ class Session(Protocol):
     rooms: list[int] | None
     hot_rows: dict[int, HotRows]
     measure_recall: bool
+    measure_errors: bool
+    needles: Tensor | None
     rows_per_block: int | None
 
     @property
@@ -115,48 +119,66 @@ class DecodePass(Handler):
         if is_selecting:
             self.counts.num_selecting += 1
 
-        if not is_selecting and self._is_causal(layer, query):
-            return self._causal_attention(layer, query)
+        if not is_selecting:
+            return self._attend_to_all(layer, query, self.history.kv[layer])
 
         # Select and attend, block by block.
         guess = self.rehearsed.pop(layer) if policy.prefetches else None
         asking = self._selecting_query(layer, query)
         index = self.indexes.pop(layer, None)
-        outputs = []
-        num_rows, size = query.shape[2], self._rows_per_block(query)
-        for begin in range(0, num_rows, size):
-            rows = slice(begin, min(begin + size, num_rows))
+        outputs: list[Tensor] = []
+        full_outputs: list[Tensor] = []
+        for rows in self._blocks(query):
             block = _Block(self, layer, state, rows, query, asking, guess, index)
-            if is_selecting:
-                outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
+            outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
+            if block.full is not None:
+                full_outputs.append(block.full)
+        output = torch.cat(outputs, 1)
+        if self.session.measure_errors:
+            if full_outputs:
+                full = torch.cat(full_outputs, 1)
             else:
-                outputs.append(block.attend_to_all())
+                full = self._attend_to_all(layer, query, self.history.uncoded_rows(layer))
+            self.counts.errors[policy.number] = relative_error(output, full)
+        return output
+
+    def _attend_to_all(self, layer: int, query: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """Attention to all columns that the layer sees, and the own one. kv: keys and values of all
+        columns."""
+        if self._is_causal(layer, query):
+            return self._causal_attention(layer, query, kv)
+        outputs = []
+        for rows in self._blocks(query):
+            block = _Block(self, layer, None, rows, query, query, None, None)
+            outputs.append(block.attend_to_all(*kv))
         return torch.cat(outputs, 1)
 
     def _is_causal(self, layer: int, query: Tensor) -> bool:
-        """True if the rows of a layer that reads everything are best computed with the columns
-        before them, as one causal pass: it costs half as much for each pair as a mask does."""
+        """True if rows that read everything are best computed with the columns before them, as one
+        causal pass: it costs half as much for each pair as a mask does."""
         policy = self.policies[layer]
         if self.is_padded or policy.window is not None or not policy.softmax.is_plain:
             return False
         return query.shape[2] > 1 and self.start <= 2 * query.shape[2]
 
-    def _causal_attention(self, layer: int, query: Tensor) -> Tensor:
+    def _causal_attention(self, layer: int, query: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
         """Attention to all columns, in one causal pass in which the columns before the rows have
         queries of zeros."""
-        keys, values = self.history.kv[layer]
+        keys, values = kv
         queries = pad(query, (0, 0, self.start, 0))
         columns = slice(0, self.history.length)
         softmax = self.policies[layer].softmax
         output = dense_attention(queries, keys[:, :, columns], values[:, :, columns], softmax)
         return output[:, self.start :]
 
-    def _rows_per_block(self, query: Tensor) -> int:
+    def _blocks(self, query: Tensor) -> Iterator[slice]:
         """Rows that select and attend together: as many as asked for, or as memory allows."""
-        if self.session.rows_per_block is not None:
-            return self.session.rows_per_block
-        scores_of_row = query.shape[0] * query.shape[1] * self.history.length
-        return max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // scores_of_row))
+        size, num_rows = self.session.rows_per_block, query.shape[2]
+        if size is None:
+            scores_of_row = query.shape[0] * query.shape[1] * self.history.length
+            size = max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // scores_of_row))
+        for begin in range(0, num_rows, size):
+            yield slice(begin, min(begin + size, num_rows))
 
     def hot_rows(self, layer: int) -> HotRows | None:
         """The rows of a layer that would be on the device; None where none stay."""
@@ -234,9 +256,12 @@ class _Block:
         self.exact = decode.history.exact.get(layer)
         self.softmax = self.policy.softmax
         self._scores: Tensor | None = None
+        self.full: Tensor | None = None
+        """Where recall and errors are measured, the full cache's output, set by
+        `attend_to_selection`: it costs little beside the recall."""
 
-    def attend_to_all(self) -> Tensor:
-        """All columns that the layer sees, and the own one, as stored."""
+    def attend_to_all(self, key: Tensor, value: Tensor) -> Tensor:
+        """All columns that the layer sees, and the own one. key, value: of all columns."""
         first, window = 0, self.policy.window
         if window is not None and not self.decode.is_padded:  # a token lies in its number's column
             first = int(window.first_visible(torch.tensor(self.first_own)))
@@ -245,8 +270,11 @@ class _Block:
             tokens = self.tokens[:, None, first:]
             too_old = tokens < window.first_visible(self.positions)[:, :, None]
             hidden |= too_old & (tokens != self.positions[:, :, None])
-        key, value = self.key[:, :, first:], self.value[:, :, first:]
-        return dense_attention(self.query, key, value, self.softmax, ~hidden[:, None])
+        columns = slice(first, self.stop)
+        visible = ~hidden[:, None]
+        return dense_attention(
+            self.query, key[:, :, columns], value[:, :, columns], self.softmax, visible
+        )
 
     def attend_to_selection(self, key: Tensor, value: Tensor) -> Tensor:
         """The selection and the own row, whose exact key and value [batch, num_kv_heads, rows,
@@ -254,6 +282,8 @@ class _Block:
         exact = None if self.codec is None else (key, value)
         selection = self._choose_tokens(exact)
         visible = None if selection.mask is None else self._visible(selection.mask, selection.own)
+        if self.decode.session.needles is not None:
+            self._count_needle(visible, self.decode.session.needles)
         if visible is not None and self._gathers(selection, visible):
             output = self._attend_to_gathered(visible, exact)
             return heads_last(with_rest(output, selection.rest))
@@ -264,7 +294,9 @@ class _Block:
     ) -> Tensor:
         """Scores of all columns, those hidden that a row does not read."""
         scores = self._true_scores(exact)
-        everything = torch.logsumexp(scores, -1) if self.decode.session.measure_recall else None
+        everything = None
+        if self.decode.session.measure_recall:
+            everything = self._everything(scores, is_last_use=False)
         if selection.bias is not None:
             own = self._own(scores).clone()
             scores += selection.bias
@@ -272,7 +304,7 @@ class _Block:
         if visible is not None:
             hide(scores, visible.unsqueeze(2))
         if everything is not None:
-            recall = (torch.logsumexp(scores, -1) - everything).exp_()
+            recall = (log_sum_exp(scores) - everything).exp_()
             self._add(self.counts.recall, recall.mean((1, 2)))
         rest = selection.rest
         if rest is not None and rest.log_mass is not None:
@@ -288,6 +320,20 @@ class _Block:
             stored = self.value[:, :, self.first_own :]
             output += self._own(weights).unsqueeze(-1) * (exact[1] - stored).unsqueeze(2)
         return heads_last(with_rest(output, rest))
+
+    def _everything(self, scores: Tensor, *, is_last_use: bool) -> Tensor:
+        """Logarithm of the sum of exp(score) over all columns, of true scores; sets `full` where
+        errors are measured. is_last_use: the scores may be overwritten."""
+        if not self.decode.session.measure_errors:
+            return log_sum_exp(scores)
+        largest = scores.amax(-1)
+        total: Tensor | None = None
+        if self.softmax.sinks is not None:  # their share is not in the weights
+            total = log_sum_exp(scores)
+        scores = scores if is_last_use else scores.clone()
+        output, weights = weighted_values(scores, self.value, self.softmax)
+        self.full = heads_last(output)
+        return largest - weights.amax(-1).log_() if total is None else total
 
     def _gathers(self, selection: Selection, visible: Tensor) -> bool:
         """True if the block looks only at the columns that some of its rows read, which is faster
@@ -315,7 +361,7 @@ class _Block:
         output = grouped.new_empty(*grouped.shape[:4], self.value.shape[-1])
         everything = None
         if self.decode.session.measure_recall:
-            everything = torch.logsumexp(self._true_scores(exact), -1)
+            everything = self._everything(self._true_scores(exact), is_last_use=True)
             recall = torch.empty_like(everything)
         own_scores = None if exact is None else self._own_scores(exact[0])
         used = _read_by_any(visible)
@@ -338,7 +384,7 @@ class _Block:
                 hide(scores, torch.from_numpy(read))
                 if everything is not None:
                     of_all = everything[sequence, head]
-                    recall[sequence, head] = (torch.logsumexp(scores[0, 0], -1) - of_all).exp_()
+                    recall[sequence, head] = (log_sum_exp(scores[0, 0]) - of_all).exp_()
                 attended, weights = weighted_values(scores, value, softmax)
                 if exact is not None:
                     off = exact[1][sequence, head] - value[0, 0, first_own:]
@@ -363,6 +409,21 @@ class _Block:
         else:  # padding sees itself: no empty softmax
             self._own(visible).copy_((own | ~self.real[:, self.rows])[:, None])
         return visible
+
+    def _count_needle(self, visible: Tensor | None, needles: Tensor) -> None:
+        """Count what the rows read of their sequence's needle. visible: as `_visible`; None is
+        everything. needles: as of the session."""
+        shares = self.counts.needle_read
+        number = self.policy.number
+        if number not in shares:
+            shares[number] = torch.ones_like(self.counts.read)
+        if visible is None:
+            return
+        first, stop = needles.to(self.tokens.device).T[:, :, None]
+        is_needle = (self.tokens >= first) & (self.tokens < stop)
+        read = num_true(visible & is_needle[:, None, None])  # [batch, 1 or num_kv_heads, rows]
+        share = read.double().mean(1) / (stop - first)
+        shares[number][:, self.rows] = share.to(shares[number].device)
 
     def _choose_tokens(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
         """The tokens that the rows read besides themselves, whose number is counted."""
@@ -482,3 +543,11 @@ def _read_by_any(visible: Tensor) -> Tensor:
     """Columns that some row reads: bool [batch, 1 or num_kv_heads, columns], of `visible` [...,
     rows, columns]. The largest byte is found in a sixtieth of the time of `any`."""
     return visible.view(torch.uint8).amax(2).bool()
+
+
+def relative_error(output: Tensor, full: Tensor) -> Tensor:
+    """|output - full| / |full| of each row and head: fp32 [batch, rows, heads], of attention
+    outputs [batch, rows, heads, value_dim]. Norms are Euclidean."""
+    off = torch.linalg.vector_norm(output.float() - full.float(), dim=-1)
+    whole = torch.linalg.vector_norm(full.float(), dim=-1)
+    return off / whole.clamp(min=LEAST_NORM)

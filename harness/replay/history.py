@@ -18,7 +18,8 @@ class History:
 
     codecs: of each layer; None stores rows as they are. kv: by layer (keys, values), each [batch,
     num_kv_heads, columns, head_dim or value_dim]. exact: the same uncoded, where the codec
-    leaves the last tokens exact.
+    leaves the last tokens exact. uncoded: the same of every other layer whose rows read back
+    otherwise than they were made, where `keeps_uncoded`.
     tokens: int32 [batch, columns], the token of each column, `EMPTY` for none. length: columns in
     use. last_queries: by layer, [batch, heads, 1, head_dim] of the last token, where the layer
     selects by the previous step's query. resident: by layer, bool [batch, num_kv_heads, prompt],
@@ -31,6 +32,8 @@ class History:
         codecs: Sequence[AnyCodec | None],
         batch: int,
         num_columns: int,
+        *,
+        keeps_uncoded: bool = False,
     ) -> None:
         self.codecs = codecs
         self.length = 0
@@ -41,10 +44,15 @@ class History:
         self.exact: dict[int, tuple[Tensor, Tensor]] = {}
         self._span = 1
         """Tokens whose keys some layer codes together; other layers code one by one."""
+        self.uncoded: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, codec in enumerate(codecs):
-            if codec is not None and codec.residual:
+            if codec is None:
+                continue
+            if codec.residual:
                 self.exact[layer] = self._new_rows(layer, batch, num_columns)
                 self._span = max(self._span, codec.keys.span)
+            elif keeps_uncoded:
+                self.uncoded[layer] = self._new_rows(layer, batch, num_columns)
         shape = (batch, num_columns)
         self.tokens = torch.full(shape, EMPTY, dtype=torch.int32, device=attached.device)
         self._regrouped = self.tokens[:, :0].long()
@@ -77,6 +85,8 @@ class History:
         """Write fresh rows, as they read back from storage: coded in layers that have a codec, but
         for what stays."""
         stored, codec = self.kv[layer], self.codecs[layer]
+        if layer in self.uncoded:
+            self._write(layer, self.uncoded[layer], key, value, columns)
         if codec is None or layer in self.resident:
             self._write(layer, stored, key, value, columns)
             return
@@ -90,6 +100,13 @@ class History:
             regrouped = self._regrouped.to(exact.device)[:, None, :, None]
             index = regrouped.expand(-1, exact.shape[1], -1, exact.shape[3])
             stored[0].scatter_(2, index, codec.keys.roundtrip(exact.gather(2, index)))
+
+    def uncoded_rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer's columns as the model made them. Needs `keeps_uncoded` where
+        they read back otherwise."""
+        if layer in self.exact:
+            return self.exact[layer]
+        return self.uncoded.get(layer, self.kv[layer])
 
     def _write(
         self, layer: int, kv: tuple[Tensor, Tensor], key: Tensor, value: Tensor, columns: slice
@@ -121,6 +138,9 @@ class History:
         child.exact = {}
         for layer, kv in self.exact.items():
             child.exact[layer] = self._widened_rows(layer, kv, index, num_columns)
+        child.uncoded = {}
+        for layer, kv in self.uncoded.items():
+            child.uncoded[layer] = self._widened_rows(layer, kv, index, num_columns)
         return child
 
     def _widened_rows(

@@ -35,13 +35,18 @@ class ReplaySession:
 
     final_lengths: int [batch], T of each sequence. num_columns: columns the batch will ever use.
     measure_recall: also measure attention_recall, at the cost of a second pass over the scores.
+    measure_errors: also measure the errors of attention outputs, at the cost of the full cache's
+    attention, and of a second cache where rows read back otherwise than they were made.
     rows_per_block: rows of a layer that select and attend together; None: as many as memory allows.
     It changes no number. device_rows, prefetch: as in `LiveSession`; replay counts which rows would
-    be on the device. They change no logit.
+    be on the device. They change no logit. Raises ValueError where the method cannot work in so few
+    layers, and in `prefill` where it cannot at these lengths.
 
     is_model: the method is the full cache, and rows are stored as they are: it is the dense prompt
-    too. Raises ValueError where the method cannot work in so few
-    layers, and in `prefill` where it cannot at these lengths.
+    too. needles: to be set before `decode`; int [batch, 2], the first of the tokens that hold a
+    sequence's answer and the one after the last, 0 and 0 where none is known. `decode` then sets
+    needle_read, the share of them that each of its rows read: fp64 [layers under the method, batch,
+    rows]. It is NaN where none is known, and 1, of one layer, under the full cache.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class ReplaySession:
         codec: CacheCodec | None = None,
         calibration: Calibration | None = None,
         measure_recall: bool = False,
+        measure_errors: bool = False,
         rows_per_block: int | None = None,
         device_rows: float = 0,
         prefetch: bool = False,
@@ -70,6 +76,10 @@ class ReplaySession:
         self.final_lengths = final_lengths
         self.calibration = calibration
         self.measure_recall = measure_recall and self.codec is None
+        self.measure_errors = measure_errors
+        self.errors: list[Tensor] = []
+        self.needles: Tensor | None = None
+        self.needle_read: Tensor | None = None
         self.rows_per_block = rows_per_block
         self.device_rows = device_rows
         self.rooms: list[int] | None = None
@@ -82,7 +92,13 @@ class ReplaySession:
                 codecs.append(codec_at(self.codec, policy.number))
             else:
                 codecs.append(None)
-        self.history = History(attached, codecs, len(final_lengths), num_columns)
+        self.history = History(
+            attached,
+            codecs,
+            len(final_lengths),
+            num_columns,
+            keeps_uncoded=measure_errors,
+        )
         self.model_cache = attached.new_cache()
         self.reads = ReadStats(constants=self._constants())
 
@@ -158,7 +174,21 @@ class ReplaySession:
         resident_sum = float(weights.sum(1).cpu() @ resident)
         stats = rows.stats(weights)
         self.reads += replace(stats, resident_sum=resident_sum, constants=self._constants())
+        if self.needles is not None:
+            self.needle_read = rows.counts.needle_shares()
+        if self.measure_errors:
+            self.errors.append(rows.counts.attention_errors(valid))
         return hidden
+
+    @property
+    def attention_errors(self) -> Tensor:
+        """Relative errors |output - full| / |full| of the attention outputs of all real decode rows
+        so far, each once: fp32 [layers that see every token, rows, heads], on the CPU.
+
+        full: the full cache's output for the same query, over the keys and values that the model
+        made in this session's own passes. It is of a head, before the model's output projection.
+        """
+        return torch.cat(self.errors, 1)
 
     @property
     def reads_everything(self) -> bool:
@@ -166,10 +196,14 @@ class ReplaySession:
         return self.method.reads_all and self.codec is None
 
     def fork(self, index: Tensor, num_columns: int) -> ReplaySession:
-        """A session of the sequences `index` [new_batch] of this one, state copied; its `reads`
-        start empty."""
+        """A session of the sequences `index` [new_batch] of this one, state copied; its `reads` and
+        `errors` start empty."""
         child = copy(self)
         child.reads = ReadStats(constants=self._constants())
+        child.errors = []
+        child.needle_read = None
+        if self.needles is not None:
+            child.needles = self.needles[index.to(self.needles.device)]
         child.final_lengths = self.final_lengths[index]
         child.states = {}
         for device, state in self.states.items():

@@ -66,6 +66,7 @@ class Setup:
         num_columns: int,
         *,
         measure_recall: bool = False,
+        measure_errors: bool = False,
     ) -> ReplaySession:
         """A fresh replay session; see there."""
         return ReplaySession(
@@ -76,6 +77,7 @@ class Setup:
             final_lengths=final_lengths,
             num_columns=num_columns,
             measure_recall=measure_recall,
+            measure_errors=measure_errors,
             device_rows=self.device_rows,
             prefetch=self.prefetch,
         )

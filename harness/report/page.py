@@ -23,6 +23,7 @@ from harness.errors import UserError
 from harness.files import write_atomic
 from harness.report.compared import main_scores, main_times
 from harness.report.explorer import explorer, library
+from harness.report.lost import lost_questions, lost_sheet
 from harness.report.sections import REGISTRY, SOURCES, Entry, Section, entries_of, sections_of
 from harness.results.archive import opened
 from harness.results.columns import GIB, MISSING, TableRow
@@ -90,6 +91,9 @@ def _render(folder: Path) -> str:
         scripts.append(library())
         packed["library"] = _packed(library())
         packed["explorer"] = _packed(json.dumps(explored, allow_nan=False))
+    lost = lost_questions(records)
+    if lost:
+        packed["lost"] = _packed(json.dumps(lost, allow_nan=False))
     environment_of_page = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -102,6 +106,8 @@ def _render(folder: Path) -> str:
         main_sheets=list(filter(None, main_sheets)),
         picture=_picture(sections),
         explorer=explored,
+        lost=lost_sheet(lost) if lost else None,
+        command=COMMAND,
         explorer_page=sections[LEADERBOARD].entry.page if boards else None,
         beside=list(filter(None, folders)),
         sources=SOURCES,

@@ -80,14 +80,23 @@ const specification = ({ points, axes, tooltip, fronts, families }, chosen) => {
     },
   };
 };
+const unpacked = async name => {
+  const text = atob(document.querySelector(`[data-packed=${name}]`).textContent);
+  const bytes = Uint8Array.from(text, letter => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+};
+const whenSeen = (element, begin) => {
+  const observer = new IntersectionObserver(entries => {
+    if (entries.some(entry => entry.isIntersecting)) {
+      observer.disconnect();
+      begin();
+    }
+  }, { rootMargin: "300px" });
+  observer.observe(element);
+};
 for (const explorer of document.querySelectorAll("#explorer")) {
   const options = { ast: true, renderer: "svg", actions: false, mode: "vega-lite" };
   const target = explorer.querySelector(".chart"), selects = [...explorer.querySelectorAll("select")];
-  const unpacked = name => {
-    const text = atob(document.querySelector(`[data-packed=${name}]`).textContent);
-    const bytes = Uint8Array.from(text, letter => letter.charCodeAt(0));
-    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  };
   const load = async () => {
     const [library, data] = await Promise.all(["library", "explorer"].map(unpacked));
     const script = document.createElement("script");
@@ -104,12 +113,57 @@ for (const explorer of document.querySelectorAll("#explorer")) {
   };
   const redraw = () => draw().catch(console.error);
   selects.forEach(each => each.addEventListener("change", redraw));
-  const seen = new IntersectionObserver(entries => {
-    if (entries.some(entry => entry.isIntersecting)) {
-      seen.disconnect();
-      redraw();
-    }
-  }, { rootMargin: "300px" });
-  seen.observe(explorer);
+  whenSeen(explorer, redraw);
+}
+
+// The lost questions: the choices above the table say which it shows. Words of results are text nodes, never markup.
+const READ = {  // what a choice of `read` shows, by the share that the layer which reads most reads
+  any: () => true, none: share => share === 0, part: share => share > 0 && share < 1, all: share => share === 1,
+  unknown: share => share === null,
+};
+const SHOWN = 300;
+for (const section of document.querySelectorAll("#lost")) {
+  const choice = name => section.querySelector(`[name=${name}]`);
+  const body = [...section.querySelectorAll("table")].at(-1).tBodies[0], count = section.querySelector(".count");
+  const percent = share => share === null ? "-" : (100 * share).toFixed(0);
+  const fill = (select, words) => select.replaceChildren(...words.map(([value, text]) => new Option(text, value)));
+  let sets = [];
+  const rows = () => {
+    const set = sets[choice("set").value], wanted = choice("run").value, isRead = READ[choice("read").value];
+    const text = choice("text").value.toLowerCase(), found = [];
+    set.runs.forEach((run, number) => {
+      if (wanted !== "" && Number(wanted) !== number) return;
+      for (const [question, answer, read, most] of run.lost) {
+        const [context, asked, right, full] = set.questions[question];
+        const cells = [String(question), run.name, context, asked, right, full, answer, percent(read), percent(most)];
+        if (isRead(most) && cells.some(cell => cell.toLowerCase().includes(text))) found.push(cells);
+      }
+    });
+    return found.sort((a, b) => a[0] - b[0]);
+  };
+  const show = () => {
+    const found = rows();
+    body.replaceChildren(...found.slice(0, SHOWN).map(cells => {
+      const row = document.createElement("tr");
+      for (const cell of cells) row.insertCell().textContent = cell;
+      return row;
+    }));
+    count.textContent = `${found.length} lost answers` + (found.length > SHOWN ? `, of which ${SHOWN} are shown` : "");
+  };
+  const chooseSet = () => {
+    const { runs } = sets[choice("set").value];
+    fill(choice("run"), [["", "all"], ...runs.map((run, number) => [number, `${run.name} (${run.lost.length} lost)`])]);
+    show();
+  };
+  const begin = async () => {
+    sets = JSON.parse(await unpacked("lost"));
+    fill(choice("set"), sets.map((set, number) => [number, set.name]));
+    fill(choice("read"), Object.keys(READ).map(name => [name, name]));
+    choice("set").addEventListener("change", chooseSet);
+    for (const name of ["run", "read"]) choice(name).addEventListener("change", show);
+    choice("text").addEventListener("input", show);
+    chooseSet();
+  };
+  whenSeen(section, () => begin().catch(console.error));
 }
 }

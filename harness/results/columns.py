@@ -106,6 +106,8 @@ GEN_LEN = Column("gen_len", "generated", 1, 0, "{:,.0f} generated")
 LINK_BYTES_PER_S = Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2)
 KL = Column("kl_nats", "KL (nats)", 1, 4)
 TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
+ATTENTION_ERROR = Column("attention_error", "attention error (%)", 100, 1)
+ATTENTION_ERROR_P95 = Column("attention_error_p95", "attention error, p95 (%)", 100, 1)
 
 ACCURACY = (
     EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
@@ -274,6 +276,7 @@ BOARD_METRICS = (
     BoardMetric(RESIDENT_FRAC, "size", is_cost=True),
     BoardMetric(KL, "text", on_page=True, compared=True, logarithmic=True),
     BoardMetric(TOP1, "text", more_is_better=True, compared=True),
+    BoardMetric(ATTENTION_ERROR, "text", logarithmic=True, is_new=True),
     BoardMetric(NLL, "text"),
     BoardMetric(KV_RECALL, "task", more_is_better=True, on_page=True, compared=True),
     BoardMetric(PASSKEY, "task", more_is_better=True, on_page=True, compared=True),
@@ -436,6 +439,8 @@ _QUANTITIES = (
     KL,
     TOP1,
     Column("attention_recall", "attention recall (%)", 100, 1),
+    ATTENTION_ERROR,
+    ATTENTION_ERROR_P95,
     Column("text_perplexity", "text perplexity under the full cache", 1, 3),
     Column("text_perplexity_full", "full cache's text perplexity under itself", 1, 3),
     Column("text_nll_difference", "text NLL minus that of the full cache's text (nats)", 1, 4),

@@ -55,8 +55,9 @@ NOTES = {
     "them. *Tokens/s* are of decode steps at that batch, beside those at the *equal batch*, the "
     "largest of the full cache on the device. The CSV has the batches below, too, and all bytes.",
     "board": leaderboard.NOTE,
-    "analysis": "± is one standard error over heads, or over layers for a number of the whole "
-    f"model. At most {MAX_COLUMNS} values of x are shown; the CSV has all.",
+    "analysis": "± is one standard error over heads, over windows for errors of attention outputs, "
+    "or over layers for a number of the whole model. "
+    f"At most {MAX_COLUMNS} values of x are shown; the CSV has all.",
     **across_page.NOTES,
 }
 """The meaning of the columns, by shape of table."""
@@ -335,12 +336,12 @@ def _order_of_cell(row: TableRow) -> tuple[Any, ...]:
     return size < 1, row["label"], *shape, size, row["settings"]
 
 
-# Analyses: a table per run and quantity, a line per series
+# Analyses: a table per quantity, a line per series
 
 
 def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    tables = columns.grouped(rows, lambda row: (row["run_id"], row["metric"], row["x_name"]))
-    for (_, metric, x_name), of_table in tables.items():
+    for of_table in _tables_of_series(rows):
+        metric, x_name = of_table[0]["metric"], of_table[0]["x_name"]
         shown = columns.quantity(metric)
         shown_x = _shown_x(of_table)
         lines = []
@@ -356,6 +357,23 @@ def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         header += [shown.heading if x is None else f"{x:,g}" for x in shown_x]
         by = f", by {x_name.replace('_', ' ')}" if x_name else ""
         yield Sheet(f"{title}: {shown.heading}{by}", header, lines)
+
+
+def _tables_of_series(rows: Sequence[TableRow]) -> list[list[TableRow]]:
+    """The rows of each table: of one quantity, and of the runs that have no series in common."""
+    tables: list[list[TableRow]] = []
+    by_run = columns.grouped(rows, lambda row: (row["run_id"], row["metric"], row["x_name"]))
+    for of_run in by_run.values():
+        kind = of_run[0]["metric"], of_run[0]["x_name"]
+        series = set(columns.values(of_run, "series"))
+        for table in tables:
+            is_alike = (table[0]["metric"], table[0]["x_name"]) == kind
+            if is_alike and series.isdisjoint(columns.values(table, "series")):
+                table += of_run
+                break
+        else:
+            tables.append(of_run)
+    return tables
 
 
 def _shown_x(rows: Sequence[TableRow]) -> list[Any]:

@@ -9,7 +9,7 @@ see `docs/statistics.md`.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ EXPONENTIAL = {
 """Metrics that are exp of a mean over windows or prompts, and the sample field that is averaged."""
 FULL = "full"
 """Name of the method that is the full cache, if no codec is set."""
+LAYERS = "layers"
+"""In the samples of a run on a text, the errors of attention outputs by layer."""
 OF_METHODS = {"calibration", "method"}
 """Inputs that a method may read and the full cache does not."""
 MAY_DIFFER = {*COMMON, *OF_METHODS, "tasks"} - {"kind", "model"}
@@ -260,20 +262,20 @@ class Baselines:
         own = _measured(record, task, metric)
         if is_full(record) or not any(metric in sample for sample in own.samples):
             return None
-        found = _first_paired(self._here, record, own, task, metric)
-        return found or _first_paired(self._elsewhere(), record, own, task, metric)
-
-
-def _first_paired(
-    full_runs: Iterable[Record], record: Record, own: Measured, task: str, metric: str
-) -> Difference | None:
-    """The difference to the first run on the same questions; the own experiment's come first."""
-    for full in sorted(full_runs, key=lambda full: full["experiment"] != record["experiment"]):
-        if same_questions(record, full):
+        for full in self.runs_for(record):
             found = paired(own, _measured(full, task, metric), metric)
             if found:
                 return found
-    return None
+        return None
+
+    def runs_for(self, record: Record) -> Iterator[Record]:
+        """The full cache's runs on the same questions, the own experiment's first, those from
+        elsewhere last."""
+        for full_runs in (lambda: self._here, self._elsewhere):
+            known = sorted(full_runs(), key=lambda run: run["experiment"] != record["experiment"])
+            for full in known:
+                if same_questions(record, full):
+                    yield full
 
 
 def of_windows(record: Record, windows: Sequence[Sample]) -> Difference | None:

@@ -10,6 +10,7 @@ from harness.results import columns
 from harness.results.columns import TableRow
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
 from harness.results.samples import (
+    LAYERS,
     Baselines,
     Difference,
     Sample,
@@ -32,6 +33,11 @@ CONDITIONS = (
     *(column.name for column in columns.OF_SOME_RUNS),
 )  # fmt: skip
 """Entries beside the metrics of a task that have columns."""
+OF_LAYERS = (
+    columns.ATTENTION_ERROR.name, f"{columns.ATTENTION_ERROR.name}_stderr",
+    columns.ATTENTION_ERROR_P95.name, f"{columns.ATTENTION_ERROR_P95.name}_stderr",
+)  # fmt: skip
+"""Entries of a layer of a run on a text."""
 NO_METRICS = {*CONDITIONS, "num_truncated", "num_contexts"}
 NUM_DEPTHS = 5
 DEPTH_PERCENT = 100 // NUM_DEPTHS
@@ -94,6 +100,32 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
         return [common | {"source": metrics["source"]} | point for point in metrics["points"]]
     rows = [*_whole_rows(record, full), *_chunk_rows(record)]
     return [common | row for row in rows]
+
+
+def layer_rows(record: Record) -> Iterator[TableRow]:
+    """The errors of attention outputs by layer, as points of an analysis; none of an older record,
+    which has none.
+
+    A series is a label and its size, `H2O, 10 %`. x_name names the text.
+    """
+    layers = record["samples"].get(LAYERS, ())
+    for name, entries in record["metrics"].items():
+        context = _context(record, name, entries)
+        for of_layer in layers:
+            for value in _values(columns.picked(of_layer, OF_LAYERS)):
+                yield {
+                    "model": record["config"]["model"]["name"],
+                    "series": f"{record['config']['label']}, {100 * context['size']:.0f} %",
+                    "layer": None,
+                    "x_name": f"{columns.LAYER.name}, {context['task']}",
+                    "x": of_layer[columns.LAYER.name],
+                    "metric": value["metric"],
+                    "value": value["value"],
+                    "stderr": value["stderr"],
+                    "num_samples": context["num_samples"],
+                    "source": context["source"],
+                    "run_id": record["run_id"],
+                }
 
 
 def _add_weights(pairs: Pairs) -> None:

@@ -26,13 +26,15 @@ from harness.results.record import Record, read_records
 from harness.results.samples import full_runs
 from harness.results.shipped import merged
 from harness.results.speed_figures import OF_FIGURE
-from harness.results.table_rows import Pairs, with_rows
+from harness.results.table_rows import Pairs, layer_rows, with_rows
 from harness.settings.kinds import find
 from harness.settings.schema import kind_of
 
 TableRows = Sequence[TableRow]
 ACROSS = "across"
 """How the shapes of `harness.results.across` begin."""
+WITH_LAYERS, LAYERS_TABLE = "perplexity", "attention_error"
+"""The experiment whose runs are shown layer by layer, and the table that shows them."""
 TIMED_CELLS = "latency"
 """The experiment whose records are the cells of all figures of speed."""
 
@@ -40,11 +42,12 @@ TIMED_CELLS = "latency"
 def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from finished records and shipped rows.
 
-    `latency` also gives the tables of the figures of speed; the leaderboard's two experiments give
-    the leaderboard; `evidence` gives the windows and answers that the table across models is made
-    of. What is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A
-    damaged record is left out with a warning that names it, a damaged table set aside with a
-    warning. One process at a time writes the tables of a folder.
+    `latency` also gives the tables of the figures of speed, `perplexity` the errors of attention
+    outputs by layer; the leaderboard's two experiments give the leaderboard; `evidence` gives the
+    windows and answers that the table across models is made of. What is modelled of capacity stands
+    in a table of its own, `<experiment>-modelled`. A damaged record is left out with a warning that
+    names it, a damaged table set aside with a warning. One process at a time writes the tables of a
+    folder.
 
     Returns the path of the CSV. Raises UserError if the folder cannot be written.
     """
@@ -64,6 +67,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         _write(path, shape, rows)
         if experiment == TIMED_CELLS:
             _write_speed_figures(path, rows)
+        if experiment == WITH_LAYERS:
+            _write_layers(path.with_stem(LAYERS_TABLE), [record for record, _ in pairs])
         if experiment in (leaderboard.SCORES, leaderboard.TIMES):
             leaderboard.write(Path(results_dir), leaderboard.rows_of_records(results_dir))
         if experiment == evidence_tables.NAME:
@@ -111,6 +116,25 @@ def _write_speed_figures(path: Path, rows: TableRows) -> None:
         else:
             of_figure.unlink(missing_ok=True)
             of_figure.with_suffix(".md").unlink(missing_ok=True)
+
+
+def _write_layers(path: Path, records: Sequence[Record]) -> None:
+    """The table of the errors of attention outputs by layer; none where no record has them.
+
+    Of runs with one label and size the newest counts, since the others would share its line.
+    """
+    by_line: dict[tuple[Any, ...], list[TableRow]] = {}
+    for record in sorted(records, key=lambda record: record["started"]):
+        rows = list(layer_rows(record))
+        if rows:
+            first = rows[0]
+            by_line[first["model"], first["series"], first["x_name"]] = rows
+    own: list[TableRow] = []
+    for line in sorted(by_line):
+        own += by_line[line]
+    shown = merged(path, "analysis", own)
+    if shown:
+        _write(path, "analysis", [row | {"experiment": LAYERS_TABLE} for row in shown])
 
 
 def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> str:

@@ -56,7 +56,8 @@ class Request(NamedTuple):
     document: requests of one document are the choices of one question. max_new_tokens: 0 where a
     continuation is scored. stops: texts that end the answer once it holds one. sampling: how the
     answer's tokens are chosen, by random numbers made from `seed`, the question's number and
-    `repeat`.
+    `repeat`. needle: the first of the context's tokens that hold the right answer, and the one
+    after the last; None where the task does not know them.
     """
 
     ids: tuple[int, ...]
@@ -69,6 +70,7 @@ class Request(NamedTuple):
     sampling: Sampling = GREEDY
     seed: int = 0
     repeat: int = 0
+    needle: tuple[int, int] | None = None
 
     @property
     def key(self) -> str:
@@ -92,12 +94,34 @@ class Request(NamedTuple):
         return self.ids[self.prefill_len :][: self.num_rows]
 
 
+class NeedleRead(NamedTuple):
+    """The share of a needle's tokens that the decode rows which score an answer read.
+
+    A layer's share is the mean over these rows and the KV heads. mean, most: of the shares of the
+    layers under the method, the mean and the largest; 1 under the full cache.
+    """
+
+    num_tokens: int
+    mean: float
+    most: float
+
+
+def needle_read(request: Request, of_layers: Tensor) -> NeedleRead | None:
+    """of_layers: shares of each layer's rows, [layers, rows]. None where there is no needle."""
+    if request.needle is None:
+        return None
+    first, stop = request.needle
+    shares = of_layers.mean(1)
+    return NeedleRead(stop - first, float(shares.mean()), float(shares.max()))
+
+
 class Score(NamedTuple):
-    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would
-    produce it."""
+    """Sum of a continuation's token log-probabilities in nats, whether greedy decoding would
+    produce it, and what was read of the needle, None where none is known."""
 
     log_likelihood: float
     is_greedy: bool
+    needle: NeedleRead | None = None
 
 
 # Shared work
@@ -183,17 +207,25 @@ class PromptBatch:
         """Fork the prompts to `branches` and decode the rows that each one's requests share.
 
         more_columns: room for rows that follow. Returns the session, which has read these rows
-        only, and hidden states [branches, 1 + longest, hidden_size], the prompt's last row before
-        the shared ones.
+        only and knows the needles, and hidden states [branches, 1 + longest, hidden_size], the
+        prompt's last row before the shared ones.
         """
         parents = self.tensor([parent for parent, _ in branches])
         shared, valid = pad([branch.shared for _, branch in branches], self.device)
         session = self.root.fork(parents, self.num_columns + shared.shape[1] + more_columns)
+        session.needles = self._needles([branch for _, branch in branches])
         hidden = [self.last_hidden[parents]]
         if shared.shape[1]:
             counts = self.tensor([len(branch.requests) for _, branch in branches])
             hidden.append(session.decode(shared, valid, counts))
         return session, torch.cat(hidden, 1)
+
+    def _needles(self, branches: Sequence[Branch]) -> Tensor | None:
+        """The needle of each branch, as `ReplaySession.needles`; all its requests have the same."""
+        needles = [self.requests[branch.requests[0]].needle for branch in branches]
+        if not any(needles):
+            return None
+        return torch.tensor([needle or (0, 0) for needle in needles], device=self.device)
 
     def tensor(self, values: list[int]) -> Tensor:
         """The values on the model's device."""
@@ -248,37 +280,52 @@ def score(
         batch = PromptBatch(group, requests, attached, setup)
         reads += batch.root.reads
         for branches in batch.slices():
-            hidden, addresses, decoded = _decode_choices(batch, branches)
-            decoded.check_fired()
-            reads += decoded
-            scores |= _read_off(hidden, addresses, requests, attached)
-            on_scored(len(addresses))
+            decoded = _decode_choices(batch, branches)
+            decoded.reads.check_fired()
+            reads += decoded.reads
+            scores |= _read_off(decoded, requests, attached)
+            on_scored(len(decoded.addresses))
     return [scores[index] for index in range(len(requests))], reads
 
 
-def _decode_choices(
-    batch: PromptBatch, branches: Sequence[tuple[int, Branch]]
-) -> tuple[Tensor, dict[int, list[int]], ReadStats]:
-    """Decode the shared rows of `branches`, then each request's own.
+class _Decoded(NamedTuple):
+    """Rows of requests. hidden: final states [rows, hidden_size]. addresses: the rows of each
+    request, by index, from the last one of its prompt on. needle_read: of each request, what its
+    decode rows read of its needle, in parts [layers, rows]; none where no request has a needle."""
 
-    Returns final hidden states [rows, hidden_size], the rows of each request, by index, from the
-    last one of its prompt on, and the reads.
-    """
+    hidden: Tensor
+    addresses: dict[int, list[int]]
+    needle_read: dict[int, list[Tensor]]
+    reads: ReadStats
+
+
+def _decode_choices(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) -> _Decoded:
+    """Decode the shared rows of `branches`, then each request's own."""
     trunk, hidden = batch.decode_shared(branches)
     reads = trunk.reads
     blocks: list[Tensor] = []
+    shares: dict[int, list[Tensor]] = defaultdict(list)
     addresses: dict[int, list[int]] = defaultdict(list)
 
-    def add(hidden: Tensor, owners: Iterable[tuple[Sequence[int], int]]) -> None:
-        """owners: for each sequence its requests and number of real rows."""
+    def add(
+        hidden: Tensor,
+        session: ReplaySession,
+        owners: Iterable[tuple[Sequence[int], int]],
+        num_dense: int = 0,
+    ) -> None:
+        """owners: for each sequence its requests and number of decode rows. hidden: of `num_dense`
+        rows of the prompt and of these rows."""
         start = sum(map(len, blocks))
         blocks.append(hidden.flatten(0, 1))
-        for members, count in owners:
+        for sequence, (members, count) in enumerate(owners):
             for index in members:
-                addresses[index] += range(start, start + count)
+                addresses[index] += range(start, start + num_dense + count)
+                if session.needle_read is not None:
+                    shares[index].append(session.needle_read[:, sequence, :count])
             start += hidden.shape[1]
 
-    add(hidden, [(branch.requests, 1 + len(branch.shared)) for _, branch in branches])
+    of_branches = [(branch.requests, len(branch.shared)) for _, branch in branches]
+    add(hidden, trunk, of_branches, num_dense=1)
     # (branch, request, own rows), in groups in which none has twice the rows of another: little
     # padding, few forwards.
     groups: dict[int, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
@@ -291,16 +338,17 @@ def _decode_choices(
         ids, valid = pad([own for _, _, own in group], batch.device)
         parents = batch.tensor([at for at, _, _ in group])
         tips = trunk.fork(parents, trunk.history.length + ids.shape[1])
-        add(tips.decode(ids, valid), [([index], len(own)) for _, index, own in group])
+        add(tips.decode(ids, valid), tips, [([index], len(own)) for _, index, own in group])
         reads += tips.reads
-    return torch.cat(blocks), addresses, reads
+    return _Decoded(torch.cat(blocks), addresses, shares, reads)
 
 
 def _read_off(
-    hidden: Tensor, rows: dict[int, list[int]], requests: Sequence[Request], attached: Attached
+    decoded: _Decoded, requests: Sequence[Request], attached: Attached
 ) -> dict[int, Score]:
-    """Scores of the requests whose rows of `hidden` are given. A row shared by several passes the
-    head once."""
+    """Scores of the requests whose rows were decoded. A row shared by several passes the head
+    once."""
+    hidden, rows = decoded.hidden, decoded.addresses
     targets = {index: requests[index].ids[requests[index].context_len :] for index in rows}
     # The continuation's first token is predicted by the row of the context's last: one row before
     # its own.
@@ -325,7 +373,11 @@ def _read_off(
     sums, all_greedy = log_probs.double().split(lengths), greedy.split(lengths)
     scores = {}
     for index, total, same in zip(targets, sums, all_greedy, strict=True):
-        scores[index] = Score(float(total.sum()), bool(same.all()))
+        needle = None
+        if index in decoded.needle_read:
+            of_rows = torch.cat(decoded.needle_read[index], 1)
+            needle = needle_read(requests[index], of_rows[:, -len(total) :])
+        scores[index] = Score(float(total.sum()), bool(same.all()), needle)
     return scores
 
 
@@ -334,10 +386,12 @@ def _read_off(
 
 class Written(NamedTuple):
     """A generated answer. tokens: the one that ended it included. at_limit: `max_new_tokens` ended
-    it."""
+    it. needle: what was read of the needle; None where none is known, or the dense prompt gave the
+    whole answer."""
 
     tokens: list[int]
     at_limit: bool
+    needle: NeedleRead | None = None
 
 
 def generate(
@@ -377,6 +431,10 @@ def generate(
             most_left = max(answer.left for answer in answers)
             session, hidden = batch.decode_shared(branches, most_left - 1)
             last = batch.tensor([len(branch.shared) for _, branch in branches])
+            if session.needle_read is not None:
+                for at, answer in enumerate(answers):
+                    if answer.num_shared:
+                        answer.needle_read.append(session.needle_read[:, at, answer.num_shared - 1])
             writing = _Writing(session, attached)
             first_logits = writing.logits(answers, hidden[range(len(last)), last])
             num_told = 0
@@ -386,7 +444,7 @@ def generate(
                 num_told = num_ended
             reads += writing.reads + writing.session.reads
             for answer in answers:
-                result = Written(answer.tokens, not answer.ends_itself())
+                result = Written(answer.tokens, not answer.ends_itself(), answer.needle())
                 written |= dict.fromkeys(answer.requests, result)
     if reads.rows:
         reads.check_fired()
@@ -400,6 +458,9 @@ def generate(
 
 class _Answer(Draft):
     """An answer under way, and the requests that ask for it.
+
+    num_shared: decode rows before the answer. needle_read: of each decode row that gave a token,
+    the shares of the needle that the layers read, [layers].
 
     It ends with a token of `eos`, with the text of a stop (found by lm-eval's criteria in the
     spelling of the last tokens), or at the request's `max_new_tokens`.
@@ -415,10 +476,18 @@ class _Answer(Draft):
         super().__init__(request.max_new_tokens, request.sampling, request.key)
         self.requests = branch.requests
         self.request = request
+        self.num_shared = len(branch.shared)
+        self.needle_read: list[Tensor] = []
         self._eos = eos
         self._criteria = stop_sequences_criteria(tokenizer, list(request.stops), 0, 1)
         lengths = [criterion.sequence_id_len for criterion in self._criteria]
         self._looks_back = max(lengths, default=0)
+
+    def needle(self) -> NeedleRead | None:
+        """What the rows that gave the answer read of the needle."""
+        if not self.needle_read:
+            return None
+        return needle_read(self.request, torch.stack(self.needle_read, 1))
 
     def ends_itself(self) -> bool:
         last = torch.tensor([self.tokens[-self._looks_back :]])
@@ -468,4 +537,9 @@ class _Writing:
         ids = torch.tensor([[answer.tokens[-1]] for answer in answers], device=device)
         valid = torch.tensor([[not answer.ended] for answer in answers], device=device)
         counts = torch.tensor([len(answer.requests) for answer in answers], device=device)
-        return answers, self.logits(answers, self.session.decode(ids, valid, counts)[:, -1])
+        hidden = self.session.decode(ids, valid, counts)[:, -1]
+        if self.session.needle_read is not None:
+            for at, answer in enumerate(answers):
+                if not answer.ended:
+                    answer.needle_read.append(self.session.needle_read[:, at, 0])
+        return answers, self.logits(answers, hidden)

@@ -319,7 +319,9 @@ def _run_task(
     of_lengths, lengths = lengths_of(lm.written, repeats[0].contexts)
     found, by_question = found | of_lengths, by_question | lengths
     first = {request.document[1]: request for request in reversed(lm.requests)}
-    samples = samples_of(task, repeats, by_question, first, lm.written)
+    samples = samples_of(
+        task, repeats, by_question, first, lm.written, needles=lm.needles, marker=prefill.marker
+    )
     metrics = {plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
     if too_long == "truncate":

@@ -21,9 +21,10 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from harness.data.needles import needle_of
 from harness.errors import UserError
 from harness.model.load import LoadedModel
-from harness.scoring.answers import Document, Request, Score, Written
+from harness.scoring.answers import Document, NeedleRead, Request, Score, Written
 from harness.settings.config import GREEDY, Sampling, SamplingConfig
 
 FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
@@ -77,7 +78,8 @@ class ReplayLM(TemplateLM):
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type
     after another; a text that was scored whole has one for each of its windows. `truncated` holds
     the questions whose context was cut. `written` holds the generated answers of each question, one
-    list for each repeat.
+    list for each repeat. `needles` holds, for each question of a task that knows where its answer
+    stands, what the rows of each of its answers read of it.
 
     With several repeats `evaluate` asks once for each: the first time all answers are generated,
     and `repeat` says which are returned.
@@ -116,6 +118,8 @@ class ReplayLM(TemplateLM):
         self._planned: list[Request] = []
         self._too_long = too_long
         self._documents: list[Document] = []
+        self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
+        self._sentences: dict[Document, str] = {}
 
     # As `HFLM`
 
@@ -188,6 +192,7 @@ class ReplayLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """As lm-eval's, noting which requests are choices of one document."""
         self._documents = [_document(request) for request in requests]
+        self._note_needles(requests)
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
@@ -205,9 +210,13 @@ class ReplayLM(TemplateLM):
         planned = self._in_turns(asked)
         self.requests += planned
         answers = []
-        for (texts, _, continuation), scored in zip(requests, self._scorer(planned), strict=True):
+        scores = self._scorer(planned)
+        for (texts, _, continuation), asked_for, scored in zip(
+            requests, planned, scores, strict=True
+        ):
             divisor = len(continuation) if self._mean else 1
             answers.append((scored.log_likelihood / divisor, scored.is_greedy))
+            self._note_read(asked_for.document, scored.needle)
             self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
@@ -251,6 +260,7 @@ class ReplayLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Answers, cut at the first stop string. A question that is asked n times has n answers of
         its own."""
+        self._note_needles(requests)
         planned = self._in_turns([self._generation(request) for request in requests])
         if not self.repeat:
             self._planned = planned
@@ -290,7 +300,9 @@ class ReplayLM(TemplateLM):
         for _ in range(self._sampling.repeats):
             of_repeat: dict[Document, list[Written]] = defaultdict(list)
             for request in planned:
-                of_repeat[request.document].append(next(answers))
+                answer = next(answers)
+                of_repeat[request.document].append(answer)
+                self._note_read(request.document, answer.needle)
             self.written.append(of_repeat)
 
     def _sampling_of(self, request: Instance, given: Mapping[str, Any]) -> Sampling:
@@ -344,6 +356,7 @@ class ReplayLM(TemplateLM):
             document,
             max_new_tokens,
             tuple(stops),
+            needle=self._needle(document, text, cut),
         )
         return asked if sampling == GREEDY else asked._replace(sampling=sampling, seed=self._seed)
 
@@ -361,7 +374,35 @@ class ReplayLM(TemplateLM):
                 f"{_where(document)}: {num_tokens} tokens leave no decode row, so no method could "
                 "act on it"
             )
-        return Request((*context, *continuation), len(context), prefill_len, final_length, document)
+        needle = self._needle(document, text, cut)
+        ids = (*context, *continuation)
+        return Request(ids, len(context), prefill_len, final_length, document, needle=needle)
+
+    def _note_needles(self, requests: Sequence[Instance]) -> None:
+        """The sentences that hold the answers of the questions, of tasks that know them."""
+        for request in requests:
+            sentence = needle_of(request.task_name, request.doc)
+            if sentence is not None:
+                self._sentences[_document(request)] = sentence
+
+    def _note_read(self, document: Document, needle: NeedleRead | None) -> None:
+        if needle is not None:
+            self.needles[document].append(needle)
+
+    def _needle(self, document: Document, text: str, cut: int) -> tuple[int, int] | None:
+        """The tokens of the sentence that holds the answer, of a context without its first `cut`
+        tokens: the first, and the one after the last; None where they are not all there."""
+        sentence = self._sentences.get(document, "")
+        begin = text.find(sentence)
+        if not sentence or begin < 0 or not self.tokenizer.is_fast:
+            return None
+        end = begin + len(sentence)
+        tokens = []
+        offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
+        for index, (start, stop) in enumerate(offsets):
+            if stop > begin and start < end:
+                tokens.append(index - cut)
+        return (tokens[0], tokens[-1] + 1) if tokens and tokens[0] >= 0 else None
 
     def _in_turns(self, planned: list[Request]) -> list[Request]:
         """Give the requests that are answered from one cache one T, as a method may keep a share of

@@ -14,14 +14,23 @@ from typing import Any, NamedTuple
 
 from lm_eval.api.task import Task
 
+from harness.data.needles import needle_of
 from harness.data.ruler import facts
+from harness.errors import shortened
 from harness.results.samples import clustered_stderr
-from harness.scoring.answers import Document, Request, Written
+from harness.scoring.answers import Document, NeedleRead, Request, Written
 
 NO_FILTER = "none"
 GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
 """Metrics of every generated answer: its tokens, the one that ended it included, and whether
 `max_gen_toks` did."""
+QUESTION_LETTERS = CONTEXT_LETTERS = 240
+"""Letters that a sample keeps at most of a question and of its context."""
+BESIDE_LETTERS = 60
+"""Letters that it keeps of a context on either side of the needle."""
+ANSWER_LETTERS = 80
+"""Letters that it keeps of a choice."""
+SHARE_DIGITS = 4
 OTHER_LENGTH = -1
 """Score of a question under the metric of another length, in a task of several lengths."""
 
@@ -206,15 +215,19 @@ def samples_of(
     by_question: ByQuestion,
     requests: Mapping[int | None, Request],
     written: Sequence[Mapping[Document, Sequence[Written]]],
+    *,
+    needles: Mapping[Document, Sequence[NeedleRead]],
+    marker: str,
 ) -> Samples:
     """One entry a question, in lm-eval's order; requests: the first of each question, by its
-    number.
+    number. needles: what each answer's rows read of the needle. marker: begins a question.
 
     Enough to recompute the metrics and to look at what went wrong: question, context, its number
     under each metric that is a mean; of given choices their log_likelihoods, predicted and gold; of
     text that the model wrote text, filtered (by filter) and target; of a whole text its
-    log_likelihood; context_tokens, prefill_len; of RULER's `facts`. With several repeats, whose
-    first is the text, `repeats` has all of them.
+    log_likelihood; context_tokens, prefill_len; of RULER's `facts`; question_text and context_text,
+    shortened; of a known needle needle_tokens, needle_read and needle_read_max, means over the
+    answers. With several repeats, whose first is the text, `repeats` has all of them.
     """
     grouped = [_by_number(repeat.logged) for repeat in repeats]
     samples = []
@@ -230,8 +243,45 @@ def samples_of(
         request = requests.get(number)
         if request is not None:
             entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
-        samples.append(entry | facts(task.task_name, answers[0]["doc"]))
+        entry |= facts(task.task_name, answers[0]["doc"])
+        if task.OUTPUT_TYPE != "loglikelihood_rolling":
+            entry |= _texts(task, answers[0], marker)
+        entry |= _needle(needles.get((task.task_name, number), ()))
+        samples.append(entry)
     return samples
+
+
+def _texts(task: Task, sample: Mapping[str, Any], marker: str) -> dict[str, str]:
+    """The question and its context, in one line each: the question from the last `marker` on, the
+    context around the sentence that holds the answer where that is known."""
+    prompt = str(sample["arguments"][0][0]).rstrip()
+    at = max(0, prompt.rfind(marker))
+    context, question = prompt[:at], prompt[at:]
+    needle = needle_of(task.task_name, sample["doc"])
+    begin = -1 if needle is None else context.find(needle)
+    if needle is None or begin < 0:
+        shown = shortened(" ".join(context.split()), CONTEXT_LETTERS)
+    else:
+        end = begin + len(needle)
+        around = context[max(0, begin - BESIDE_LETTERS) : end + BESIDE_LETTERS]
+        before = "…" if begin > BESIDE_LETTERS else ""
+        after = "…" if end + BESIDE_LETTERS < len(context) else ""
+        shown = f"{before}{' '.join(around.split())}{after}"
+    words = shortened(" ".join(question.split()), QUESTION_LETTERS)
+    return {"question_text": words, "context_text": shown}
+
+
+def _needle(answers: Sequence[NeedleRead]) -> dict[str, float]:
+    """What the rows of a question's answers read of the needle; {} where that is not known."""
+    if not answers:
+        return {}
+    means = [answer.mean for answer in answers]
+    largest = [answer.most for answer in answers]
+    return {
+        "needle_tokens": answers[0].num_tokens,
+        "needle_read": round(sum(means) / len(means), SHARE_DIGITS),
+        "needle_read_max": round(sum(largest) / len(largest), SHARE_DIGITS),
+    }
 
 
 def _by_number(logged: Logged) -> dict[int, list[Mapping[str, Any]]]:
@@ -265,7 +315,12 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
             gold = 0  # a task of one continuation (LAMBADA) asks whether it is the likeliest
         elif isinstance(gold, str):
             gold = choices.index(gold) if gold in choices else None
-        return {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
+        found = {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
+        if choices:
+            found["predicted_text"] = shortened(str(choices[predicted]).strip(), ANSWER_LETTERS)
+            if gold in range(len(choices)):
+                found["gold_text"] = shortened(str(choices[gold]).strip(), ANSWER_LETTERS)
+        return found
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         return {"log_likelihood": float(sample["filtered_resps"][0])}
     text, *others = sample["resps"][0]  # others: of a task that asks for several answers

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,8 +31,10 @@ from harness.model.attached import Attached
 from harness.model.load import LoadedModel
 from harness.model.resources import Memo
 from harness.model.sizes import ReadStats
+from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup, prepare
-from harness.results.samples import clustered_stderr
+from harness.results.columns import ATTENTION_ERROR, ATTENTION_ERROR_P95
+from harness.results.samples import LAYERS, clustered_stderr
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
@@ -85,12 +88,15 @@ def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Window:
     """A scored window: its place as in `TextWindow`, per-row scores of the method, the full cache's
-    nll, and the sizes read."""
+    nll, the sizes read, and the errors of attention outputs (`ReplaySession.attention_errors`), of
+    which those of the first `exempt` layers are 0."""
 
     place: float
     scores: RowScores
     full_nll: Tensor
     reads: ReadStats
+    errors: Tensor
+    exempt: int
 
 
 def run_perplexity(
@@ -143,10 +149,11 @@ def _score(
     full_nll: Tensor,
     reference: Tensor,
 ) -> Window:
-    hidden, ids, reads = _hidden(attached, setup, window.ids, prefill_len)
-    reads.check_fired()
+    hidden, ids, session = _hidden(attached, setup, window.ids, prefill_len)
+    session.reads.check_fired()
     scores = score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference)
-    return Window(window.place, scores, full_nll, reads)
+    errors, exempt = session.attention_errors, session.method.num_exempt_layers
+    return Window(window.place, scores, full_nll, session.reads, errors, exempt)
 
 
 @torch.inference_mode()
@@ -163,11 +170,12 @@ def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> tu
 
 def _hidden(
     attached: Attached, setup: Setup, window: Sequence[int], prefill_len: int
-) -> tuple[Tensor, Tensor, ReadStats]:
+) -> tuple[Tensor, Tensor, ReplaySession]:
     """A window under a method, of which the first `prefill_len` tokens are the prompt.
 
     Returns the final hidden states of the rows from there on [rows, hidden_size], but for the last,
-    which predicts nothing; the window's ids [1, tokens]; what the rows read.
+    which predicts nothing; the window's ids [1, tokens]; the session, which knows what the rows
+    read.
     """
     # Row 0 sees only itself, so it can always be run as the prompt: prefill_len = 0 scores it too.
     prompt = max(1, prefill_len)
@@ -178,12 +186,13 @@ def _hidden(
         torch.tensor([len(window)], device=attached.device),
         len(window),
         measure_recall=True,
+        measure_errors=True,
     )
     hidden = session.prefill(ids[:, :prompt], real[:, :prompt])[0]
     hidden = torch.cat([hidden, session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]])[
         prefill_len:
     ]
-    return hidden, ids, session.reads
+    return hidden, ids, session
 
 
 def as_perplexity(nll: float, where: str) -> float:
@@ -211,7 +220,18 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     for name in ("attention_recall", *reads.sizes):
         metrics[name] = getattr(reads, name)
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
-    samples = {"windows": [_raw(window) for window in windows]}
+    num_layers = len(windows[0].errors)
+    exempt = min(windows[0].exempt, num_layers - 1)
+    errors = [window.errors[exempt:] for window in windows]
+    metrics |= error_metrics(errors)
+    layers = []
+    for layer in range(num_layers):
+        of_layer = [window.errors[layer] for window in windows]
+        layers.append({"layer": layer} | error_metrics(of_layer))
+    samples: dict[str, Any] = {"windows": []}
+    for window, of_window in zip(windows, errors, strict=True):
+        samples["windows"].append(_raw(window) | error_means(of_window))
+    samples[LAYERS] = layers
     return Outcome(
         {config.corpus.title: metrics},
         samples,
@@ -232,6 +252,28 @@ def _add(
         ]
         value = math.exp(value)
     metrics |= {name: value, f"{name}_stderr": _stderr(means)}
+
+
+def error_means(errors: Tensor) -> dict[str, float]:
+    """Mean and 95th percentile of relative errors, over all rows, heads and layers of them."""
+    values = errors.double().numpy()
+    return {
+        ATTENTION_ERROR.name: float(values.mean()),
+        ATTENTION_ERROR_P95.name: float(np.quantile(values, 0.95)),
+    }
+
+
+def error_metrics(errors: Sequence[Tensor]) -> dict[str, float | None]:
+    """`error_means` of all windows together, each with its standard error over windows.
+
+    errors: of each window, fp32 of any equal shape.
+    """
+    of_windows = [error_means(of_window) for of_window in errors]
+    metrics: dict[str, float | None] = {}
+    for name, value in error_means(torch.stack(list(errors))).items():
+        values = [of_window[name] for of_window in of_windows]
+        metrics |= {name: value, f"{name}_stderr": _stderr(values)}
+    return metrics
 
 
 def _stderr(values: Sequence[float | None]) -> float | None:
