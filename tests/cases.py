@@ -204,14 +204,14 @@ CASES = {
     "expected": Case(ExpectedAttention(kept_frac=0.5)),
     "rkv": Case(RKV(kept_tokens=8, divide_length=3, window=2, kernel=3)),
     "rkv-prompt": Case(RKV(kept_frac=0.85, divide_length=3, window=2, protect_prompt=True)),
-    "random": Case(RandomAttention(kept_tokens=None, kept_frac=0.8, divide_length=3)),
     "random-all": Case(RandomAttention(kept_tokens=9, divide_length=4, window=2, protect_prompt=False, seed=3)),
-    "triattention": Case(TriAttention(kept_tokens=None, kept_frac=0.8, divide_length=3)),
+    "random": Case(RandomAttention(kept_tokens=None, kept_frac=0.8, divide_length=3)),
     "triattention-all": Case(
         TriAttention(
             kept_tokens=10, divide_length=4, window=1, protect_prompt=False, normalize_scores=False, num_exempt_layers=0
         )
     ),
+    "triattention": Case(TriAttention(kept_tokens=None, kept_frac=0.8, divide_length=3)),
     "duo": Case(DuoAttention(num_sinks=2, num_recent=4)),
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
     "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", num_sinks=1, num_exempt_layers=0)),

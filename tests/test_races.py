@@ -26,7 +26,11 @@ from harness.live.links import CudaLink
 from harness.model.attach import attach
 
 STEPS = 4
-LINKED = {name: case for name, case in CASES.items() if case.method.when != "true_scores"}
+LINKED = {}
+for name, case in CASES.items():
+    # What keeps the whole prompt would keep these few steps, too.
+    if case.method.when != "true_scores" and not getattr(case.method, "protect_prompt", False):
+        LINKED[name] = case
 RUNS = [
     *((name, 0, True) for name in LINKED),
     *((name, 1, True) for name, case in LINKED.items() if case.method.names_rows and name in WIDE),

@@ -82,8 +82,8 @@ class Layer:
     methods get queries before the scale. unused: submodules that the query does not depend on, and
     the size of their output. query_modules: the submodules that it depends on. takes_indices: its
     rows attend to the tokens that an indexer chose. indexer: its own; None where it has none, or
-    reuses the choice of an earlier layer. output_factor: see `harness.model.rereading`; None until
-    it is asked for.
+    reuses the choice of an earlier layer. output_factor: see `harness.model.output_projection`;
+    None until it is asked for. is_output_plain: its output is known to be a projection alone.
     """
 
     module: nn.Module
@@ -105,6 +105,7 @@ class Layer:
     takes_indices: bool = False
     indexer: OwnIndexer | None = None
     output_factor: Tensor | None = None
+    is_output_plain: bool = False
 
     @property
     def no_mask(self) -> Tensor | None:

@@ -151,9 +151,10 @@ def across(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 def _counts(row: TableRow) -> str:
     """What the numbers of a table are of."""
+    models = "one model" if row["num_models"] == 1 else f"{row['num_models']} models"
     return (
         f"KL: {row['num_windows']} windows at {row['num_places']} places of the texts, on "
-        f"{row['num_models']} models ({row['model']})."
+        f"{models} ({row['model']})."
     )
 
 
