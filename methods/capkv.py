@@ -26,7 +26,7 @@ from torch.nn.functional import normalize
 from methods.base import PromptRows
 from methods.evicting import INF
 from methods.prompt_evicting import ComingQueriesState, PromptEvicting
-from methods.settings import Allowed, setting
+from methods.settings import setting, zero_or_more
 
 EPSILON = 1e-6
 """Added to a weight inside the sum, as in kvpress."""
@@ -70,7 +70,7 @@ class CapKV(PromptEvicting):
     tau: float = setting(
         5.0,
         "how steeply a token's weight grows with the cosine of its key and the mean query",
-        Allowed("a number >= 0", lambda value: value >= 0),
+        zero_or_more(),
     )
 
     title = "CapKV"

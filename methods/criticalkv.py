@@ -29,7 +29,7 @@ from methods.attention import PROMPT_CHUNK
 from methods.base import Geometry, floor_frac
 from methods.evicting import INF, least_worthy
 from methods.prompt_evicting import SnapKV, SnapKVState
-from methods.settings import Allowed, setting, share
+from methods.settings import setting, share, zero_or_more
 
 
 def output_norms(geometry: Geometry, layer: int, value: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class CriticalKV(SnapKV):
     epsilon: float = setting(
         1e-4,
         "added to the attention, so that a long value counts without any",
-        Allowed("a number >= 0", lambda value: value >= 0),
+        zero_or_more(),
     )
 
     title = "CriticalKV"

@@ -63,7 +63,7 @@ from methods.base import (
     share_above,
 )
 from methods.evicting import INF, Evicting, EvictingState, least_worthy
-from methods.settings import Allowed, least, odd, one_of, setting, share
+from methods.settings import least, odd, one_of, setting, share, zero_or_more
 
 STEEPNESS = 20
 """PyramidKV's beta: the last layer of a pyramid has about a 20th of the mean, if the prompt is long
@@ -410,7 +410,7 @@ class ExpectedAttention(PromptEvicting):
     epsilon: float = setting(
         0.0,
         "added to the expected attention, so that a long value counts without any",
-        Allowed("a number >= 0", lambda value: value >= 0),
+        zero_or_more(),
     )
 
     title = "Expected Attention"

@@ -77,6 +77,11 @@ def least(number: int, *, null: bool = False) -> Allowed:
     return Allowed(f"an integer >= {number}", lambda value: value >= number)
 
 
+def zero_or_more() -> Allowed:
+    """Numbers from 0 on."""
+    return Allowed("a number >= 0", lambda value: value >= 0)
+
+
 def share(*, zero: bool = False, null: bool = False) -> Allowed:
     """Numbers up to 1, above 0 (or from 0 on)."""
 

@@ -28,7 +28,7 @@ from harness.live.share import BatchLengths
 from harness.live.state_sizes import StateSizes, state_sizes
 from harness.live.store import KVStore, RowFormat
 from harness.model.attached import Attached
-from harness.model.policies import Policy, policies_of, require_layers
+from harness.model.policies import Policy, loses_tokens, policies_of, require_layers
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
@@ -41,7 +41,6 @@ from methods.codec import (
     mean_bits,
     without_keys,
 )
-from methods.evicting import EvictingState
 
 
 class LayerSizes(NamedTuple):
@@ -119,11 +118,6 @@ class Plan:
     of_state: dict[tuple[tuple[int, ...], int], StateSizes] = field(
         default_factory=dict, compare=False, repr=False
     )
-
-    @property
-    def evicts(self) -> bool:
-        """True if tokens leave the cache for good, as the method's class of states says."""
-        return not self.method.reads_all and issubclass(self.method.state, EvictingState)
 
     def __post_init__(self) -> None:
         require_layers(self.codec, self.model.geometry.num_layers)
@@ -210,7 +204,9 @@ class Plan:
                 ),
                 batch=len(lengths.prompts),
                 num_kv_heads=layer.num_kv_heads,
-                capacity=num_slots(self.method, policy, codec, lengths, evicts=self.evicts),
+                capacity=num_slots(
+                    self.method, policy, codec, lengths, evicts=loses_tokens(self.method)
+                ),
                 placement=self.placement,
                 device=torch.device("cpu"),
             )
@@ -253,7 +249,9 @@ class Plan:
             def capacity_of(number: int) -> int:
                 policy = numbered[number]
                 codec = self.codec_of(policy)
-                return num_slots(self.method, policy, codec, lengths, evicts=self.evicts)
+                return num_slots(
+                    self.method, policy, codec, lengths, evicts=loses_tokens(self.method)
+                )
 
             self.of_state[key] = state_sizes(
                 self.method,

@@ -187,12 +187,16 @@ def new_states(
     return states
 
 
+def loses_tokens(method: Method) -> bool:
+    """Whether tokens leave the cache for good, as the method's class of states says. Their slots
+    are used again."""
+    return not method.reads_all and issubclass(method.state, EvictingState)
+
+
 def evicts(method: Method) -> bool:
     """Whether a method evicts tokens and reads all others. A pool, of which a method reads a part,
     is not meant."""
-    return (
-        not method.reads_all and method.when == "kept" and issubclass(method.state, EvictingState)
-    )
+    return loses_tokens(method) and method.when == "kept"
 
 
 def _shares_selections(method: Method, num_layers: int) -> bool:
