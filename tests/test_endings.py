@@ -25,6 +25,7 @@ from tests.runs import reading, tiny_loaded
 ROOT = Path(__file__).resolve().parent.parent
 WATCHED = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.insert(0, {root!r})
 from harness.errors import interruptible
 from harness.run.watched import watched
