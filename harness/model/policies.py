@@ -196,7 +196,8 @@ def loses_tokens(method: Method) -> bool:
 def evicts(method: Method) -> bool:
     """Whether a method evicts tokens and reads all others. A pool, of which a method reads a part,
     is not meant."""
-    return loses_tokens(method) and method.when == "kept"
+    # A method of one's own may make its states itself, and name no class of them.
+    return method.when == "kept" and loses_tokens(method)
 
 
 def _shares_selections(method: Method, num_layers: int) -> bool:
