@@ -170,11 +170,12 @@ def test_other_models_take_the_numbers_of_exempt_layers_of_the_default_model(res
     rows += [exempt(quest, layers, 1 / (1 + layers), method="kascade", size=0.3) for layers in (0, 1, 2)]
     write_leaderboard(other, rows)
     monkeypatch.setattr("harness.results.board_cells.shipped_table", lambda name: other / "tables" / name)
-    found = as_tuned(["quest", "int4", "sparq", "kascade"], [0.05, 0.1])
+    found = as_tuned(["quest", "int4", "sparq", "kascade"], [0.05, 0.1], 2)
     small, large = "nearest:0.05", "nearest:0.1"
     assert found[:2] == [["quest", small, 2], ["quest", large, 1]]
     assert found[2:] == [[name, size, 0] for name in ("int4", "sparq", "kascade") for size in (small, large)]
-    asked = ["grid=evidence", "model=gemma3-270m", "grid.data_root=.", "grid.methods=[quest]"]
+    assert as_tuned(["quest"], [0.05, 0.1], 1) == [["quest", small, 1], ["quest", large, 1]], "as many as there may be"
+    asked = ["grid=evidence", "model=qwen2.5-coder-0.5b", "grid.data_root=.", "grid.methods=[quest]"]
     with choosing("full", "quest", "int4", "sparq"):
         cells = read_plan(compose(asked).grid, asked).cells
     tuned = [("quest", 0.05, 2), ("quest", 0.1, 1), ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
@@ -186,6 +187,22 @@ def test_other_models_take_the_numbers_of_exempt_layers_of_the_default_model(res
     assert [what_runs(cell) for cell in cells] == expected
     assert {cell.task.num_sentences for cell in cells} == {40}, "as long as the shorter windows"
     assert all(cell.corpus.spread for cell in cells) and {cell.seq_len - cell.prefill_len for cell in cells} == {64}
+
+
+def test_a_model_whose_layers_are_too_few_for_exempt_ones_gets_none(results, other, monkeypatch):
+    row = row_of(board(results), "InfiniGen")
+    quest = row | {"method": "quest", "label": "Quest", "asked_size": 0.1, "size": 0.1}
+    write_leaderboard(other, [exempt(quest, 0, 0.2), exempt(quest, 2, 0.1)])
+    monkeypatch.setattr("harness.results.board_cells.shipped_table", lambda name: other / "tables" / name)
+
+    def exempt_layers(model: str) -> set[int]:
+        asked = ["grid=evidence", f"model={model}", "grid.methods=[quest]", "grid.sizes=[0.1]"]
+        with choosing("full", "quest"):
+            cells = read_plan(compose(asked).grid, asked).cells
+        return {cell.method.num_exempt_layers for cell in cells if cell.method_name == "quest"}
+
+    assert exempt_layers("qwen2.5-coder-1.5b") == {2}
+    assert exempt_layers("gemma3-270m") == {0}
 
 
 def what_runs(cell: RunConfig) -> tuple[Any, ...]:

@@ -34,14 +34,16 @@ def cells_of_tasks(results_dir: str, size: float | None = None) -> list[list[Any
     return cells
 
 
-def as_tuned(methods: Sequence[str], sizes: Sequence[float]) -> list[list[Any]]:
-    """`${as_tuned:${grid.methods},[0.05,0.10]}` in a grid: [method, size, exempt layers] of each
-    method at each size, whatever model the grid runs.
+def as_tuned(methods: Sequence[str], sizes: Sequence[float], most: int) -> list[list[Any]]:
+    """`${as_tuned:${grid.methods},[0.05,0.10],2}` in a grid: [method, size, exempt layers] of each
+    method at each size.
 
     The number of exempt layers is that with the least KL at this size on the leaderboard of the
     default model that the project ships. It is 0 for a method that is not there, and for one that
     has this size with none of the numbers: more layers would only make it larger. UserError for a
     damaged table.
+
+    most: the most exempt layers that the grid's model can have at these sizes.
     """
     path = shipped_table(f"{NAME}.csv")
     rows = read_table(path) if path else []
@@ -55,7 +57,8 @@ def as_tuned(methods: Sequence[str], sizes: Sequence[float]) -> list[list[Any]]:
     cells = []
     for method in methods:
         for size in sizes:
-            cells.append([method, f"nearest:{size}", best.get((method, size), 0)])
+            exempt = min(best.get((method, size), 0), most)
+            cells.append([method, f"nearest:{size}", exempt])
     return cells
 
 
