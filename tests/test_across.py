@@ -23,7 +23,7 @@ from harness.results import write as tables
 from harness.results.across_stats import Design, Estimate, compare_all, holm, ranks
 from harness.results.columns import TableRow, read_table, shape_of
 from harness.results.evidence_tables import ANSWERS, TEXTS
-from harness.run.compose import load
+from harness.run.compose import compose, load
 from harness.settings.schema import CONF_DIR
 from plots import data, style
 from plots.across import draw
@@ -588,6 +588,8 @@ def test_the_claims_of_the_project_name_methods_that_there_are():
     for found in across_claims.claims_of(says["claims"]):
         named |= {found.label, found.other}
     labels = {load([f"method={path.stem}"]).label for path in (CONF_DIR / "method").glob("*.yaml")}
+    over_int8 = compose(["grid=evidence"]).grid.over_int8
+    labels |= {load([f"method={name}", "codec=int8", "group_size=16"]).label for name in over_int8}
     assert named <= labels
 
 

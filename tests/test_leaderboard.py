@@ -179,12 +179,16 @@ def test_other_models_take_the_numbers_of_exempt_layers_of_the_default_model(res
     with choosing("full", "quest", "int4", "sparq"):
         cells = read_plan(compose(asked).grid, asked).cells
     tuned = [("quest", 0.05, 2), ("quest", 0.1, 1), ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
-    expected = [("code", 1024, *cell) for cell in [("full", None, 2), *tuned]]
+    over_int8 = [(method, size, 0) for method in ("oracle", "infinigen2-sampled") for size in (0.05, 0.1)]
+    expected = [("code", 1024, *cell) for cell in [("full", None, 2), *tuned, *over_int8]]
     expected += [(text, 1024, "full", None, 2) for text in ("book", "wikitext2")]
     expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in tuned]
-    expected += [("tasks", 1024, *cell) for cell in [("full", None, 2), *tuned[:2]]]
+    expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in over_int8]
+    expected += [("tasks", 1024, *cell) for cell in [("full", None, 2), *tuned[:2], *over_int8]]
     expected += [(text, 4096, *cell) for text in ("code", "book", "wikitext2") for cell in tuned[:2]]
     assert [what_runs(cell) for cell in cells] == expected
+    coded = [cell for cell in cells if cell.codec == "int8"]
+    assert [what_runs(cell)[2:] for cell in coded] == over_int8 * 4 and {cell.group_size for cell in coded} == {16}
     assert {cell.task.num_sentences for cell in cells} == {40}, "as long as the shorter windows"
     assert all(cell.corpus.spread for cell in cells) and {cell.seq_len - cell.prefill_len for cell in cells} == {64}
 
