@@ -4,10 +4,12 @@
     python -m benchmarks.step --labels infinigen2 infinigen2+rows infinigen+reuse batch_size=4
     python -m benchmarks.step --labels doublesparsity loki quest      methods by name, their rows behind the link
     python -m benchmarks.step --labels infinigen2+rows infinigen2-sampled device_rows=2
+    python -m benchmarks.step --labels infinigen2+rows infinigen2-sampled,codec=int8,group_size=16,device_rows=2
 
 In every round each system decodes from the same prompt, the ideal first. A ratio is that of a round's median steps;
-printed are its median over the rounds and its spread, and the medians of a step's segments. What is left are settings
-of every system, such as the model. Under `platform=cpu` the link is emulated, so only the rest is measured.
+printed are its median over the rounds and its spread, and the medians of a step's segments. Settings are those of every
+system, such as the model; those after a label's comma are its own. Under `platform=cpu` the link is emulated, so only
+the rest is measured.
 """
 
 from __future__ import annotations
@@ -32,22 +34,34 @@ from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 
 IDEAL = "ideal"
 SIZE = "0.1"
-NOT_IDEAL = ("size=", "method.", "codec=", "rotation=", "device_rows=", "prefetch=")
+NOT_IDEAL = ("size=", "method.", "codec=", "group_size=", "rotation=", "device_rows=", "prefetch=")
 """Settings that the ideal does not have."""
 
 
 def config_of(label: str, settings: Sequence[str]) -> RunConfig:
-    """The run of a system, or of a method by its name. The ideal has none of `NOT_IDEAL`."""
+    """The run of a system, or of a method by its name, with its own settings after commas. The ideal has none of
+    `NOT_IDEAL`."""
+    label, *own = label.split(",")
     named = f"label={label}" if label in LABELS else f"method={label}"
     sized = [] if label == IDEAL else [f"size={SIZE}"]
     common = ["experiment=latency", "batch_size=8", "repeats=1", "timed_steps=16", named, *sized]
     given = [setting for setting in settings if label != IDEAL or not setting.startswith(NOT_IDEAL)]
-    return load([*common, *given])
+    return load([*common, *given, *own])
 
 
 def timed_run(config: RunConfig, setup: Setup) -> TimedRun:
     """The run that `experiment=latency` makes of a config."""
     return TimedRun(setup.method, config.latency, config.placement, setup.codec, config.device_rows, config.prefetch)
+
+
+def labels_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that are labels, and those that are settings: a setting has a = before any comma."""
+    labels: list[str] = []
+    settings: list[str] = []
+    for word in words:
+        kind = settings if "=" in word.partition(",")[0] else labels
+        kind.append(word)
+    return labels, settings
 
 
 def compare(labels: Sequence[str], settings: Sequence[str], rounds: int) -> None:
@@ -78,7 +92,8 @@ def compare(labels: Sequence[str], settings: Sequence[str], rounds: int) -> None
     print(f"{loaded.name}, {shape.batch_size} x {shape.prompt_len} + {shape.gen_len} tokens, {rounds} rounds")
     print(f"{num_threads} compute threads, link {rate.bytes_per_s / 1e9:.2f} GB/s, {first.platform.name}")
     titles = "".join(f"{segment:>12}" for segment in SEGMENTS)
-    print(f"{'ms a step':18}{'step':>9}{'x ideal':>9} {'(spread)':16}{titles}")
+    width = max(18, *(len(name) + 1 for name in names))
+    print(f"{'ms a step':{width}}{'step':>9}{'x ideal':>9} {'(spread)':16}{titles}")
     for name in names:
         ratios = [ours / ideal for ours, ideal in zip(steps[name], steps[IDEAL], strict=True)]
         of_step = f"{1e3 * statistics.median(steps[name]):9.1f}{statistics.median(ratios):9.2f}"
@@ -86,7 +101,7 @@ def compare(labels: Sequence[str], settings: Sequence[str], rounds: int) -> None
         for segment in SEGMENTS:
             median = statistics.median(medians[segment] for medians in segments[name])
             parts += f"{1e3 * median:12.1f}"
-        print(f"{name:18}{of_step} ({spread(ratios)}){'':4}{parts}")
+        print(f"{name:{width}}{of_step} ({spread(ratios)}){'':4}{parts}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def act() -> None:
         print(machine())
         keep_freed_memory()  # before anything large is allocated
-        compare(options.labels, options.settings, options.rounds)
+        labels, settings = labels_and_settings([*options.labels, *options.settings])
+        compare(labels, settings, options.rounds)
 
     return exit_code(act)
 
