@@ -71,6 +71,9 @@ window.alert = () => troubles.push("an alert");
 PROBE = """{
 const explorer = document.querySelector("#explorer");
 const wait = seconds => new Promise(done => setTimeout(done, 1000 * seconds));
+// Virtual time passes at once, and does not wait for the thread that unpacks: keep busy for real time.
+const busy = () => { for (let count = 0; count < 5e7; count++); };
+const until = async ready => { for (let tries = 0; tries < 100 && !ready(); tries++) { busy(); await wait(0.1); } };
 const points = () => [...explorer.querySelectorAll(".chart .mark-symbol.role-mark path")];
 const at = point => {
   const { x, y, width, height } = point.getBoundingClientRect();
@@ -90,7 +93,8 @@ const choose = async (name, value) => {
 };
 const column = table => [...table.tBodies[0].rows].map(row => row.cells[3].textContent);
 (async () => {
-  await wait(3);
+  await until(() => points().length);
+  await wait(1);
   const seen = { first: points().length, shown: hover(points().at(-2)) };
   const click = point => {
     for (const kind of ["pointerdown", "mousedown", "pointerup", "mouseup", "click"])
@@ -111,10 +115,10 @@ const column = table => [...table.tBodies[0].rows].map(row => row.cells[3].textC
   table.querySelectorAll("th button")[3].click();
   seen.after = column(table);
   location.hash = "#page-lost-questions";
-  await wait(2);
   const lost = document.querySelector("#lost");
   const listed = () => [...[...lost.querySelectorAll("table")].at(-1).tBodies[0].rows]
     .map(row => [...row.cells].map(cell => cell.textContent));
+  await until(() => listed().length);
   const pick = (name, value, kind) => {
     const choice = lost.querySelector(`[name=${name}]`);
     choice.value = value;
@@ -152,7 +156,7 @@ def chromium(profile: Path, *arguments: str) -> str:
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-        "--virtual-time-budget=15000", f"--user-data-dir={profile}", *arguments,
+        "--virtual-time-budget=40000", f"--user-data-dir={profile}", *arguments,
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 

@@ -30,8 +30,8 @@ def lost_questions(records: Mapping[str, Sequence[Record]]) -> list[Json]:
 
     records: by the folder within the results, "" for the results themselves. A set has its `name`;
     `questions`: by number context, question, right answer and the full cache's; `runs`: of each its
-    `name`, and of each question that it lost [number, answer, share of the needle that was read,
-    the largest of a layer].
+    `name`, by which they are ordered, and of each question that it lost [number, answer, share of
+    the needle that was read, the largest of a layer].
     """
     sets: dict[tuple[str, ...], Json] = {}
     for where, of_folder in records.items():
@@ -44,6 +44,8 @@ def lost_questions(records: Mapping[str, Sequence[Record]]) -> list[Json]:
             except BAD_VALUE_ERRORS as error:
                 path = f"{record['experiment']}/{record['run_id']}/record.json"
                 log.warning("%s: damaged record (%r); its questions are left out", path, error)
+    for questions in sets.values():
+        questions["runs"].sort(key=lambda run: run["name"])
     return list(sets.values())
 
 
