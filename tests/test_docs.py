@@ -353,22 +353,31 @@ def test_contributing_names_every_hook():
 
 # Numbers
 
-IN_TABLES = {"full cache": "Full cache", "oracle": "Oracle", "StreamingLLM": "Streaming"}
+def cells(text: str) -> list[list[str]]:
+    """The cells of the first table that the text begins, without the line below its header."""
+    lines = itertools.takewhile(lambda line: line.startswith("|"), text.splitlines())
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return rows[:1] + rows[2:]
 
 
-def test_the_readmes_table_is_that_of_the_leaderboard():
-    """Size, memory, KL and its error, and the mean accuracy of the two tasks, which have as many questions each."""
-    board = pd.read_csv(ROOT / "results" / "tables" / "leaderboard.csv")
-    board = board[board.exempt_choice.isin(["best", "both"]) & (board.asked_size.isna() | (board.asked_size == 0.1))]
-    board = board.set_index("label")
-    text = prose(ROOT / "README.md").partition("| full cache |")
-    lines = [line.strip("| ").split(" | ") for line in "".join(text[1:]).partition("\n\n")[0].splitlines()]
-    assert len(lines) == 14
-    for label, *cells in lines:
-        row = board.loc[IN_TABLES.get(label, label)]
-        accuracy = (row.kv_recall + row.passkey) / 2
-        expected = [[100 * row["size"]], [100 * row.resident_frac], [row.kl_nats, row.kl_nats_stderr], [100 * accuracy]]
-        for cell, numbers in zip(cells, expected, strict=True):
-            for shown, number in zip(re.findall(r"[-+]?[\d.]+", cell), numbers, strict=False):
-                digits = len(shown.partition(".")[2])
-                assert float(shown) == pytest.approx(number, abs=0.51 * 10**-digits), (label, cell)
+def test_the_readmes_table_is_that_across_models():
+    page = (ROOT / "results" / "across.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    shown = cells(readme[readme.index("| label | size (%) | kept") :])
+    assert len(shown) > 10 and shown == cells(page[page.index("| label ") :])
+    rows = pd.read_csv(ROOT / "results" / "tables" / "across.csv")
+    rows = rows[(rows.seq_len == 1024) & (rows.asked_size.isna() | (rows.asked_size == 0.1))].set_index("label")
+    for label, *numbers_shown in shown[1:]:
+        row = rows.loc[label]
+        answers = [row.answers_difference, row.answers_difference_low, row.answers_difference_high]
+        expected = [
+            [100 * row.size_low, 100 * row.size_high],
+            [100 * row.resident_frac_low, 100 * row.resident_frac_high],
+            [row.ratio, row.ratio_low, row.ratio_high],
+            [row["rank"], row.rank_low, row.rank_high],
+            [100 * points for points in answers],
+        ]
+        for cell, numbers in zip(numbers_shown, expected, strict=True):
+            for number_shown, number in zip(re.findall(r"[-+]?[\d.]+", cell), numbers, strict=False):
+                digits = len(number_shown.partition(".")[2])
+                assert float(number_shown) == pytest.approx(number, abs=0.51 * 10**-digits), (label, cell)
