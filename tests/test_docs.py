@@ -353,6 +353,7 @@ def test_contributing_names_every_hook():
 
 # Numbers
 
+
 def cells(text: str) -> list[list[str]]:
     """The cells of the first table that the text begins, without the line below its header."""
     lines = itertools.takewhile(lambda line: line.startswith("|"), text.splitlines())
