@@ -536,9 +536,10 @@ def test_a_claim_is_judged_on_each_model(results, monkeypatch, tmp_path, fields,
         assert f"{min(verdicts)}: " in page and re.search(r"\| +all 3 models +\|", page)
 
 
-def test_a_claim_at_another_size_and_other_questions_are_not_judged(results):
+@pytest.mark.parametrize("others", [{"asked": 16}, {"prompt_len": 950}])
+def test_a_claim_at_another_size_and_other_questions_are_not_judged(results, others):
     put(results, TEXTS, [*window_rows("big", 8, ["Oracle"]), *window_rows("big", 8, ["InfiniGen2"], size=0.2)])
-    put(results, ANSWERS, [*answer_rows("big", ["Full cache"]), *answer_rows("big", ["Far"], asked=16)])
+    put(results, ANSWERS, [*answer_rows("big", ["Full cache"]), *answer_rows("big", ["Far"], **others)])
     rows = made(results, "across-claims")
     assert {row["verdict"] for row in rows if row["label"] == "InfiniGen2" and row["other"] == "Oracle"} == {
         "another size",

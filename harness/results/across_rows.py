@@ -325,10 +325,16 @@ def gap_of(own: Answers, other: Answers, contexts: Sequence[Context]) -> Gap | N
 
 
 def same_contexts(own: Answers, other: Answers) -> list[Context]:
-    """The contexts on which both were asked as many questions."""
+    """The contexts on which both were asked the same questions: as many, in prompts of one length.
+
+    A context is known by its number alone, which other questions of the task have too.
+    """
     found = []
     for context, row in own.items():
-        if context in other and other[context]["asked"] == row["asked"]:
+        others_row = other.get(context)
+        if others_row is None:
+            continue
+        if (row["asked"], row["prompt_len"]) == (others_row["asked"], others_row["prompt_len"]):
             found.append(context)
     return found
 
