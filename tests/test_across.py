@@ -403,6 +403,15 @@ def test_a_method_on_one_further_model_leaves_the_table_as_it_was(results):
     assert {row["label"] for row in of_own} >= {"Oracle", "Mine"} and {row["count"] for row in of_own} >= {8, 16}
 
 
+def test_readmes_rows_at_another_length_say_the_questions_too(results):
+    for folder, (model, count) in MODELS.items():
+        add(results / folder, TEXTS, window_rows(model, count, seq_len=4096))
+    across.write([results])
+    page = (results / "across.md").read_text()
+    assert page.count("## README rows") == 2 and "windows of 4,096 tokens" in page
+    assert page.count("questions on") == 2 and "was not asked" not in page
+
+
 def test_one_text_and_one_window_have_no_interval(tmp_path):
     one = [row for row in window_rows("big", 1) if row["text"] == "book"]
     put(tmp_path, TEXTS, one)
