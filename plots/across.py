@@ -41,7 +41,10 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         axes.set_title(f"size {100 * size:.0f} %")
         _explain(axes, lengths, bool(rows.is_apart.any()))
     most = rows[~rows.is_apart] if not rows.is_apart.all() else rows
-    counts = f"{most.num_models.max():.0f} models, {most.num_windows.max():.0f} windows a length"
+    of_length = []
+    for seq_len, windows in most.groupby("seq_len").num_windows:
+        of_length.append(f"{windows.max():.0f} windows of {seq_len:,.0f} tokens")
+    counts = f"{most.num_models.max():.0f} models, " + ", ".join(of_length)
     return style.finish(figure, f"{counts}; bars: 95 % interval, over places of the texts")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from matplotlib.text import Text
 from test_report import Page
 from test_tables import TEXT_METRICS, answers, save, sizes
 
@@ -703,6 +704,8 @@ def test_the_figure_has_a_panel_a_size_and_a_line_a_method(results):
     assert xs == pytest.approx([0.5, 0.5, 0.51, 0.51, 1, 1, 2, 4, 4], rel=0.03)
     (legend,) = figure.legends
     assert {text.get_text() for text in legend.get_texts()} >= {"windows of 1,024 tokens", "not compared"}
+    notes = " ".join(text.get_text() for text in figure.findobj(Text))
+    assert "3 models, 40 windows of 1,024 tokens, 40 windows of 4,096 tokens" in notes
     assert draw(data.Tables(results / "nothing"), "across") is None
 
 
