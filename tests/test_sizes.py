@@ -113,10 +113,15 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
 
 def test_a_size_that_was_not_asked_for_is_told_once(caplog):
     rows = [TokenCounts(cached, 50, 100) for cached in range(50, 99)]
+    geometry = replace(GEOMETRY, num_layers=10)
     for target in (0.211, 0.211, 0.3):  # the first cannot be: two of ten layers and five tokens are the least
-        sized_as_stored(Streaming(), None, replace(GEOMETRY, num_layers=10), rows, target, nearest=True)
+        sized_as_stored(Streaming(), None, geometry, rows, target, nearest=True)
+    sized_as_stored(Streaming(), None, geometry, rows, 0.212, nearest=True, preset="mine")
     said = [record.message for record in caplog.records]
-    assert said == ["Streaming: asked for size 0.211, the nearest size here is 0.256"]
+    assert said == [
+        "method Streaming: asked for size 0.211, the nearest size here is 0.256",
+        "method=mine: asked for size 0.212, the nearest size here is 0.256",
+    ]
 
 
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():

@@ -371,15 +371,18 @@ def sized_as_stored(
     target: float,
     *,
     nearest: bool,
+    preset: str | None = None,
 ) -> Method:
     """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest
     to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
-    nearest: take it however far it is, with a warning beyond a tenth of the target. Raises
-    UserError where, otherwise, nothing lands within `TOLERANCE`, and where the method has no size
+    nearest: take it however far it is, with a warning beyond a tenth of the target. preset: by
+    which the user chose the method; messages name it, or else the method's title. Raises UserError
+    where, otherwise, nothing lands within `TOLERANCE`, and where the method has no size
     to set, or allows none at these lengths.
     """
+    called = f"method {method.title}" if preset is None else f"method={preset}"
     counted, num_layers = Counter(rows), geometry.num_layers
     widths = code_widths(without_keys(codec) if method.holds_keys else codec, geometry)
 
@@ -393,21 +396,19 @@ def sized_as_stored(
             middle = (low + high) / 2
             low, high = (middle, high) if size_of(middle) < target else (low, middle)
     except ValueError as error:
-        refusal = f"size={target:g}: method {method.title} cannot be sized so: {error}"
+        refusal = f"size={target:g}: {called} cannot be sized so: {error}"
         raise UserError(refusal) from error
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
     taken = size_of(best)
     if abs(taken - target) > TOLERANCE and not nearest:
         allowed = f"{size_of(least):.3f} to {size_of(1.0):.3g}"
         raise UserError(
-            f"size={target}: the nearest size of {method.title} is {taken:.3f}; "
+            f"size={target}: the nearest size of {called} is {taken:.3f}; "
             f"allowed here: {allowed} (method.num_exempt_layers={method.num_exempt_layers} of "
             f"{num_layers} layers read the full cache), or size=nearest:{target}"
         )
     if is_unmet(target, taken):
-        warn_once(
-            f"{method.title}: asked for size {target:g}, the nearest size here is {taken:.3f}"
-        )
+        warn_once(f"{called}: asked for size {target:g}, the nearest size here is {taken:.3f}")
     return method.with_size(best)
 
 

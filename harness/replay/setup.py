@@ -105,6 +105,7 @@ def prepare(
             decode_rows(),
             config.size,
             nearest=config.sizing == "nearest",
+            preset=config.method_name,
         )
     return _setup(config, method, loaded, attached)
 

@@ -118,9 +118,14 @@ def _sized(config: RunConfig, geometry: Geometry) -> Method:
     for cached in range(lengths.prompt_len, context - 1):
         rows.append(TokenCounts(cached, lengths.prompt_len, context))
     if config.size is not None and not config.size_is_measured:
-        is_nearest = config.sizing == "nearest"
         method = sized_as_stored(
-            method, codec_of(config), geometry, rows, config.size, nearest=is_nearest
+            method,
+            codec_of(config),
+            geometry,
+            rows,
+            config.size,
+            nearest=config.sizing == "nearest",
+            preset=config.method_name,
         )
     last = geometry.num_layers - 1
     if method.tokens_read(rows[-1], last) is None:
