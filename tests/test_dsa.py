@@ -259,7 +259,7 @@ def test_bytes_on_the_device_and_over_the_link_are_exact(name, method, choosing,
         assert sum(tensor.nbytes for tensor in keys) == choosing * batch * columns * HEAD_DIM * 4
         assert session.host_bytes == 4 * batch * columns * slot_bytes
         buffers = sum(buffer.nbytes for share in session.shares.values() for buffer in share.buffers)
-        assert buffers == 2 * batch * (columns + 1) * slot_bytes, "as large as a layer's rows, where none is exempt"
+        assert buffers == 2 * batch * (TOP_K + 1) * slot_bytes, "for what a layer chooses, and the own row"
         assert session.device_bytes >= buffers + sum(tensor.nbytes for tensor in keys)
         # Over the link
         by_layer = [0] * 4

@@ -232,7 +232,10 @@ def num_fetched_ahead(
 
 
 def most_selected(method: Method, lengths: BatchLengths, numbers: Sequence[int]) -> int:
-    """The most tokens that a KV head reads in any layer under the method, in any step."""
+    """The most tokens that a KV head reads in any layer under the method, in any step; all of them
+    where the method has no layer."""
+    if not numbers:
+        return lengths.columns
     most = 0
     for steps in range(lengths.max_new_tokens + 1):
         for row, number in product(lengths.rows(steps), numbers):
@@ -247,12 +250,13 @@ def plan_buffers(
     selected: int,
     num_ahead: int,
 ) -> BufferPlan:
-    """Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; where
-    rows stay, each of the layers that name their rows (`hot`) keeps one for them."""
+    """Each of the first `num_ahead` layers has its own buffer; two serve all others in turns, with
+    room for the `selected` rows; where rows stay, each of the layers that name their rows (`hot`)
+    keeps one for them."""
     ahead, others = stores[:num_ahead], stores[num_ahead:]
 
     def rows_of(store: KVStore) -> int:
-        return min(selected, store.capacity) if num_ahead else store.capacity
+        return min(selected, store.capacity)
 
     largest = max(others, key=lambda store: store.buffer_bytes(rows_of(store)))
     num_rows = rows_of(largest)
