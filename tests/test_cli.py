@@ -72,6 +72,19 @@ def test_a_sweep_with_a_size_runs_the_full_cache_as_it_is(runs, capsys):
     assert main(["-m", "method=int4,h2o", "size=nearest:0.2"]) == 0
 
 
+def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys):
+    of_both = ["-m", "method=quest,freekv", "method.page_size=8", "size=0.2,0.3"]
+    assert main(of_both) == 0
+    assert [(config.method_name, config.method.page_size, config.size) for config in runs.configs] == [
+        ("quest", 8, 0.2), ("quest", 8, 0.3), ("freekv", 8, 0.2), ("freekv", 8, 0.3),
+    ]  # fmt: skip
+    capsys.readouterr()
+    for pages in ("8", "8,16"):
+        assert main(["-m", "method=quest,h2o", f"method.page_size={pages}"]) == 2
+        assert only_error(capsys).startswith("error: unknown setting method.page_size: allowed: num_exempt")
+    assert len(runs.configs) == 4, "Hydra composes all jobs before the first runs"
+
+
 def test_help_lists_methods_and_systems(runs, capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out

@@ -389,7 +389,26 @@ def read_words(argv: Sequence[str]) -> list[str]:
             raise UserError(f"{word}: settings are read from the project's conf/ alone; {own}")
         is_setting = "=" in word and not word.startswith("-")
         words.append(_checked(word, is_sweep) if is_setting else word)
-    return words
+    return _with_each_file(words) if is_sweep else words
+
+
+def _with_each_file(words: Sequence[str]) -> list[str]:
+    """The words of a sweep. Of `method=quest,freekv method.page_size=8` Hydra would ask the default
+    method for the page size, since it composes what is not swept first. As a sweep over one value
+    the setting is read with each of the two files."""
+    swept = set()
+    for word in words:
+        name, is_setting, _ = word.partition("=")
+        if is_setting and is_group(name) and isinstance(read_override(word).value(), ChoiceSweep):
+            swept.add(name)
+    found = []
+    for word in words:
+        name, _, typed = word.partition("=")
+        is_of_file = typed != "" and name.partition(".")[0] in swept - {name}
+        if is_of_file and not isinstance(read_override(word).value(), Sweep | Glob):
+            word = f"{name}=choice({typed})"
+        found.append(word)
+    return found
 
 
 def _checked(word: str, is_sweep: bool) -> str:
