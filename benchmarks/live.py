@@ -56,8 +56,8 @@ def random_model(name: str, device: torch.device, **changes: Any) -> Any:
 def transformers_steps(model: Any, prompt: SharedPrompt, steps: int) -> tuple[list[float], float]:
     """Seconds of each decode step of transformers on a `DynamicCache` that holds the prompt, and page faults a step."""
     cache = DynamicCache(config=model.config)
-    for layer, (_, key, value) in enumerate(prompt.prompt.layers):
-        cache.update(key, value, layer)
+    for layer, states in enumerate(prompt.prompt.layers):
+        cache.update(states.key, states.value, layer)
     with torch.inference_mode():
         token = model.get_output_embeddings()(prompt.prompt.hidden).argmax(-1)
         faults, times = _page_faults(), [idle_s(model.device)]

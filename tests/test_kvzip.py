@@ -51,7 +51,7 @@ def states_of(attached, ids: list[int]) -> tuple[list[list[torch.Tensor]], list[
 
     modules = [attention_of(attached.model, layer) for layer in range(attached.geometry.num_layers)]
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-    keep = PromptPass(attached, keep=lambda _, *states: seen.append([each[0].double() for each in states]))
+    keep = PromptPass(attached, keep=lambda _, prompt: seen.append([each[0].double() for each in prompt.tensors()]))
     attached.forward(torch.tensor([ids]), torch.arange(len(ids))[None], keep)
     for hook in hooks:
         hook.remove()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import CASES
 from fake_cuda import CUDA, LIBC10, fake_gpu, fake_model, fake_runtime
-from living import CPU, PROMPT, PROMPTS, attached_with_link, force, live, open_live, tiny, token_batch
+from living import CPU, PROMPT, PROMPTS, attached_with_link, calibration_of, force, live, open_live, tiny, token_batch
 from test_fake_cuda import opened, system_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,6 +153,7 @@ def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(famil
     ids, real = token_batch((256, 256), 0)
     with attach(tiny_model(model_type, **LARGE, **shape)) as attached, torch.inference_mode():
         attached.decoder.rows_at_once = rows
+        calibration_of(attached)  # kept by the process, so it is no part of the first session
         for codec in ("full", "int4"):
             with Held("cpu") as held, closing(open_live(attached, CASES[codec], 4)) as session:
                 token = session.prefill(ids, real).argmax(-1)

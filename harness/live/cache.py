@@ -26,11 +26,11 @@ from torch import Tensor
 from harness.live.links import Ticket
 from harness.live.share import DeviceShare
 from harness.live.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
+from harness.model.dense_prompts import LayerPrompt
 from harness.model.indexer import IndexCall
 from harness.model.policies import Policy, SelectErrors, check_selection
 from methods.base import (
     EMPTY,
-    LayerInputs,
     Method,
     PromptRows,
     QueryRows,
@@ -227,19 +227,13 @@ class LayerCache:
             tokens = self.batch.tokens[:, None]
         return tokens[..., : self.slots_in_use() + 1]
 
-    def keep_prompt(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs | None = None,
-        index_keys: Tensor | None = None,
-    ) -> None:
+    def keep_prompt(self, prompt: LayerPrompt) -> None:
         """Write the prompt, or the part that the method keeps, to the store."""
+        query, key, value = prompt.query, prompt.key, prompt.value
         self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
-            rows = PromptRows(self.batch.real, slots, inputs, index_keys)
+            rows = PromptRows(self.batch.real, slots, prompt.inputs, prompt.index_keys)
             self.state.prompt(self.policy.number, query, key, value, rows)
         if isinstance(self.state, EvictingState):
             columns = self.state.compact(self.policy.number, self.store.capacity)

@@ -18,8 +18,9 @@ from harness.live.cache import Fetch, Fetcher, LayerCache
 from harness.live.share import DeviceShare, TokenBatch
 from harness.live.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
+from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import Policy
-from methods.base import EMPTY, LayerInputs, Method, Selection, State, Window
+from methods.base import EMPTY, Method, Selection, State, Window
 from methods.codec import RowCodec, SplitCodec
 
 
@@ -52,15 +53,9 @@ class ValuesCache(LayerCache):
         self.present = torch.empty(0, dtype=torch.bool)
         self.num_prompt = 0
 
-    def keep_prompt(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs | None = None,
-        index_keys: Tensor | None = None,
-    ) -> None:
-        super().keep_prompt(query, key, value, inputs, index_keys)
+    def keep_prompt(self, prompt: LayerPrompt) -> None:
+        super().keep_prompt(prompt)
+        key, value = prompt.key, prompt.value
         mask = self.state.resident(self.policy.number)
         rows = self.batch.rows(0)
         most = max(self.method.tokens_resident(row, self.policy.number) for row in rows)
@@ -171,15 +166,9 @@ class ResidualCache(LayerCache):
         slots = torch.arange(self.slots_in_use(), device=cached.device)
         return torch.cat([slots < stored, self._ring_tokens(cached) >= stored], -1)[:, None, None]
 
-    def keep_prompt(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs | None = None,
-        index_keys: Tensor | None = None,
-    ) -> None:
-        key, value = self._from_first_token(key), self._from_first_token(value)
+    def keep_prompt(self, prompt: LayerPrompt) -> None:
+        key = self._from_first_token(prompt.key)
+        value = self._from_first_token(prompt.value)
         prompts, cached = self.batch.prompts, self.batch.positions[:, None]
         tokens = self._ring_tokens(cached)
         keys, values = self.keys[:, :, : self.ring_rows], self.values[:, :, : self.ring_rows]
@@ -301,17 +290,11 @@ class LocalCache:
         """Bytes of the ring."""
         return self.keys.nbytes + self.values.nbytes
 
-    def keep_prompt(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs | None = None,
-        index_keys: Tensor | None = None,
-    ) -> None:
+    def keep_prompt(self, prompt: LayerPrompt) -> None:
         """Keep the prompt's last columns."""
-        prompt = key.shape[2]
-        last = torch.arange(max(0, prompt - self.ring_rows), prompt, device=key.device)
+        key, value = prompt.key, prompt.value
+        columns = key.shape[2]
+        last = torch.arange(max(0, columns - self.ring_rows), columns, device=key.device)
         self.keys = key.new_zeros(*key.shape[:2], self.ring_rows, key.shape[3])
         self.values = value.new_zeros(*value.shape[:2], self.ring_rows, value.shape[3])
         rows = KeyValue(key[:, :, last], value[:, :, last])

@@ -31,7 +31,7 @@ from harness.live.step_reads import StepReads
 from harness.live.store import KVStore
 from harness.live.timeline import StepClock, Timeline
 from harness.model.attached import Attached, launching_on
-from harness.model.dense_prompts import PrefilledPrompt
+from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.policies import (
     Policy,
     evicts,
@@ -45,7 +45,7 @@ from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
-from methods.base import Calibration, LayerInputs, Method, State
+from methods.base import Calibration, Method, State
 from methods.codec import FLOAT_DTYPES, CacheCodec, Codec, without_keys
 
 
@@ -392,20 +392,12 @@ class LiveSession:
             if cache.policy.kind == "method":
                 self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
 
-    def _keep_prompt(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs | None = None,
-        index_keys: Tensor | None = None,
-    ) -> None:
+    def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
         """Hand a layer's prompt to its cache. The first state shows what each layer keeps of a
         prompt, so the memory of the others is asked for before they keep theirs."""
         cache = self.caches[layer]
-        with launching_on(key.device):
-            cache.keep_prompt(query, key, value, inputs, index_keys)
+        with launching_on(prompt.key.device):
+            cache.keep_prompt(prompt)
         if not isinstance(cache, LayerCache) or cache.state is None:
             return
         alike: list[LayerCache] = []

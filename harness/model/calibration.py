@@ -20,6 +20,7 @@ from torch import Tensor
 from harness.errors import UserError, one_line
 from harness.files import replacing, text_sha256
 from harness.model.attached import Attached
+from harness.model.dense_prompts import LayerPrompt
 from harness.model.prompts import PromptPass
 from methods.base import Calibration, Method
 
@@ -37,10 +38,11 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
     tokens = torch.tensor([ids], device=attached.device)
     layers: list[Calibration] = []
 
-    def measure(layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> None:
+    def measure(layer: int, prompt: LayerPrompt) -> None:
         if attached.numbers[layer] is not None:
+            query, key = prompt.query[0], prompt.key[0]
             earlier = [_on_device(tensors, key.device) for tensors in layers]
-            layers.append(method.calibrate(query[0], key[0], attached.geometry, earlier))
+            layers.append(method.calibrate(query, key, attached.geometry, earlier))
 
     positions = torch.arange(len(ids), device=attached.device)[None]
     num_threads = torch.get_num_threads()

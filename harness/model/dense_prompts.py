@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from harness.model.model_cache import ModelCache
+from methods.base import LayerInputs
+
+
+class LayerPrompt(NamedTuple):
+    """What a dense pass over prompts makes in one attention layer.
+
+    query, key, value: [batch, heads, prompt, size]. inputs: of the layer's module, where the pass
+    was asked for them. index_keys: of a layer with an indexer of its own, [batch, prompt, size].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    inputs: LayerInputs | None = None
+    index_keys: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All but the inputs, which last no longer than the layer's turn."""
+        found = [self.query, self.key, self.value]
+        return found if self.index_keys is None else [*found, self.index_keys]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> LayerPrompt:
+        """The layer of which these are the `tensors`."""
+        query, key, value, *index_keys = tensors
+        return cls(query, key, value, None, *index_keys)
+
+
+Keep = Callable[[int, LayerPrompt], None]
+"""Takes a layer and its prompt."""
 
 
 @dataclass
 class PrefilledPrompt:
     """A prompt that has run, from which several methods can start.
 
-    ids, real: [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads,
-    prompt, size]; hidden: final hidden states of the last column [batch, hidden_size]; model_cache:
-    recurrent layers' states. worth: what second readings found, by method and layer, for the runs
-    that share the prompt; None where none do. index_keys: by layer with an indexer of its own, what
-    it makes of the prompt [batch, prompt, head_dim].
+    ids, real: [batch, prompt]; layers: the attention layers; hidden: final hidden states of the
+    last column [batch, hidden_size]; model_cache: recurrent layers' states. worth: what second
+    readings found, by method and layer, for the runs that share the prompt; None where none do.
     """
 
     ids: Tensor
     real: Tensor
-    layers: list[tuple[Tensor, Tensor, Tensor]]
+    layers: list[LayerPrompt]
     hidden: Tensor
     model_cache: ModelCache
     worth: dict[str, dict[int, Tensor]] | None = None
-    index_keys: dict[int, Tensor] = field(default_factory=dict)
 
-    def hand_to(self, keep: Callable[..., None]) -> None:
-        """Give every layer to `keep` (`harness.model.prompts.Keep`)."""
-        for layer, (query, key, value) in enumerate(self.layers):
-            more = {}
-            if layer in self.index_keys:
-                more["index_keys"] = self.index_keys[layer]
-            keep(layer, query, key, value, **more)
+    def hand_to(self, keep: Keep) -> None:
+        """Give every layer to `keep`."""
+        for layer, prompt in enumerate(self.layers):
+            keep(layer, prompt)
 
 
 class DensePrompts:
@@ -67,10 +91,8 @@ class DensePrompts:
         if key not in self._kept:
             prompt, hidden = run()
             num_bytes = hidden.nbytes
-            for query, keys, values in prompt.layers:
-                num_bytes += query.nbytes + keys.nbytes + values.nbytes
-            for index_keys in prompt.index_keys.values():
-                num_bytes += index_keys.nbytes
+            for layer in prompt.layers:
+                num_bytes += sum(tensor.nbytes for tensor in layer.tensors())
             if num_bytes > self.free:
                 self._drop_unused()
             if num_bytes > self.free:
@@ -102,8 +124,8 @@ class _KeptPrompt:
 def _mapped(prompt: PrefilledPrompt, hidden: Tensor, num_bytes: int) -> _KeptPrompt:
     """The prompt, its tensors in a file without a name."""
     with NamedTemporaryFile(suffix=".pt") as file:
-        torch.save([prompt.layers, hidden, prompt.index_keys], file)
+        torch.save([[layer.tensors() for layer in prompt.layers], hidden], file)
         file.flush()
-        layers, hidden, index_keys = torch.load(file.name, mmap=True, weights_only=True)
-    mapped = replace(prompt, layers=layers, hidden=hidden[:, -1], worth={}, index_keys=index_keys)
+        layers, hidden = torch.load(file.name, mmap=True, weights_only=True)
+    mapped = replace(prompt, layers=[*map(LayerPrompt.of, layers)], hidden=hidden[:, -1], worth={})
     return _KeptPrompt(mapped, hidden, num_bytes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from harness.model.attached import Attached, Handler
 from harness.model.attention import prompt_attention
-from harness.model.dense_prompts import PrefilledPrompt
+from harness.model.dense_prompts import Keep, LayerPrompt, PrefilledPrompt
 from harness.model.indexer import IndexCall, choose_of_prompt
 from harness.model.model_cache import ModelCache
 from methods.base import Geometry, LayerInputs
@@ -18,15 +18,11 @@ from methods.base import Geometry, LayerInputs
 PASS_TOKENS = 2048
 """Prompt tokens that a serving engine takes in one pass (chunked prefill: 2,048 to 8,192 in vLLM
 and SGLang). A session that takes over its prompt is sized for them."""
-Keep = Callable[..., None]
-"""Takes a layer, and its query, key and value [batch, heads, prompt, size]; behind them its
-`LayerInputs` where the pass was asked for them, and as `index_keys` those of a layer with an
-indexer of its own, [batch, prompt, head_dim]."""
 
 
 class PromptPass(Handler):
-    """A dense causal pass over prompts. `keep` takes each layer's number, query, key and value.
-    The rows of a model with indexers of its own attend to what these choose.
+    """A dense causal pass over prompts. `keep` takes what each layer makes of them. The rows of a
+    model with indexers of its own attend to what these choose.
 
     real: bool [batch, prompt], False for the padding on the left; None: there is none.
     needs_inputs: `keep` is given the inputs of each layer's module, too. chosen: the columns that
@@ -62,11 +58,8 @@ class PromptPass(Handler):
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         known = self.attached.layers[layer]
         if self.keep is not None:
-            given: list[Any] = [query, key, value]
-            if self.needs_inputs:
-                given.append(self.inputs)
-            more = {} if self.index_keys is None else {"index_keys": self.index_keys}
-            self.keep(layer, *given, **more)
+            inputs = self.inputs if self.needs_inputs else None
+            self.keep(layer, LayerPrompt(query, key, value, inputs, self.index_keys))
         self.inputs = self.index_keys = None  # not held beyond the layer
         chosen = None
         if known.takes_indices:
@@ -91,25 +84,20 @@ def held_prompt(
     attached: Attached, ids: Tensor, real: Tensor, model_cache: ModelCache
 ) -> tuple[PrefilledPrompt, Tensor]:
     """A prompt that has run, and the hidden states of its columns [batch, prompt, hidden_size]."""
-    layers: list[tuple[Tensor, Tensor, Tensor]] = []
-    indexed: dict[int, Tensor] = {}
+    layers: list[LayerPrompt] = []
 
     def alone(states: Tensor) -> Tensor:
         """A copy of a part of a larger tensor, a fused projection, that would be kept with it."""
         is_part = states.untyped_storage().nbytes() > states.nbytes
         return states.clone() if is_part else states
 
-    def keep(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, index_keys: Tensor | None = None
-    ) -> None:
-        layers.append((alone(query), alone(key), alone(value)))
-        if index_keys is not None:
-            indexed[layer] = index_keys
+    def keep(layer: int, prompt: LayerPrompt) -> None:
+        query, key, value = alone(prompt.query), alone(prompt.key), alone(prompt.value)
+        layers.append(LayerPrompt(query, key, value, index_keys=prompt.index_keys))
 
     handler = PromptPass(attached, real, keep)
     hidden = attached.forward(ids, positions_of(real), handler, model_cache, real)
-    prompt = PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache, index_keys=indexed)
-    return prompt, hidden
+    return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
 class PassSizes(NamedTuple):

@@ -21,10 +21,10 @@ from harness.errors import UserError
 from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention
 from harness.model.calls import Call
-from harness.model.dense_prompts import PrefilledPrompt
+from harness.model.dense_prompts import Keep, PrefilledPrompt
 from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_factor
-from harness.model.prompts import Keep, PromptPass, held_prompt, positions_of, prompt_bytes
+from harness.model.prompts import PromptPass, held_prompt, positions_of, prompt_bytes
 from methods.base import Method, PromptRows, Repetition, RereadRows, State
 
 
@@ -40,10 +40,10 @@ def run_prompts(
 ) -> Tensor:
     """Run left-padded prompts densely, or take a kept pass. Reread them if the method asks for it.
 
-    ids, real: [batch, prompt]. keep: takes every layer's number, query, key and value, as they come
-    or after the second reading, and the layer's inputs where the method needs them. A pass that was
-    kept has no inputs, so the prompt then runs anew. Returns final hidden states of the dense pass
-    [batch, prompt, hidden_size].
+    ids, real: [batch, prompt]. keep: takes every layer, as they come or after the second reading,
+    with the layer's inputs where the method needs them. A pass that was kept has no inputs, so the
+    prompt then runs anew. Returns final hidden states of the dense pass [batch, prompt,
+    hidden_size].
     """
     if method.needs_inputs:
         with_inputs = PromptPass(attached, real, keep, needs_inputs=True)
@@ -145,7 +145,9 @@ def _worth(
             worth[number] = torch.zeros(shape, device=layer.device)
     for at, first, ids, positions, repetition in passes:
         own = slice(at, at + 1), slice(None), slice(first, None)
-        alone = [(query[own], key[own], value[own]) for query, key, value in prompt.layers]
+        alone = []
+        for states in prompt.layers:
+            alone.append((states.query[own], states.key[own], states.value[own]))
         handler = _RereadPass(attached, method, alone, repetition)
         cache = prompt.model_cache.fork(torch.arange(at, at + 1, device=ids.device))
         with handler.hooks():

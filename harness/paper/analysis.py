@@ -23,6 +23,7 @@ from harness.files import cache_dir
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import cached_calibration
+from harness.model.dense_prompts import LayerPrompt
 from harness.model.load import LoadedModel, model_config
 from harness.model.prompts import PromptPass
 from harness.model.shape import WEIGHT_BYTES, count_weights
@@ -157,10 +158,10 @@ class Subject:
         """One dense pass. keep: takes the number, query, key and value of each layer that sees
         every token, the layers that methods number."""
 
-        def numbered(layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> None:
+        def numbered(layer: int, prompt: LayerPrompt) -> None:
             number = self.attached.numbers[layer]
             if keep is not None and number is not None:
-                keep(number, query, key, value)
+                keep(number, prompt.query, prompt.key, prompt.value)
 
         positions = torch.arange(self.num_tokens, device=self.ids.device)[None]
         self.attached.forward(self.ids, positions, PromptPass(self.attached, keep=numbered))

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from harness.live.hot_rows import HotRows, rooms
 from harness.model.attached import Attached
+from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import fitted, new_states, policies_of, require_layers
 from harness.model.rereading import run_prompts
 from harness.model.sizes import ReadStats, SessionConstants, resident_share
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
-from methods.base import Calibration, LayerInputs, Lengths, Method, PromptRows, State
+from methods.base import Calibration, Lengths, Method, PromptRows, State
 from methods.codec import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
 
 
@@ -128,23 +129,16 @@ class ReplaySession:
         self.reads += ReadStats(pairs=pairs, pairs_read=pairs, constants=self._constants())
         return hidden
 
-    def _keep_prompt(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs | None = None,
-        index_keys: Tensor | None = None,
-    ) -> None:
+    def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
         """A layer's prompt joins the history, and the state of the method that governs the
         layer."""
+        query, key, value = prompt.query, prompt.key, prompt.value
         self.history.keep(layer, key, value, slice(0, key.shape[2]))
         policy, device = self.policies[layer], self.attached.layers[layer].device
         if policy.kind != "method" or device not in self.states:
             return
         state = self.states[device]
-        rows = self.prompt_rows[device]._replace(inputs=inputs, index_keys=index_keys)
+        rows = self.prompt_rows[device]._replace(inputs=prompt.inputs, index_keys=prompt.index_keys)
         state.prompt(policy.number, query, key, value, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()

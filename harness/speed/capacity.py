@@ -26,6 +26,7 @@ from harness.live.needs import Plan, sizes_of
 from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.attached import Attached
+from harness.model.dense_prompts import LayerPrompt
 from harness.model.load import LoadedModel
 from harness.model.policies import fitted
 from harness.model.resources import Memo
@@ -137,19 +138,15 @@ def _repeated(shared: SharedPrompt, batch: int, repeats: int) -> SharedPrompt:
     own time, which is that of one sequence, stands for each of the repeats and is not reported."""
     prompt = shared.prompt
     layers = []
-    for states in prompt.layers:
-        query, key, value = (part.expand(batch, -1, -1, -1) for part in states)
-        layers.append((query, key, value))
-    index_keys = {}
-    for layer, keys in prompt.index_keys.items():
-        index_keys[layer] = keys.expand(batch, -1, -1)
+    for layer in prompt.layers:
+        of_batch = [tensor.expand(batch, *tensor.shape[1:]) for tensor in layer.tensors()]
+        layers.append(LayerPrompt.of(of_batch))
     repeated = replace(
         prompt,
         ids=prompt.ids.expand(batch, -1),
         real=prompt.real.expand(batch, -1),
         layers=layers,
         hidden=prompt.hidden.expand(batch, -1),
-        index_keys=index_keys,
     )
     return SharedPrompt(repeated, [shared.dense_s[0]] * repeats)
 
