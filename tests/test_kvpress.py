@@ -81,7 +81,7 @@ def prompted(model, method, prompts=PROMPT, steps=0):
     with attach(model) as attached:
         session = open_replay(attached, Setup(method, None, None), real)
         keep = session._keep_prompt
-        session._keep_prompt = lambda layer, *given: (seen.append(given), keep(layer, *given))
+        session._keep_prompt = lambda layer, prompt: (seen.append(prompt.tensors()), keep(layer, prompt))
         columns = max(prompts)
         session.prefill(ids[:, :columns], real[:, :columns])
         (state,) = session.states.values()

@@ -186,13 +186,12 @@ def test_other_models_take_the_numbers_of_exempt_layers_of_the_default_model(res
     expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in tuned]
     expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in over_int8]
     expected += [("tasks", 1024, *cell) for cell in [("full", None, 2), *tuned[:2], *over_int8]]
-    long_full, long_tuned, long_over_int8 = [("full", None, 2)], tuned[1:2], over_int8[1::2]
-    expected += [("code", 4096, *cell) for cell in (*long_full, *long_tuned, *long_over_int8)]
-    for tuned_cells in (long_full, long_tuned, long_over_int8):
-        expected += [(text, 4096, *cell) for text in ("book", "wikitext2") for cell in tuned_cells]
+    expected += [("code", 4096, *cell) for cell in [("full", None, 2), *tuned[:2], *over_int8]]
+    for of_length in ([("full", None, 2)], tuned[:2], over_int8):
+        expected += [(text, 4096, *cell) for text in ("book", "wikitext2") for cell in of_length]
     assert [what_runs(cell) for cell in cells] == expected
     coded = [cell for cell in cells if cell.codec == "int8"]
-    assert [what_runs(cell)[2:] for cell in coded] == over_int8 * 4 + long_over_int8 * 3
+    assert [what_runs(cell)[2:] for cell in coded] == over_int8 * 7
     assert {cell.group_size for cell in coded} == {16}
     assert {cell.task.num_sentences for cell in cells} == {40}, "as long as the shorter windows"
     assert all(cell.corpus.spread for cell in cells) and {cell.seq_len - cell.prefill_len for cell in cells} == {64}
@@ -221,11 +220,11 @@ def what_runs(cell: RunConfig) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("model", "counts"),
-    [("smollm2-135m", (8, 128, 4)), ("qwen2.5-coder-0.5b", (4, 64, 4)), ("qwen2.5-coder-1.5b", (4, 32, 2))],
+    [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("qwen2.5-coder-1.5b", (4, 32))],
 )
 def test_slower_models_get_fewer_windows_and_questions(model, counts):
     grid = compose(["grid=evidence", f"model={model}"]).grid
-    assert (grid.windows, grid.questions, grid.long.windows) == counts
+    assert (grid.windows, grid.questions) == counts
     assert compose(["grid=evidence", f"model={model}", "grid.windows=3"]).grid.windows == 3
 
 
