@@ -106,7 +106,13 @@ from methods.base import (
 )
 from methods.compiled import kernels_for
 from methods.evicting import EvictingState
-from methods.projected import BITS_MEANING, INDEX_BITS, ProjectedState, right_vectors
+from methods.projected import (
+    BITS_MEANING,
+    INDEX_BITS,
+    ProjectedState,
+    right_vectors,
+    tokens_of,
+)
 from methods.sampling import lasting_numbers, log_weights, sampled
 from methods.selection import Selecting, SelectingBy, at_least, largest
 from methods.settings import Allowed, least, one_of, setting, share
@@ -278,7 +284,9 @@ class OracleState(State):
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         scores = rows.true_scores().clone()
-        return self.method.choose(scores, rows, self.lengths.final, self.geometry, layer=layer)
+        selection = self.method.choose(scores, rows, self.lengths.final, self.geometry, layer=layer)
+        every_key = rows.positions * (self.geometry.head_dim / self.geometry.elements)
+        return selection._replace(side=every_key.double())
 
 
 @dataclass(frozen=True)
@@ -354,6 +362,13 @@ class InfiniGenState(ProjectedState):
         partial = super().partial_key(layer, key)
         return partial - self.centre[layer] if layer in self.centre else partial
 
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """The partial keys, the projection, and the mean that its coded index takes off."""
+        read = super().index_read(layer, positions)
+        if layer in self.centre:
+            read = read + tokens_of(self.centre[layer][0, 0], self.geometry)
+        return read
+
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """Steps 3 and 4."""
         scores = self.scores(layer, rows)
@@ -400,9 +415,11 @@ class SampledState(InfiniGenState):
         return selection._replace(side=self.index_read(layer, rows.positions))
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """The partial keys, and a byte a token."""
+        """The index, a byte a token, and the mean value, which a row's own value is compared
+        with."""
         of_bytes = positions.double() / (2 * self.geometry.elements)
-        return super().index_read(layer, positions) + of_bytes
+        mean = tokens_of(self.mean_value[layer][0, 0], self.geometry)
+        return super().index_read(layer, positions) + of_bytes + mean
 
 
 def coded_distances(distances: Tensor) -> Tensor:

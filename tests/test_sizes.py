@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from statistics import mean
@@ -166,16 +167,31 @@ CACHED = range(PROMPT, PROMPT + STEPS)
 @pytest.mark.parametrize(
     ("method", "tokens"),
     [
-        # ceil(0.3 * 16) of 16 columns of every cached key, and no value
-        (InfiniGen(skew=False, fixed_fetch=5), 5 / 32),
-        (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), 4 / 32),
-        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), 5 / 32 * mean(20 / t for t in CACHED)),
-        (InfiniGen(index="balanced"), 5 / 32),
-        (InfiniGen(partial_weight_ratio=1.0, index_bits=4), 16 * (4 + 32 / 16) / 16 / 32),
-        (InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0), 16 * (2 + 32 / 16) / 16 / 32),
-        (DoubleSparsity(rank=0.25), 4 / 32),
-        (DoubleSparsity(rank=0.25, index_bits=4), 4 * (4 + 32 / 4) / 16 / 32),
-        (Loki(rank=0.3), 5 / 32),
+        # ceil(0.3 * 16) of 16 columns of every cached key, no value, and the projection of 16 x 5 numbers once
+        (InfiniGen(skew=False, fixed_fetch=5), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
+        (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
+        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED)),
+        # two projections; with codes, the mean of the coded keys too
+        (InfiniGen(index="balanced"), mean((5 * t + 2 * 16 * 5) / 32 / t for t in CACHED)),
+        (
+            InfiniGen(index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4),
+            mean((8 * 8 / 16 * t + 2 * 16 * 8 * 8 / 16 + 8) / 32 / t for t in CACHED),
+        ),
+        (InfiniGen(partial_weight_ratio=1.0, index_bits=4), mean((16 * 6 / 16 * t + 16 * 16) / 32 / t for t in CACHED)),
+        (
+            InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0),
+            mean((16 * 4 / 16 * t + 16 * 16) / 32 / t for t in CACHED),
+        ),
+        # and with a sample a byte a token, and the mean value
+        (
+            InfiniGen(index="balanced", alpha=math.inf, group="sum_probs", rest="sampled"),
+            mean((5.5 * t + 2 * 16 * 5 + 16) / 32 / t for t in CACHED),
+        ),
+        (DoubleSparsity(rank=0.25), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
+        (DoubleSparsity(rank=0.25, index_bits=4), mean((4 * 12 / 16 * t + 16 * 4) / 32 / t for t in CACHED)),
+        (Loki(rank=0.3), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
+        # every key
+        (Oracle(), 0.5),
         # 4 of 16 channels, and half a token for the mean value
         (SparQ(), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
         (SparQ(mean_value=False), 4 / 32),

@@ -115,9 +115,12 @@ def resident_share(
     tokens exact. final: int [batch], T. rooms: of each sequence the fetched rows that a KV head
     keeps in each layer that names its rows; None: none stay. A state's tensors of a sequence count
     as they are, in a batch as long as the longest sequence needs them; those of slots count as many
-    slots as tokens are kept, of however many there is room for.
+    slots as tokens are kept, of however many there is room for. A method that selects by the true
+    scores needs every token there.
     """
     final = final.cpu()
+    if states and states[0].method.when == "true_scores":
+        return torch.ones(len(final), dtype=torch.float64)
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
     layers = range(num_exempt, geometry.num_layers)
     kept = torch.zeros(len(final), dtype=torch.float64)

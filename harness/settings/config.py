@@ -159,13 +159,19 @@ class CorpusConfig:
 
     offset_tokens: where the first window begins. None: after the calibration text where both are
     the same text, else 0. spread: window i of n begins at i/n of the text from there on; False:
-    windows follow one another.
+    windows follow one another. seed: of spread windows, each begins at a random place of its n-th
+    of the text; None: at the first.
     """
 
     name: Literal["offline", "code", "book", "wikitext2", "random"]
     path: FileText | None = None
     offset_tokens: Natural | None = None
     spread: bool = False
+    seed: Natural | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not self.spread:
+            raise UserError(f"corpus.seed={self.seed}: needs corpus.spread=true")
 
     @property
     def title(self) -> str:
