@@ -145,8 +145,6 @@ class Dsa(Method):
         None, "layers that choose, beside the first; null: by every"
     )
 
-    num_exempt_layers: int = 0
-
     title = "DSA"
     state = DsaState
     when = "own_query"

@@ -653,6 +653,7 @@ class InfiniGen(ScoreSelecting, SelectingBy):
     )
 
     when: When = "previous_layer"
+    num_exempt_layers: int = 2  # `layer_id > 1` in the artifact: layer 1 is the first that predicts
 
     title = "InfiniGen"
     needs_prompt = True

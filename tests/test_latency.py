@@ -269,6 +269,12 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
     assert load(["experiment=latency", *overrides]).label == label
 
 
+def test_a_system_may_leave_first_layers_to_the_full_cache():
+    default, given = (load(["label=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"]))
+    assert default.method == H2O() and given.method == H2O(num_exempt_layers=2)
+    assert default.label == given.label == "offload+h2o"
+
+
 ON_CUDA = ["platform=cuda"]
 
 
@@ -283,6 +289,7 @@ ON_CUDA = ["platform=cuda"]
         ([*ON_CUDA, "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
         (["label=ideal", "placement=host"], "placement=host: label=ideal stands for placement=device"),
         (["label=offload", "method=h2o"], "method=h2o: label=offload stands for method=full"),
+        (["label=offload", "method.alpha=3"], "method.alpha: label=offload stands for method=full"),
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
         (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
         ([*ON_CUDA, "placement=managed", "device_rows=2"], "device_rows=2: placement=managed fetches no"),

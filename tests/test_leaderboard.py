@@ -23,7 +23,7 @@ from harness.results.board_cells import as_tuned
 from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table
 from harness.results.fastest import fastest
 from harness.results.fronts import GRID, REFERENCES, fronts
-from harness.results.leaderboard import PAPERS_EXEMPT_LAYERS, complete
+from harness.results.leaderboard import complete
 from harness.results.leaderboard import write as write_leaderboard
 from harness.results.pages import sheets_of
 from harness.results.samples import clustered_stderr
@@ -125,11 +125,23 @@ def test_every_method_is_in_the_grid_and_the_frontier_measures_as_it_does():
     cells = OmegaConf.to_container(leaderboard)["cells"]
     assert [cell["method"] for cell in cells] == ["full", "${choices:method,full,dsa,random,triattention}"]
     assert choices("method") == options("method") and set(REFERENCES.values()) <= set(options("method"))
-    assert {*PAPERS_EXEMPT_LAYERS, "full"} == {*options("method")}
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
     tasks = OmegaConf.load(GRID.with_stem("leaderboard-tasks")).settings
     own = {name: value for name, value in {**leaderboard.settings, **tasks}.items() if name not in OF_TASKS}
     assert dict(frontier.settings) == own | {"method.num_exempt_layers": 0}
+
+
+OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
+    ("doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "knorm", "quest", "turboquant2",
+     "turboquant3", "turboquant4", "twilight"), 2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", choices("method"))
+def test_a_method_exempts_as_many_layers_as_its_official_code(method):
+    default, given = (load([f"method={method}", *more]) for more in ([], ["method.num_exempt_layers=3"]))
+    assert default.method.num_exempt_layers == OF_OFFICIAL_CODE.get(method, 0)
+    assert given.method.num_exempt_layers == 3, "the command line wins"
 
 
 def test_a_method_without_a_size_runs_once_a_number_of_exempt_layers(plan):

@@ -103,15 +103,17 @@ def _answers(record: Record) -> Iterator[TableRow]:
 def _of_run(record: Record) -> TableRow:
     """What all rows of a run have."""
     config = record["config"]
+    codec = "/".join(filter(None, (config["codec"], config.get("value_codec"))))
+    is_full = config["method_name"] == FULL and not codec
     return {
         "experiment": record["experiment"],
         "model": config["model"]["name"],
         "method": config["method_name"],
-        "codec": "/".join(filter(None, (config["codec"], config.get("value_codec")))),
+        "codec": codec,
         "label": config["label"],
         "settings": in_words(record["settings"]),
         "asked_size": config["size"],
-        "exempt_layers": config["method"].get("num_exempt_layers"),
+        "exempt_layers": None if is_full else config["method"].get("num_exempt_layers"),
         "source": "measured",
         "run_id": record["run_id"],
     }

@@ -44,6 +44,7 @@ from harness.run.parse import chosen_model
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from harness.settings.schema import Positive, Text, build, options, setting_of
+from harness.settings.systems import OF_EVERY_METHOD
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _of_method(
 
 
 def _is_of_one_method(key: str) -> bool:
-    return key.startswith("method.") and key != "method.num_exempt_layers"
+    return key.startswith("method.") and key != OF_EVERY_METHOD
 
 
 def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
