@@ -75,6 +75,7 @@ ASKED, NOT_ASKED = r"(?:^|, )size=", "size not set"
 LOOKS = {
     FULL: Look(BLACK, "", "--", ""),
     "Oracle": Look(GREEN, "D", "-.", "xx"),
+    "Oracle, InfiniGen's rule": Look(OLIVE, "d", ":", "xx"),
     "InfiniGen": Look(BLUE, "o", "-", ""),
     "InfiniGen without skewing": Look(SKY, "p", ":", "///"),
     "H2O": Look(VERMILION, "s", "--", "\\\\\\"),

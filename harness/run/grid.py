@@ -37,7 +37,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
-from harness.results.board_cells import as_tuned, cells_of_tasks
+from harness.results.board_cells import cells_of_tasks
+from harness.results.tuned import as_tuned
 from harness.run.cells import counted, groups
 from harness.run.compose import Composer, compose, load, override
 from harness.run.parse import chosen_model
