@@ -33,7 +33,7 @@ PLATFORM ?= cpu
 WEIGHTS ?= pretrained
 ARGS ?=
 DATA_ROOT ?=
-RESULTS ?= results
+RESULTS ?= outputs
 NAME ?=
 TO ?= .
 A ?=
@@ -96,7 +96,7 @@ capacity: $(STAMP)  ## how many sequences fit, and tokens/s there: three modelle
 # A method or codec of one's own alone, which stands beside the rows that are there; the full cache's answers go with it.
 OWN = $(if $(METHOD)$(CODEC),method=$(or $(METHOD),full) $(if $(CODEC),codec=$(CODEC)))
 
-leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: results/leaderboard.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
+leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: leaderboard.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
 	@code=0; $(if $(OWN),$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
 	$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
 	$(if $(OWN),$(PY) run.py grid=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
@@ -104,7 +104,7 @@ leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: results/lea
 	$(PY) -m harness.report --results-dir $(RESULTS); \
 	exit $$code
 
-turns: $(STAMP)  ## several questions to one cache, known to the method or not: results/tables/turns.md (MODEL=, RESULTS=, ARGS=)
+turns: $(STAMP)  ## several questions to one cache, known to the method or not: tables/turns.md (MODEL=, RESULTS=, ARGS=)
 	$(PY) run.py grid=turns model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
 
 long: $(STAMP)  ## contexts of 4,096 and 8,192 tokens, 1.5 hours: tables/long.md (MODEL=qwen2.5-coder-0.5b, RESULTS=, ARGS=)
@@ -146,7 +146,7 @@ report: $(STAMP)  ## report.html, one file with all tables and figures there are
 status: $(STAMP)  ## what is done, running, failed and interrupted (RESULTS=); of a grid also missing (ARGS="grid=paper")
 	@$(PY) run.py status=true "results_dir='$(RESULTS)'" $(ARGS)
 
-export: $(STAMP)  ## the results as one archive to share, results.zip (RESULTS=, TO= a folder or FILE.zip)
+export: $(STAMP)  ## the results as one archive to share, outputs.zip (RESULTS=, TO= a folder or FILE.zip)
 	@$(PY) run.py "export='$(TO)'" "results_dir='$(RESULTS)'"
 
 compare: $(STAMP)  ## which numbers moved between two results, folders or archives (A=, B=, ARGS="--csv FILE")

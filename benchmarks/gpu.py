@@ -1,6 +1,6 @@
 """How fast KV-cache offloading can be on this machine, how near each system comes, and whether it computes right.
 
-    python -m benchmarks.gpu                      results in results/gpu-<device>, in under 8 minutes on an H200
+    python -m benchmarks.gpu                      results in outputs/gpu-<device>, in under 8 minutes on an H200
     python -m benchmarks.gpu --platform cpu       the same parts in seconds: tiny model, emulated link
     python -m benchmarks.gpu --platform cpu --model smollm2-135m --shapes 8x1024 platform.link_gbps=0.3
 
@@ -58,6 +58,7 @@ from harness.replay.setup import Setup, codec_of
 from harness.results.record import read_record
 from harness.run.compose import load
 from harness.run.runner import Run, report, run
+from harness.settings.paths import RESULTS
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed.link_rate import LinkRate, link_rate
 from methods import compiled
@@ -110,7 +111,7 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, began_s: float) -> None:
         self.device = torch.device(options.platform)
         self.until_s = began_s + 60 * options.minutes
-        self.out = Path(options.out or f"results/gpu-{_slug(self.device)}")
+        self.out = Path(options.out or f"{RESULTS}/gpu-{_slug(self.device)}")
         self.settings = cell_settings(options)
         self.shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
         self.link: LinkRate = link_rate(self.out, self.device, None)
@@ -366,7 +367,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=str(__doc__).splitlines()[0])
     parser.add_argument("--platform", choices=tuple(DEFAULTS), default="cuda", help="cpu: emulated link")
-    parser.add_argument("--out", metavar="DIR", help="folder of the results; default: results/gpu-<device>")
+    parser.add_argument("--out", metavar="DIR", help="folder of the results; default: outputs/gpu-<device>")
     parser.add_argument("--minutes", type=float, default=8, help="a part that would take longer is skipped")
     parser.add_argument("--model", help="a shape under conf/model; default: opt-13b, on the CPU a tiny one")
     parser.add_argument("--shapes", metavar="8x1920,...", help="batch size x prompt length")

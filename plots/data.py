@@ -9,11 +9,14 @@ import pandas as pd
 
 from harness.errors import UserError, printable, shortened
 from harness.results import columns
+from harness.settings.paths import table_to_read
 
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
 NAMES = (columns.LABEL.name, columns.MODEL.name, "series", "task")
 """Columns of words that figures show."""
+OWN, SHIPPED = "own", columns.SHIPPED.name
+"""Columns: whether a row is one's own among shipped ones, and whether it is shipped."""
 MAX_LETTERS = 44
 NARROW_SPACE = "\u2009"
 TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
@@ -26,8 +29,8 @@ PHRASES = {"kept": "{} tokens kept"}
 
 
 class Tables:
-    """The CSV files of one folder. An absent table reads as a table without rows; extra columns are
-    kept.
+    """The CSV files of one folder, and the shipped ones beside it. An absent table reads as a table
+    without rows; extra columns are kept.
 
     Raises:
         UserError: on reading, a file that lacks a needed column or is no table of results.
@@ -54,9 +57,12 @@ class Tables:
         return rows.assign(stderr=stderr.mask(compared & is_full))
 
     def read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
-        """The rows of a table, with all of the `expected` columns."""
-        path = self.folder / f"{name}.csv"
-        rows = columns.read_table(path) if path.exists() else []
+        """The rows of a table, with all of the `expected` columns.
+
+        `own` is true of one's own runs in a table that has shipped rows, too.
+        """
+        path = table_to_read(self.folder.parent, f"{name}.csv")
+        rows = [] if path is None else columns.read_table(path)
         needed = columns.names(expected)
         header = list(rows[0]) if rows else list(needed)
         for column in needed:
@@ -65,6 +71,8 @@ class Tables:
         frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*needed, *header])))
         numbers = {column.name: float for column in expected if column.digits is not None}
         frame = frame.where(frame != "").astype(numbers)
+        if SHIPPED in frame:
+            frame[OWN] = frame[SHIPPED].isna() & frame[SHIPPED].notna().any()
         for name in NAMES:
             if name in needed:
                 frame[name] = frame[name].map(self._legible, na_action="ignore")

@@ -108,7 +108,7 @@ def main() -> None:
         for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL):
             print(run("python", "-c", SHORT + block))
         print(run("kv-harness", "method=h2o", "num_windows=1"))
-        assert (work / "results" / "tables" / "perplexity.csv").is_file()
+        assert (work / "outputs" / "tables" / "perplexity.csv").is_file()
         assert "infinigen2" in run("kv-harness", "--help")
         assert "lm-eval validate" in run("kv-harness", "lm-eval", "--help")
 

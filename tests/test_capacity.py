@@ -187,7 +187,7 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
     for words in (["label=ideal"], ["label=offload"], ["label=infinigen2+rows"]):
         assert main(["experiment=capacity", *texts[1:], *SHORT, *device, *words]) == 0
     capsys.readouterr()
-    with Path("results/tables/capacity.csv").open(newline="") as stream:
+    with Path("outputs/tables/capacity.csv").open(newline="") as stream:
         rows = [columns.typed(row) for row in csv.DictReader(stream)]
     by_label = columns.grouped(rows, lambda row: row["label"])
     assert list(by_label) == ["ideal", "infinigen2+rows", "offload"]
@@ -206,10 +206,10 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
         assert last["equal_tokens_per_s"] == at_equal
         used = last["model_bytes"] + last["device_kv_bytes"] + last["workspace_bytes"]
         assert used <= last["memory_bytes"] == int(0.003 * GIB)
-    figure = figures.capacity(Tables(Path("results/tables")), "capacity")
+    figure = figures.capacity(Tables(Path("outputs/tables")), "capacity")
     (axes,) = figure.axes
     assert axes.get_xlabel() == "batch size (sequences)"
-    assert figures.capacity(Tables(Path("results/tables")), "capacity-modelled") is None
+    assert figures.capacity(Tables(Path("outputs/tables")), "capacity-modelled") is None
 
 
 def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeypatch, tmp_path, capsys):
@@ -278,8 +278,8 @@ def test_a_modelled_run_makes_rows(monkeypatch, tmp_path, capsys):
         for label in ("label=ideal", "label=offload"):
             assert main([*words, *more, label, "capacity.host_gib=512"]) == 0
     assert "modelled" in capsys.readouterr().out
-    rows = columns.read_table(Path("results/tables/capacity-modelled.csv"))
-    assert not Path("results/tables/capacity.csv").exists()
+    rows = columns.read_table(Path("outputs/tables/capacity-modelled.csv"))
+    assert not Path("outputs/tables/capacity.csv").exists()
     assert {row["source"] for row in rows} == {"modelled"}
     # 128 KiB a token: 8,192 tokens are 1 GiB, 131,072 are 16, which do not fit beside 15 GiB of weights.
     ideal = {row["context"]: row for row in rows if row["label"] == "ideal"}

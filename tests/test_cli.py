@@ -40,8 +40,8 @@ def test_usage(command, runs, capsys):
     assert len(runs.configs) == 1
     printed = capsys.readouterr()
     assert printed.err == "" and printed.out.strip()
-    assert {path.name for path in Path().iterdir()} == {"data", "results"}
-    assert {path.name for path in Path("results").iterdir()} == {"runs", "tables"}
+    assert {path.name for path in Path().iterdir()} == {"data", "outputs"}
+    assert {path.name for path in Path("outputs").iterdir()} == {"runs", "tables"}
 
 
 def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
@@ -57,7 +57,7 @@ def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     printed = capsys.readouterr()
     assert printed.err == "error: h2o is not well\n" and printed.out.count("size (%)") == 1
     assert "INT4" in printed.out and "H2O" not in printed.out
-    assert {path.name for path in Path().iterdir()} == {"results"}
+    assert {path.name for path in Path().iterdir()} == {"outputs"}
 
 
 def test_a_sweep_with_a_size_runs_the_full_cache_as_it_is(runs, capsys):

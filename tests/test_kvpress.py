@@ -461,12 +461,12 @@ def test_a_press_stands_on_the_leaderboard(own_folder, monkeypatch, capsys):
     settings = ["model.path=toy", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
     for method in ("full", "kvpress:AdaKVPress:KnormPress"):
         assert main(["grid=leaderboard", *settings, f"method={method}"]) == 0, capsys.readouterr().err
-    rows = [row for row in board(Path("results")) if row["label"] == "kvpress: AdaKV of Knorm"]
+    rows = [row for row in board(Path("outputs")) if row["label"] == "kvpress: AdaKV of Knorm"]
     asked = {(row["asked_size"], row["exempt_layers"]) for row in rows}
     assert asked >= {*product((0.05, 0.1, 0.16), range(3))} and {row["method"] for row in rows} == {
         "kvpress:AdaKVPress:KnormPress"
     }
-    assert "kvpress: AdaKV of Knorm" in Path("results/leaderboard.md").read_text()
+    assert "kvpress: AdaKV of Knorm" in Path("outputs/leaderboard.md").read_text()
 
 
 @needs_kvpress

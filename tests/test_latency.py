@@ -319,7 +319,7 @@ def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
 
 
 def records():
-    return [json.loads(path.read_text()) for path in Path("results/runs/latency").glob("*/record.json")]
+    return [json.loads(path.read_text()) for path in Path("outputs/runs/latency").glob("*/record.json")]
 
 
 def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_once(tiny_runs, monkeypatch, capsys):
@@ -331,7 +331,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
 
     monkeypatch.setattr(speed, "run_shared_prompt", run_once)
     assert main(["-m", *CELL, f"label={','.join(ON_A_LINK)}"]) == 0
-    with Path("results/tables/latency.csv").open(newline="") as stream:
+    with Path("outputs/tables/latency.csv").open(newline="") as stream:
         rows = {row["label"]: row for row in csv.DictReader(stream)}
     assert set(rows) == set(ON_A_LINK)
     for label, row in rows.items():
@@ -348,7 +348,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
     assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
     assert "offload-pageable" in capsys.readouterr().out
     assert shapes == [(2, 40, 2)]
-    assert {path.stem for path in Path("results/tables").glob("fig*.csv")} == {"fig14", "fig15", "fig16a", "fig18"}
+    assert {path.stem for path in Path("outputs/tables").glob("fig*.csv")} == {"fig14", "fig15", "fig16a", "fig18"}
     (record,) = (each for each in records() if each["config"]["label"] == "offload")
     assert (record["kind"], record["status"]) == ("latency", "finished")
     samples = record["samples"]

@@ -506,13 +506,12 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monkeypatch, capsys):
+def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipped_beside, monkeypatch, capsys):
     """As `make leaderboard METHOD=` and `CODEC=` start them, on a toy that has the shipped rows' model's name."""
     file = letters(own_folder, monkeypatch, 1000)
     tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("smollm2-135m")
     byte_tokenizer().save_pretrained("smollm2-135m")
-    shutil.copytree(ROOT / "results" / "tables", "results/tables")
-    shipped = board(Path("results"))
+    shipped = board(ROOT / "results")
     assert new_method.main(["page_means"]) == 0
     Path("mine.py").write_text(CODEC_HEAD + CODEC)
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
@@ -520,7 +519,7 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monke
         ("leaderboard", "leaderboard-tasks"), (["method=full"], ["method=./page_means.py", "codec=./mine.py"])
     ):
         assert cli.main([f"grid={grid}", *settings, *own]) == 0, capsys.readouterr().err
-    rows = [row for row in board(Path("results")) if row["model"] == "smollm2-135m"]
+    rows = [row for row in board(Path("outputs")) if row["model"] == "smollm2-135m"]
     mine = {row["label"]: row for row in rows if row["shipped"] != "yes"}
     label = "Page means + mine"
     assert set(mine) == {"Full cache", label} and mine[label]["codec"] == "mine"
@@ -530,12 +529,12 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monke
     sizes = [None, 0.05, 0.1, 0.16]  # None: as it is
     assert len(asked) == 12 and {*asked} == {*product(sizes, range(3))}
     assert mine[label]["step_s"] > 0 and mine[label]["passkey_difference"] is not None
-    page = Path("results/leaderboard.md").read_text()
+    page = Path("outputs/leaderboard.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
     of_mine = [line for line in page.splitlines() if re.match(r"\| \W*Page means \+ mine \W*\*", line)]
     assert len(of_mine) == 4, "one is of its own size"
     with style.applied():
-        figure = draw_leaderboard(data.Tables(Path("results/tables")), "frontier")
+        figure = draw_leaderboard(data.Tables(Path("outputs/tables")), "frontier")
     ticks = {tick.get_text(): tick.get_color() for tick in figure.axes[0].get_yticklabels()}
     assert ticks[label] not in {ticks["InfiniGen"], ticks["Quest"], ticks["H2O"]}
     assert {label, "retrieves"} <= {text.get_text() for text in figure.legends[0].get_texts()}

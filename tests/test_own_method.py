@@ -151,7 +151,7 @@ def test_a_new_method_works_as_it_is(own_folder, monkeypatch, capsys):
     for command in commands:
         assert main([*command, *texts, "method.num_channels=4", *small, *shape]) == 0
         assert "FAILED" not in capsys.readouterr().out
-    found = [json.loads(path.read_text()) for path in sorted(Path("results/runs").rglob("record.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(Path("outputs/runs").rglob("record.json"))]
     assert [record["experiment"] for record in found] == ["latency", "perplexity"]
     for record, label in zip(found, ("page_means", "Page means"), strict=True):
         assert record["config"]["label"] == label

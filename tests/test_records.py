@@ -176,7 +176,7 @@ def test_a_metric_that_is_not_finite_is_the_users_in_one_line_and_fails_the_run(
     runs.measure = lambda config: Outcome({"offline": {"kl_nats": 0.1, "perplexity": value}})
     with pytest.raises(UserError, match=f"^offline/perplexity={value}: is not finite; [^\n]*$"):
         start(H2O)
-    (record,) = records.read_records("results", "perplexity")
+    (record,) = records.read_records("outputs", "perplexity")
     assert record["status"] == "failed" and record["metrics"] == {} and "bug" not in record["error"]
     runs.measure = lambda config: Outcome({"offline": {"kl_nats": 0.1}}, {"windows": [{"nll": value}]})
     with pytest.raises(UserError, match=f"^samples/windows/0/nll={value}: is not finite"):
@@ -258,12 +258,12 @@ def test_a_run_that_did_not_finish_says_why_and_is_repeated(error, status, said,
     runs.measure = Mock(side_effect=error)
     with pytest.raises(type(error)):
         start(H2O)
-    (record,) = records.read_records("results", "perplexity")
+    (record,) = records.read_records("outputs", "perplexity")
     assert (record["status"], record["error"]) == (status, said)
     runs.measure = outcome
     start(H2O)
     assert f"{status} before{f' ({said})' if said else ''}, run again" in capsys.readouterr().out
-    (record,) = records.read_records("results", "perplexity")
+    (record,) = records.read_records("outputs", "perplexity")
     assert record["status"] == "finished" and record["error"] is None
 
 

@@ -1,7 +1,7 @@
 """A local disk as the second memory: a file without a name, read and written in blocks past the
 page cache.
 
-    with Disk("results") as disk, disk.new_file(num_blocks) as file:
+    with Disk("outputs") as disk, disk.new_file(num_blocks) as file:
         file.write(blocks, places)     # block blocks[i] is disk.buffer[places[i]]
         file.read(blocks, places)
 

@@ -30,7 +30,7 @@ from harness.results.columns import GIB, MISSING, TableRow
 from harness.results.leaderboard import NAME as LEADERBOARD
 from harness.results.record import Record, read_all
 from harness.results.sheet import WORDS
-from harness.settings.paths import COMMAND
+from harness.settings.paths import COMMAND, RESULTS, models_beside
 
 HERE = Path(__file__).parent
 PICTURE = "fig11"
@@ -39,7 +39,7 @@ TIMED = ("fig14", "fig14-modelled")
 """The figures of the overview's times."""
 
 
-def write_report(results: str | Path = "results", output: str | Path | None = None) -> Path:
+def write_report(results: str | Path = RESULTS, output: str | Path | None = None) -> Path:
     """Write the report; the same results give the same bytes. Returns its path.
 
     results: a folder, or an archive of one (`harness.results.archive`), which is all that is read
@@ -52,7 +52,7 @@ def write_report(results: str | Path = "results", output: str | Path | None = No
     source = Path(results)
     with opened(source) as folder:
         text = _render(folder)
-    home = source if source.is_dir() else source.parent
+    home = source.parent if source.is_file() else source
     path = home / "report.html" if output is None else Path(output)
     write_atomic(path, text)
     return path
@@ -61,9 +61,8 @@ def write_report(results: str | Path = "results", output: str | Path | None = No
 def _render(folder: Path) -> str:
     """Results of another model that lie within the folder stand beside its own."""
     folders = {"": folder}
-    for path in sorted(folder.glob("*/tables/*.csv")):
-        inner = path.parents[1]
-        folders[inner.name] = inner
+    for name in models_beside(folder):
+        folders[name] = folder / name
     records = {where: list(read_all(inner)) for where, inner in folders.items()}
     entries = entries_of([*folders.values()])
     sections = {section.entry.name: section for section in sections_of(folders, entries)}

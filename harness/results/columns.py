@@ -238,7 +238,7 @@ class BoardMetric(NamedTuple):
         error; "task": accuracy on the task of that name; "step": of a timed decode step.
     is_cost: an x axis of the report's explorer, else a y axis.
     more_is_better: the larger value is in bold, and better than a reference.
-    on_page: a column of `results/leaderboard.md` and of the report's overview.
+    on_page: a column of `leaderboard.md` and of the report's overview.
     compared: with the two reference methods (column `outside`), and between models in the report.
     logarithmic: the explorer's axis.
     front: the name of the cost's Pareto front; "" for none.

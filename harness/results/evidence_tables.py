@@ -20,7 +20,7 @@ from harness.results.columns import TableRow, read_table, shape_of
 from harness.results.record import BAD_VALUE_ERRORS, Record, in_words
 from harness.results.samples import FULL
 from harness.results.shipped import IDENTITY
-from harness.settings.paths import COMMAND, INSTALLED, SHIPPED, table_to_read
+from harness.settings.paths import COMMAND, models_beside, table_to_read
 
 log = logging.getLogger(__name__)
 
@@ -151,13 +151,8 @@ def read(sources: Sequence[Path]) -> Evidence:
 
 
 def _folders(results: Path) -> list[Path]:
-    """A results folder and those within it that have the tables, also shipped ones."""
-    pattern = f"*/tables/{TEXTS}.csv"
-    found = list(results.glob(pattern))
-    if INSTALLED:
-        found += SHIPPED.glob(pattern)
-    names = {path.parents[1].name for path in found}
-    return [results, *(results / name for name in sorted(names))]
+    """A results folder and those within it that have tables, also shipped ones."""
+    return [results, *(results / name for name in models_beside(results))]
 
 
 def _runs_in(folder: Path, name: str) -> dict[tuple[Any, ...], list[TableRow]]:

@@ -1,4 +1,4 @@
-"""Records: what one run did, in `results/runs/<experiment>/<run_id>/record.json`.
+"""Records: what one run did, in `outputs/runs/<experiment>/<run_id>/record.json`.
 
 A record is written whole or not at all. `_Record` below is its schema. `digest` is the sha256 of
 all other fields, so a number that was changed later is found. `run_id` is `<settings_id>-<code>`: a

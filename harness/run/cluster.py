@@ -3,7 +3,7 @@
     python run.py cluster=slurm cluster.jobs=8 grid=paper model=opt-6.7b platform=cuda data=hub
 
 A job is one share of a grid, or one combination of a sweep. Finished ones are not submitted.
-`results/jobs` has a folder for each command: `job.sh`, which anybody can read and submit, `array`,
+`outputs/jobs` has a folder for each command: `job.sh`, which anybody can read and submit, `array`,
 the number that Slurm gave it, and a log for each job. Started again while its jobs live, the
 command waits for them.
 

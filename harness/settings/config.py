@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, ge
 from pydantic import Field
 
 from harness.errors import UserError, nearest
+from harness.settings.paths import RESULTS
 from harness.settings.schema import (
     MOST,
     Count,
@@ -544,7 +545,7 @@ class RunConfig:
     max_new_tokens: Count = 64
     link_gbps: Positive | None = None
     max_kl: Positive | None = None
-    results_dir: PathText = "results"
+    results_dir: PathText = RESULTS
     tracker: Literal["none", "mlflow", "wandb"] = "none"
 
     def __post_init__(self) -> None:
