@@ -127,6 +127,9 @@ NEVER = torch.iinfo(torch.int64).max
 RIDGE = 1e-4
 """Added to the diagonals of the moments, as a share of their mean, growing to twice as much along
 the diagonal: no two directions tie that few tokens do not span."""
+MOMENT_TOKENS = 1024
+"""Tokens of all sequences whose queries and keys are in fp64 at a time, as the moments are summed.
+Of OPT-13B they take 0.2 GB, where a prompt of 8 x 1,920 tokens would take 3."""
 TIE = 1e-9
 """Added to the diagonal of the partial keys' covariance, as a share of its mean."""
 
@@ -781,15 +784,22 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
     query: [batch, heads, tokens, head_dim]; key: [batch, num_kv_heads, tokens, head_dim]; real:
     bool [batch, tokens].
     """
-    weight = (real.double() / real.sum(-1, keepdim=True))[:, None, :, None]
     batch, num_kv_heads, tokens, head_dim = key.shape
-    grouped = query.double().view(batch, num_kv_heads, -1, tokens, head_dim)
-    weighted = grouped * weight.unsqueeze(2) / grouped.shape[2]
-    centred = key.double() - (key.double() * weight).sum(2, keepdim=True)
-    return {
-        "query": weighted.flatten(2, 3).mT @ grouped.flatten(2, 3),
-        "key": (centred * weight).mT @ centred,
-    }
+    num_real = real.sum(-1)[:, None, None, None].double()
+    is_real = real[:, None, :, None]
+    mean = (key * is_real).sum(2, keepdim=True, dtype=torch.float64) / num_real
+    of_query = key.new_zeros((batch, num_kv_heads, head_dim, head_dim), dtype=torch.float64)
+    of_key = torch.zeros_like(of_query)
+    at_once = max(1, MOMENT_TOKENS // batch)
+    for first in range(0, tokens, at_once):
+        part = slice(first, first + at_once)
+        queries = query[:, :, part].double() * is_real[:, :, part]
+        queries = queries.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+        centred = (key[:, :, part].double() - mean) * is_real[:, :, part]
+        of_query += queries.mT @ queries
+        of_key += centred.mT @ centred
+    group = query.shape[1] // num_kv_heads
+    return {"query": of_query / (num_real * group), "key": of_key / num_real}
 
 
 def balanced(
@@ -801,18 +811,31 @@ def balanced(
     white_keys: W_q S^(1/2) and W_k S^(-1/2) in their place. Their products are the same, and every
     column of the keys has variance 1. Coded in steps that all columns share, with an error of e^2
     in units of the keys' variance, the scores then err by e^2 sum S^2 in place of e^2 max S sum S.
+
+    R is taken from the eigenvectors of the squares (S R^T)^T S R^T, and P S from R. On a CPU this
+    is faster than an SVD, and on a GPU much faster; in fp64 the products W_q W_k^T are the same to
+    1e-10.
     """
     left = _factor(reduce(torch.add, (measured["query"].double() for measured in known)))
     right = _factor(reduce(torch.add, (measured["key"].double() for measured in known)))
-    left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
-    scale = strength[..., None, :columns].rsqrt()
-    of_query, of_key = (
-        right @ right_basis.mT[..., :columns] * scale,
-        left @ left_basis[..., :columns] * scale,
-    )
+    between = left.mT @ right  # P S R^T
+    _, directions = torch.linalg.eigh(between.mT @ between)  # R; S^2 rises
+    strongest = _with_fixed_signs(directions.flip(-1)[..., :columns])
+    images = between @ strongest  # P S
+    strength = images.norm(dim=-2, keepdim=True)
     if white_keys:
-        of_query, of_key = of_query / scale, of_key * scale
+        of_query, of_key = right @ strongest, left @ images / strength.square()
+    else:
+        of_query = right @ strongest / strength.sqrt()
+        of_key = left @ images / strength.pow(1.5)
     return torch.stack([of_query, of_key], -4)
+
+
+def _with_fixed_signs(vectors: Tensor) -> Tensor:
+    """The columns of `vectors`, each with the sign that makes its largest element positive. The
+    sign decides how a column is coded, and libraries choose it differently."""
+    largest = vectors.abs().argmax(-2, keepdim=True)
+    return vectors * vectors.gather(-2, largest).sign()
 
 
 def mixing(columns: int, device: torch.device) -> Tensor:
