@@ -105,9 +105,8 @@ OWN = {
     "StreamingLLMPress": Streaming(0, kept_frac=KEPT / 200),
     "CapPress": CapKV(0, kept_tokens=KEPT),
     # The press counts the window's 16 tokens among the first half: 24 of 48 are 8 of the 32 that compete.
-    "CriticalKVPress:SnapKVPress": CriticalKV(
-        0, kept_tokens=KEPT, window=16, kernel=5, pooling="avg", first_share=0.25
-    ),
+    # Its smoothing is our default.
+    "CriticalKVPress:SnapKVPress": CriticalKV(0, kept_tokens=KEPT, window=16, first_share=0.25),
 }
 
 
