@@ -209,6 +209,11 @@ class Runtime:
     def names(self) -> list[str]:
         return [name for name, *_ in self.calls]
 
+    @property
+    def taken(self) -> int:
+        """Bytes of `cudaMalloc`, whose blocks are known by their size."""
+        return sum(address for address, block in self.blocks.items() if block is None)
+
     def cudaGetErrorString(self, error: int) -> tuple[int, bytes]:  # noqa: N802
         return 0, b"out of memory"
 
@@ -259,6 +264,7 @@ def fake_runtime(device_gib: float = 40, host_gib: float = 50) -> Iterator[Runti
         patch.setattr(memory, "_as_tensor", host_tensor)
         patch.setattr(memory, "available_bytes", lambda device: int(device_gib * 2**30))
         patch.setattr(memory, "available_memory", lambda: int(host_gib * 2**30))
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (int(device_gib * 2**30) - runtime.taken, 2**40))
         patch.setattr(torch.cuda, "synchronize", lambda: runtime.calls.append(("synchronize",)))
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1234))
         yield runtime

@@ -292,23 +292,41 @@ def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
 
 def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch):
     with pytest.raises(UserError, match="^placement=managed: needs platform=cuda; allowed on cpu: device, host$"):
-        memory.require_managed(GIB, CPU)
+        memory.require_managed(SessionBytes(0, 0, GIB), CPU)
     runtime.concurrent = 0
     with pytest.raises(UserError, match="GPU has no concurrent managed access; allowed on it: device, host$"):
-        memory.require_managed(GIB, CUDA)
+        memory.require_managed(SessionBytes(0, 0, GIB), CUDA)
     monkeypatch.setitem(sys.modules, RUNTIME, None)
     with pytest.raises(UserError, match="^platform=cuda: needs the package cuda-bindings, which torch's CUDA build"):
-        memory.require_managed(GIB, CUDA)
+        memory.require_managed(SessionBytes(0, 0, GIB), CUDA)
 
 
-def test_a_cache_that_would_only_thrash_or_not_fit_is_refused(runtime, monkeypatch):
-    memory.require_managed(50 * GIB, CUDA)
-    with pytest.raises(UserError, match="needs 50.1 GiB of host memory, where its pages go, and 50.0 GiB are avail"):
-        require_session(SessionBytes(0, 0, int(50.1 * GIB)), CUDA)
-    monkeypatch.setattr(memory, "available_memory", lambda: 100 * GIB)
-    memory.require_managed(60 * GIB, CUDA)
-    with pytest.raises(UserError, match=r"KV cache of 61.0 GiB may be at most 1.5 times the 40.0 GiB of device memory"):
-        memory.require_managed(61 * GIB, CUDA)
+@pytest.mark.parametrize(("gib", "free"), [(None, 40), (30, 25)])
+def test_managed_memory_is_refused_beyond_what_is_free(runtime, monkeypatch, gib, free):
+    """Of 45 GiB, 5 are held. A smaller card has less that is free."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
+    with memory.smaller_card(CUDA, gib):
+        require_session(SessionBytes(0, 0, free * GIB), CUDA)
+        require_session(SessionBytes(0, 2 * GIB, (free - 2) * GIB), CUDA)
+        refusal = rf"^placement=managed: the KV cache of {free - 2}.0 GiB and 2.1 GiB .* at most the {free}.0 GiB of"
+        with pytest.raises(UserError, match=refusal):
+            require_session(SessionBytes(0, int(2.1 * GIB), (free - 2) * GIB), CUDA)
+    monkeypatch.setattr(memory, "available_memory", lambda: 20 * GIB)
+    with pytest.raises(UserError, match="needs 20.1 GiB of host memory, where its pages go, and 20.0 GiB are avail"):
+        require_session(SessionBytes(0, 0, int(20.1 * GIB)), CUDA)
+
+
+def test_what_a_method_keeps_beside_a_managed_cache_is_asked_for_with_it(anywhere, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory, "require_memory", lambda size, _, what="": asked.append((size, what)))
+    with attached_with_link() as (attached, _):
+        for placement in ("device", "managed"):
+            with closing(open_live(attached, CASES["h2o"], placement=placement)) as session:
+                force(session, PROMPTS["even"])
+                managed = session.bytes_needed.managed
+    words = "what the method keeps of the prompt"
+    (alone,) = [size for size, what in asked if what == words]
+    assert (alone + managed, f"{words} and the managed cache") in asked and managed > 0
 
 
 def test_a_smaller_card_leaves_what_is_asked_for(runtime, monkeypatch):

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokens import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from harness import files
 from harness.checks.families import families
@@ -246,6 +247,21 @@ def test_any_decoder_of_transformers_is_loaded(shape, attention, max_length):
     loaded = load_model(configured(weights="random", shape=shape))
     assert loaded.model.config._attn_implementation == attention and loaded.max_length == max_length
     assert loaded.model(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("softcap", "attention"), [(0.01, "eager"), (None, "sdpa")])
+def test_a_softcap_is_not_left_to_the_fused_attention(monkeypatch, softcap, attention):
+    """Also of a transformers that says that its fused attention will do, as up to 5.20."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    shape = TEXT | {"model_type": "gemma2", "attn_logit_softcapping": softcap, "initializer_range": 0.5}
+    loaded = load_model(configured(weights="random", shape=shape))
+    assert loaded.model.config._attn_implementation == attention
+    logits = loaded.model(IDS).logits
+    loaded.model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits, loaded.model(IDS).logits, atol=1e-5, rtol=1e-5)
+    loaded.model.set_attn_implementation("sdpa")
+    is_the_fused_one = torch.allclose(logits, loaded.model(IDS).logits, atol=1e-4)
+    assert is_the_fused_one == (softcap is None), "a softcap changes these numbers"
 
 
 TEXT = {

@@ -27,6 +27,7 @@ import pandas as pd
 
 from harness.api.cached_model import CachedModel
 from harness.errors import UserError, nearest, printable, reason
+from harness.files import stated_memory
 from harness.live.weights import streamed_weights
 from harness.model.attach import attach as attach_decoder
 from harness.model.load import LoadedModel, from_memory
@@ -77,7 +78,8 @@ def load(
     chosen = Model(resources, _source(str(model)) | settings)
     config = chosen.configured()
     require_devices([config])
-    resources.model(config.model)
+    with stated_memory(config.platform.host_gib):
+        resources.model(config.model)
     return chosen
 
 
@@ -356,6 +358,7 @@ def attach(
         )
         if needs_tokenizer and loaded.reader is None:
             loaded.tokenizer = _tokenizer_of(loaded, method)
+        stack.enter_context(stated_memory(platform.host_gib))
         stack.enter_context(compute_threads(attached.device))
         chosen, size = config.method, config.size
         if config.size_is_measured:

@@ -23,16 +23,13 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.files import available_bytes, available_memory
+from harness.files import HOST_HINT, available_bytes, available_memory
 from methods.base import State
 
 GIB = 2**30
 ALIGNMENT = 256
 """Every piece of page-locked memory begins at a multiple of this many bytes, as a device's
 allocations do."""
-MOST_MANAGED = 1.5
-"""Largest managed cache, as a multiple of the free device memory. Beyond it nearly every page of a
-step faults."""
 MEMORY_HINTS = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
 
 
@@ -75,7 +72,7 @@ class SessionBytes(NamedTuple):
 def require_session(needed: SessionBytes, device: torch.device) -> None:
     """Raise UserError where host or device memory is too small. On a CPU both are one memory."""
     if needed.managed:
-        require_managed(needed.managed, device)
+        require_managed(needed, device)
     if device.type == "cpu":
         require_memory(sum(needed), device, "live decoding")
     else:
@@ -87,9 +84,10 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
     """Raise UserError where `num_bytes` do not fit into the memory of device `home`."""
     available = available_bytes(home)
     if num_bytes > available:
+        hints = MEMORY_HINTS if home.type == "cuda" else f"{MEMORY_HINTS}; {HOST_HINT}"
         raise UserError(
             f"{what} needs {num_bytes / GIB:.1f} GiB of {home.type} memory "
-            f"and {available / GIB:.1f} GiB are available; {MEMORY_HINTS}"
+            f"and {available / GIB:.1f} GiB are available; {hints}"
         )
 
 
@@ -250,11 +248,12 @@ def _unlock(address: int) -> None:
 # another page leaves. Nothing is advised or prefetched, so this is what the driver does by itself.
 
 
-def require_managed(num_bytes: int, device: torch.device) -> None:
-    """Raise UserError where managed memory is not available on `device`, or too slow to be of use.
+def require_managed(needed: SessionBytes, device: torch.device) -> None:
+    """Raise UserError where `device` has no managed memory, or too little is free.
 
-    Needs a CUDA device with concurrent managed access, `num_bytes` of host memory, and num_bytes /
-    `MOST_MANAGED` of device memory.
+    Needs a CUDA device with concurrent managed access, host memory for all managed pages, and as
+    much free device memory as the managed pages and the session's own memory there take together.
+    With more, nearly every page faults, which can hang a GPU.
     """
     if device.type != "cuda":
         raise UserError(
@@ -266,17 +265,20 @@ def require_managed(num_bytes: int, device: torch.device) -> None:
             "placement=managed: this GPU has no concurrent managed access; "
             "allowed on it: device, host"
         )
-    cache = num_bytes / GIB
-    host, free = available_memory() / GIB, available_bytes(device) / GIB
-    if cache > host:
+    host = available_memory()
+    if needed.managed > host:
         raise UserError(
-            f"placement=managed: the KV cache needs {cache:.1f} GiB of host memory, "
-            f"where its pages go, and {host:.1f} GiB are available; {MEMORY_HINTS}"
+            f"placement=managed: the KV cache needs {needed.managed / GIB:.1f} GiB of host memory, "
+            f"where its pages go, and {host / GIB:.1f} GiB are available; {MEMORY_HINTS}; "
+            f"{HOST_HINT}"
         )
-    if cache > MOST_MANAGED * free:
+    torch.cuda.empty_cache()  # managed pages cannot lie in memory that torch keeps for tensors
+    free, _ = torch.cuda.mem_get_info(device)
+    if needed.managed + needed.device > free:
         raise UserError(
-            f"placement=managed: the KV cache of {cache:.1f} GiB may be at most {MOST_MANAGED} "
-            f"times the {free:.1f} GiB of device memory that are free; {MEMORY_HINTS}"
+            f"placement=managed: the KV cache of {needed.managed / GIB:.1f} GiB and "
+            f"{needed.device / GIB:.1f} GiB beside it may be at most the {free / GIB:.1f} GiB of "
+            f"device memory that are free; {MEMORY_HINTS}"
         )
 
 

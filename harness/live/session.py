@@ -409,8 +409,12 @@ class LiveSession:
             on_device = self.bytes_needed.device + kept * len(alike)
             self.bytes_needed = self.bytes_needed._replace(device=on_device)
             memory.require_emulated(on_device, cache.store.device)
+            to_come = kept * (len(alike) - 1)
             what = "what the method keeps of the prompt"
-            memory.require_memory(kept * (len(alike) - 1), cache.store.device, what)
+            if self.placement == "managed":  # whose pages come when a kernel touches them
+                to_come += self.bytes_needed.managed
+                what += " and the managed cache"
+            memory.require_memory(to_come, cache.store.device, what)
 
 
 def workspace_tokens(real: Tensor) -> int:

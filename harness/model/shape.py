@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, nearest, question, refused
-from harness.files import available_bytes
+from harness.files import HOST_HINT, available_bytes
 from harness.settings.schema import CONF_DIR, options
 
 if TYPE_CHECKING:
@@ -234,7 +234,8 @@ def require_room(
         return
     word = str(dtype).removeprefix("torch.")
     halved = ", or model.dtype=bfloat16" if word == "float32" and needed <= 2 * available else ""
+    more = "" if devices[0].type == "cuda" else f"; {HOST_HINT}"
     raise UserError(
         f"{what} needs {needed / GIB:.1f} GiB of {devices[0].type} memory for its weights in "
-        f"{word} and {available / GIB:.1f} GiB are available; choose a smaller model{halved}"
+        f"{word} and {available / GIB:.1f} GiB are available; choose a smaller model{halved}{more}"
     )

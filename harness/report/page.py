@@ -200,5 +200,15 @@ def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "memory", f"{value / GIB:.0f} GiB"
         elif name == "commit" and value:
             yield "commit", str(value) + (" and changes" if environment.get("dirty") else "")
+        elif name == "gpus" and isinstance(value, list):
+            for gpu in value:
+                yield from _facts_of_gpu(gpu)
         elif name not in ("dirty", "memory_bytes") and value is not None:
             yield name.replace("_", " "), str(value)
+
+
+def _facts_of_gpu(gpu: Any) -> Iterator[tuple[str, str]]:
+    """What does not change from run to run: the driver, and the most that link and clock can do."""
+    for name in ("driver", "pcie_generation_max", "pcie_width_max", "sm_mhz_max"):
+        if isinstance(gpu, Mapping) and gpu.get(name) is not None:
+            yield name.replace("_", " "), str(gpu[name])

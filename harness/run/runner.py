@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, from_record, line_in, message, one_line, reason, to_record
-from harness.files import HeldError, holding, until_settled
+from harness.files import HeldError, holding, stated_memory, until_settled
 from harness.model.resources import Resources
 from harness.results import columns, environment, inputs
 from harness.results import record as records
@@ -276,9 +276,10 @@ def _unfinished(todo: Run) -> dict[str, Any]:
 @contextmanager
 def users_faults(config: RunConfig) -> Iterator[None]:
     """Raise as a `UserError` what a user can put right: memory, a full disk, their own model,
-    method or task."""
+    method or task. The memory of the host is as large as the settings say."""
     try:
-        yield
+        with stated_memory(config.platform.host_gib):
+            yield
     except SystemExit as end:
         call = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
         own = _of_own_code(config, end, call)

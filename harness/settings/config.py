@@ -197,7 +197,8 @@ class PlatformConfig:
     overlap: transfers run beside the computation. pinned: host memory is page-locked (CUDA).
     weights_on_device: share of the decoder layers' weights that stays on the device; the rest
     crosses the link in each pass. device_gib: memory in GiB for weights and all else, of an
-    emulated device on a CPU, or of a smaller CUDA card; None: all. disk_dir: a folder on the disk
+    emulated device on a CPU, or of a smaller CUDA card; None: all. host_gib: main memory of the
+    machine in GiB; None: as much as the system shows. disk_dir: a folder on the disk
     of placement=disk; None: the results folder. disk_layout: of the rows there. disk_gap_blocks: a
     read goes on over so many unwanted blocks of 4 KiB rather than being two. sheet: of a machine
     that is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
@@ -209,6 +210,7 @@ class PlatformConfig:
     pinned: bool = True
     weights_on_device: Share = 1.0
     device_gib: Positive | None = None
+    host_gib: Positive | None = None
     disk_dir: FolderText | None = None
     disk_layout: DiskLayout = "heads"
     disk_gap_blocks: Natural = 4
