@@ -25,9 +25,8 @@ NOTE = (
     "of which weighs alike. *Rank* is the place by that ratio. Its brackets go from 1 + the "
     "methods that are certainly closer to the full cache to the number of methods less those that "
     "are certainly farther, by tests of all pairs on these models and texts, with Holm's "
-    "correction at 5 %. *Answers minus "
-    "full cache* is the mean over models and tasks, on the same questions, which do not depend on "
-    "the length of the windows. Each method has the number of exempt layers that is best for its "
+    "correction at 5 %. *Answers minus full cache* is the mean over models and tasks, on the same "
+    "questions (chance is 25 %), which do not depend on the length of the windows. Each method has the number of exempt layers that is best for its "
     "size on the model's calibration text (`conf/tuned.yaml`). *Read on device* and *kept on "
     "device* are shares of the full cache, as ranges over the models; the oracle keeps all of it "
     "there and reads every key. "
@@ -61,7 +60,8 @@ TEXTS_NOTE = (
     "The CSV has every window."
 )
 ANSWERS_NOTE = (
-    "Right answers by task, when the question is not known while the cache is reduced. "
+    "Right answers by task, when the question is not known while the cache is reduced. A question "
+    "has four choices, so chance is 25 %. "
     f"{SIZE_NOTE} ± is one standard error, clustered by context. The CSV has every context."
 )
 ANSWER_MARKS = {

@@ -1,7 +1,8 @@
 """Rows that the project ships: they stay until a run of one's own replaces them.
 
 The project ships tables without their records; those rows have `shipped=yes`. A shipped row stands
-in a table of one's own until a run has the same identity (`IDENTITY`). A damaged table is set aside.
+in a table of one's own until a run has the same identity (`IDENTITY`). A damaged table is set
+aside.
 """
 
 import logging

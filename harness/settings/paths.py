@@ -3,8 +3,8 @@ package `harness`.
 
 `pyproject.toml` maps `conf` to `harness/conf` and the tables of `results` to `harness/shipped`.
 
-The project's own results are shipped with it. Those of its users go to a folder of their own, beside
-which the shipped ones are read and never written.
+The project's own results are shipped with it. Those of its users go to a folder of their own,
+beside which the shipped ones are read and never written.
 """
 
 from pathlib import Path
