@@ -32,6 +32,8 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 
 pytest.importorskip("triton")
+from methods import kernels
+
 pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
 
 
@@ -102,6 +104,10 @@ def test_nothing_waits_for_the_device_or_lies_on_the_cpu(gpu, name, placement, d
     with opened(gpu, fake_tiny(family), PROMPTS["padded"], case.method, **options) as (session, token):
         # Before its first layer a prefill asks for the prompts' lengths, and moves what a method counts on the CPU.
         assert [fault for fault in gpu.faults if fault[0] is not None] == []
+        # Of three layers the last one waits, for the rows of the first to have left the device.
+        assert all("links.py" in where for where in Stream.waits)
+        assert len(Stream.waits) == (placement == "host")
+        Stream.waits.clear()
         gpu.restart()
         for _ in range(2):
             token = session.decode_step(token).argmax(-1)
@@ -128,6 +134,20 @@ def test_the_trace_finds_what_it_is_for(gpu):
     assert gpu.faults == [] and gpu.of_layer(None) == {"copy_": 1}
     torch.cuda.current_stream().synchronize()
     assert len(Stream.waits) == 1
+
+
+def test_kernels_take_as_many_heads_as_a_large_batch_has(gpu):
+    """65,535 is the most that a GPU takes on any axis of a grid but the first."""
+    batch, heads, head_dim, columns, slots = 2048, 40, 128, 64, 4096
+    codec = Codec("int4", columns)
+    query = torch.empty(batch, heads, 1, columns, device=CUDA)
+    keys = torch.empty(batch, heads, slots, codec.row_bytes(columns), dtype=torch.uint8, device=CUDA)
+    kernels.coded_scores(query, keys, codec)
+    states = torch.empty(batch, heads, 1, head_dim, device=CUDA)
+    side = torch.empty(batch, heads, head_dim, codec.row_bytes(columns), dtype=torch.uint8, device=CUDA)
+    kernels.coded_product(states, side, codec)
+    assert gpu.faults == []
+    assert gpu.of_layer(None).keys() >= {"_coded_scores", "_coded_product"}
 
 
 # Launches

@@ -2,10 +2,11 @@
 memory.
 
 A session asks for its memory before it allocates: the slots of all layers, the fetch buffers, the
-windows of local layers, rows that stay on the device, and the peak of one layer of the prompt's
-dense pass, which is above that of a decode step. A method's state shows what it keeps of a prompt
-only in its first layer; from there on that is asked for too. Not counted: weights, which are
-loaded already, a calibration, and the scratch memory of a method while it reads a prompt.
+windows of local layers, rows that stay on the device, the peak of one layer of the prompt's dense
+pass, which is above that of a decode step, and two layers' packed rows on their way to the host. A
+method's state shows what it keeps of a prompt only in its first layer; from there on that is asked
+for too. Not counted: weights, which are loaded already, a calibration, and the scratch memory of a
+method while it reads a prompt.
 """
 
 from __future__ import annotations
@@ -224,11 +225,18 @@ class PinnedSlab:
         self._unlock.atexit = False
 
     def take(self, shape: Sequence[int]) -> Tensor:
-        """The next piece: uint8 of this shape, all bytes 0. Not to be touched after `close`."""
+        """The next piece: uint8 of this shape, all bytes 0 unless the slab was emptied. Not to be
+        touched after `empty` or `close`."""
         begin, size = self._used, math.prod(shape)
         assert begin + size <= self.nbytes, "a slab is as large as its pieces"
         self._used = begin + aligned(size)
         return self._memory[begin : begin + size].view(*shape)
+
+    def empty(self) -> None:
+        """Wait for the device and take all pieces back, so that the slab can be handed out anew.
+        The memory stays locked, with what it holds."""
+        torch.cuda.synchronize()
+        self._used = 0
 
     def close(self) -> None:
         """Wait for the device and unlock the memory; it is freed with the last piece.
