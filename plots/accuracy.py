@@ -70,7 +70,7 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
 
 
 def _has_a_line(rows: pd.DataFrame) -> pd.Series:
-    """Whether a method has several sizes in a row's setup: a point alone is no line against size."""
+    """Whether a method has several sizes in a row's setup: one point is no line against size."""
     setup = [rows[name] for name in TEXTS]
     of_label = rows.groupby([*setup, rows.label], dropna=False)["size"].transform("nunique")
     return of_label.groupby(setup, dropna=False).transform("max") > 1

@@ -22,8 +22,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+MODULE = "benchmarks/gpu.py"
+"""A module of the wheel in none of these folders."""
 ALWAYS = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "run.py")
-PLACES = {"harness": "harness", "methods": "methods", "plots": "plots", "conf": "harness/conf"}
+PLACES = {
+    "harness": "harness", "methods": "methods", "plots": "plots", "benchmarks/gpu_parts": "benchmarks/gpu_parts",
+    "conf": "harness/conf",
+}  # fmt: skip
 """Folders of the repository, and where the wheel has their files."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "runs", "jobs", "figures", "*.html", "*.json")
 """Of `results` what is made from the tables, and what is a machine's own."""
@@ -58,6 +63,7 @@ def build_wheel(folder: Path) -> Path:
         shutil.copy(ROOT / name, source)
     for name in (*PLACES, "results"):
         shutil.copytree(ROOT / name, source / name, ignore=LEFT_OUT)
+    shutil.copy(ROOT / MODULE, source / MODULE)
     with tarfile.open(build("build_sdist", source, folder / "sdist")) as sdist:
         sdist.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
@@ -110,6 +116,8 @@ def main() -> None:
         print(run("kv-harness", "method=h2o", "num_windows=1"))
         assert (work / "outputs" / "tables" / "perplexity.csv").is_file()
         assert "infinigen2" in run("kv-harness", "--help")
+        cell = ["--parts", "steps", "--shapes", "1x24", "--labels", "ideal", "--out", "gpu"]
+        assert "1 x 24      ideal" in run("python", "-m", "benchmarks.gpu", "--platform", "cpu", *cell)
         assert "lm-eval validate" in run("kv-harness", "lm-eval", "--help")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.installed import PLACES, ROOT, unpacked_wheel
+from tests.installed import MODULE, PLACES, ROOT, unpacked_wheel
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def files(folder: Path) -> set[str]:
 
 
 def test_the_wheel_has_all_files_of_packages_and_configuration_and_the_shipped_tables(site_packages):
-    expected = set()
+    expected = {MODULE}
     for name, place in PLACES.items():
         own = {path for path in files(ROOT / name) if "__pycache__" not in path}
         expected |= {f"{place}/{path}" for path in own}
