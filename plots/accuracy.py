@@ -18,10 +18,10 @@ AXES = {
 }
 CHANCE = {"kv_recall": 0.25, "passkey": 0.25, "openbookqa": 0.25, "hellaswag": 0.25}
 CHANCE |= dict.fromkeys(("copa", "winogrande", "piqa", "rte", "boolq"), 0.5)
-TEXTS = ("model", "task", "seq_len", "num_samples", "source")
+TEXTS = ("model", "task", "seq_len", data.PREFILL, "num_samples", "source")
 """The setup of a number on texts."""
-OF_CHUNKS = ("model", "corpus", "seq_len", "num_samples", "source")
-ASKED = ("num_samples", "num_fewshot", "seq_len")
+OF_CHUNKS = ("model", "corpus", "seq_len", data.PREFILL, "num_samples", "source")
+ASKED = ("num_samples", "num_fewshot", "seq_len", data.PREFILL)
 """Beside model and task, the conditions that runs share which were asked the same questions."""
 KEPT = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
 CHUNK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
@@ -70,7 +70,7 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
 
 
 def _has_a_line(rows: pd.DataFrame) -> pd.Series:
-    """Whether a method has several sizes in a row's setup: one point is no line against size."""
+    """Whether a method has several sizes in a row's setup, which make a line against the size."""
     setup = [rows[name] for name in TEXTS]
     of_label = rows.groupby([*setup, rows.label], dropna=False)["size"].transform("nunique")
     return of_label.groupby(setup, dropna=False).transform("max") > 1

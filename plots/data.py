@@ -24,7 +24,9 @@ TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_l
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
 Parts = list[tuple[str, pd.DataFrame]]
 """Rows of a table, with a title."""
-PHRASES = {"kept": "{} tokens kept"}
+PREFILL, PREFILL_LEN = "prefill_len", r"(?:^|, )prefill_len=(\d+)"
+"""A column of accuracy's rows, and the setting that it is read off."""
+PHRASES = {"kept": "{} tokens kept", PREFILL: "the first {} dense"}
 """How a value reads that no table has as a column."""
 
 
@@ -45,9 +47,11 @@ class Tables:
         """Rows of (model, label, task, metric). Numbers are floats, NaN where there is none.
 
         `stderr` is that of the difference to the full cache where the table has differences. The
-        full cache itself, from which they are taken, then has none.
+        full cache itself, from which they are taken, then has none. `prefill_len` is that of the
+        run's settings, NaN where they have none.
         """
         rows = self.read(name, columns.ACCURACY)
+        rows[PREFILL] = rows.settings.astype("object").str.extract(PREFILL_LEN, expand=False)
         paired = rows.difference.notna()
         measured = rows.metric.replace("perplexity_full", "perplexity")
         groups = paired.groupby([rows.model, rows.task, measured], dropna=False)

@@ -1,7 +1,9 @@
 """The command line, in-process: usage that must work, exit codes, a line for every failure, no litter."""
 
 import io
+import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from harness.errors import UserError
+from harness.results.record import flat
 from harness.run.cli import main, read_words
-from harness.run.compose import read_override
+from harness.run.compose import compose, read_override
+from harness.settings.explain import run_help
 from harness.settings.systems import LABELS
 from tests.runs import outcome
 
@@ -83,6 +88,30 @@ def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys
         assert main(["-m", "method=quest,h2o", f"method.page_size={pages}"]) == 2
         assert only_error(capsys).startswith("error: unknown setting method.page_size: allowed: num_exempt")
     assert len(runs.configs) == 4, "Hydra composes all jobs before the first runs"
+
+
+def test_help_says_of_every_setting_its_default_range_and_meaning():
+    config = compose(["method=h2o"])
+    lines = run_help(config).splitlines()
+    settings = {}
+    for number, line in enumerate(lines):
+        found = re.match(r"([a-z_]+(?:\.\w+)*)  ", line)
+        if found:
+            rest = itertools.takewhile(lambda later: later.startswith("    "), lines[number + 1 :])
+            settings[found[1]] = " ".join([line.removeprefix(found[1]), *rest]).split()
+    plain = OmegaConf.to_container(config, resolve=False)
+    for name in ("method", "cluster", "experiment", "kind"):
+        plain.pop(name, None)
+    plain["model"].pop("shape")
+    plain.pop("grid")
+    for name, default in flat(plain).items():
+        words = settings.pop(name)
+        written = str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
+        assert words[0] == written, name
+        at = words.index("Allowed:")
+        assert at > 1 and words[at - 1].endswith(".") and len(words) > at + 1, f"{name} has meaning and range"
+    assert set(settings) == {"model.shape", "codec_settings", "grid.share"}
+    assert "a whole number, at least 1, at most 1,000,000; or null" in " ".join(run_help(config).split())
 
 
 def test_help_lists_methods_and_systems(runs, capsys):

@@ -16,6 +16,7 @@ from harness.run.cli import main
 from harness.settings import paths
 from plots import accuracy, style
 from plots.data import Tables
+from tests.runs import outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 README_COMMAND = ["-m", "method=full,h2o,int4,infinigen", "num_windows=2"]
@@ -81,7 +82,13 @@ def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(check
     assert drawn == {"fig11", "attention_error"}, "figures without a table of one's own are the shipped ones"
 
 
-def test_the_figure_of_sizes_has_no_panel_of_single_points(checkout, capsys):
+def test_the_figure_of_sizes_has_no_panel_of_single_points(checkout, runs, capsys):
+    def measure(config):
+        found = outcome(config)
+        found.metrics[config.corpus.name]["size"] = config.size or 0.3
+        return found
+
+    runs.measure = measure
     assert main(README_COMMAND) == 0
     with style.applied():
         shipped = accuracy.fig11(Tables(Path("results/tables")), "fig11")

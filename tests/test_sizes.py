@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from statistics import mean
@@ -16,7 +17,10 @@ from living import PROMPT, STEPS, attached_with_link, force, live, open_live, re
 
 from harness.checks.contract import open_replay
 from harness.errors import UserError
-from harness.model.sizes import TOLERANCE, code_width, expected_size, sized_as_stored
+from harness.model.sizes import TOLERANCE, LengthWords, code_width, expected_size, sized_as_stored
+from harness.replay.setup import LENGTHS
+from harness.run.compose import Composer, load
+from harness.settings.schema import options
 from methods.base import Geometry, Lengths, TokenCounts
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
@@ -102,22 +106,98 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
     rows, geometry = [TokenCounts(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
-    smallest = expected_size(Streaming(kept_frac=0.0501), Counter(rows), 10)  # 5 of 100 tokens
+    smallest = expected_size(Streaming(kept_frac=0.0501, num_exempt_layers=2), Counter(rows), 10)  # 5 of 100 tokens
     with pytest.raises(UserError, match=f"size=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
-        sized_as_stored(Streaming(), None, geometry, rows, 0.21, nearest=False)
+        sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, 0.21, nearest=False)
     assert "\n" not in str(refusal.value)
-    found = sized_as_stored(Streaming(), None, geometry, rows, smallest, nearest=False)
+    found = sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, smallest, nearest=False)
     assert found.tokens_read(TokenCounts(99, 50, 100), 2) == 5
     with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
         sized_as_stored(Streaming(num_sinks=100), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
+SMALL = replace(GEOMETRY, num_layers=30)
+
+
+def refusal_of(method, prompt: int, final: int, size: float, lengths: LengthWords) -> str:
+    """The refusal of a size at these lengths; "" where it is met."""
+    rows = [TokenCounts(cached, prompt, final) for cached in range(prompt, final - 1)]
+    try:
+        sized_as_stored(method, None, SMALL, rows, size, nearest=False, preset="mine", lengths=lengths)
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "ways"),
+    [
+        (SnapKV(num_exempt_layers=0), 0.1, {"prompt"}),
+        (SnapKV(num_exempt_layers=2), 0.1, {"prompt"}),
+        (SnapKV(num_exempt_layers=2), 0.05, {"prompt", "layers"}),  # both together
+        (Streaming(num_exempt_layers=9), 0.25, {"layers"}),
+        (RandomAttention(num_exempt_layers=0), 0.5, {"prompt"}),  # the prompt stays: a shorter one
+    ],
+)
+def test_a_refused_size_says_what_would_allow_it(method, size, ways):
+    """At 256 dense tokens of 1,024, whoever follows the words gets the size, and no smaller change gives it."""
+    said = refusal_of(method, 256, 1024, size, LENGTHS["perplexity"])
+    enough = said.partition("enough would be ")[2]
+    assert said.startswith(f"size={size}: ") and enough.endswith(f"size=nearest:{size}")
+    prompts = [int(number) for number in re.findall(r"prefill_len=(\d+)", enough)]
+    layers = [int(number) for number in re.findall(r"method.num_exempt_layers=(\d+)", enough)]
+    assert {"prompt"} & ways == ({"prompt"} if prompts else set())
+    assert {"layers"} & ways == ({"layers"} if layers else set())
+    for prompt in prompts:
+        followed = replace(method, num_exempt_layers=layers[0] if layers else method.num_exempt_layers)
+        assert refusal_of(followed, prompt, 1024, size, LENGTHS["perplexity"]) == ""
+        less = prompt - 30 if prompt > 256 else prompt + 30
+        assert refusal_of(followed, less, 1024, size, LENGTHS["perplexity"])
+    if layers and not prompts:
+        fewer = replace(method, num_exempt_layers=layers[0])
+        assert refusal_of(fewer, 256, 1024, size, LENGTHS["perplexity"]) == ""
+        assert refusal_of(replace(method, num_exempt_layers=layers[0] + 1), 256, 1024, size, LENGTHS["perplexity"])
+
+
+def test_where_prompt_and_answer_have_settings_of_their_own_each_is_named():
+    method = SnapKV(num_exempt_layers=0)
+    said = refusal_of(method, 256, 512, 0.15, LENGTHS["latency"])
+    prompt_len, gen_len = (int(number) for number in re.findall(r"(?:prompt_len|gen_len)=(\d+)", said))
+    assert prompt_len > 256 and gen_len < 256
+    assert refusal_of(method, prompt_len, prompt_len + 256, 0.15, LENGTHS["latency"]) == ""
+    assert refusal_of(method, 256, 256 + gen_len, 0.15, LENGTHS["latency"]) == ""
+    assert "prompts of " in refusal_of(method, 256, 512, 0.15, LENGTHS["tasks"])
+
+
+STRUCTURE = {"duo", "kascade", "dsa"}
+"""Heads or layers that read everything by the method's own design."""
+LONG_ANSWERS = {"random", "triattention"}
+"""They keep the prompt whole."""
+
+
+def test_at_the_default_lengths_methods_can_read_a_tenth():
+    """Of conf/method, on a model of 30 layers: all that have a size and no dense part by design."""
+    composed, refused = Composer(), {}
+    for name in options("method"):
+        try:
+            config = load([f"method={name}", "size=0.1", "method.num_exempt_layers=0"], composed)
+        except UserError as refusal:
+            assert "has no size to set" in str(refusal)
+            continue
+        assert (config.prefill_len, config.seq_len) == (960, 1024)
+        if config.size is not None and not config.size_is_measured:
+            said = refusal_of(config.method, config.prefill_len, config.seq_len, 0.1, LENGTHS["perplexity"])
+            if said:
+                refused[name] = said
+    assert set(refused) <= STRUCTURE | LONG_ANSWERS and "snapkv" not in refused
+
+
 def test_a_size_that_was_not_asked_for_is_told_once(caplog):
     rows = [TokenCounts(cached, 50, 100) for cached in range(50, 99)]
-    geometry = replace(GEOMETRY, num_layers=10)
+    geometry, method = replace(GEOMETRY, num_layers=10), Streaming(num_exempt_layers=2)
     for target in (0.211, 0.211, 0.3):  # the first cannot be: two of ten layers and five tokens are the least
-        sized_as_stored(Streaming(), None, geometry, rows, target, nearest=True)
-    sized_as_stored(Streaming(), None, geometry, rows, 0.212, nearest=True, preset="mine")
+        sized_as_stored(method, None, geometry, rows, target, nearest=True)
+    sized_as_stored(method, None, geometry, rows, 0.212, nearest=True, preset="mine")
     said = [record.message for record in caplog.records]
     assert said == [
         "method Streaming: asked for size 0.211, the nearest size here is 0.256",

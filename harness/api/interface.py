@@ -13,6 +13,7 @@ command line: 0.16 or "16%", which is refused where method and lengths do not al
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from harness.api.method_lm import MethodLM
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -253,31 +256,41 @@ class Model:
                 print(line, file=sys.stderr, flush=True)
 
         records = []
-        methods = _names("methods", methods)
-        for number, method in enumerate(methods, 1):
+        refusals: list[UserError] = []
+        runs = []
+        for method in _names("methods", methods):
             config = self.configured(method=method, size=size, **_with_given(run, settings))
-            todo = Run.of(config, self.resources)
+            runs.append(Run.of(config, self.resources))
+        for number, todo in enumerate(runs, 1):
             is_new = not todo.is_finished()
             if is_new:
-                say(f"{todo.title}: running, {number} of {len(methods)}")
-            with quietly(quiet):
-                path = start(todo, self.resources, say=say)
+                say(f"{todo.title}: running, {number} of {len(runs)}")
+            try:
+                with quietly(quiet):
+                    path = start(todo, self.resources, say=say)
+            except UserError as refusal:  # a prompt that is too short for it, which others take
+                log.warning("%s: no row, %s", todo.title, refusal)
+                refusals.append(refusal)
+                continue
             report([path])
             record = read_record(path)
             if is_new:
                 say(f"{todo.title}: took {record['seconds']:.0f} s; {path}")
             records.append(record)
+        if not records:
+            raise refusals[0]
         return frame(records)
 
 
 def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Records of accuracy as a frame with a line for each.
 
-    Columns: method, settings, size (the share of the full cache that was read), unmet_size (the
-    size that was asked for, where the one that was read differs by more than a tenth), and of each
-    metric its value, its standard error, and its difference to the full cache's run on the same
-    questions or windows. With more than one task a metric's name follows the task's: `kv_recall
-    acc`.
+    Columns, named as in the tables: label, settings, size (the share of the full cache that was
+    read), unmet_size (the size that was asked for, where the one that was read differs by more than
+    a tenth), and of each metric its value (`kl_nats`), its standard error (`kl_nats_stderr`), and
+    its difference to the full cache's run on the same questions or windows (`acc_difference`,
+    `acc_difference_stderr`). With more than one task a metric's name follows the task's:
+    `kv_recall_acc`.
     """
     folders = dict.fromkeys(record["config"]["results_dir"] for record in records)
     lines = []
@@ -285,7 +298,7 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         whole = [row for row in rows if "[" not in row["task"]]
         several = len({row["task"] for row in whole}) > 1
         line = {
-            "method": record["config"]["label"],
+            "label": record["config"]["label"],
             "settings": rows[0]["settings"],
             "size": rows[0]["size"],
         }
@@ -293,11 +306,11 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         if unmet:
             line["unmet_size"] = unmet[0]
         for row in whole:
-            name = f"{row['task']} {row['metric']}" if several else row["metric"]
+            name = f"{row['task']}_{row['metric']}" if several else row["metric"]
             line[name] = row["value"]
             for column in ("stderr", "repeats_stderr", "difference", "difference_stderr"):
                 if row.get(column) is not None:
-                    line[f"{name} {column}"] = row[column]
+                    line[f"{name}_{column}"] = row[column]
         lines.append(line)
     return pd.DataFrame(lines)
 

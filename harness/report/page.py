@@ -35,6 +35,23 @@ from harness.settings.paths import COMMAND, RESULTS, models_beside
 HERE = Path(__file__).parent
 PICTURE = "fig11"
 """The figure of the overview."""
+GLOSSARY = {
+    "full cache": "all cached tokens are read at every step; other methods are compared with it",
+    "size": "share of the full cache that a decode step reads; with the cache in host memory, what "
+    "crosses the link",
+    "link": "what joins host memory and the device, such as PCIe",
+    "kept on device": "what a method holds there for itself, as a share of the full cache",
+    "KL": "distance of a method's predictions from the full cache's, in nats; 0 is equal",
+    "exempt layers": "a model's first layers that read everything; their bytes count in every size",
+    "oracle": "reads the tokens with the highest true attention scores; others are measured by it",
+    "kv_recall, passkey": "questions on facts in a text; guessing gets 25 %",
+    "decode step": "the time of one new token for a batch of sequences",
+    "front": "methods that no other beats both in KL and in a cost",
+    "offload, ideal": "the full cache in host memory, read whole over the link; the same on the "
+    "device",
+    "*": "a run of one's own beside those that the project ships",
+}
+"""Words of the overview."""
 TIMED = ("fig14", "fig14-modelled")
 """The figures of the overview's times."""
 
@@ -110,6 +127,7 @@ def _render(folder: Path) -> str:
         explorer_page=sections[LEADERBOARD].entry.page if boards else None,
         beside=list(filter(None, folders)),
         sources=SOURCES,
+        glossary=GLOSSARY,
         script=scripts[0],
         packed=packed,
         digests=list(map(_digest, scripts)),

@@ -15,10 +15,13 @@ import os
 import re
 import select
 import shlex
+import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,8 @@ TRACEBACKS = "HYDRA_FULL_ERROR"
 OF_HYDRA = (HydraException, OmegaConfBaseException)
 BROKEN_PIPE = 141
 """Exit code of a command whose reader has left: 128 + SIGPIPE, as a shell has it."""
+SAID_AFTER_S = 10.0
+"""A run that takes so long is told on stderr, when it ends."""
 FREE_TEXT = ("prompt", "system_instruction", "question_marker")
 """Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""
 SHOWN = 200
@@ -100,7 +105,7 @@ class Jobs:
     folder. paths: records of the finished runs. gaps: what a grid left out, in lines. exit_code: a
     bug's, else the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker`
     gets as well. array: what is to run on a cluster. process: that in which the command began.
-    disk_is_full: a job said so.
+    num_jobs: of the sweep. seconds: that each new run took. disk_is_full: a job said so.
     """
 
     tracebacks: bool
@@ -113,6 +118,8 @@ class Jobs:
     tracker: str = tracking.NONE
     array: JobArray | None = None
     process: int = field(default_factory=os.getpid)
+    num_jobs: int = 1
+    seconds: list[float] = field(default_factory=list)
     disk_is_full: bool = False
 
     def __call__(self, config: DictConfig) -> None:
@@ -193,11 +200,27 @@ class Jobs:
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
             run = runner.Run.of(checked)
-            tracking.require([] if run.is_finished() else [checked.tracker])
+            is_new = not run.is_finished()
+            tracking.require([checked.tracker] if is_new else [])
+            began = time.perf_counter()
             self.paths.append(runner.run(run, self.resources))
+            if is_new:
+                self._say_how_far(run.title, time.perf_counter() - began)
         else:
             with runner.users_faults(checked):
                 measurement_of(checked.kind).run(checked, self.resources)
+
+    def _say_how_far(self, title: str, seconds: float) -> None:
+        """After a run that took long: how long, and of a sweep when it will end."""
+        self.seconds.append(seconds)
+        if seconds < SAID_AFTER_S:
+            return
+        line = f"{title}: took {timedelta(seconds=round(seconds))}"
+        if self.num_jobs > 1:
+            number = HydraConfig.get().job.num + 1
+            left = (self.num_jobs - number) * statistics.fmean(self.seconds)
+            line += f"; {number} of {self.num_jobs}, {timedelta(seconds=round(left))} left"
+        print(line, file=sys.stderr, flush=True)
 
     def fail(self, error: BaseException) -> None:
         """Say in one line on stderr what went wrong; nothing where nobody reads on."""
@@ -227,6 +250,8 @@ class Jobs:
         out."""
         if self.paths:
             print(runner.report(self.paths))
+            for line in runner.tables_of(self.paths):
+                print(line)
         draw = self.draw
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
@@ -254,7 +279,9 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     full = os.environ.get(TRACEBACKS)
     jobs = Jobs(full not in (None, "", "0"), resources or Resources(), draw)
     try:
-        _run_hydra(jobs, read_words(argv))
+        words = read_words(argv)
+        jobs.num_jobs = _number_of_jobs(words)
+        _run_hydra(jobs, words)
         if jobs.array is not None and jobs.array.jobs:
             code = jobs.array.run()
             jobs.exit_code = jobs.exit_code or code
@@ -275,6 +302,17 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
         if not (jobs.disk_is_full and _says_disk_is_full(error)):  # once is enough
             jobs.fail(error)
     return jobs.exit_code
+
+
+def _number_of_jobs(words: Sequence[str]) -> int:
+    """The jobs of a sweep; 1 of what Hydra will refuse."""
+    number = 1
+    for word in words:
+        with contextlib.suppress(HydraException):
+            given = read_override(word)
+            if given.is_sweep_override():
+                number *= len(list(given.sweep_iterator()))
+    return number
 
 
 def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from harness.errors import UserError, printable
 from harness.run.parse import method_file, parse
 from harness.settings import own_method, schema, systems
 from harness.settings.config import RunConfig
-from harness.settings.explain import method_help
+from harness.settings.explain import method_help, run_help
 from harness.settings.paths import PROGRAM
 from harness.settings.schema import is_group, options, path_text
 
@@ -36,6 +36,7 @@ def choices(group: str, *without: str) -> list[str]:
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
 OmegaConf.register_new_resolver("method_help", method_help, replace=True)
+OmegaConf.register_new_resolver("run_help", lambda *, _root_: run_help(_root_), replace=True)
 OmegaConf.register_new_resolver("program", lambda: PROGRAM, replace=True)
 OmegaConf.register_new_resolver("systems", lambda: ", ".join(systems.LABELS), replace=True)
 OmegaConf.register_new_resolver(

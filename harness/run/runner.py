@@ -32,6 +32,7 @@ from harness.run.kinds import digests_of, measurement_of
 from harness.settings import own_method
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome, find
+from harness.settings.schema import is_unmet
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +156,8 @@ def run(
 
 def _skip(todo: Run, say: Callable[[str], object]) -> Path:
     relabel(todo)
+    if todo.config.size is not None:
+        _warn_of_unmet_size(todo, records.read_record(todo.path)["metrics"])
     say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
     return todo.path
 
@@ -185,6 +188,20 @@ def report(paths: Sequence[Path]) -> str:
     return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), everywhere)
 
 
+def tables_of(paths: Sequence[Path]) -> list[str]:
+    """Where the tables of these records lie, a line for each results folder."""
+    names: dict[Path, list[str]] = {}
+    for experiment in dict.fromkeys(path.parent.parent for path in paths):
+        results = experiment.parent.parent
+        if (results / "tables" / f"{experiment.name}.csv").exists():
+            names.setdefault(results, []).append(experiment.name)
+    lines = []
+    for results, experiments in names.items():
+        files = ", ".join(f"{name}.csv and {name}.md" for name in experiments)
+        lines.append(f"results are in {results / 'tables'}: {files}")
+    return lines
+
+
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
     record, config, measurement = _unfinished(todo), todo.config, measurement_of(todo.config.kind)
@@ -197,6 +214,7 @@ def _record(todo: Run, resources: Resources) -> None:
             outcome = measurement.run(config, resources)
             records.require_finite(outcome.metrics)
             _warn_of_idle_budgets(todo.title, outcome.metrics)
+            _warn_of_unmet_size(todo, outcome.metrics)
             devices: list[str] = []
             if measurement.needs_weights(config):
                 devices = _devices_of(resources.model(config.model).model)
@@ -214,17 +232,30 @@ def _record(todo: Run, resources: Resources) -> None:
 def _warn_of_idle_budgets(title: str, metrics: Mapping[str, Any]) -> None:
     """Say of which tasks or texts a method that evicts has evicted nothing: its numbers are the
     full cache's."""
-    parts = {title: metrics}
-    for name, entries in metrics.items():
-        if isinstance(entries, Mapping):
-            parts[f"{title}: {name}"] = entries
-    for where, entries in parts.items():
+    for where, entries in _parts(title, metrics):
         if entries.get(columns.TOKENS_EVICTED.name) == 0:
             log.warning(
                 "%s: no token was evicted: the budget is never reached, so these are the full "
                 "cache's numbers",
                 where,
             )
+
+
+def _warn_of_unmet_size(todo: Run, metrics: Mapping[str, Any]) -> None:
+    """Say of which tasks or texts another size was read than was asked for."""
+    asked = todo.config.size
+    for where, entries in _parts(todo.title, metrics):
+        size = entries.get(columns.SIZE.name)
+        if is_unmet(asked, size):
+            log.warning("%s: size=%g was asked for, %.3f was read", where, asked, size)
+
+
+def _parts(title: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The metrics of a run, and those of each task or text, with words for them."""
+    yield title, metrics
+    for name, entries in metrics.items():
+        if isinstance(entries, Mapping):
+            yield f"{title}: {name}", entries
 
 
 def _devices_of(model: Any) -> list[str]:

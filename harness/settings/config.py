@@ -534,7 +534,7 @@ class RunConfig:
     task: TaskConfig = TaskConfig()
     seed: Natural = 0
     seq_len: Annotated[int, Field(ge=2, le=MOST)] = 1024
-    prefill_len: Natural = 256
+    prefill_len: Natural = field(kw_only=True)
     num_windows: Count = 4
     placement: Placement = "host"
     device_rows: Annotated[float, Field(ge=0, le=MOST)] = 0

@@ -24,13 +24,6 @@ COMMAND = PROGRAM if INSTALLED else f"python {PROGRAM}"
 """What a user types before the settings of a run."""
 
 
-def shipped_table(name: str) -> Path | None:
-    """The file `tables/<name>` of the project's results on its default model; None where there is
-    none."""
-    path = SHIPPED / "tables" / name
-    return path if path.is_file() else None
-
-
 def shipped_beside(results_dir: str | Path) -> Path | None:
     """The shipped results that are read together with those of `results_dir`; None for none.
 

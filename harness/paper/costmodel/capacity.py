@@ -38,7 +38,7 @@ from harness.paper.costmodel.predict import (
     Work,
     block_ends,
 )
-from harness.replay.setup import codec_of
+from harness.replay.setup import LENGTHS, codec_of
 from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome
 from harness.settings.schema import build
@@ -120,6 +120,8 @@ def plan_of_shape(
             config.size,
             nearest=config.sizing == "nearest",
             preset=config.method_name,
+            lengths=LENGTHS[config.kind],
+            warns=False,
         )
     model = _model_sizes(shape, geometry, method, weight_bytes, config.prefetch)
     return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.device_rows)
