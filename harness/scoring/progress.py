@@ -27,22 +27,25 @@ def quietly(quiet: bool = True) -> Iterator[None]:
 class _Lines(tqdm):
     """A bar as lines, which a log file can hold: how far it is, and how long it will take."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, miniters=1, **settings)
+    def __init__(self, items: Iterable[Any] | None = None, **settings: Any) -> None:
+        super().__init__(items, miniters=1, **settings)
         self.sp = None  # of what a terminal clears in the end
 
     def clear(self, nolock: bool = False) -> None:
         """A line stays where it is."""
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Print a line."""
         left = "?"
         if self.total is not None and self.n:
             seconds = (self.total - self.n) * self.format_dict["elapsed"] / self.n
             left = self.format_interval(seconds)
         what = self.desc.removesuffix(": ") or f"{self.unit}s"
-        print(f"{what}: {self.n}/{self.total or '?'} {self.unit}s, {left} left", file=self.fp)
-        return True
+        print(
+            f"{what}: {self.n}/{self.total or '?'} {self.unit}s, {left} left",
+            file=self.fp,
+            flush=True,
+        )
 
 
 def bar(
