@@ -136,6 +136,10 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
     assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
     lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
     assert lines == ["infinigen", "ideal", "infinigen"], "the cell that failed comes last"
+    monkeypatch.setattr(gpu, "SYSTEMS", ("offload+h2o",))
+    assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
+    lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
+    assert lines == ["ideal", "offload+h2o"], "the floor is that of an earlier command's ideal"
 
 
 @pytest.fixture
