@@ -50,6 +50,7 @@ def call_apart(act: Callable[[], object], limit_s: float) -> None:
     took_s = time.perf_counter() - began
     if process.is_alive():
         process.kill()
+        process.join(GRACE_S)  # until then it holds memory of the device
     if has_died and took_s >= limit_s:
         raise TimeoutError(f"took more than {limit_s:.0f} s")
     if has_died:
