@@ -256,10 +256,9 @@ def test_chat_templates_as_with_hflm(multiturn, folder, root, loaded):
 
 def test_gsm8k_as_with_hflm(root, loaded):
     rows = [{"question": f"What is {n} + 2?", "answer": f"It is more.\n#### {n + 2}"} for n in range(6)]
-    for split in ("train", "test"):
-        write_rows(root / f"gsm8k/{split}.jsonl", rows)
-    marker = {"question_marker": "Answer:"}
-    config = settings("gsm8k", root=root, task=marker, num_samples=2, num_fewshot=2, prefill="question")
+    for split, examples in (("train", rows[2:]), ("test", rows)):
+        write_rows(root / f"gsm8k/{split}.jsonl", examples)
+    config = settings("gsm8k", root=root, num_samples=2, num_fewshot=2, prefill="question")
     outcome, theirs = run_tasks(config, loaded), stock(config, loaded)
     metrics, samples = outcome.metrics["gsm8k"], outcome.samples["gsm8k"]
     for name in ("strict-match", "flexible-extract"):
@@ -271,7 +270,8 @@ def test_gsm8k_as_with_hflm(root, loaded):
         assert metrics[name] == theirs["results"]["gsm8k"][name]
         assert all(name in sample for sample in samples) and f"{name}_stderr" in metrics
     assert samples[0]["target"] == rows[0]["answer"]
-    assert {sample["context_tokens"] - sample["prefill_len"] for sample in samples} == {len("Answer:")}
+    own = [len(f"Question: {row['question']}\nAnswer:") for row in rows[:2]]
+    assert [sample["context_tokens"] - sample["prefill_len"] for sample in samples] == own
 
 
 def test_a_task_whose_code_ends_the_process_is_one_line(folder, root, loaded):

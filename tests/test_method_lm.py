@@ -17,6 +17,7 @@ from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import inputs
 from harness.results.record import read_all
+from harness.scoring.evaluation import ReplayEngine
 from tests.composed import load
 
 CHOICE: dict[str, Any] = {
@@ -103,6 +104,38 @@ def test_log_likelihoods_and_texts_are_those_of_experiment_tasks(model, folder, 
     sizes = {name: shares["size"] for name, shares in found["config"]["sizes"].items()}
     assert sizes == expected["sizes"] and set(sizes) == set(TASKS)
     assert f"mine_long: Streaming read {sizes['mine_long']:.1%} of the cache" in capfd.readouterr().err
+
+
+def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tmp_path, monkeypatch):
+    """lm-eval's key is a request's texts: one method's answers came back as another's."""
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    asked: list[int] = []
+    score = ReplayEngine.score
+    monkeypatch.setattr(ReplayEngine, "score", lambda self, each: (asked.append(len(each)), score(self, each))[1])
+
+    def answers(cache: Path | None, **settings: Any) -> tuple[list[float], int]:
+        asked.clear()
+        found = lm_eval.simple_evaluate(
+            model=harness.lm(model, **({"prefill": "dense"} | settings)), tasks=["mine_short"], limit=2,
+            task_manager=manager, bootstrap_iters=0, use_cache=cache and str(cache),
+        )  # fmt: skip
+        likely = [answer[0] for sample in found["samples"]["mine_short"] for answer in sample["filtered_resps"]]
+        return likely, sum(asked)
+
+    runs = [
+        {"method": "full"}, {"method": "full", "codec": "int4"}, {"method": "full", "codec": "int2"},
+        {"method": "streaming", "size": "nearest:0.5"}, {"method": "streaming", "size": "nearest:0.7"},
+        {"method": "streaming", "method.num_sinks": 1, "method.kept_frac": 0.4},
+    ]  # fmt: skip
+    cache = tmp_path / "answers"
+    expected = [answers(None, **run)[0] for run in runs]
+    assert len({tuple(likely) for likely in expected}) == len(runs)
+    for _ in range(2):
+        found = [answers(cache, **run) for run in runs]
+        assert [likely for likely, _ in found] == expected
+    assert [count for _, count in found] == [0] * len(runs), "the second time all come from the cache"
+    for _ in range(2):
+        assert answers(cache, method="full", temperature=0.5)[1] == 6, "a sampled run takes none"
 
 
 @pytest.mark.parametrize(

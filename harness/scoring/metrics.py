@@ -19,6 +19,7 @@ from harness.data.ruler import facts
 from harness.errors import shortened
 from harness.results.samples import clustered_stderr
 from harness.scoring.answers import Document, NeedleRead, Request, Written
+from harness.scoring.question import QuestionFinder
 
 NO_FILTER = "none"
 GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
@@ -217,10 +218,10 @@ def samples_of(
     written: Sequence[Mapping[Document, Sequence[Written]]],
     *,
     needles: Mapping[Document, Sequence[NeedleRead]],
-    marker: str,
+    finder: QuestionFinder,
 ) -> Samples:
     """One entry a question, in lm-eval's order; requests: the first of each question, by its
-    number. needles: what each answer's rows read of the needle. marker: begins a question.
+    number. needles: what each answer's rows read of the needle. finder: of questions in prompts.
 
     Enough to recompute the metrics and to look at what went wrong: question, context, its number
     under each metric that is a mean; of given choices their log_likelihoods, predicted and gold; of
@@ -245,18 +246,17 @@ def samples_of(
             entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
         entry |= facts(task.task_name, answers[0]["doc"])
         if task.OUTPUT_TYPE != "loglikelihood_rolling":
-            entry |= _texts(task, answers[0], marker)
+            entry |= _texts(task, answers[0], finder)
         entry |= _needle(needles.get((task.task_name, number), ()))
         samples.append(entry)
     return samples
 
 
-def _texts(task: Task, sample: Mapping[str, Any], marker: str) -> dict[str, str]:
-    """The question and its context, in one line each: the question from the last `marker` on, the
-    context around the sentence that holds the answer where that is known."""
+def _texts(task: Task, sample: Mapping[str, Any], finder: QuestionFinder) -> dict[str, str]:
+    """The question and its context, in one line each, the context around the sentence that holds
+    the answer where that is known."""
     prompt = str(sample["arguments"][0][0]).rstrip()
-    at = max(0, prompt.rfind(marker))
-    context, question = prompt[:at], prompt[at:]
+    context, question = finder.split(prompt, sample["doc"])
     needle = needle_of(task.task_name, sample["doc"])
     begin = -1 if needle is None else context.find(needle)
     if needle is None or begin < 0:
