@@ -100,7 +100,7 @@ def test_the_figure_of_sizes_has_no_panel_of_single_points(checkout, runs, capsy
         figure = accuracy.fig11(Tables(Path("outputs/tables")), "fig11")
     assert len(figure.axes) > len(shipped.axes)
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert {"H2O", "H2O *", "Full cache *"} <= set(names) and style.OWN_NOTE in figure.get_supxlabel()
+    assert {"H2O", "H2O *"} <= set(names) and style.OWN_NOTE in figure.get_supxlabel()
     colors = {name: handle.lines[0].get_color() for name, handle in labelled(figure).items() if "H2O" in name}
     assert colors["H2O"] == colors["H2O *"]
 

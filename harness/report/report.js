@@ -27,27 +27,32 @@ for (const table of document.querySelectorAll("table")) {
 // The explorer: the choices above it make its Vega-Lite specification, which is drawn anew. The library and the points
 // lie packed in the page (base64 of gzip) until the explorer is first seen. `ast` has expressions interpreted, since the
 // page's policy allows no code made of text.
-const HEIGHT = 420, LETTER = 6.2, LINE = 12, BESIDE = 8;  // pixels: of the chart, and of a name
-// The points that can be named without a name upon another: those of the front first, then the lowest. On the side
-// where there is room.
+const HEIGHT = 420, NARROW = 400;  // pixels: of the chart, and where it is a phone's
+const LETTER = 5.6, LINE = 11, BESIDE = 8, DOT = 4;  // pixels: of names and of points
+// The points that can be named without a name upon another name or point: those of the front first, then the lowest. On
+// the side where there is room.
 const named = (points, x, y, width) => {
   const place = (value, { scale: { type, domain: [least, most] } }) => {
     const along = type === "log" ? Math.log : number => number;
     return most > least ? (along(value) - along(least)) / (along(most) - along(least)) : .5;
   };
-  const taken = [], found = { left: [], right: [] };
-  for (const point of points) {
-    const length = LETTER * point.label.length + BESIDE, at = place(point[x.field], x) * width;
-    const top = (1 - place(point[y.field], y)) * HEIGHT - LINE;
-    for (const [side, left] of [["left", at], ["right", at - length]]) {
-      const isFree = taken.every(box => left > box.left + box.length || box.left > left + length
-        || Math.abs(top - box.top) > LINE);
-      if (left < 0 || left + length > width || !isFree) continue;
-      taken.push({ left, top, length });
+  const dots = points.map(point => {
+    const left = place(point[x.field], x) * width, top = (1 - place(point[y.field], y)) * HEIGHT;
+    return { left: left - DOT, top: top - DOT, width: 2 * DOT, height: 2 * DOT };
+  });
+  const isFree = box => taken.every(other => box.left > other.left + other.width || other.left > box.left + box.width
+    || box.top > other.top + other.height || other.top > box.top + box.height);
+  const taken = [...dots], found = { left: [], right: [] };
+  points.forEach((point, number) => {
+    const { left, top } = dots[number], length = LETTER * point.label.length;
+    for (const [side, begin] of [["left", left + DOT + BESIDE], ["right", left + DOT - BESIDE - length]]) {
+      const box = { left: begin, top: top + DOT - LINE - 2, width: length, height: LINE };
+      if (begin < 0 || begin + length > width || !isFree(box)) continue;
+      taken.push(box);
       found[side].push(point);
       break;
     }
-  }
+  });
   return found;
 };
 const specification = ({ points, axes, tooltip, fronts, families }, chosen, width) => {
@@ -105,7 +110,8 @@ const specification = ({ points, axes, tooltip, fronts, families }, chosen, widt
       font: "system-ui, sans-serif", view: { stroke: null },
       axis: { labelColor: page, titleColor: page, domainColor: page, tickColor: page, gridColor: page, gridOpacity: .15,
         titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 11, format: "~g" },
-      legend: { labelColor: page, orient: "top", labelFontSize: 12, symbolOpacity: 1, title: null },
+      legend: { labelColor: page, orient: "top", labelFontSize: 12, symbolOpacity: 1, title: null,
+        columns: width < NARROW ? 3 : 0 },
     },
   };
 };

@@ -305,10 +305,10 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
 
 
 def _number_of_jobs(words: Sequence[str]) -> int:
-    """The jobs of a sweep; 1 of what Hydra will refuse."""
+    """The jobs of a sweep."""
     number = 1
     for word in words:
-        with contextlib.suppress(HydraException):
+        with contextlib.suppress(HydraException, ValueError, TypeError):  # Hydra refuses it
             given = read_override(word)
             if given.is_sweep_override():
                 number *= len(list(given.sweep_iterator()))

@@ -31,6 +31,9 @@ class _Lines(tqdm):
         super().__init__(*args, miniters=1, **settings)
         self.sp = None  # of what a terminal clears in the end
 
+    def clear(self, nolock: bool = False) -> None:
+        """A line stays where it is."""
+
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Print a line."""
         left = "?"
