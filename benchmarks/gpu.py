@@ -32,7 +32,7 @@ timed, two of pageable memory. The time it takes is worked out in `benchmarks/NO
 A machine without a network needs PyTorch for CUDA, Triton, transformers, pandas, matplotlib, psutil, tabulate, jinja2
 and filelock, and the wheels that the first line makes on a machine of the same Python; the second installs them:
 
-    pip wheel --no-deps -w wheels . $(grep -E '^(antlr4|gguf|hydra-c|omegac|pydantic|annotat|typing)' requirements.lock)
+    pip wheel --no-deps -w wheels . $(grep -E '^(antlr4|gguf|hydra-c|omega|pydan|annotated-t|typing)' requirements.lock)
     pip install --no-index --no-deps wheels/*.whl
 """
 
@@ -232,7 +232,7 @@ class Benchmark:
                 paths.append(run(todo, Resources()))  # says that it is skipped
                 continue
             tokens = shape.batch_size * shape.prompt_len
-            estimate_s = took[label] * tokens if label in took else FIRST_CELL_S
+            estimate_s = min(self.cell_s, took[label] * tokens) if label in took else FIRST_CELL_S
             began = time.perf_counter()
             name = f"{shape.batch_size} x {shape.prompt_len} {label}"
             if self.attempt(name, partial(self.time_cell, todo), estimate_s):
