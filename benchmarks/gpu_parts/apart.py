@@ -54,7 +54,7 @@ def call_apart(act: Callable[[], object], limit_s: float) -> None:
         process.kill()
         process.join(GRACE_S)  # until then it holds memory of the device
     if has_died and took_s >= limit_s:
-        raise TimeoutError(f"took more than {limit_s:.0f} s")
+        raise TimeoutError(f"took more than {limit_s:g} s")
     if has_died:
         raise UserError(f"its process ended with {_end_of(process.exitcode)}")
     if failure is not None:
