@@ -32,7 +32,7 @@ timed, two of pageable memory. The time it takes is worked out in `benchmarks/NO
 A machine without a network needs PyTorch for CUDA, Triton, transformers, pandas, matplotlib, psutil, tabulate, jinja2
 and filelock, and the wheels that the first line makes on a machine of the same Python; the second installs them:
 
-    pip wheel --no-deps -w wheels . $(grep -E '^(antlr4|gguf|hydra-c|omegac|pydantic|annotat|typing)' requirements.lock)
+    pip wheel --no-deps -w wheels . $(grep -E '^(antlr4|gguf|hydra-c|omega|pydan|annotated-t|typing)' requirements.lock)
     pip install --no-index --no-deps wheels/*.whl
 """
 
@@ -64,6 +64,7 @@ from harness.model.resources import Resources
 from harness.results.record import read_record
 from harness.run.compose import load
 from harness.run.runner import Run, fail, report, run
+from harness.settings.config import RunConfig
 from harness.settings.paths import PACKAGES_DIR, RESULTS
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed.link_rate import LinkRate, link_rate
@@ -126,7 +127,10 @@ class Benchmark:
             self.time_steps()
             return
         path = self.out / "parts.json"
-        done = json.loads(path.read_text()) if path.exists() else {}
+        try:
+            done = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):  # not there, or damaged
+            done = {}
         code = _code_sha256()
         if done.get(part) == code:
             print(f"{part}: finished before, skipped; delete {path} to repeat", flush=True)
@@ -218,45 +222,48 @@ class Benchmark:
     # Decode steps
 
     def time_steps(self) -> None:
-        """Time every cell as an ordinary run, and show all cells after each."""
+        """Time every cell as an ordinary run, and show all cells after each. Cells that failed before come last."""
+        ideal = self.cells(["ideal"])  # for the floors, also where it was timed by an earlier command
         paths: list[Path] = []
         took: dict[str, float] = {}  # seconds per cached token, by label
-        for todo in self.cells():
+        for todo in sorted(self.cells(self.labels), key=_has_failed):
             shape, label = todo.config.latency, todo.config.label
             if todo.is_finished():
                 paths.append(run(todo, Resources()))  # says that it is skipped
                 continue
             tokens = shape.batch_size * shape.prompt_len
-            estimate_s = took[label] * tokens if label in took else FIRST_CELL_S
+            estimate_s = min(self.cell_s, took[label] * tokens) if label in took else FIRST_CELL_S
             began = time.perf_counter()
             name = f"{shape.batch_size} x {shape.prompt_len} {label}"
             if self.attempt(name, partial(self.time_cell, todo), estimate_s):
                 took[label] = (time.perf_counter() - began) / tokens
                 paths.append(todo.path)
-                self.attempt("tables", partial(self.show, paths), ALWAYS)
+                self.attempt("tables", partial(self.show, paths, ideal), ALWAYS)
         if paths:
             self.attempt("tables", lambda: print(report(paths)), ALWAYS)
             self.attempt("figures", self.draw)
 
-    def show(self, paths: Sequence[Path]) -> None:
+    def show(self, paths: Sequence[Path], ideal: Sequence[Run]) -> None:
         """Bring the tables up to date, and print the steps of all cells up to now against their floor."""
         report(paths)
-        print(f"\n{render_floors([read_record(path) for path in paths])}\n", flush=True)
+        shown = [todo.path for todo in ideal if todo.is_finished()]
+        shown += [path for path in paths if path not in shown]
+        print(f"\n{render_floors([read_record(path) for path in shown])}\n", flush=True)
 
     def draw(self) -> None:
         from plots import draw_figures
 
         print(*draw_figures(self.out), sep="\n")
 
-    def cells(self) -> list[Run]:
-        """The run of every shape and label; those that failed before come last."""
+    def cells(self, labels: Sequence[str]) -> list[Run]:
+        """The run of every shape and label."""
         runs = []
         for batch, prompt in self.shapes:
-            for label in self.labels:
+            for label in labels:
                 runs.append(Run.of(self.cell_config(batch, prompt, label)))
-        return sorted(runs, key=_has_failed)
+        return runs
 
-    def cell_config(self, batch: int, prompt: int, label: str) -> Any:
+    def cell_config(self, batch: int, prompt: int, label: str) -> RunConfig:
         """Settings of a cell."""
         of_cell = [f"label={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"results_dir={self.out}"]
         slow = [] if LABELS[label].pinned else PAGEABLE_STEPS
@@ -282,7 +289,7 @@ def _has_failed(todo: Run) -> bool:
 def _code_sha256() -> str:
     """Of all code that a part may run."""
     files: list[Path] = []
-    for folder in ("harness", "methods", "benchmarks"):
+    for folder in ("harness", "methods", "benchmarks/gpu_parts"):
         files += sorted((PACKAGES_DIR / folder).rglob("*.py"))
     return files_sha256(files)
 

@@ -395,6 +395,8 @@ class Trace(TorchDispatchMode):
         if not operation._schema.is_mutable and {*map(_storage, outputs)} <= {*map(_storage, inputs)}:
             return  # a view
         used = [each for each in (*inputs, *outputs) if each.dim() or each.is_cuda]  # numbers go as arguments
+        if not used:
+            return
         devices = {each.device.type for each in used}
         if devices == {"cpu", "cuda"} and name == "copy_":
             self._copied(*args[:2], asynchronous=kwargs.get("non_blocking", args[2] if len(args) > 2 else False))

@@ -729,7 +729,7 @@ def test_the_figure_has_a_panel_a_size_and_a_line_a_method(results):
     assert {text.get_text() for text in legend.get_texts()} >= {"windows of 1,024 tokens", "not compared"}
     notes = " ".join(text.get_text() for text in figure.findobj(Text))
     assert "3 models, 40 windows of 1,024 tokens, 40 windows of 4,096 tokens" in notes
-    assert draw(data.Tables(results / "nothing"), "across") is None
+    assert draw(data.Tables(results / "nothing" / "tables"), "across") is None
 
 
 def test_the_report_has_a_section_of_it(results):

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.cli import main, read_words
-from harness.run.compose import compose, read_override
+from harness.run.compose import compose, load, override, read_override
 from harness.settings.explain import run_help
+from harness.settings.schema import as_typed
 from harness.settings.systems import LABELS
 from tests.runs import outcome
 
@@ -127,8 +129,8 @@ REFUSED = {
     "hydra=null": "",
     "-m seed=range(1,2,0)": "",
     "seed": "seed: must be NAME=VALUE",
-    "seed=${nothing}": "seed=${nothing}: there is no setting nothing",
-    "method.alpha=${no.such}": "method.alpha=${no.such}: there is no setting no.such",
+    "seed=${nothing}": "seed=${nothing}: must be a whole number",
+    "method.alpha=${no.such}": "method.alpha=${no.such}: must be a number",
     "--config-dir=/nonexistent": "--config-dir=/nonexistent: settings are read from the project's conf/ alone; a file",
     "--config-dir /nonexistent": "--config-dir: settings are read from",
     "-cn other": "-cn: settings are read from",
@@ -196,6 +198,35 @@ def test_what_needs_quotes_is_shown_in_them(word, runs, capsys):
     (typed,) = shlex.split(said.partition("as text: ")[2])
     assert read_override(typed).value() == word.partition("=")[2]
     read_words([typed])
+
+
+TEXTS = [
+    "${nothing}",
+    "const line = `${a => b} and ${seed}`;",
+    r"C:\\${HOME}\${seed}",
+    "${",
+    '$${seed}}, it\'s "${oc.env:HOME}"',
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_text_and_no_other_settings_value(text, runs):
+    Path(text).mkdir(parents=True)
+    words = [f"system_instruction={text}", f"results_dir={QuotedString(text, Quote.single).with_quotes()}"]
+    assert main(["method=full", "experiment=tasks", *words]) == 0
+    (config,) = runs.configs
+    assert (config.task.system_instruction, config.results_dir) == (text, text)
+    in_python = load([override("system_instruction", text), override("tasks", [text, "passkey"])])
+    assert (in_python.task.system_instruction, in_python.tasks) == (text, (text, "passkey"))
+    ours = read_words(words)
+    assert [read_override(word).value() for word in read_words([as_typed(word) for word in ours])] == [
+        read_override(word).value() for word in ours
+    ], "as a job of a cluster reads them again"
+
+
+def test_a_sweep_over_texts(runs):
+    assert main(["-m", "method=full", "experiment=tasks", "system_instruction='${a}','b, ${seed}'"]) == 0
+    assert [config.task.system_instruction for config in runs.configs] == ["${a}", "b, ${seed}"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -140,7 +140,8 @@ def test_every_grid_composes_and_repeats_nothing(name, monkeypatch):
     """With the hub's data, so that no entry is left out. A grid of grids is tested by its parts."""
     monkeypatch.setattr("harness.data.rows.revision", lambda *_, **__: "1")
     root = ["grid.data_root=hub"] if "data_root" in GRIDS[name] else []
-    plan = read(f"grid={name}", "data=hub", "data.root=null", *root)
+    texts = ["grid.texts=[README.md]"] if name == "confirm" else []  # files of its own
+    plan = read(f"grid={name}", "data=hub", "data.root=null", *root, *texts)
     digests = digests_of(plan.cells[0])
     ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.cells)
     assert max(ids.values()) == 1 and not any("is not given" in reason for _, reason in plan.left_out)

@@ -285,7 +285,8 @@ def test_sessions_one_after_another_lock_their_memory_once(runtime):
             session.close()
             assert session.pinned_bytes == 0 and len(runtime.locked) == 1
             assert runtime.names.count("cudaHostRegister") == locked
-            slabs[CPU]._memory.fill_(255)  # not a number, where it were read
+            with torch.inference_mode():
+                slabs[CPU]._memory.fill_(255)  # not a number, if it is read
     assert torch.equal(logits[0], logits[1])
     slabs[CPU].close()
     assert not runtime.locked

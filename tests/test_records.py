@@ -235,7 +235,7 @@ def test_a_finished_run_is_recorded_whole_skipped_after_and_renamed(runs, capsys
     record = records.read_record(path)
     assert record.items() >= asdict(outcome(config)).items()
     assert record["config"]["method"] == {
-        "num_exempt_layers": 2, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
+        "num_exempt_layers": 0, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
     }  # fmt: skip
     assert record["settings"] == {"heavy_frac": 0.05}
     assert record["config"]["label"] == "H2O" and record["seconds"] > 0 and record["error"] is None
@@ -372,3 +372,33 @@ def test_a_budget_that_is_never_reached_is_said(runs, caplog):
     caplog.clear()
     evicted["kv_recall"] = 1.0
     assert main(["experiment=tasks", "method=h2o", "seed=1"]) == 0 and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "said"),
+    [
+        ("method=quest", 1.0, "every decode row read the whole cache: the budget is never reached, so these are the "),
+        ("method=quest codec=int4", 0.4, None),
+        ("method=quest codec=bf16", 1.0, "these are the full cache's numbers under codec=bf16"),
+        ("method=quest", 0.999, None),
+        ("method=kivi", 1.0, "residual=128: no group of tokens was coded whole, so these are the full cache's numbers"),
+        ("method=kivi", 0.9, None),
+        ("method=full", 1.0, None),
+        ("method=full codec=bf16", 1.0, None),
+    ],
+)
+def test_a_method_that_read_the_whole_cache_says_so(words, size, said, runs, caplog):
+    """Whatever it does with tokens: one that retrieves, and a codec within its exact tokens."""
+
+    def measure(config):
+        measured = outcome(config)
+        for task, entries in measured.metrics.items():
+            measured.metrics[task] = entries | {"size": size}
+        return measured
+
+    runs.measure = measure
+    assert main(["experiment=tasks", *words.split()]) == 0
+    if said is None:
+        assert not caplog.messages
+    else:
+        assert len(caplog.messages) == 2 and all(said in line for line in caplog.messages)

@@ -52,23 +52,23 @@ decode_rows = st.builds(
 codecs = st.sampled_from([None, Codec("int2"), Codec("int1")])
 sizeable = st.sampled_from(
     [
-        H2O(),
-        Streaming(num_sinks=1),
-        Oracle(),
+        H2O(num_exempt_layers=2),
+        Streaming(num_sinks=1, num_exempt_layers=2),
+        Oracle(num_exempt_layers=2),
         InfiniGen(num_exempt_layers=1),
         InfiniGen(cap_of="final"),
         H2O(num_exempt_layers=0),
         Quest(),
         Quest(page_size=1, num_exempt_layers=0),
-        SnapKV(window=1),
-        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive"),
-        TOVA(),
-        RKV(window=1, divide_length=3),
-        RandomAttention(divide_length=3),
-        DuoAttention(num_sinks=1, num_recent=1),
-        ParisKV(num_sinks=0),
-        Socket(num_sinks=1),
-        RocketKV(window=1),
+        SnapKV(window=1, num_exempt_layers=2),
+        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive", num_exempt_layers=2),
+        TOVA(num_exempt_layers=2),
+        RKV(window=1, divide_length=3, num_exempt_layers=2),
+        RandomAttention(divide_length=3, num_exempt_layers=2),
+        DuoAttention(num_sinks=1, num_recent=1, num_exempt_layers=2),
+        ParisKV(num_sinks=0, num_exempt_layers=2),
+        Socket(num_sinks=1, num_exempt_layers=2),
+        RocketKV(window=1, num_exempt_layers=2),
         RocketKV(window=2, num_sinks=1, num_exempt_layers=0),
     ]
 )
@@ -113,7 +113,7 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
     found = sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, smallest, nearest=False)
     assert found.tokens_read(TokenCounts(99, 50, 100), 2) == 5
     with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
-        sized_as_stored(Streaming(num_sinks=100), None, GEOMETRY, rows, 0.5, nearest=True)
+        sized_as_stored(Streaming(num_sinks=100, num_exempt_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
 SMALL = replace(GEOMETRY, num_layers=30)
@@ -206,13 +206,16 @@ def test_a_size_that_was_not_asked_for_is_told_once(caplog):
 
 
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
-    method, width = Streaming(kept_frac=0.5, num_sinks=1), 0.28125
+    method, width = Streaming(kept_frac=0.5, num_sinks=1, num_exempt_layers=2), 0.28125
     one, other = (expected_size(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
     assert one != other
     assert expected_size(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
         (3 * one + other) / 4
     )
-    for method, share in ((Streaming(kept_frac=0.2, num_sinks=1), 0.4), (Full(), 1)):
+    for method, share in (
+        (Streaming(kept_frac=0.2, num_sinks=1, num_exempt_layers=2), 0.4),
+        (Full(num_exempt_layers=2), 1),
+    ):
         rows = {TokenCounts(100, 50, 200): 1}
         assert expected_size(method, rows, 10, [width] * 10) == pytest.approx((2 + 8 * width * share) / 10)
         by_layer = expected_size(method, rows, 10, [1, 1, 0.5, *[width] * 6, 0.25])
@@ -269,39 +272,45 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         ),
         (DoubleSparsity(rank=0.25), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
         (DoubleSparsity(rank=0.25, index_bits=4), mean((4 * 12 / 16 * t + 16 * 4) / 32 / t for t in CACHED)),
-        (Loki(rank=0.3), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
+        (Loki(rank=0.3, num_exempt_layers=2), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
         # every key
-        (Oracle(), 0.5),
+        (Oracle(num_exempt_layers=2), 0.5),
         # 4 of 16 channels, and half a token for the mean value
-        (SparQ(), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
-        (SparQ(mean_value=False), 4 / 32),
+        (SparQ(num_exempt_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
+        (SparQ(mean_value=False, num_exempt_layers=2), 4 / 32),
         # two codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
-        (PQCache(num_sinks=0), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
+        (PQCache(num_sinks=0, num_exempt_layers=2), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
         # a byte for each of two sub-vectors of a key of the zone; of half of it 3 bits for each of 16 elements, in 6
         # bytes, and two weights
         (
-            ParisKV(num_sinks=0, recent_frac=0.0),
+            ParisKV(num_sinks=0, recent_frac=0.0, num_exempt_layers=2),
             mean((t * 2 + -(-t // 2) * (6 + 4)) / (2 * 32) / t for t in CACHED),
         ),
         (
-            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01),
+            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01, num_exempt_layers=2),
             mean(((t - 6) * 2 + 2 * 10) / (2 * 32) / t for t in CACHED),
         ),
         # 60 hashes of 10 bits in 76 bytes, and the length of the value
-        (Socket(num_sinks=0), (76 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3), (2 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False), 2 / (2 * 32)),
+        (Socket(num_sinks=0, num_exempt_layers=2), (76 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, num_exempt_layers=2), (2 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, num_exempt_layers=2), 2 / (2 * 32)),
         # floor(24 / 2.4^0.2758) = 18 prompt tokens stay; 18 / 10 is a token a chunk, and 16 / 1.8 channels
-        (RocketKV(budget_tokens=10, window=2), mean((18 + t - PROMPT) * 8 / 32 / t for t in CACHED)),
+        (
+            RocketKV(budget_tokens=10, window=2, num_exempt_layers=2),
+            mean((18 + t - PROMPT) * 8 / 32 / t for t in CACHED),
+        ),
         # 12 stay; 12 / 4 is two tokens a chunk, and 16 * 2 / 3 channels
-        (RocketKV(budget_tokens=4, window=2), mean((12 + t - PROMPT) // 2 * 10 / 32 / t for t in CACHED)),
-        (VAttention(num_sinks=0), 16 * (4 + 32 / 16) / 16 / 32),
+        (
+            RocketKV(budget_tokens=4, window=2, num_exempt_layers=2),
+            mean((12 + t - PROMPT) // 2 * 10 / 32 / t for t in CACHED),
+        ),
+        (VAttention(num_sinks=0, num_exempt_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
         # every key in 4 bits; or two vectors a full page, and in 4 bits the keys of Quest's pages
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
         (Twilight(page_size=5), mean((t // 5 + ((max(3, t // 2 // 5) - 1) * 5 + t % 5) * 6 / 32) / t for t in CACHED)),
         # two vectors a full page
         (Quest(page_size=5), mean(t // 5 / t for t in CACHED)),
-        (H2O(), 0),
+        (H2O(num_exempt_layers=2), 0),
     ],
     ids=lambda value: getattr(value, "title", None),
 )
@@ -322,15 +331,15 @@ def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
 
 
 EVICTED = [
-    (H2O(kept_tokens=20), [t - 20 for t in CACHED]),
-    (Streaming(kept_tokens=30, num_sinks=1), [max(0, t - 30) for t in CACHED]),
-    (SnapKV(kept_tokens=14, window=4), [PROMPT - 14] * STEPS),
+    (H2O(kept_tokens=20, num_exempt_layers=2), [t - 20 for t in CACHED]),
+    (Streaming(kept_tokens=30, num_sinks=1, num_exempt_layers=2), [max(0, t - 30) for t in CACHED]),
+    (SnapKV(kept_tokens=14, window=4, num_exempt_layers=2), [PROMPT - 14] * STEPS),
     # back to 26 tokens after every third: 27 - 26, then 29 - 26
-    (RandomAttention(kept_tokens=26, divide_length=3), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
-    (RandomAttention(kept_tokens=26), [0] * STEPS),  # the text ends before the first compression
+    (RandomAttention(kept_tokens=26, divide_length=3, num_exempt_layers=2), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
+    (RandomAttention(kept_tokens=26, num_exempt_layers=2), [0] * STEPS),  # the text ends before the first compression
     # of 4 KV heads in two layers 2 stream
-    (DuoAttention(num_sinks=1, num_recent=9), [(t - 10) / 2 for t in CACHED]),
-    (Full(), None),
+    (DuoAttention(num_sinks=1, num_recent=9, num_exempt_layers=2), [(t - 10) / 2 for t in CACHED]),
+    (Full(num_exempt_layers=2), None),
     (Quest(read_frac=0.4, page_size=3), None),
     (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
 ]

@@ -265,7 +265,7 @@ def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"task": {"question_marker": "Now:"}}, "task toy_told, question 0: kind=turns needs 'Now:' inside the prompt"),
+        ({"task": {"question_marker": "Now:"}}, "task toy_told, question 0: kind=turns finds no .* not there"),
         ({"rolling": True}, "task toy_told: scores whole texts, which ask no question"),
         ({"sampling": SamplingConfig(top_p=0.5)}, "task toy_told: top_p=0.5: the most likely token is taken"),
     ],

@@ -17,8 +17,9 @@ from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.resources import Resources
 from harness.replay.setup import prepare
+from harness.run.runner import users_faults
 from harness.settings.config import BEHIND_LINK, RunConfig
-from harness.speed.latency import decode_rows, prompt_ids, two_memories
+from harness.speed.latency import decode_rows, prompt_ids, require_length, two_memories
 from harness.speed.link_rate import idle_s
 
 WARM_UP = 3
@@ -33,8 +34,17 @@ GIB = 2**30
 
 def trace_step(config: RunConfig, path: Path) -> None:
     """Profile a decode step of the run that `config` describes. Writes a Chrome trace to `path`, compressed where it
-    ends with .gz, and prints the step's time without the profiler, its kernels, and how busy each stream was."""
+    ends with .gz, and prints the step's time without the profiler, its kernels, and how busy each stream was.
+
+    Raises UserError for what a run of these settings would refuse.
+    """
+    with users_faults(config):
+        _trace_step(config, path)
+
+
+def _trace_step(config: RunConfig, path: Path) -> None:
     loaded = Resources().model(config.model)
+    require_length(config.latency, loaded)
     with attach(loaded.model) as attached, two_memories(config, attached) as (_, link):
         setup = prepare(config, loaded, attached, lambda: decode_rows(config.latency))
         session = LiveSession(

@@ -77,6 +77,7 @@ def load(
     if not isinstance(model, str | Path):
         _require_model(model)
         return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
+    _require_no_tokenizer(tokenizer)
     resources = Resources()
     chosen = Model(resources, _source(str(model)) | settings)
     config = chosen.configured()
@@ -358,6 +359,7 @@ def attach(
     _require_count("prefill_len", prefill_len)
     with ExitStack() as stack:
         if isinstance(model, Model):
+            _require_no_tokenizer(tokenizer)
             attached = stack.enter_context(attach_decoder(model.loaded.model))
         else:
             _require_model(model)
@@ -411,6 +413,13 @@ def _require_count(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{name}={value!r}: allowed: a number of tokens, 1 or more, or None")
+
+
+def _require_no_tokenizer(tokenizer: object) -> None:
+    """Raise UserError for a tokenizer that is given beside a model which has its own."""
+    if tokenizer is not None:
+        given = type(tokenizer).__name__ if not isinstance(tokenizer, str) else tokenizer
+        raise UserError(f"tokenizer={given}: the model has its own; leave it out")
 
 
 def _require_model(model: object) -> None:
@@ -477,7 +486,9 @@ def lm(
         theirs = OF_LM_EVAL.get(name.partition(".")[0])
         if theirs is not None:
             raise UserError(f"{name}={value}: lm-eval decides it, by {theirs}; leave it out")
-    if not isinstance(model, Model):
+    if isinstance(model, Model):
+        _require_no_tokenizer(tokenizer)
+    else:
         model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
     config = model.configured(experiment="tasks", method=method, size=size, **settings)
     loaded = model.loaded

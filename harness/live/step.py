@@ -290,10 +290,11 @@ def _new_bias(query: Tensor, of_rows: Tensor | None, visible: Tensor | None) -> 
     length = known.shape[-1] + 1
     room = -(-length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
     bias = query.new_zeros((*known.shape[:-1], room))[..., :length]
+    cached = bias[..., :-1]
     if of_rows is not None:
-        bias[..., :-1] = known
-    if visible is not None:
-        bias[..., :-1].masked_fill_(~visible, float("-inf"))
+        cached.copy_(known)
+    if visible is not None:  # one launch, where `masked_fill_` takes the mask's opposite
+        torch.where(visible, cached, torch.tensor(float("-inf")), out=cached)
     return bias
 
 

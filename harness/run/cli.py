@@ -55,7 +55,7 @@ from harness.results import archive
 from harness.run import runner, status, tracking
 from harness.run.cells import run_cells
 from harness.run.cluster import JobArray
-from harness.run.compose import read_override
+from harness.run.compose import override, read_override, sweep
 from harness.run.grid import read_plan
 from harness.run.kinds import measurement_of
 from harness.run.parse import asks_status, parse
@@ -143,10 +143,10 @@ class Jobs:
         given: Any = OmegaConf.to_container(typed, resolve=False)  # `${...}` as typed
         grid = HydraConfig.get().runtime.choices.get("grid")
         if config.export is not None:
-            for override in given:
-                if setting_of(override) not in ("export", "results_dir"):
+            for word in given:
+                if setting_of(word) not in ("export", "results_dir"):
                     allowed = "beside it only results_dir= is allowed"
-                    raise UserError(f"{override}: export={config.export} runs nothing; {allowed}")
+                    raise UserError(f"{word}: export={config.export} runs nothing; {allowed}")
             print(archive.export(Path(path_text(config.results_dir, "results_dir")), config.export))
             return
         if config.get("cluster") is not None:
@@ -188,9 +188,9 @@ class Jobs:
             self.paths.append(path)
 
     def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
-        for override in overrides:
-            if setting_of(override).startswith("grid."):
-                raise UserError(f"{override}: needs grid=NAME")
+        for word in overrides:
+            if setting_of(word).startswith("grid."):
+                raise UserError(f"{word}: needs grid=NAME")
         # The other jobs of a sweep most often ask for the same prompts.
         self.resources.shares_prompts |= HydraConfig.get().mode == RunMode.MULTIRUN
         checked = parse(config, overrides)
@@ -455,7 +455,7 @@ def _checked(word: str, is_sweep: bool) -> str:
         word = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
     try:
         word.encode("utf-8")
-        override = read_override(word)
+        given = read_override(word)
     except UnicodeEncodeError:
         raise UserError(f"{word}: is not UTF-8 text") from None
     except HydraException as error:
@@ -464,7 +464,8 @@ def _checked(word: str, is_sweep: bool) -> str:
     except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
         shown = errors.shortened(word, SHOWN)
         raise UserError(f"{shown}: cannot be read ({errors.reason(error)})") from None
-    name, value = override.key_or_group, override.value()
+    sets, value = name, given.value()
+    name = given.key_or_group
     if name.startswith("hydra") and not name.startswith(HYDRA_SETTINGS):
         allowed = f"results go to results_dir=; allowed of Hydra's: {', '.join(HYDRA_SETTINGS)}"
         raise UserError(f"{word}: is no setting of a run; {allowed}")
@@ -472,13 +473,17 @@ def _checked(word: str, is_sweep: bool) -> str:
         raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     choices = [item.text if isinstance(item, QuotedString) else item for item in values]
-    is_other = override.is_delete() or isinstance(value, Sweep | Glob)
+    is_other = given.is_delete() or isinstance(value, Sweep | Glob)
     chooses = isinstance(value, ChoiceSweep) or not is_other
     if is_group(name) and chooses and not all(map(_is_file_name, choices)):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
     if name == "label" and isinstance(value, ChoiceSweep) and not {*choices} <= {*LABELS}:
         systems = f"a sweep takes systems alone: {', '.join(LABELS)}"
         raise UserError(f"{word}: names the same run several times; {systems}")
+    if "${" in typed and isinstance(value, ChoiceSweep):
+        return sweep(sets, choices)
+    if "${" in typed and not is_other:
+        return override(sets, value)
     return word
 
 

@@ -213,7 +213,7 @@ def _record(todo: Run, resources: Resources) -> None:
         with users_faults(config):
             outcome = measurement.run(config, resources)
             records.require_finite(outcome.metrics)
-            _warn_of_idle_budgets(todo.title, outcome.metrics)
+            _warn_of_idle_budgets(todo, outcome.metrics)
             _warn_of_unmet_size(todo, outcome.metrics)
             devices: list[str] = []
             if measurement.needs_weights(config):
@@ -229,16 +229,32 @@ def _record(todo: Run, resources: Resources) -> None:
         raise
 
 
-def _warn_of_idle_budgets(title: str, metrics: Mapping[str, Any]) -> None:
-    """Say of which tasks or texts a method that evicts has evicted nothing: its numbers are the
-    full cache's."""
-    for where, entries in _parts(title, metrics):
-        if entries.get(columns.TOKENS_EVICTED.name) == 0:
-            log.warning(
-                "%s: no token was evicted: the budget is never reached, so these are the full "
-                "cache's numbers",
-                where,
-            )
+def _warn_of_idle_budgets(todo: Run, metrics: Mapping[str, Any]) -> None:
+    """Say of which tasks or texts the method has read the whole cache: its numbers are the full
+    cache's."""
+    for where, entries in _parts(todo.title, metrics):
+        idle = _idle_budget(todo.config, entries)
+        if idle is not None:
+            log.warning("%s: %s", where, idle)
+
+
+def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
+    """How the metrics of a task or text say that a budget was never reached; None if it was."""
+    codec = "" if config.codec is None else f" under codec={config.codec_name}"
+    numbers = f"the budget is never reached, so these are the full cache's numbers{codec}"
+    size = entries.get(columns.SIZE.name)
+    if entries.get(columns.TOKENS_EVICTED.name) == 0:
+        return f"no token was evicted: {numbers}"
+    if size is None or size < 1:
+        return None
+    if not config.method.reads_all:
+        return f"every decode row read the whole cache: {numbers}"
+    if config.codec is not None and config.residual:
+        return (
+            f"residual={config.residual}: no group of tokens was coded whole, so these are the "
+            "full cache's numbers or next to them"
+        )
+    return None
 
 
 def _warn_of_unmet_size(todo: Run, metrics: Mapping[str, Any]) -> None:

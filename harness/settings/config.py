@@ -284,8 +284,8 @@ class TaskConfig:
     graph_search. apply_chat_template: prompts are turns of the tokenizer's chat template;
     fewshot_as_multiturn: each example is a turn too. system_instruction: text before them.
     question_marker: the text with which a question starts, where prefill=question ends the prompt;
-    None: the task's own. too_long: what happens to a context beyond the model's limit; `truncate`
-    leaves out its beginning, as lm-eval does.
+    None: the task says where. too_long: what happens to a context beyond the model's limit;
+    `truncate` leaves out its beginning, as lm-eval does.
     """
 
     include_path: FolderText | None = None
