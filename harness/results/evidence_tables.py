@@ -184,8 +184,8 @@ class Series(NamedTuple):
 def series_of(evidence: Evidence) -> list[Series]:
     """The methods by label and asked size.
 
-    A label that one model has with several numbers of exempt layers is one series of each. Raises
-    UserError if two methods or codecs have one label.
+    A label that one model has with several numbers of exempt layers, at one length of windows or on
+    one task, is one series of each. Raises UserError if two methods or codecs have one label.
     """
     rows = [*evidence.windows, *evidence.answers]
     labels_of_several = _with_several_exempt_numbers(rows)
@@ -207,9 +207,10 @@ def series_of(evidence: Evidence) -> list[Series]:
 def _with_several_exempt_numbers(rows: Iterable[TableRow]) -> set[str]:
     numbers: dict[tuple[Any, ...], set[Any]] = {}
     for row in rows:
-        key = row["label"], row["model"], row["asked_size"]
+        measured_on = row.get("seq_len") if "text" in row else row["task"]
+        key = row["label"], row["model"], row["asked_size"], measured_on
         numbers.setdefault(key, set()).add(row["exempt_layers"])
-    return {label for (label, _, _), found in numbers.items() if len(found) > 1}
+    return {label for (label, *_), found in numbers.items() if len(found) > 1}
 
 
 def _series_key(labels_of_several: set[str], row: TableRow) -> tuple[str, float | None]:
