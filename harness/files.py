@@ -63,12 +63,18 @@ class HeldError(Exception):
 def cache_dir() -> Path:
     """The folder of copies and digests.
 
-    KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache.
+    KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache. Raises UserError for a home
+    folder that does not exist.
     """
-    chosen = os.environ.get("KV_HARNESS_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kv-harness"
+    for name, within in (("KV_HARNESS_CACHE", ""), ("XDG_CACHE_HOME", "kv-harness")):
+        chosen = os.environ.get(name)
+        if not chosen:
+            continue
+        try:
+            return Path(chosen).expanduser() / within
+        except RuntimeError:
+            raise UserError(f"{name}={chosen}: there is no such home folder") from None
+    return Path("~/.cache").expanduser() / "kv-harness"
 
 
 @contextlib.contextmanager

@@ -229,6 +229,16 @@ def test_a_sweep_over_texts(runs):
     assert [config.task.system_instruction for config in runs.configs] == ["${a}", "b, ${seed}"]
 
 
+def test_a_name_with_a_line_break_is_refused_in_one_line(runs, capsys):
+    assert main(["method='full\n'"]) == 2
+    assert only_error(capsys).startswith("error: method=full\\n: did you mean 'full'")
+
+
+def test_a_grid_without_a_method_is_refused(runs, capsys):
+    assert main(["grid=long", "grid.methods=null", "status=true"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == ["error: grid.cells: method=None: must be one name"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("experiment", ["perplexity", "latency", "generate"])
 def test_a_platform_that_is_not_here_is_refused_before_anything_else(experiment, runs, capsys):

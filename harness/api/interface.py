@@ -167,7 +167,8 @@ class Model:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | None = None,
+        /,
         method: str = "infinigen",
         size: float | str | None = None,
         quiet: bool = False,
@@ -175,15 +176,17 @@ class Model:
     ) -> Generated:
         """Continue a prompt with a method's live cache, greedily unless a temperature is set.
 
-        method: a name of `conf/method` or a file. quiet: show no progress bar. settings: such as
-            max_new_tokens=64, placement="device", temperature=0.7, top_p=0.9, seed=1.
+        prompt: by place or by name. method: a name of `conf/method` or a file. quiet: show no
+            progress bar. settings: such as max_new_tokens=64, placement="device", temperature=0.7,
+            top_p=0.9, seed=1.
 
         Returns:
             Text, TTFT, TPOT, tokens/s and bytes over the link, which `print` shows.
         """
+        settings = _with_given({"experiment": "generate", "prompt": prompt}, settings)
+        prompt = settings["prompt"]
         if not isinstance(prompt, str):
             raise UserError(f"prompt={prompt!r}: must be text")
-        settings = _with_given({"experiment": "generate", "prompt": prompt}, settings)
         config = self.configured(method=method, size=size, **settings)
         steps = 1 + config.max_new_tokens  # the prompt's pass, and a step for each token
         with (
@@ -490,7 +493,8 @@ def lm(
         _require_no_tokenizer(tokenizer)
     else:
         model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
-    config = model.configured(experiment="tasks", method=method, size=size, **settings)
+    settings = _with_given({"experiment": "tasks"}, settings)
+    config = model.configured(method=method, size=size, **settings)
     loaded = model.loaded
     if loaded.tokenizer is None:
         loaded.tokenizer = _tokenizer_of(loaded, method)

@@ -241,7 +241,7 @@ class Jobs:
             hint = f" ({bug}{TRACEBACKS}=1 shows where)"
         how = "unfinished" if unfinished else "error"
         try:
-            print(f"{how}: {in_words(error)}{hint}", file=sys.stderr)
+            print(f"{how}: {errors.printable(in_words(error))}{hint}", file=sys.stderr)
         except (OSError, ValueError):  # stderr is closed, or on a full disk
             _mute()
 

@@ -44,7 +44,7 @@ from harness.run.compose import Composer, compose, load, override
 from harness.run.parse import chosen_model
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
-from harness.settings.schema import Positive, Text, build, options, setting_of
+from harness.settings.schema import Positive, Text, build, is_group, options, setting_of
 from harness.settings.systems import OF_EVERY_METHOD
 
 
@@ -177,6 +177,9 @@ def _read(
     configs: list[RunConfig] = []
     for cell, where_allowed in cells:
         settings = {**asked.settings, **cell}
+        for key, value in settings.items():
+            if is_group(key) and not isinstance(value, str):
+                raise UserError(f"grid.cells: {key}={value}: must be one name")
         fixed = {key: value for key, value in settings.items() if key not in given}
         try:
             words = [override(key, value) for key, value in fixed.items()]

@@ -353,6 +353,8 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         elif isinstance(error, OverflowError):
             beyond = f"its numbers are beyond a float's range ({one_line(error)})"
             refusal = f"model={config.model.name}: {beyond}"
+        elif kind == "PanicException":  # of Rust code, of which the tokenizers are made
+            refusal = f"model={config.model.name}: its tokenizer fails ({one_line(error)})"
         elif kind == "SafetensorError":
             unread = f"a file of tensors cannot be read or written ({one_line(error)})"
             refusal = f"{unread}; is the disk full?"

@@ -21,6 +21,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from harness.data.chat import chat_text
 from harness.data.needles import needle_of
 from harness.errors import UserError
 from harness.model.load import LoadedModel
@@ -171,11 +172,11 @@ class ReplayLM(TemplateLM):
         self._require_chat_template()
 
         def rendered(turns: Chat) -> str:
-            return self.tokenizer.apply_chat_template(
+            return chat_text(
+                self.tokenizer,
                 turns,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
+                model=self._name,
             )
 
         try:
