@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.api.cached_model import CachedModel
+from harness.data.text import prompt_ids
 from harness.errors import UserError, nearest, printable, reason
 from harness.files import stated_memory
 from harness.live.weights import streamed_weights
 from harness.model.attach import attach as attach_decoder
+from harness.model.generation import Settings
 from harness.model.load import LoadedModel, from_memory
 from harness.model.resources import Resources
 from harness.replay.setup import Setup, calibrated, codec_of, sized_on_text, tokenized
@@ -43,9 +45,9 @@ from harness.run.compose import override
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
 from harness.scoring.progress import bar, quietly
-from harness.settings.config import ModelConfig, RunConfig
+from harness.settings.config import NEW_TOKENS, ModelConfig, RunConfig
 from harness.settings.schema import options
-from harness.speed.generate import Generated, run_generate
+from harness.speed.generate import Generated, new_tokens_of, run_generate
 from harness.speed.latency import compute_threads, two_memories
 from methods.base import TokenCounts
 
@@ -188,14 +190,13 @@ class Model:
         if not isinstance(prompt, str):
             raise UserError(f"prompt={prompt!r}: must be text")
         config = self.configured(method=method, size=size, **settings)
-        steps = 1 + config.max_new_tokens  # the prompt's pass, and a step for each token
-        with (
-            users_faults(config),
-            quietly(quiet),
-            bar(total=steps, desc="generate", unit="step") as shown,
-        ):
+        with users_faults(config), quietly(quiet):
             loaded = self.resources.model(config.model)
-            return run_generate(config, loaded, lambda piece: shown.update())
+            num_prompt = len(prompt_ids(prompt, loaded.reader))
+            # The prompt's pass, and a step for each token.
+            steps = 1 + new_tokens_of(config, loaded, num_prompt)
+            with bar(total=steps, desc="generate", unit="step") as shown:
+                return run_generate(config, loaded, lambda piece: shown.update())
 
     def perplexity(
         self,
@@ -384,8 +385,8 @@ def attach(
             chosen = sized_on_text(config, loaded, attached, [TokenCounts(1, 1, 2)])
             size = None
         if max_new_tokens is None:
-            of_model = attached.model.generation_config.max_new_tokens
-            max_new_tokens = of_model or config.max_new_tokens
+            of_model = Settings(attached.model, {}).get("max_new_tokens")
+            max_new_tokens = of_model or NEW_TOKENS
         calibration = calibrated(config, chosen, loaded, attached)
         setup = Setup(tokenized(chosen, loaded), codec_of(config), calibration)
         _, link = stack.enter_context(two_memories(config, attached))
@@ -407,6 +408,7 @@ def attach(
             max_new_tokens=max_new_tokens,
             prefill_len=prefill_len,
             max_length=loaded.max_length,
+            tokenizer=loaded.tokenizer,
         )
         yield stack.enter_context(cached)
 

@@ -199,6 +199,13 @@ class LiveSession:
             use.mark()
         return logits
 
+    def begin_turn(self, num_rows: int) -> None:
+        """A further prompt of `num_rows` rows begins now, which decode steps append. The clock and
+        the links' times are its own from here on; all counts go on."""
+        self.clock.begin_prompt(num_rows)
+        for use in self.link_uses:
+            use.begin()
+
     @property
     def batch(self) -> TokenBatch:
         """How far the session has come, and the tokens of its columns, on the first layer's

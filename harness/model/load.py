@@ -70,6 +70,14 @@ class LoadedModel:
         """What makes token ids of texts: the tokenizer, or of random weights `random_ids`."""
         return self.random_ids or self.tokenizer
 
+    @property
+    def generation_digest(self) -> str:
+        """The sha256 of the model's generation_config as it is now."""
+        config = getattr(self.model, "generation_config", None)
+        if config is None:
+            return text_sha256("none")
+        return text_sha256(config.to_json_string(use_diff=False, ignore_metadata=True))
+
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model that `config` describes.

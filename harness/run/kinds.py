@@ -200,7 +200,7 @@ class LongDecode(Measurement):
         # The dense pass of a prompt gives the first token; a method decodes from the second on.
         for name, lowest in (("prefill_len", 1), ("max_new_tokens", 2)):
             value = getattr(config, name)
-            if value < lowest:
+            if value is None or value < lowest:
                 raise UserError(f"{name}={value}: must be at least {lowest} in kind=long_decode")
         _check_one_answer(config)
 

@@ -31,7 +31,7 @@ from harness.run import tracking
 from harness.run.kinds import digests_of, measurement_of
 from harness.settings import own_method
 from harness.settings.config import RunConfig
-from harness.settings.kinds import Outcome, find
+from harness.settings.kinds import KINDS, Outcome, find
 from harness.settings.schema import is_unmet
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ class Run:
         digests = digests_of(config)
         if resources is not None and resources.loaded is not None:
             digests["model"] = resources.loaded.fingerprint
+            if "sampling" in KINDS[config.kind].depends_on:
+                digests["generation_config"] = resources.loaded.generation_digest
         run_id = records.run_id(config, digests)
         return cls(
             config, digests, records.record_path(config.results_dir, config.experiment, run_id)

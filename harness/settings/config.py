@@ -340,18 +340,33 @@ class Sampling(NamedTuple):
     """How a token is chosen.
 
     temperature: divides the logits; 0 takes the most likely token. top_k: only the k most likely
-    tokens are drawn from, and all that are as likely as the k-th; None: all. top_p: only the
-    smallest set of most likely tokens whose probabilities sum to at least this (nucleus sampling,
-    Holtzman et al. 2020). Both apply after the temperature, top_k first, as in transformers'
-    `generate`.
+    tokens are drawn from, and all that are as likely as the k-th. top_p: only the smallest set of
+    most likely tokens whose probabilities sum to at least this (nucleus sampling, Holtzman et al.
+    2020). None: as the model's generation_config.json says, else as transformers' `generate`.
     """
 
     temperature: float = 0.0
-    top_p: float = 1.0
+    top_p: float | None = None
     top_k: int | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same as arguments of transformers' `generate`."""
+        if not self.temperature:
+            return {"do_sample": False}
+        asked: dict[str, Any] = {"do_sample": True, "temperature": self.temperature}
+        if self.top_p is not None:
+            asked["top_p"] = self.top_p
+        if self.top_k is not None:
+            asked["top_k"] = self.top_k
+        return asked
 
 
 GREEDY = Sampling()
+LOWEST_TEMPERATURE = 1e-6
+"""Logits that are divided by less leave the range of fp32."""
+NEW_TOKENS = 64
+"""Tokens of a text where neither a setting nor the model's generation_config.json says how many."""
 
 
 @dataclass(frozen=True)
@@ -359,8 +374,8 @@ class SamplingConfig:
     """How the tokens of a generated answer are chosen. These settings stand at the top.
 
     temperature: 0 takes the most likely token; None: as the task says, else 0. top_p, top_k: see
-    `Sampling`; None: as the task says, else all tokens. repeats: answers to each question, each
-    drawn from its own random numbers.
+    `Sampling`; None: as the task says, else as `Sampling` does. repeats: answers to each question,
+    each drawn from its own random numbers.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
@@ -371,6 +386,8 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.temperature == 0:
             self._refuse_where_greedy("temperature=0 takes the most likely token")
+        elif self.temperature is not None:
+            _require_divisor(self.temperature)
 
     def rule(self, of_task: Sampling = GREEDY) -> Sampling:
         """The rule of these settings where they are given, else of the task, else greedy.
@@ -381,6 +398,7 @@ class SamplingConfig:
         if not temperature:
             self._refuse_where_greedy("the most likely token is taken")
             return GREEDY
+        _require_divisor(temperature)
         return Sampling(temperature, self.top_p or of_task.top_p, self.top_k or of_task.top_k)
 
     def _refuse_where_greedy(self, why: str) -> None:
@@ -388,6 +406,14 @@ class SamplingConfig:
             value = getattr(self, name)
             if value != unset:
                 raise UserError(f"{name}={value}: {why}; set temperature above 0")
+
+
+def _require_divisor(temperature: float) -> None:
+    if temperature < LOWEST_TEMPERATURE:
+        raise UserError(
+            f"temperature={temperature}: allowed: 0, which takes the most likely token, or "
+            f"{LOWEST_TEMPERATURE} and more"
+        )
 
 
 @dataclass(frozen=True)
@@ -544,7 +570,7 @@ class RunConfig:
     sampling: SamplingConfig = SamplingConfig()
     analysis: AnalysisConfig = AnalysisConfig()
     prompt: Text | None = None
-    max_new_tokens: Count = 64
+    max_new_tokens: Count | None = None
     link_gbps: Positive | None = None
     max_kl: Positive | None = None
     results_dir: PathText = RESULTS
