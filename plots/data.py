@@ -76,7 +76,7 @@ class Tables:
         numbers = {column.name: float for column in expected if column.digits is not None}
         frame = frame.where(frame != "").astype(numbers)
         if SHIPPED in frame:
-            frame[OWN] = frame[SHIPPED].isna() & frame[SHIPPED].notna().any()
+            frame[OWN] = frame[SHIPPED].isna() & bool(frame[SHIPPED].notna().any())
         for name in NAMES:
             if name in needed:
                 frame[name] = frame[name].map(self._legible, na_action="ignore")

@@ -147,8 +147,8 @@ def _in_words(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(map(str, parts))
     if origin in (Union, UnionType):
-        words = [_in_words(part) for part in parts if part is not type(None)]
-        return " or ".join(words) + (OR_NULL if type(None) in parts else "")
+        kinds = [_in_words(part) for part in parts if part is not type(None)]
+        return " or ".join(kinds) + (OR_NULL if type(None) in parts else "")
     if origin is Annotated:
         bounds = []
         for field in parts[1:]:
