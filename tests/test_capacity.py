@@ -1,7 +1,7 @@
 """How many sequences fit: hand-computed sizes and steps, the emulated limit, refusals, the figure."""
 
 import csv
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from cases import CASES
-from living import PROMPT, attached_with_link, open_live
+from living import PROMPT, attached_with_link, calibration_of, force, open_live, tiny
 from test_needs import prompts_of
 
 from harness.errors import UserError
@@ -18,7 +18,9 @@ from harness.live.capacity import Capacity
 from harness.live.memory import GIB
 from harness.live.needs import Plan, sizes_of
 from harness.model.attach import attach
+from harness.model.load import LoadedModel
 from harness.model.prompts import run_prompt
+from harness.model.random_ids import RandomIds
 from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
 from harness.paper.costmodel import capacity as modelled
@@ -26,6 +28,7 @@ from harness.paper.costmodel.predict import Efficiency, Platform
 from harness.results import columns
 from harness.run.cli import main
 from harness.speed import capacity as emulated
+from harness.speed import latency as speed
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
@@ -153,8 +156,6 @@ def test_an_emulated_device_refuses_one_byte_too_few(name, placement):
 
         lengths: list[int] = []
         start()
-        from living import calibration_of
-
         plan = replace(plan, calibration=calibration_of(attached))
         capacity = Capacity("here", plan, PROMPT, lengths[0], 10**9, None, 8)
         needs = capacity.needs(2)
@@ -220,6 +221,96 @@ def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeyp
     assert line.startswith("error: platform.device_gib=0.003: the weights take") and "\n" not in line
 
 
+# A GPU
+
+
+@pytest.mark.parametrize(
+    ("room", "attempts", "ran_out_at"),
+    [
+        (11, [1, 2, 4, 8, 11], None),
+        (10, [1, 2, 4, 8, 11, 9, 10], 11),
+        (8, [1, 2, 4, 8, 11, 9], 9),
+        (6, [1, 2, 4, 8, 6, 7], 7),
+        (0, [1], 1),
+    ],
+)
+def test_where_memory_does_not_suffice_the_largest_batch_that_runs_is_found(room, attempts, ran_out_at):
+    """11 sequences fit by arithmetic."""
+    tried: list[int] = []
+
+    def attempt(batch):
+        tried.append(batch)
+        return None if batch <= room else "host memory" if batch == 11 else "device memory"
+
+    found = emulated.largest_that_runs(capacity_of(), True, attempt)
+    assert (tried, found.ran_out_at, found.largest) == (attempts, ran_out_at, room)
+    assert found.wall_of(room + 1) == ("host memory" if ran_out_at == 11 else "device memory")
+    assert found.equal_batch == 11, "of the full cache by arithmetic"
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen"])
+def test_a_batch_whose_prompts_pass_together_is_sized_to_the_byte(name, monkeypatch):
+    """As a session that runs its prompts asks for it."""
+    case = CASES[name]
+    with attached_with_link() as (attached, _):
+        with closing(open_live(attached, case, 3)) as session:
+            force(session, (PROMPT,) * 2, 2)
+            asked, gen_len = session.bytes_needed.device, session.max_new_tokens
+        sizes = sizes_of(attached, case.method)
+        plan = Plan(sizes, case.method, case.codec, "device", calibration=calibration_of(attached))
+        capacity = Capacity("here", plan, PROMPT, gen_len, 10**9, None, 8, in_one_pass=True)
+        needs = capacity.needs(2)
+        assert needs.asked + needs.workspace == asked and needs.workspace == 2 * capacity.needs(1).workspace
+        if needs.kept:  # is asked for by itself, after the first layer
+            return
+        room = asked - 1
+        monkeypatch.setattr(memory, "available_bytes", lambda home: room)
+        with (
+            closing(open_live(attached, case, 3)) as session,
+            pytest.raises(memory.NoRoomError, match="decoding needs"),
+        ):
+            force(session, (PROMPT,) * 2, 2)
+
+
+@pytest.mark.parametrize(("gib", "memory_gib"), [(None, 0.25), (0.3, 0.3)])
+def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib, memory_gib):
+    """On the CPU instead of a GPU of .4 GiB. A batch above 5 runs out of the host's memory, above 6 of the GPU's."""
+    timed: list[tuple[int, torch.Size]] = []
+
+    def time_run(attached, prompt, run, **options):
+        timed.append((run.shape.batch_size, prompt.shape))
+        if run.shape.batch_size > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if run.shape.batch_size > 5:
+            raise memory.NoRoomError("live decoding needs too much of cpu memory", is_host=True)
+        return real(attached, prompt, run, **options)
+
+    real = emulated.time_run
+    monkeypatch.setattr(emulated, "time_run", time_run)
+    monkeypatch.setattr(emulated, "available_bytes", lambda home: int(0.4 * GIB))
+    monkeypatch.setattr(speed, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
+    cards: list[float | None] = []
+    loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256))
+    words = ["experiment=capacity", "platform=cuda", "label=offload", "model.weights=random", "prompt_len=40"]
+    words += ["gen_len=4", "timed_steps=1", "calibration.num_tokens=40"]
+    words += ["capacity.max_batch=20", f"platform.device_gib={'null' if gib is None else gib}"]
+    outcome = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded)
+    assert timed == [(batch, (batch, 40)) for batch in (1, 2, 4, 8, 6, 5)] and cards == [gib]
+    rows = outcome.metrics["points"]
+    assert [row["batch_size"] for row in rows] == [1, 2, 4, 5]
+    assert all(row["decode_tokens_per_s"] > 0 and row["source"] == "measured" for row in rows)
+    (last,) = {(row["largest_batch"], row["wall"], row["memory_bytes"], row["platform"]) for row in rows}
+    assert last == (5, "host memory", int(memory_gib * GIB), "cuda")
+    assert outcome.samples["ran_out_at"] == [8, 6] and outcome.samples["batch_5"]["peak_device_bytes"] > 0
+    bounded = load([*words, f"results_dir={tmp_path}", "capacity.host_gib=0.00001"])
+    (row,) = emulated.run_capacity(bounded, loaded).metrics["points"]
+    assert (row["largest_batch"], row["wall"]) == (0, "host memory")
+    monkeypatch.setattr(emulated, "available_memory", lambda: 2 * row["host_kv_bytes"])
+    rows = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded).metrics["points"]
+    assert (rows[-1]["largest_batch"], rows[-1]["wall"]) == (2, "host memory")
+
+
 # Refusals
 
 H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
@@ -235,7 +326,12 @@ H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
         ([*H100, "label=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
         ([*H100, "label=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for device_rows"),
         ([*H100, "label=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
-        (["platform=cuda", "method=full"], "platform=cuda: allowed in kind=capacity: cpu"),
+        (["platform=cuda", "method=full", "model.device=map"], "model.device=map: kind=capacity is about one device"),
+        (
+            ["platform=cuda", "method=full", "platform.weights_on_device=0.5"],
+            "platform.weights_on_device=0.5: kind=capacity has all weights on the device",
+        ),
+        (["platform=cuda", "method=full", "placement=managed"], "placement=managed: allowed in kind=capacity: device"),
         (["platform=cpu", "platform.device_gib=0", "method=full"], "platform.device_gib=0: must be above 0"),
     ],
 )

@@ -57,6 +57,15 @@ class Tuning:
 DEFAULT_TUNING = Tuning()
 
 
+class NoRoomError(UserError):
+    """What is asked for does not fit into a memory. is_host: into that of the host, not of the
+    device."""
+
+    def __init__(self, text: str, is_host: bool = False) -> None:
+        super().__init__(text)
+        self.is_host = is_host
+
+
 class SessionBytes(NamedTuple):
     """Memory of a session, without the weights. managed: lies in either memory."""
 
@@ -82,13 +91,15 @@ def require_session(needed: SessionBytes, device: torch.device) -> None:
 
 
 def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache") -> None:
-    """Raise UserError where `num_bytes` do not fit into the memory of device `home`."""
+    """Raise NoRoomError where `num_bytes` do not fit into the memory of device `home`."""
     available = available_bytes(home)
     if num_bytes > available:
-        hints = MEMORY_HINTS if home.type == "cuda" else f"{MEMORY_HINTS}; {HOST_HINT}"
-        raise UserError(
+        is_host = home.type == "cpu"
+        hints = f"{MEMORY_HINTS}; {HOST_HINT}" if is_host else MEMORY_HINTS
+        raise NoRoomError(
             f"{what} needs {num_bytes / GIB:.1f} GiB of {home.type} memory "
-            f"and {available / GIB:.1f} GiB are available; {hints}"
+            f"and {available / GIB:.1f} GiB are available; {hints}",
+            is_host,
         )
 
 
@@ -100,9 +111,9 @@ class EmulatedDevice:
     weights: int
 
     def require(self, num_bytes: int) -> None:
-        """Raise UserError where a session's `num_bytes` do not fit beside the weights."""
+        """Raise NoRoomError where a session's `num_bytes` do not fit beside the weights."""
         if self.weights + num_bytes > self.whole:
-            raise UserError(
+            raise NoRoomError(
                 f"platform.device_gib={self.whole / GIB:.4g}: the weights take "
                 f"{self.weights / GIB:.3f} GiB and live decoding needs {num_bytes / GIB:.3f} GiB "
                 f"beside them; {MEMORY_HINTS}"
@@ -196,8 +207,8 @@ class PinnedSlab:
 
     PyTorch rounds page-locked allocations up to powers of two and keeps them locked when they are
     freed: 31 GiB of slots would lock 40 for good. A slab is mapped, touched by all threads at once,
-    locked by `cudaHostRegister`, and given back when it is closed. Raises UserError where it cannot
-    be locked.
+    locked by `cudaHostRegister`, and given back when it is closed. Raises NoRoomError where it
+    cannot be locked.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -216,10 +227,11 @@ class PinnedSlab:
             flags = 0  # mapped and portable, as any unified address
             call_cuda("cudaHostRegister", address, num_bytes, flags)
         except (OSError, RuntimeError) as error:
-            raise UserError(
+            raise NoRoomError(
                 f"platform.pinned=true: {num_bytes / GIB:.1f} GiB of host memory cannot be "
                 f"page-locked ({error}); lower batch_size, prompt_len or gen_len, "
-                "or set platform.pinned=false"
+                "or set platform.pinned=false",
+                is_host=True,
             ) from error
         self._unlock = weakref.finalize(self, _unlock, address)
         self._unlock.atexit = False

@@ -261,9 +261,12 @@ class Capacity(Measurement):
         if not (platform.overlap and platform.pinned):
             hides = "kind=capacity is about transfers beside the computation, of pinned memory"
             raise UserError(f"platform.overlap=false or platform.pinned=false: {hides}")
-        if platform.name == "cuda":
-            machines = "allowed in kind=capacity: cpu, or a machine that is modelled"
-            raise UserError(f"platform=cuda: {machines}")
+        if config.model.device == "map":
+            one = "kind=capacity is about one device; allowed: auto, cpu, cuda"
+            raise UserError(f"model.device=map: {one}")
+        if platform.weights_on_device < 1:
+            share = f"platform.weights_on_device={platform.weights_on_device}"
+            raise UserError(f"{share}: kind=capacity has all weights on the device; leave it out")
         if platform.name == "cpu" and platform.device_gib is None:
             needed = "kind=capacity needs the memory of the emulated device, in GiB"
             raise UserError(f"platform.device_gib=null: {needed}")

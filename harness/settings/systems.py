@@ -192,9 +192,10 @@ def check_live(config: RunConfig) -> None:
         crosses_none = f"no weights cross to placement={placement}; use placement=host"
         raise UserError(f"platform.weights_on_device={platform.weights_on_device}: {crosses_none}")
     _check_disk(config)
-    if platform.name == "cuda" and placement != "managed" and platform.device_gib is not None:
+    is_smaller_card = platform.name == "cuda" and platform.device_gib is not None
+    if is_smaller_card and placement != "managed" and config.kind != "capacity":
         setting = f"platform.device_gib={platform.device_gib:g}"
-        raise UserError(f"{setting}: is for placement=managed; leave it null")
+        raise UserError(f"{setting}: is for placement=managed and kind=capacity; leave it null")
 
 
 def _check_disk(config: RunConfig) -> None:
