@@ -335,11 +335,19 @@ def test_a_budget_that_is_never_reached_is_said(runs, caplog):
 @pytest.mark.parametrize(
     ("words", "size", "said"),
     [
-        ("method=quest", 1.0, "every decode row read the whole cache: the budget is never reached, so these are the full "),
+        (
+            "method=quest",
+            1.0,
+            "every decode row read the whole cache: the budget is never reached, so these are the full ",
+        ),
         ("method=quest codec=int4", 0.4, None),
         ("method=quest codec=bf16", 1.0, "these are the full cache's numbers under codec=bf16"),
         ("method=quest", 0.999, None),
-        ("method=kivi", 1.0, "residual=128: no group of tokens was coded whole, so these are the full cache's numbers or"),
+        (
+            "method=kivi",
+            1.0,
+            "residual=128: no group of tokens was coded whole, so these are the full cache's numbers or",
+        ),
         ("method=kivi", 0.9, None),
         ("method=full", 1.0, None),
         ("method=full codec=bf16", 1.0, None),
