@@ -20,9 +20,12 @@ from harness.live.session import LiveSession
 from harness.live.store import Chosen, KVStore, RowFormat, SlotRequest
 from harness.model.attach import attach
 from harness.model.attached import Attached
+from harness.model.generation import ENDLESS, GenerationRule
+from harness.model.sampling import Draft
 from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
+from harness.settings.config import GREEDY
 from methods.codec import AnyCodec, Codec, every_codec
 
 PROMPT = 24
@@ -39,6 +42,12 @@ __all__ = ["STEPS", "TOLERANCE", "Result", "force", "largest_difference", "tiny"
 
 
 CPU = torch.device("cpu")
+
+
+def endless(prompt: Sequence[int], count: int, family: str = "gqa", sampling=GREEDY, key: str = "") -> Draft:
+    """A text of `count` tokens that no token ends."""
+    rule = GenerationRule(tiny(family), prompt, max_new_tokens=count, **sampling.settings, **ENDLESS)
+    return Draft(prompt, rule, key)
 
 
 def make_store(head_dim: int, codec: str | AnyCodec = "fp32", *, dtype=torch.float32, **options) -> KVStore:
@@ -179,6 +188,8 @@ class LatestLink(Link):
     def finish(self, started: Callable[[], object]) -> None:
         while started in self.queue:  # what was submitted before comes first
             self.queue.pop(0)()
+
+    wait_moved = finish
 
     @torch.inference_mode()
     def drain(self) -> None:

@@ -53,7 +53,7 @@ MACHINE = Platform(
 
 def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200_000, host_bytes=None, **options):
     """A method on a small machine, sequences of 24 + 8 tokens. Activations are left out."""
-    method = method or Full()
+    method = method or Full(num_exempt_layers=2)
     geometry = modelled._geometry(SHAPE, "llama")
     model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS, False)
     model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
@@ -74,7 +74,7 @@ def test_the_largest_batch_by_hand():
     assert (limited.largest, limited.wall_of(11)) == (10, "host memory")
     # Two exempt layers whole, and 8 of 32 tokens in the two others: slots, tokens and worth (10 of 8 bytes, 2 heads),
     # and 2 limits of 8 bytes.
-    h2o = H2O(heavy_frac=0.125, recent_frac=0.125)
+    h2o = H2O(heavy_frac=0.125, recent_frac=0.125, num_exempt_layers=2)
     slots, state = 2 * 32 * ROW + 2 * 8 * ROW, 2 * (2 * 10 * 8 + 2 * 8) + 16
     assert capacity_of(h2o).needs(1).session == slots + state
     assert capacity_of(h2o).largest == 190_000 // (slots + state)
@@ -101,7 +101,7 @@ def test_a_modelled_step_by_hand():
     on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT)
     assert on_host.seconds(3) == pytest.approx(4 * (rows + 3 * ROW) / 1e6, rel=0.01)
     # INT4 in two of four layers: 16 codes and an fp16 scale and minimum, for key and value.
-    coded = capacity_of(Full(), Codec("int4"), "host")
+    coded = capacity_of(Full(num_exempt_layers=2), Codec("int4"), "host")
     int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT)
     share = 2 * (8 + 4) / (2 * 32)
     assert int4.size == pytest.approx((2 + 2 * share) / 4)
@@ -120,7 +120,7 @@ def test_rows_that_stay_on_the_device_do_not_cross():
     assert 0.25 * read < steps[0.75].seconds(1) <= 0.25 * read + own + 1e-5
 
 
-@pytest.mark.parametrize("method", [Full(), CASES["h2o"].method, CASES["quest"].method])
+@pytest.mark.parametrize("method", [Full(num_exempt_layers=2), CASES["h2o"].method, CASES["quest"].method])
 def test_a_shape_has_the_sizes_of_the_loaded_model(method):
     model = tiny_model("llama", num_key_value_heads=2)
     with attach(model) as attached:
@@ -187,7 +187,7 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
     for words in (["label=ideal"], ["label=offload"], ["label=infinigen2+rows"]):
         assert main(["experiment=capacity", *texts[1:], *SHORT, *device, *words]) == 0
     capsys.readouterr()
-    with Path("results/tables/capacity.csv").open(newline="") as stream:
+    with Path("outputs/tables/capacity.csv").open(newline="") as stream:
         rows = [columns.typed(row) for row in csv.DictReader(stream)]
     by_label = columns.grouped(rows, lambda row: row["label"])
     assert list(by_label) == ["ideal", "infinigen2+rows", "offload"]
@@ -206,10 +206,10 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
         assert last["equal_tokens_per_s"] == at_equal
         used = last["model_bytes"] + last["device_kv_bytes"] + last["workspace_bytes"]
         assert used <= last["memory_bytes"] == int(0.003 * GIB)
-    figure = figures.capacity(Tables(Path("results/tables")), "capacity")
+    figure = figures.capacity(Tables(Path("outputs/tables")), "capacity")
     (axes,) = figure.axes
     assert axes.get_xlabel() == "batch size (sequences)"
-    assert figures.capacity(Tables(Path("results/tables")), "capacity-modelled") is None
+    assert figures.capacity(Tables(Path("outputs/tables")), "capacity-modelled") is None
 
 
 def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeypatch, tmp_path, capsys):
@@ -278,8 +278,8 @@ def test_a_modelled_run_makes_rows(monkeypatch, tmp_path, capsys):
         for label in ("label=ideal", "label=offload"):
             assert main([*words, *more, label, "capacity.host_gib=512"]) == 0
     assert "modelled" in capsys.readouterr().out
-    rows = columns.read_table(Path("results/tables/capacity-modelled.csv"))
-    assert not Path("results/tables/capacity.csv").exists()
+    rows = columns.read_table(Path("outputs/tables/capacity-modelled.csv"))
+    assert not Path("outputs/tables/capacity.csv").exists()
     assert {row["source"] for row in rows} == {"modelled"}
     # 128 KiB a token: 8,192 tokens are 1 GiB, 131,072 are 16, which do not fit beside 15 GiB of weights.
     ideal = {row["context"]: row for row in rows if row["label"] == "ideal"}

@@ -4,12 +4,14 @@ import random
 
 import pytest
 import torch
+from living import endless, tiny
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from harness.errors import UserError
-from harness.model.sampling import Draft, sample, write
+from harness.model.generation import GenerationRule
+from harness.model.sampling import Draft, drawn, write
 from harness.results.record import changed_settings, settings_id
-from harness.settings.config import GREEDY, Sampling, SamplingConfig
+from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from tests.composed import load
 
 SAMPLINGS = [
@@ -21,11 +23,18 @@ SAMPLINGS = [
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """What transformers' `generate` would draw from."""
     rules = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    if sampling.top_k is not None:
-        rules.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
+    rules.append(TopKLogitsWarper(sampling.top_k or 50))
+    if sampling.top_p is not None:
         rules.append(TopPLogitsWarper(sampling.top_p))
-    return rules(None, logits[None].double())[0].softmax(-1)
+    return rules(None, logits[None])[0].double().softmax(-1)
+
+
+def sample(logits: torch.Tensor, sampling: Sampling, number: float) -> torch.Tensor:
+    """The token at a number, of the first token after a prompt."""
+    prompt = [5, 6]
+    rule = GenerationRule(tiny("gqa"), prompt, max_new_tokens=1, **sampling.settings)
+    scores = rule.scores(torch.tensor(prompt), logits)
+    return drawn(scores, number) if rule.is_drawn else scores.argmax()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -35,11 +44,14 @@ def test_tokens_are_drawn_from_transformers_distribution(sampling):
         logits = 2 * torch.randn(200, generator=torch.Generator().manual_seed(seed))
         expected = probabilities(logits, sampling)
         ends = expected.cumsum(-1)
+        scores = GenerationRule(tiny("gqa"), [5], max_new_tokens=1, **sampling.settings).scores(
+            torch.tensor([5]), logits
+        )
         for token in range(200):
             begin, end = float(ends[token] - expected[token]), float(ends[token])
             if expected[token] > 1e-6:
                 inside = (begin + 1e-9, (begin + end) / 2, end - 1e-9)
-                assert [int(sample(logits, sampling, number)) for number in inside] == [token] * 3
+                assert [int(drawn(scores, number)) for number in inside] == [token] * 3
     for number in (0.0, 1 - 2**-53):
         assert expected[int(sample(logits, sampling, number))] > 0
 
@@ -48,12 +60,13 @@ def test_ties_and_the_most_likely_token():
     logits = torch.tensor([1.0, 3.0, 3.0, 0.0])
     assert int(sample(logits, GREEDY, 0.99)) == int(logits.argmax())
     assert {int(sample(logits, Sampling(1.0, top_k=1), number / 10)) for number in range(10)} == {1, 2}
-    assert {int(sample(logits, Sampling(1e-320), number / 10)) for number in range(10)} == {1, 2}
+    lowest = Sampling(LOWEST_TEMPERATURE)
+    assert {int(sample(logits, lowest, number / 10)) for number in range(10)} == {1, 2}
 
 
-class Ending(Draft):
-    def ends_itself(self) -> bool:
-        return self.tokens[-1] == 3
+def ending(count: int) -> Draft:
+    """A text of `count` tokens that token 3 ends."""
+    return Draft([0], GenerationRule(tiny("gqa"), [0], max_new_tokens=count, do_sample=False, eos_token_id=3))
 
 
 def test_the_loop_feeds_what_goes_on_and_ends_with_the_last_draft():
@@ -64,7 +77,7 @@ def test_the_loop_feeds_what_goes_on_and_ends_with_the_last_draft():
         going = [draft for draft in drafts if not draft.ended]
         return going, torch.stack([torch.eye(9)[draft.tokens[-1] + 1] for draft in going])
 
-    drafts = [Ending(4), Ending(2), Ending(9)]
+    drafts = [ending(4), ending(2), ending(9)]
     steps = sum(1 for _ in write(drafts, torch.eye(9)[[0, 5, 1]], feed))
     assert [draft.tokens for draft in drafts] == [[0, 1, 2, 3], [5, 6], [1, 2, 3]]
     assert steps == 4 and fed == [[0, 5, 1], [1, 6, 2], [2, 3]]
@@ -74,8 +87,8 @@ def test_a_draft_draws_by_the_random_numbers_of_its_key_alone():
     logits, sampling = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), Sampling(1.0)
     numbers = random.Random("0/4/1")
     expected = [int(sample(row, sampling, numbers.random())) for row in logits]
-    draft = Draft(3, sampling, "0/4/1")
-    others = [Draft(3, GREEDY), Draft(1, sampling, "0/5/1")]
+    draft = endless([5], 3, sampling=sampling, key="0/4/1")
+    others = [endless([5], 3), endless([5], 1, sampling=sampling, key="0/5/1")]
     rows = iter(logits[1:].unsqueeze(1).expand(-1, 3, -1))
     for _ in write([others[0], draft, others[1]], logits[:1].expand(3, -1), lambda each: (each, next(rows))):
         pass
@@ -88,6 +101,7 @@ def test_a_draft_draws_by_the_random_numbers_of_its_key_alone():
     [
         ("temperature=-1", "temperature=-1: must be at least 0"),
         ("temperature=warm", "temperature=warm: must be a number"),
+        ("temperature=1e-9", "temperature=1e-09: allowed: 0, which takes the most likely token, or 1e-06 and more"),
         ("top_p=0", "top_p=0: must be above 0 and at most 1"),
         ("top_p=1.5", "top_p=1.5: must be above 0 and at most 1"),
         ("top_k=0", "top_k=0: must be at least 1"),

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import CASES
-from living import PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open_live, tiny, token_batch
+from living import PROMPT, PROMPTS, STEPS, attached_with_link, endless, force, live, open_live, tiny, token_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.live.links import EmulatedLink
 from harness.live.session import generate
 from harness.live.store import KVStore
 from harness.model.attach import attach
-from harness.model.sampling import Draft
 
 EVEN = PROMPTS["even"]
 DEADLINE_S = 5.0
@@ -81,7 +80,7 @@ def test_closing_in_the_middle_leaves_the_link_usable(name):
         session = open_live(attached, CASES[name], placement="host", link=link)
         ids, real = token_batch(EVEN)
         logits = session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        steps = generate(session, logits, [Draft(STEPS) for _ in ids])
+        steps = generate(session, logits, [endless(prompt, STEPS) for prompt in ids[:, :PROMPT].tolist()])
         for _ in range(3):
             next(steps)
         session.close()  # the next step's first layer is under way

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import CASES, Case
-from living import PROMPT, PROMPTS, STEPS, Crossed, attached_with_link, force, live, open_live, token_batch
+from living import PROMPT, PROMPTS, STEPS, Crossed, attached_with_link, endless, force, live, open_live, token_batch
 
 from harness.errors import UserError
 from harness.live import links as emulated
@@ -12,7 +12,6 @@ from harness.live.hot_rows import HotFetcher
 from harness.live.session import generate
 from harness.live.timeline import SEGMENTS, Timeline
 from harness.model.prompts import run_prompt
-from harness.model.sampling import Draft
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
@@ -110,7 +109,7 @@ def test_generate_feeds_each_token_and_stops_at_max_new_tokens():
     ids, real = token_batch(EVEN)
     with attached_with_link() as (attached, _):
         session, plain = open_live(attached, CASES["h2o"]), open_live(attached, CASES["h2o"])
-        texts = [Draft(STEPS) for _ in ids]
+        texts = [endless(prompt, STEPS) for prompt in ids[:, :PROMPT].tolist()]
         steps = generate(session, session.prefill(ids[:, :PROMPT], real[:, :PROMPT]), texts)
         expected = [plain.prefill(ids[:, :PROMPT], real[:, :PROMPT]).argmax(-1)]
         for step, _ in enumerate(steps):

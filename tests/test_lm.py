@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CASES
-from living import open_live, setup_of, tiny
+from living import endless, open_live, setup_of, tiny
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer, starting_tokenizer
@@ -16,14 +16,13 @@ from harness.errors import UserError
 from harness.live.session import generate as live_texts
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.model.sampling import Draft
 from harness.model.sizes import SHARES, ReadStats
 from harness.replay.session import ReplaySession
 from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.evaluation import ReplayEngine, decode_rows
 from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.question import QuestionFinder
-from harness.settings.config import GREEDY, Sampling, SamplingConfig
+from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from tests.composed import load
 
 MAX_LENGTH = 512
@@ -549,7 +548,8 @@ def test_a_sampled_text_is_the_same_alone_and_in_a_padded_batch(name, prefill_le
 def test_a_sampled_text_is_that_of_live_decoding():
     """By the definition: the prediction of each live step, and the next random number of the key."""
     for request in sampled(CONTEXTS, repeats=2):
-        draft = Draft(request.max_new_tokens, WARM, f"3/{request.document[1]}/{request.repeat}")
+        key = f"3/{request.document[1]}/{request.repeat}"
+        draft = endless(request.ids, request.max_new_tokens, sampling=WARM, key=key)
         with attach(tiny("gqa")) as attached:
             session = open_live(attached, CASES["h2o"], request.max_new_tokens)
             ids = torch.tensor([request.prompt])
@@ -565,7 +565,11 @@ def test_what_decides_a_sampled_text():
     changed = [{"seed": 4}, {"repeat": 1}, {"document": ("task", 1)}, {"sampling": GREEDY}]
     assert all(answer(request, **change) != base for change in changed)
     greedy = answer(request, sampling=GREEDY)
-    assert greedy == answer(request, sampling=Sampling(1e-300)) == answer(request, sampling=Sampling(1.0, top_k=1))
+    assert (
+        greedy
+        == answer(request, sampling=Sampling(LOWEST_TEMPERATURE))
+        == answer(request, sampling=Sampling(1.0, top_k=1))
+    )
     assert greedy == answer(request, sampling=Sampling(5.0, top_p=1e-9))
 
 

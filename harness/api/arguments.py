@@ -11,37 +11,27 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
-from harness.live.session import LiveSession
 from harness.model.attached import Attached
+from harness.model.generation import short
 
 ONLY: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "use_cache": (True,),
-    "guidance_scale": (1,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-    "use_mtp": (False,),
-    "assistant_model": (),
-    "assistant_early_exit": (),
-    "speculation_type": (),
-    "prompt_lookup_num_tokens": (),
-    "prefill_chunk_size": (),
-    "cache_implementation": (),
-    "past_key_values": (),
     "inputs_embeds": (),
+    "assistant_model": (),
+    "assistant_tokenizer": (),
     "custom_generate": (),
-    "penalty_alpha": (),
-    "dola_layers": (),
+    "negative_prompt_ids": (),
+    "negative_prompt_attention_mask": (),
+    "synced_gpus": (False,),
 }
-"""Settings of transformers' `generate` that a live cache does not take, and the values besides None
-that it does."""
+"""Arguments of transformers' `generate`, besides those of its `GenerationConfig`, that an attached
+model does not take, and the values besides None that it does."""
 HANDLED = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "labels", "use_cache",
     "logits_to_keep", "num_logits_to_keep", "return_dict", "cache_position", "num_items_in_batch",
+    "tokenizer",
 }  # fmt: skip
 """Arguments of a model's `forward` that an attached model takes. `cache_position` follows from the
-cache."""
+cache. The `tokenizer` is that of stop strings, which transformers' `generate` hands on."""
 TRANSFORMERS_NEW_TOKENS = 20
 """What transformers' `generate` makes where nothing says how many tokens."""
 
@@ -65,13 +55,6 @@ def by_name(
     return given
 
 
-def short(value: Any) -> str:
-    """A value in an error's line."""
-    if isinstance(value, str | int | float | None):
-        return repr(value)
-    return f"a {type(value).__name__}"
-
-
 def checked_ids(name: str, ids: Any, attached: Attached) -> Tensor:
     """Token ids [batch, tokens]; UserError for anything else."""
     allowed = "allowed: a tensor of token ids, int [batch, tokens]"
@@ -92,58 +75,18 @@ def checked_ids(name: str, ids: Any, attached: Attached) -> Tensor:
     return ids
 
 
-# Settings of generate
+# Arguments of generate
 
 
-class GenerateSettings:
-    """Settings of a call of transformers' `generate`: the call's own, else those of the
-    `generation_config` that it was given, else those of the model's."""
-
-    def __init__(self, asked: Mapping[str, Any], own_config: Any) -> None:
-        self.asked = asked
-        self.configs = [asked]
-        for config in (asked.get("generation_config"), own_config):
-            if config is not None:
-                self.configs.append(vars(config))
-
-    def get(self, name: str) -> Any:
-        """The value of a setting; None where nothing says it."""
-        return first_given(*[config.get(name) for config in self.configs])
-
-    def require_supported(self) -> None:
-        """Raise UserError for a setting that a live cache does not take."""
-        for name, allowed in ONLY.items():
-            value = self.get(name)
-            if value is not None and value not in allowed:
-                choices = " or ".join(map(repr, (*allowed, None)))
-                raise UserError(
-                    f"{name}={short(value)}: a method's live cache does not take it; "
-                    f"allowed: {choices}"
-                )
-
-    def num_new_tokens(self, num_prompt: int) -> int:
-        """The largest number of new tokens, as transformers resolves it; num_prompt: columns."""
-        if "max_new_tokens" in self.asked:
-            _require_count("max_new_tokens", self.asked["max_new_tokens"])
-        num_new = self.get("max_new_tokens")
-        if num_new is not None:
-            return _require_count("max_new_tokens", num_new)
-        most = self.get("max_length")
-        if most is None:
-            return TRANSFORMERS_NEW_TOKENS
-        _require_count("max_length", most)
-        if most <= num_prompt:
+def require_taken(asked: Mapping[str, Any]) -> None:
+    """Raise UserError for an argument of `generate` that an attached model does not take."""
+    for name, allowed in ONLY.items():
+        value = asked.get(name)
+        if value is not None and value not in allowed:
+            choices = " or ".join(map(repr, allowed or (None,)))
             raise UserError(
-                f"max_length={most}: the prompt has {num_prompt} tokens; raise it, or give "
-                "max_new_tokens"
+                f"{name}={short(value)}: an attached model does not take it; allowed: {choices}"
             )
-        return most - num_prompt
-
-
-def _require_count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}={short(value)}: allowed: a number of tokens, 1 or more")
-    return value
 
 
 # Arguments of forward
@@ -177,13 +120,12 @@ def real_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
     return real
 
 
-def require_continued(mask: Tensor | None, session: LiveSession, num_rows: int) -> None:
+def require_continued(mask: Tensor | None, real: Tensor, num_columns: int, num_rows: int) -> None:
     """Raise UserError for the mask of a continuation that hides other tokens than the prompt's
-    padding did."""
+    padding did. real: bool [batch, prompt]; num_columns: of the cache; num_rows: new ones."""
     if mask is None:
         return
-    real = session.batch.real
-    seen = pad(real, (0, session.steps + num_rows), value=True)
+    seen = pad(real, (0, num_columns + num_rows - real.shape[1]), value=True)
     if mask.shape != seen.shape or not torch.equal(mask.to(seen.device).bool(), seen):
         raise UserError(
             "attention_mask: behind this cache it is the prompt's with ones for all later tokens, "

@@ -10,7 +10,8 @@ the model is one of three things:
 
     a prompt       no `past_key_values`: its rows attend densely, and the logits of the last one may
                    be read. The `past_key_values` that it returns is the method's cache
-    decode rows    after such a cache, one live step for each row
+    decode rows    after such a cache, one live step for each row. A further prompt of `generate`
+                   with `past_key_values=` is decoded so, too
     a whole text   with `prefill_len=`: its first rows are the prompt, the method decodes all
                    others. Replay scores them at once, with the selections that live decoding would
                    make (`harness.replay.session`)
@@ -34,7 +35,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.api.arguments import (
-    GenerateSettings,
+    TRANSFORMERS_NEW_TOKENS,
     by_name,
     checked_ids,
     first_given,
@@ -42,14 +43,15 @@ from harness.api.arguments import (
     require_continued,
     require_handled,
     require_positions,
-    short,
+    require_taken,
 )
 from harness.api.outputs import MethodCache, PartialLogits, Usage
 from harness.errors import UserError
 from harness.live.links import Links
 from harness.live.session import LiveSession
-from harness.model.attached import Attached
+from harness.model.attached import Attached, require_eager
 from harness.model.calls import replaced_forward, replaced_method
+from harness.model.generation import Settings, require_count, short
 from harness.model.prompts import positions_of
 from harness.model.sizes import sized_as_stored
 from harness.replay.session import ReplaySession
@@ -67,7 +69,10 @@ SCORE_WITH = (
     "row), or use harness.lm(model, ...), which knows them of each request"
 )
 ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
-GENERATED = "the cache of a generate that has ended; a prompt's is returned by the model's own call"
+GENERATED = (
+    "the cache of a generate that has ended; for several turns give each generate one cache, "
+    "past_key_values=cached.new_cache(max_new_tokens=N)"
+)
 
 
 @dataclass(eq=False)
@@ -78,7 +83,8 @@ class CachedModel:
     the method as it is. nearest: accept the nearest possible size. max_new_tokens: tokens for which
     a prompt's cache has room where no `generate` says it: T = prompt + max_new_tokens, at most
     `max_length`. prefill_len: how many first tokens of a whole text are its prompt; None: whole
-    texts are refused. max_length: the model's limit in tokens; None: none. The other fields are
+    texts are refused. max_length: the model's limit in tokens; None: none. tokenizer: finds
+    `stop_strings` where a call of `generate` gives none. The other fields are
     those of `LiveSession`. usage: of the last `generate` or scored text; None before the first.
 
     Calls from several threads take turns. What it does not have itself is the model's: `device`,
@@ -99,6 +105,7 @@ class CachedModel:
     max_new_tokens: int = 64
     prefill_len: int | None = None
     max_length: int | None = None
+    tokenizer: Any = None
     usage: Usage | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -157,24 +164,81 @@ class CachedModel:
         The first argument is input_ids, int [batch, prompt], padding on the left. settings: any of
         transformers', such as attention_mask, max_new_tokens, do_sample, temperature, streamer. T
         is the prompt and the largest number of new tokens: max_new_tokens, else what max_length
-        leaves, else transformers' 20. Raises UserError for settings in `ONLY`, padding on the
+        leaves, else transformers' 20. past_key_values: what `new_cache` or the model's call
+        returned. The input_ids then are the whole sequence, and the columns that are not in the
+        cache yet are decoded row by row; T is the cache's. What the model's own file says of a
+        cache plays no part. Raises UserError for arguments that are not taken, padding on the
         right, and lengths beyond the model's limit.
         """
         self._require_open()
+        require_eager()
         asked = by_name(inspect.signature(self._own_generate), args, settings)
         given_ids = first_given(asked.pop("inputs", None), asked.pop("input_ids", None))
+        require_taken(asked)
         ids = checked_ids("input_ids", given_ids, self.attached)
-        chosen = GenerateSettings(asked, self.attached.model.generation_config)
-        chosen.require_supported()
-        cache = self._new_cache(chosen.num_new_tokens(ids.shape[1]), in_generate=True)
+        cache = asked.pop("past_key_values", None)
+        _require_own(cache)
+        chosen = Settings(self.attached.model, asked)
+        asked |= chosen.set_aside()
+        stop_strings = chosen.get("stop_strings")
+        if stop_strings is not None:
+            if asked.get("tokenizer") is None:
+                asked["tokenizer"] = self.tokenizer
+            if asked["tokenizer"] is None:
+                raise UserError(
+                    f"stop_strings={stop_strings}: a tokenizer finds them; give generate "
+                    "tokenizer=, or harness.attach the model's tokenizer"
+                )
+        num_wanted = chosen.num_new_tokens(ids.shape[1])
+        if num_wanted is None:
+            num_wanted = TRANSFORMERS_NEW_TOKENS
+            if self.max_length is not None:
+                num_wanted = max(1, min(num_wanted, self.max_length - ids.shape[1]))
+        is_kept = cache is not None
+        if cache is None:
+            cache = self._new_cache(num_wanted)
+        elif cache.follows_prompt:
+            self._begin_turn(cache, ids, asked.get("attention_mask"), num_wanted)
         asked["past_key_values"] = cache
         asked["use_cache"] = True
+        cache.num_wanted = num_wanted
         try:
             made = self._own_generate(ids, **asked)
             self.usage = cache.usage
         finally:
-            cache.close(GENERATED)
+            cache.num_wanted = 0
+            if not is_kept:
+                cache.close(GENERATED)
         return made
+
+    def new_cache(self, max_new_tokens: int | None = None) -> MethodCache:
+        """An empty cache for several turns: `generate(input_ids, past_key_values=cache)`.
+
+        max_new_tokens: room for the tokens of all turns behind the first prompt, so that T = first
+        prompt + max_new_tokens, within the model's limit; None: that of `attach`.
+        """
+        self._require_open()
+        if max_new_tokens is None:
+            max_new_tokens = self.max_new_tokens
+        return self._new_cache(require_count("max_new_tokens", max_new_tokens))
+
+    def _begin_turn(
+        self, cache: MethodCache, ids: Tensor, mask: Tensor | None, num_wanted: int
+    ) -> None:
+        """Begin a further turn on a cache. ids: the whole sequences, [batch, columns]. Raises
+        UserError for what is not a continuation, or more tokens than there is room for."""
+        session = cache.require_open()
+        cache.require_begins(ids)
+        num_rows = ids.shape[1] - cache.num_columns
+        require_continued(mask, cache.real, cache.num_columns, num_rows)
+        num_behind = session.steps + num_rows + num_wanted
+        if num_behind > session.max_new_tokens:
+            raise UserError(
+                f"past_key_values: room for {session.max_new_tokens} tokens behind its first "
+                f"prompt, and with this turn there are {num_behind}, {num_wanted} of them new; "
+                "make it by cached.new_cache(max_new_tokens=N), or lower max_new_tokens"
+            )
+        session.begin_turn(num_rows)
 
     # forward
 
@@ -186,6 +250,7 @@ class CachedModel:
         output: logits fp32 [batch, rows, vocab], the loss where there are labels, and the cache.
         Raises UserError, in one line, for what cannot be computed so.
         """
+        require_eager()
         with self._turns:
             self._require_open()
             try:
@@ -204,11 +269,7 @@ class CachedModel:
                 "eval()"
             )
         cache = given.get("past_key_values")
-        if cache is not None and not isinstance(cache, MethodCache):
-            raise UserError(
-                f"past_key_values={short(cache)}: an attached model makes its own cache; leave it "
-                "out of the first call, and give later calls the past_key_values that it returned"
-            )
+        _require_own(cache)
         in_generate = cache is not None and cache.in_generate
         follows = cache is not None and cache.follows_prompt
         if in_generate and follows:
@@ -253,12 +314,8 @@ class CachedModel:
             return True
         return self.prefill_len is not None and use_cache is None
 
-    def _new_cache(
-        self, max_new_tokens: int, *, in_generate: bool = False, why_closed: str | None = None
-    ) -> MethodCache:
-        cache = MethodCache(
-            self.attached, max_new_tokens, in_generate=in_generate, why_closed=why_closed
-        )
+    def _new_cache(self, max_new_tokens: int, why_closed: str | None = None) -> MethodCache:
+        cache = MethodCache(self.attached, max_new_tokens, why_closed=why_closed)
         self._caches.add(cache)
         return cache
 
@@ -283,13 +340,14 @@ class CachedModel:
                 "padding_side='left'"
             )
         require_positions(positions, positions_of(real), real)
-        session = self.open_session(real, self._room(cache, int(real.sum(-1).max())))
+        first = int(real.any(0).long().argmax())  # the columns before it are padding alone
+        session = self.open_session(real[:, first:], self._room(cache, int(real.sum(-1).max())))
         try:
-            last = session.prefill(ids, real)
+            last = session.prefill(ids[:, first:], real[:, first:])
         except BaseException:
             session.close()
             raise
-        cache.open(session)
+        cache.open(session, ids, real)
         num_rows = ids.shape[1]
         logits = last.clone()[:, None]
         if num_rows == 1 or cache.in_generate:  # generate reads the last row alone
@@ -303,19 +361,22 @@ class CachedModel:
         return PartialLogits.of(logits.expand(-1, num_rows, -1), hidden, why)
 
     def _room(self, cache: MethodCache, num_prompt: int) -> int:
-        """The room for tokens behind a prompt; UserError where the model's limit leaves less."""
-        if self.max_length is None:
-            return cache.max_new_tokens
-        room = self.max_length - num_prompt
-        max_new_tokens = cache.max_new_tokens
-        if not cache.in_generate:
-            max_new_tokens = min(max_new_tokens, room)
-        if max_new_tokens > room or room < 1:
+        """The room for tokens behind a prompt; UserError where it is too small for those wanted."""
+        room, wanted = cache.max_new_tokens, max(1, cache.num_wanted)
+        if self.max_length is not None:
+            room = min(room, self.max_length - num_prompt)
+        if room >= wanted:
+            return room
+        if cache.max_new_tokens < wanted:
             raise UserError(
-                f"a prompt of {num_prompt} tokens and max_new_tokens={cache.max_new_tokens}: "
-                f"together at most {self.max_length}, the model's limit"
+                f"past_key_values: room for {cache.max_new_tokens} tokens behind its prompt, and "
+                f"max_new_tokens={wanted}; make it by cached.new_cache(max_new_tokens=N)"
             )
-        return max_new_tokens
+        raise UserError(
+            f"a prompt of {num_prompt} tokens and max_new_tokens="
+            f"{cache.num_wanted or cache.max_new_tokens}: together at most {self.max_length}, the "
+            "model's limit"
+        )
 
     # Decode rows
 
@@ -340,12 +401,16 @@ class CachedModel:
             )
         # Inside generate transformers makes masks and positions; to look would wait for a GPU.
         if not cache.in_generate:
-            require_continued(mask, session, num_rows)
+            require_continued(mask, cache.real, cache.num_columns, num_rows)
             rows = torch.arange(num_rows, device=ids.device)
             expected = session.batch.positions[:, None] + rows
             require_positions(positions, expected, torch.ones_like(ids, dtype=torch.bool))
-        logits = [session.decode_step(column) for column in ids.unbind(1)]
-        cache.advance()
+        logits: list[Tensor] = []
+        for column in ids.unbind(1):
+            if cache.in_generate:  # it reads the last row alone
+                logits.clear()
+            logits.append(session.decode_step(column))
+        cache.advance(ids)
         return torch.stack(logits, 1).clone()  # no longer a tensor of inference mode
 
     # A whole text
@@ -511,6 +576,15 @@ class _Texts:
             rows = slice(start + prompt - 1, start + length)
             logits[at, rows] = found[at, : length - prompt + 1]
         return logits
+
+
+def _require_own(cache: object) -> None:
+    """Raise UserError for `past_key_values` that an attached model did not make."""
+    if cache is not None and not isinstance(cache, MethodCache):
+        raise UserError(
+            f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
+            "of the first call, or give cached.new_cache()"
+        )
 
 
 def _require_predicted(labels: Tensor, real: Tensor, decoded: Tensor, prompt: int) -> None:

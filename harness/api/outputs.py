@@ -27,6 +27,9 @@ class Usage(StepStats):
     `experiment=latency` counts them. The other numbers are those of `harness.results.step_stats`;
     a step lasts from the logits before it to its own, what the caller does in between included.
 
+    Of several turns on one cache the times are those of the last turn: its TTFT is that of decoding
+    its prompt. Steps, size and bytes are of all turns.
+
     A scored text has steps, size, tokens_evicted and score_s, the seconds of the call: replay has
     no steps in time and moves nothing.
     """
@@ -43,8 +46,11 @@ class MethodCache(ModelCache):
 
     The keys and values lie in a `LiveSession`, which is closed with the last reference to this
     object, and at the end of `harness.attach` at the latest. max_new_tokens: room for tokens behind
-    the prompt. in_generate: transformers' `generate` asked for it. why_closed: what a call is told
-    that comes too late; None while the cache may be used.
+    the first prompt. why_closed: what a call is told that comes too late; None while the cache may
+    be used.
+
+    num_wanted: new tokens, at most, of the `generate` that runs on it; 0 outside of one. real: bool
+    [batch, prompt], False for the padding of the first prompt.
     """
 
     def __init__(
@@ -52,34 +58,61 @@ class MethodCache(ModelCache):
         attached: Attached,
         max_new_tokens: int,
         *,
-        in_generate: bool = False,
         why_closed: str | None = None,
     ) -> None:
         super().__init__(attached.decoder.stack.config)
         self.max_new_tokens = max_new_tokens
-        self.in_generate = in_generate
+        self.num_wanted = 0
         self.session: LiveSession | None = None
         self.why_closed = why_closed
         self._finalizer: finalize[Any, Any] | None = None
+        self._ids: list[Tensor] = []
+        self.real: Tensor = torch.empty(0, 0, dtype=torch.bool)
+
+    @property
+    def in_generate(self) -> bool:
+        """Whether transformers' `generate` runs on it."""
+        return self.num_wanted > 0
 
     @property
     def follows_prompt(self) -> bool:
         """Whether a prompt has run, so that a call with this cache is one of decode rows."""
         return self.session is not None or self.why_closed is not None
 
-    def open(self, session: LiveSession) -> None:
-        """Take over a session whose prompt has run."""
+    def open(self, session: LiveSession, ids: Tensor, real: Tensor) -> None:
+        """Take over a session whose prompt has run: ids [batch, prompt], padding on the left; real:
+        bool of the same shape, False for padding."""
         self.session = session
+        self.real = real
         # transformers looks here for the states of recurrent layers.
         self.layers = session.model_cache.layers
         self._finalizer = finalize(self, session.close)
         self._finalizer.atexit = False
-        self.advance()
+        self.advance(ids)
 
-    def advance(self) -> None:
-        """Note the columns that the session has."""
-        assert self.session is not None, "only an open cache advances"
-        self.num_columns = self.session.model_cache.num_columns
+    def advance(self, ids: Tensor) -> None:
+        """Note the rows that the session has run, ids [batch, rows]."""
+        self.num_columns += ids.shape[1]
+        self._ids.append(ids)
+
+    def require_begins(self, ids: Tensor) -> None:
+        """Raise UserError for sequences, int [batch, columns], that are not the cache's with new
+        tokens behind them."""
+        held = torch.cat(self._ids, 1).to(ids.device)
+        self._ids = [held]
+        batch, num_held = held.shape
+        allowed = f"allowed: the {num_held} columns that past_key_values holds, and new ones"
+        if len(ids) != batch or ids.shape[1] <= num_held:
+            raise UserError(f"input_ids: of shape {tuple(ids.shape)}; {allowed} behind them")
+        other = held != ids[:, :num_held]
+        other[:, : self.real.shape[1]] &= self.real.to(ids.device)
+        if bool(other.any()):
+            column = int(other.any(0).long().argmax())
+            raise UserError(
+                f"input_ids: column {column} is not the token that past_key_values holds there; "
+                f"{allowed} (a chat template that writes earlier turns anew, or text that is "
+                "tokenized anew, needs a new cache)"
+            )
 
     def close(self, why: str) -> None:
         """Free the session. Idempotent."""

@@ -119,7 +119,7 @@ class Capacity:
             "row_bytes": needs.slots,
             "buffer_bytes": needs.buffers,
             "state_bytes": kept,
-            "workspace_bytes": needs.workspace,
+            "workspace_bytes": needs.workspace + needs.under_way,
             "device_kv_bytes": needs.session,
             "host_kv_bytes": needs.host,
         }

@@ -102,10 +102,12 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[Any] = []
+        self._prompt_marks = 1
 
-    def begin_prompt(self) -> None:
-        """The prompt begins now."""
+    def begin_prompt(self, num_rows: int = 1) -> None:
+        """A prompt begins now. num_rows: marks until its end, where it is decoded row by row."""
         self._marks = [self._now()]
+        self._prompt_marks = num_rows
 
     def mark(self) -> None:
         """The prompt, then a step, ends now: its logits are there."""
@@ -114,12 +116,12 @@ class StepClock:
     @property
     def ttft_s(self) -> float:
         """Seconds from the prompt to the logits of the first new token."""
-        return self._intervals()[0]
+        return sum(self._intervals()[: self._prompt_marks])
 
     @property
     def step_s(self) -> list[float]:
         """Seconds of each step: from the end of what came before to its own end."""
-        return self._intervals()[1:]
+        return self._intervals()[self._prompt_marks :]
 
     def _intervals(self) -> list[float]:
         if self.device.type == "cuda":

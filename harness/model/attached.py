@@ -25,6 +25,7 @@ from harness.model.calls import (
     options_of,
     refusal,
     replaced_forward,
+    uncopied,
 )
 from harness.model.decoder import Decoder
 from harness.model.dense_prompts import DensePrompts
@@ -46,6 +47,23 @@ ELSEWHERE = (
     "inside harness.attach call the model or its generate, elsewhere wait until the run that "
     "attached it has ended"
 )
+
+
+IS_COPIED = (
+    "the model is attached to a KV-cache method, and a copy or pickle of it would hold on to that "
+    "cache; copy it before, or after the block or run that attached it"
+)
+IS_COMPILED = (
+    "torch.compile: an attached model runs a method's own code in every step, which is not "
+    "compiled; call the model itself, without compile()"
+)
+
+
+def require_eager() -> None:
+    """Raise UserError where torch.compile traces or wraps the running call."""
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    if torch.compiler.is_compiling() or callback() is not None:
+        raise UserError(IS_COMPILED)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -131,6 +149,12 @@ class Attached:
         self._rotaries: dict[int, Rotary | None] = {}
         # The model's own: `harness.api.cached_model` puts another in its place.
         self._forward = model.forward
+        # What the pass relies on, and a user may change
+        self.attention_name = ""
+        configs = [getattr(layer.module, "config", decoder.stack.config) for layer in self.layers]
+        self._configs = list({id(config): config for config in configs}.values())
+        self._weights = [next(layer.module.parameters()) for layer in self.layers]
+        self._weights_as_read = [(weight.dtype, weight.device) for weight in self._weights]
         # Of a pass under way
         self._thread: int | None = None
         self._handler: Handler | None = None
@@ -269,9 +293,24 @@ class Attached:
 
     def _require_own_call(self, *_: Any) -> None:
         """Called before the decoder runs. Raises UserError for a call that is not made by `forward`
-        or `logits`: it would read and disturb the caches of the run that has the model."""
+        or `logits`: it would read and disturb the caches of the run that has the model. Also for a
+        model that was changed since it was read."""
         if self._thread != threading.get_ident():
             raise UserError(ELSEWHERE)
+        for config in self._configs:
+            if config._attn_implementation != self.attention_name:
+                raise UserError(
+                    f"attention implementation {config._attn_implementation!r}: it was set while "
+                    "the model was attached, whose attention is the method's; set it before, or "
+                    "after the block"
+                )
+        for weight, as_read in zip(self._weights, self._weights_as_read, strict=True):
+            if (weight.dtype, weight.device) != as_read:
+                dtype, device = as_read
+                raise UserError(
+                    f"the model was moved to {weight.dtype} on {weight.device} while it was "
+                    f"attached in {dtype} on {device}; move it before, or after the block"
+                )
 
     # What a model does not take
 
@@ -398,6 +437,7 @@ class Attached:
             raise Reached(query, key, value)
         if self._handler is None:
             raise UserError(ELSEWHERE)
+        require_eager()
         index = self._index[id(module)]
         latent = self.layers[index].latent
         query = self._as_handled(index, query)
@@ -585,5 +625,8 @@ def attached_unchecked(
             replace(module, partial(attached._recurrent, module, module.forward))
         for module in decoder.row_wise:
             replace(module, partial(in_parts, decoder, module.forward))
-        stack.enter_context(attention_function(decoder.stack, attached._attend, make_mask))
+        attached.attention_name = stack.enter_context(
+            attention_function(decoder.stack, attached._attend, make_mask)
+        )
+        stack.enter_context(uncopied(model, IS_COPIED))
         yield attached

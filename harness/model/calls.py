@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -95,14 +95,32 @@ def replaced_method(module: nn.Module, name: str, method: Callable[..., Any]) ->
             setattr(module, name, before)
 
 
+@contextmanager
+def uncopied(model: nn.Module, why: str) -> Iterator[None]:
+    """Inside the `with` block `model` and its parts are neither copied nor pickled: UserError.
+
+    Copies of all kinds ask an object for its state, and would take hooks and replaced methods along
+    that belong to this model.
+    """
+
+    def refuse() -> Any:
+        raise UserError(why)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(replaced_method(module, "__getstate__", refuse))
+        yield
+
+
 _names = (f"kv_harness_{number}" for number in count())
 
 
 @contextmanager
 def attention_function(
     model: Any, attend: Callable[..., Any], mask: Callable[..., Any] | None = None
-) -> Iterator[None]:
-    """Inside the `with` block `attend` is the model's attention function, and `mask` makes masks.
+) -> Iterator[str]:
+    """Inside the `with` block `attend` is the model's attention function, whose name is returned,
+    and `mask` makes masks.
 
     Without a `mask` transformers makes none: its code would read the positions of every step and so
     wait for the device. `attend` then masks by itself.
@@ -114,7 +132,7 @@ def attention_function(
         AttentionMaskInterface.register(name, mask)
     try:
         model.set_attn_implementation(name)
-        yield
+        yield name
     finally:
         model.set_attn_implementation(before)
         AttentionInterface._global_mapping.pop(name, None)

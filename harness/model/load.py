@@ -70,6 +70,14 @@ class LoadedModel:
         """What makes token ids of texts: the tokenizer, or of random weights `random_ids`."""
         return self.random_ids or self.tokenizer
 
+    @property
+    def generation_digest(self) -> str:
+        """The sha256 of the model's generation_config as it is now."""
+        config = getattr(self.model, "generation_config", None)
+        if config is None:
+            return text_sha256("none")
+        return text_sha256(config.to_json_string(use_diff=False, ignore_metadata=True))
+
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model that `config` describes.
@@ -268,9 +276,15 @@ def _spread(name: str, model: PreTrainedModel) -> None:
 
 
 def _attention(described: PreTrainedConfig) -> str:
-    """torch's fused attention; a few families, such as Gemma 2 and gpt-oss, have none."""
+    """torch's fused attention; a few families, such as Gemma 2 and gpt-oss, have none.
+
+    It knows no softcap, and transformers up to 5.20 would choose it for Gemma 2 and leave the
+    softcap out.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if getattr(described, "attn_logit_softcapping", None) is not None:
+        return "eager"
     return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]._supports_sdpa else "eager"
 
 

@@ -1,7 +1,7 @@
 """The loop of every generated text, live and in replay: the next token, and the end of a text.
 
-A text draws its tokens from its own random numbers, made from its own key. So it is the same alone
-and in any batch.
+`harness.model.generation` says which tokens a text may get and what ends it. A text draws its
+tokens from its own random numbers, made from its own key. So it is the same alone and in any batch.
 """
 
 from __future__ import annotations
@@ -13,40 +13,47 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from harness.settings.config import GREEDY, Sampling
+from harness.model.generation import GenerationRule
 
 
 class Draft:
     """A text under way: its tokens, and whether it has ended.
 
-    max_new_tokens: its longest length. key: what the random numbers are made from, such as
+    prompt: the tokens before it. key: what the random numbers are made from, such as
     `seed/question/repeat`.
     """
 
-    def __init__(self, max_new_tokens: int, sampling: Sampling = GREEDY, key: str = "") -> None:
-        self.max_new_tokens = max_new_tokens
-        self.sampling = sampling
+    def __init__(self, prompt: Sequence[int], rule: GenerationRule, key: str = "") -> None:
+        self.rule = rule
         self.tokens: list[int] = []
         self.ended = False
+        self.ended_itself = False
         self._random = random.Random(key)
+        self._num_prompt = len(prompt)
+        self._ids = torch.empty(len(prompt) + rule.max_new_tokens, dtype=torch.long)
+        self._ids[: len(prompt)] = torch.tensor(prompt)
 
     @property
     def left(self) -> int:
         """Tokens that it may still get."""
-        return self.max_new_tokens - len(self.tokens)
+        return self.rule.max_new_tokens - len(self.tokens)
 
-    def ends_itself(self) -> bool:
-        """Whether the last token ends the text before `max_new_tokens` does."""
-        return False
+    @property
+    def _ids_so_far(self) -> Tensor:
+        return self._ids[: self._num_prompt + len(self.tokens)]
 
     def take(self, token: int) -> None:
         """Append the next token."""
+        self._ids[self._num_prompt + len(self.tokens)] = token
         self.tokens.append(token)
-        self.ended = self.ends_itself() or not self.left
+        self.ended_itself = self.rule.has_ended(self._ids_so_far)
+        self.ended = self.ended_itself or not self.left
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """The next token, int64 [], by this text's next random number; logits: [vocab]."""
-        return sample(logits, self.sampling, self._random.random())
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token, int64 [], drawn by this text's next random number or the most likely;
+        logits: [vocab]."""
+        scores = self.rule.scores(self._ids_so_far, logits)
+        return drawn(scores, self._random.random()) if self.rule.is_drawn else scores.argmax(-1)
 
 
 AnyDraft = TypeVar("AnyDraft", bound=Draft)
@@ -76,34 +83,23 @@ def write(
 def _next_tokens(drafts: Sequence[Draft], logits: Tensor) -> list[int]:
     """The next token of each text; of one that has ended, any."""
     tokens = logits.argmax(-1)
-    drawing, drawn = [], []
+    choosing, chosen = [], []
     for at, draft in enumerate(drafts):
-        if draft.sampling.temperature and not draft.ended:
-            drawing.append(at)
-            drawn.append(draft.draw(logits[at]))
-    if drawing:
-        tokens[drawing] = torch.stack(drawn)
+        if not draft.ended and not draft.rule.is_plain:
+            choosing.append(at)
+            chosen.append(draft.choose(logits[at]))
+    if choosing:
+        tokens[choosing] = torch.stack(chosen)
     return tokens.tolist()
 
 
-def sample(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
-    """The token, int64 [], at `number`, in [0, 1), of the distribution; logits: [vocab].
+def drawn(scores: Tensor, number: float) -> Tensor:
+    """The token, int64 [], at `number`, in [0, 1), of the distribution softmax(scores); scores:
+    [vocab].
 
     The tokens lie in the order of the vocabulary on the line from 0 to 1, each as wide as its
-    probability. A small change of the logits moves no token far on it, as it would if they were
+    probability. A small change of the scores moves no token far on it, as it would if they were
     sorted.
     """
-    if not sampling.temperature:
-        return logits.argmax(-1)
-    scores = (logits.double() - logits.max()) / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < len(scores):
-        lowest = scores.topk(sampling.top_k).values[-1]
-        scores = scores.masked_fill(scores < lowest, float("-inf"))
-    probabilities = scores.softmax(-1)
-    if sampling.top_p < 1:
-        ordered, index = probabilities.sort(descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered
-        ordered = ordered.masked_fill(before >= sampling.top_p, 0)
-        probabilities = torch.zeros_like(ordered).scatter(0, index, ordered)
-    reached = probabilities.cumsum(-1)
+    reached = scores.double().softmax(-1).cumsum(-1)
     return (reached / reached[-1] <= number).sum(-1)

@@ -22,10 +22,11 @@ import torch
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
+from transformers import PreTrainedTokenizerBase
 
 from harness.errors import UserError
 from harness.model.attached import Attached
+from harness.model.generation import GenerationRule
 from harness.model.sampling import Draft, write
 from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
@@ -406,16 +407,14 @@ def generate(
     """The answers, in the order of `requests`, and their reads.
 
     The rest of the context after the prompt is decoded teacher-forced, then each step decodes one
-    row of every sequence. The model's generation config says, as in lm-eval's `HFLM`, which tokens
-    end an answer, and the repetition penalty. tokenizer: spells tokens, to find the texts that end
+    row of every sequence. The model's generation config holds as in lm-eval's `HFLM`
+    (`GenerationRule`). tokenizer: spells tokens, to find the texts that end
     an answer. on_answered: takes the number of requests answered since its last call. Raises
     UserError where the method did not run on every decode row, or there was none; the full cache
     needs none.
     """
     written: dict[int, Written] = {}
     reads = ReadStats()
-    ends = attached.model.generation_config.eos_token_id
-    eos = set(ends) if isinstance(ends, list) else {ends}
 
     def size(prompt: SharedPrompt) -> tuple[int, int]:
         rows = max(requests[branch.requests[0]].num_rows for branch in prompt.branches)
@@ -428,7 +427,7 @@ def generate(
             answers = []
             for _, branch in branches:
                 request = requests[branch.requests[0]]
-                answers.append(_Answer(branch, request, tokenizer, eos))
+                answers.append(_Answer(branch, request, attached, tokenizer))
             most_left = max(answer.left for answer in answers)
             session, hidden = batch.decode_shared(branches, most_left - 1)
             last = batch.tensor([len(branch.shared) for _, branch in branches])
@@ -437,7 +436,7 @@ def generate(
                     if answer.num_shared:
                         answer.needle_read.append(session.needle_read[:, at, answer.num_shared - 1])
             writing = _Writing(session, attached)
-            first_logits = writing.logits(answers, hidden[range(len(last)), last])
+            first_logits = attached.logits(hidden[range(len(last)), last])
             num_told = 0
             for _ in write(answers, first_logits, writing.feed):
                 num_ended = sum(len(answer.requests) for answer in answers if answer.ended)
@@ -445,7 +444,7 @@ def generate(
                 num_told = num_ended
             reads += writing.reads + writing.session.reads
             for answer in answers:
-                result = Written(answer.tokens, not answer.ends_itself(), answer.needle())
+                result = Written(answer.tokens, not answer.ended_itself, answer.needle())
                 written |= dict.fromkeys(answer.requests, result)
     if reads.rows:
         reads.check_fired()
@@ -463,38 +462,38 @@ class _Answer(Draft):
     num_shared: decode rows before the answer. needle_read: of each decode row that gave a token,
     the shares of the needle that the layers read, [layers].
 
-    It ends with a token of `eos`, with the text of a stop (found by lm-eval's criteria in the
-    spelling of the last tokens), or at the request's `max_new_tokens`.
+    Besides the ends of its rule, the text of a stop ends it: lm-eval's criteria find it in the
+    spelling of the last tokens.
     """
 
     def __init__(
         self,
         branch: Branch,
         request: Request,
+        attached: Attached,
         tokenizer: PreTrainedTokenizerBase,
-        eos: set[int | None],
     ) -> None:
-        super().__init__(request.max_new_tokens, request.sampling, request.key)
+        rule = GenerationRule(
+            attached.model,
+            request.ids,
+            tokenizer=tokenizer,
+            criteria=stop_sequences_criteria(
+                tokenizer, list(request.stops), len(request.ids), batch_size=1
+            ),
+            max_new_tokens=request.max_new_tokens,
+            **request.sampling.settings,
+        )
+        super().__init__(request.ids, rule, request.key)
         self.requests = branch.requests
         self.request = request
         self.num_shared = len(branch.shared)
         self.needle_read: list[Tensor] = []
-        self._eos = eos
-        self._criteria = stop_sequences_criteria(tokenizer, list(request.stops), 0, 1)
-        lengths = [criterion.sequence_id_len for criterion in self._criteria]
-        self._looks_back = max(lengths, default=0)
 
     def needle(self) -> NeedleRead | None:
         """What the rows that gave the answer read of the needle."""
         if not self.needle_read:
             return None
         return needle_read(self.request, torch.stack(self.needle_read, 1))
-
-    def ends_itself(self) -> bool:
-        last = torch.tensor([self.tokens[-self._looks_back :]])
-        if self.tokens[-1] in self._eos:
-            return True
-        return any(criterion(last, None) for criterion in self._criteria)
 
 
 class _Writing:
@@ -508,22 +507,6 @@ class _Writing:
         self.session = session
         self.attached = attached
         self.reads = ReadStats()
-        penalty = attached.model.generation_config.repetition_penalty
-        self._penalize = None
-        if penalty not in (None, 1.0):
-            self._penalize = RepetitionPenaltyLogitsProcessor(penalty)
-
-    def logits(self, answers: Sequence[_Answer], hidden: Tensor) -> Tensor:
-        """What predicts the next token of each answer, [batch, vocab], from hidden states [batch,
-        hidden_size]."""
-        logits = self.attached.logits(hidden)
-        if self._penalize is None:
-            return logits
-        penalized = []
-        for answer, row in zip(answers, logits.split(1), strict=True):
-            so_far = torch.tensor([[*answer.request.ids, *answer.tokens]], device=hidden.device)
-            penalized.append(self._penalize(so_far, row))
-        return torch.cat(penalized)
 
     def feed(self, answers: Sequence[_Answer]) -> tuple[Sequence[_Answer], Tensor]:
         """Run the last token of each answer."""
@@ -543,4 +526,4 @@ class _Writing:
             for at, answer in enumerate(answers):
                 if not answer.ended:
                     answer.needle_read.append(self.session.needle_read[:, at, 0])
-        return answers, self.logits(answers, hidden)
+        return answers, self.attached.logits(hidden)

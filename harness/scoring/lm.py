@@ -21,8 +21,10 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from harness.data.chat import chat_text
 from harness.data.needles import needle_of
 from harness.errors import UserError
+from harness.model.generation import Settings
 from harness.model.load import LoadedModel
 from harness.scoring.answers import Document, NeedleRead, Request, Score, Written
 from harness.scoring.question import QuestionFinder
@@ -112,6 +114,7 @@ class ReplayLM(TemplateLM):
         self.repeat = 0
         self.written: list[dict[Document, list[Written]]] = []
         self._name = loaded.name
+        self._settings = Settings(loaded.model, {})
         self._prefill = prefill
         self._scorer = scorer
         self._generator = generator
@@ -171,11 +174,11 @@ class ReplayLM(TemplateLM):
         self._require_chat_template()
 
         def rendered(turns: Chat) -> str:
-            return self.tokenizer.apply_chat_template(
+            return chat_text(
+                self.tokenizer,
                 turns,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
+                model=self._name,
             )
 
         try:
@@ -341,8 +344,11 @@ class ReplayLM(TemplateLM):
         of_task = GREEDY
         if given["do_sample"]:
             temperature = float(given.get("temperature", 1.0))
+            top_p, top_k = given.get("top_p"), given.get("top_k")
             of_task = Sampling(
-                temperature, float(given.get("top_p") or 1.0), int(given.get("top_k") or 0) or None
+                temperature,
+                None if top_p is None else float(top_p),
+                None if top_k is None else int(top_k),
             )
         try:
             sampling = self._sampling.rule(of_task)
@@ -371,6 +377,9 @@ class ReplayLM(TemplateLM):
         document = _document(request)
         whole = self.tok_encode(text) or [self.prefix_token_id]
         context = self._fit(document, whole, self.max_length - max_new_tokens)
+        of_model = self._settings.get("max_new_tokens")
+        if of_model is not None:  # holds before max_gen_toks, as in `HFLM`
+            max_new_tokens = min(of_model, self.max_length - len(context))
         final_length, cut = len(context) + max_new_tokens, len(whole) - len(context)
         prefill_len = self._prefill_len(document, text, cut, len(context), final_length)
         asked = Request(

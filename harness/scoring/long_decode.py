@@ -4,7 +4,8 @@ small errors add up.
 From each prompt, a window of the corpus, both decode `max_new_tokens` tokens, greedily or drawn by
 the same random numbers. The end-of-text token is an ordinary one, so that all texts have one
 length. The full cache then reads the method's text in one dense pass, which gives its prediction at
-each step after the same tokens, to be compared with the method's.
+each step after the same tokens, to be compared with the method's. The model's generation config
+holds as in `generate`, but for its ends.
 
 The first token comes from the prompt's dense pass and is the same under every method. The tokens
 after it are scored.
@@ -25,6 +26,7 @@ from harness.data.text import corpus_ids, first_window_offset, start_ids, text_w
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
+from harness.model.generation import ENDLESS, GenerationRule
 from harness.model.load import LoadedModel
 from harness.model.resources import Memo
 from harness.model.sampling import Draft, write
@@ -88,6 +90,7 @@ def run_long_decode(
     limit, or a method that never ran; ValueError for one that the lengths do not fit.
     """
     length, steps = config.prefill_len, config.max_new_tokens
+    assert steps is not None, "the kind's check asks for it"
     if length + steps > loaded.max_length:
         raise UserError(
             f"prefill_len={length} and max_new_tokens={steps}: must be together at most "
@@ -101,6 +104,7 @@ def run_long_decode(
         num_windows=config.num_windows,
         offset=offset,
         spread=config.corpus.spread,
+        seed=config.corpus.seed,
         start=start_ids(loaded.reader),
         setting="prefill_len",
     )
@@ -109,16 +113,16 @@ def run_long_decode(
     pairs: list[Pair] = []
     reads = ReadStats()
 
-    def drafts_of(first: int, count: int) -> list[Draft]:
-        numbers = range(first, first + count)
-        return [
-            Draft(steps, config.sampling.rule(), f"{config.seed}/{number}/0") for number in numbers
-        ]
+    def drafts_of(first: int, prompts: Prompts) -> list[Draft]:
+        drafts = []
+        for number, prompt in enumerate(prompts, first):
+            settings = config.sampling.rule().settings | dict(ENDLESS)
+            rule = GenerationRule(loaded.model, prompt, max_new_tokens=steps, **settings)
+            drafts.append(Draft(prompt, rule, f"{config.seed}/{number}/0"))
+        return drafts
 
     def full_texts(first: int, prompts: Prompts) -> list[Text]:
-        decoded = decode_freely(
-            attached, FULL, prompts, drafts_of(first, len(prompts))
-        ).tokens.tolist()
+        decoded = decode_freely(attached, FULL, prompts, drafts_of(first, prompts)).tokens.tolist()
         pairs = zip(prompts, decoded, strict=True)
         return [
             Text(tokens, full_pass(attached, [*prompt, *tokens], length)[0])
@@ -135,7 +139,7 @@ def run_long_decode(
             batch = prompts[first : first + BATCH]
             key = ("texts", tuple(map(tuple, batch)), steps, config.sampling, config.seed, first)
             full = references.get(key, partial(full_texts, first, batch))
-            decoded = decode_freely(attached, setup, batch, drafts_of(first, len(batch)))
+            decoded = decode_freely(attached, setup, batch, drafts_of(first, batch))
             reads += decoded.reads
             for prompt, tokens, hidden, other in zip(
                 batch, decoded.tokens, decoded.hidden, full, strict=True
@@ -161,7 +165,7 @@ def decode_freely(
     """Decode `drafts`, all of one length, after prompts of one length, a row of replay a step."""
     ids = torch.tensor(prompts, device=attached.device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    new = drafts[0].max_new_tokens
+    new = drafts[0].left
     total = ids.shape[1] + new
     session = setup.replay(attached, torch.full((len(ids),), total, device=attached.device), total)
     hidden: list[Tensor] = []

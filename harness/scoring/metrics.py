@@ -237,8 +237,8 @@ def samples_of(
         if len(repeats) > 1:
             entry["repeats"] = [_answer(task, of_repeat[number]) for of_repeat in grouped]
             for own, repeat, texts in zip(entry["repeats"], repeats, written, strict=True):
-                (answer,) = texts[task.task_name, number]
-                own |= {GENERATED_TOKENS: len(answer.tokens), AT_LIMIT: answer.at_limit}
+                for answer in texts.get((task.task_name, number), ()):
+                    own |= {GENERATED_TOKENS: len(answer.tokens), AT_LIMIT: answer.at_limit}
                 own |= numbers_of(number, repeat.by_question)
         entry |= numbers_of(number, by_question)
         request = requests.get(number)
@@ -301,10 +301,10 @@ def numbers_of(number: int, by_question: ByQuestion) -> dict[str, float]:
 def _answer(task: Task, answers: Logged) -> dict[str, Any]:
     """The model's answer to one question, and the right one."""
     sample = answers[0]
-    if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
-        choices = []
-        if task.config.doc_to_choice is not None:
-            choices = list(task.doc_to_choice(sample["doc"]))
+    first_answer = sample["resps"][0][0]
+    is_text = task.OUTPUT_TYPE == "generate_until" and isinstance(first_answer, str)
+    if task.OUTPUT_TYPE != "loglikelihood_rolling" and not is_text:
+        choices = _choices(task, sample)
         # Some tasks ask for the choices again, without their context, after them.
         scores = [float(answer[0]) for answer in sample["filtered_resps"]][: len(choices) or None]
         predicted = max(range(len(scores)), key=scores.__getitem__)
@@ -314,7 +314,8 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
         if isinstance(gold, str) and not choices:
             gold = 0  # a task of one continuation (LAMBADA) asks whether it is the likeliest
         elif isinstance(gold, str):
-            gold = choices.index(gold) if gold in choices else None
+            texts = [choice.strip() for choice in choices]
+            gold = texts.index(gold.strip()) if gold.strip() in texts else None
         found = {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
         if choices:
             found["predicted_text"] = shortened(str(choices[predicted]).strip(), ANSWER_LETTERS)
@@ -327,6 +328,15 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
     filtered = {answer["filter"]: _plain(answer["filtered_resps"][0]) for answer in answers}
     more = {"more_texts": _plain(others)} if others else {}
     return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])} | more
+
+
+def _choices(task: Task, sample: Mapping[str, Any]) -> list[str]:
+    """The choices of a question: by the task's rule, or the continuations that its class asks for.
+    [] of a task of one continuation."""
+    if task.config.doc_to_choice is not None:
+        return list(task.doc_to_choice(sample["doc"]))
+    continuations = [str(arguments[1]) for arguments in sample["arguments"]]
+    return continuations if len(continuations) > 1 else []
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, ge
 from pydantic import Field
 
 from harness.errors import UserError, nearest
+from harness.settings.paths import RESULTS
 from harness.settings.schema import (
     MOST,
     Count,
@@ -159,13 +160,19 @@ class CorpusConfig:
 
     offset_tokens: where the first window begins. None: after the calibration text where both are
     the same text, else 0. spread: window i of n begins at i/n of the text from there on; False:
-    windows follow one another.
+    windows follow one another. seed: of spread windows, each begins at a random place of its n-th
+    of the text; None: at the first.
     """
 
     name: Literal["offline", "code", "book", "wikitext2", "random"]
     path: FileText | None = None
     offset_tokens: Natural | None = None
     spread: bool = False
+    seed: Natural | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not self.spread:
+            raise UserError(f"corpus.seed={self.seed}: needs corpus.spread=true")
 
     @property
     def title(self) -> str:
@@ -190,7 +197,8 @@ class PlatformConfig:
     overlap: transfers run beside the computation. pinned: host memory is page-locked (CUDA).
     weights_on_device: share of the decoder layers' weights that stays on the device; the rest
     crosses the link in each pass. device_gib: memory in GiB for weights and all else, of an
-    emulated device on a CPU, or of a smaller CUDA card; None: all. disk_dir: a folder on the disk
+    emulated device on a CPU, or of a smaller CUDA card; None: all. host_gib: main memory of the
+    machine in GiB; None: as much as the system shows. disk_dir: a folder on the disk
     of placement=disk; None: the results folder. disk_layout: of the rows there. disk_gap_blocks: a
     read goes on over so many unwanted blocks of 4 KiB rather than being two. sheet: of a machine
     that is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
@@ -202,6 +210,7 @@ class PlatformConfig:
     pinned: bool = True
     weights_on_device: Share = 1.0
     device_gib: Positive | None = None
+    host_gib: Positive | None = None
     disk_dir: FolderText | None = None
     disk_layout: DiskLayout = "heads"
     disk_gap_blocks: Natural = 4
@@ -331,18 +340,33 @@ class Sampling(NamedTuple):
     """How a token is chosen.
 
     temperature: divides the logits; 0 takes the most likely token. top_k: only the k most likely
-    tokens are drawn from, and all that are as likely as the k-th; None: all. top_p: only the
-    smallest set of most likely tokens whose probabilities sum to at least this (nucleus sampling,
-    Holtzman et al. 2020). Both apply after the temperature, top_k first, as in transformers'
-    `generate`.
+    tokens are drawn from, and all that are as likely as the k-th. top_p: only the smallest set of
+    most likely tokens whose probabilities sum to at least this (nucleus sampling, Holtzman et al.
+    2020). None: as the model's generation_config.json says, else as transformers' `generate`.
     """
 
     temperature: float = 0.0
-    top_p: float = 1.0
+    top_p: float | None = None
     top_k: int | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same as arguments of transformers' `generate`."""
+        if not self.temperature:
+            return {"do_sample": False}
+        asked: dict[str, Any] = {"do_sample": True, "temperature": self.temperature}
+        if self.top_p is not None:
+            asked["top_p"] = self.top_p
+        if self.top_k is not None:
+            asked["top_k"] = self.top_k
+        return asked
 
 
 GREEDY = Sampling()
+LOWEST_TEMPERATURE = 1e-6
+"""Logits that are divided by less leave the range of fp32."""
+NEW_TOKENS = 64
+"""Tokens of a text where neither a setting nor the model's generation_config.json says how many."""
 
 
 @dataclass(frozen=True)
@@ -350,8 +374,8 @@ class SamplingConfig:
     """How the tokens of a generated answer are chosen. These settings stand at the top.
 
     temperature: 0 takes the most likely token; None: as the task says, else 0. top_p, top_k: see
-    `Sampling`; None: as the task says, else all tokens. repeats: answers to each question, each
-    drawn from its own random numbers.
+    `Sampling`; None: as the task says, else as `Sampling` does. repeats: answers to each question,
+    each drawn from its own random numbers.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
@@ -362,6 +386,8 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.temperature == 0:
             self._refuse_where_greedy("temperature=0 takes the most likely token")
+        elif self.temperature is not None:
+            _require_divisor(self.temperature)
 
     def rule(self, of_task: Sampling = GREEDY) -> Sampling:
         """The rule of these settings where they are given, else of the task, else greedy.
@@ -372,6 +398,7 @@ class SamplingConfig:
         if not temperature:
             self._refuse_where_greedy("the most likely token is taken")
             return GREEDY
+        _require_divisor(temperature)
         return Sampling(temperature, self.top_p or of_task.top_p, self.top_k or of_task.top_k)
 
     def _refuse_where_greedy(self, why: str) -> None:
@@ -379,6 +406,14 @@ class SamplingConfig:
             value = getattr(self, name)
             if value != unset:
                 raise UserError(f"{name}={value}: {why}; set temperature above 0")
+
+
+def _require_divisor(temperature: float) -> None:
+    if temperature < LOWEST_TEMPERATURE:
+        raise UserError(
+            f"temperature={temperature}: allowed: 0, which takes the most likely token, or "
+            f"{LOWEST_TEMPERATURE} and more"
+        )
 
 
 @dataclass(frozen=True)
@@ -525,7 +560,7 @@ class RunConfig:
     task: TaskConfig = TaskConfig()
     seed: Natural = 0
     seq_len: Annotated[int, Field(ge=2, le=MOST)] = 1024
-    prefill_len: Natural = 256
+    prefill_len: Natural = field(kw_only=True)
     num_windows: Count = 4
     placement: Placement = "host"
     device_rows: Annotated[float, Field(ge=0, le=MOST)] = 0
@@ -535,10 +570,10 @@ class RunConfig:
     sampling: SamplingConfig = SamplingConfig()
     analysis: AnalysisConfig = AnalysisConfig()
     prompt: Text | None = None
-    max_new_tokens: Count = 64
+    max_new_tokens: Count | None = None
     link_gbps: Positive | None = None
     max_kl: Positive | None = None
-    results_dir: PathText = "results"
+    results_dir: PathText = RESULTS
     tracker: Literal["none", "mlflow", "wandb"] = "none"
 
     def __post_init__(self) -> None:

@@ -62,6 +62,8 @@ LABELS = {
     "disk+infinigen2": System("infinigen2", "disk"),
     "disk+infinigen2+rows": System("infinigen2", "disk", device_rows=2),
 }
+OF_EVERY_METHOD = "method.num_exempt_layers"
+"""The setting that every method has, which may be given beside any system."""
 LATE_LAYER = 2**30
 """Number of a layer that is none of a method's first ones."""
 COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
@@ -92,11 +94,14 @@ def with_system(
     if method != system.method:
         if "method" in given:
             raise _contradiction("method", method, label, system.method)
+        own = method_file(system.method)
         for name in given:
-            if name.startswith("method."):
+            if name == OF_EVERY_METHOD:
+                own["num_exempt_layers"] = settings["method"]["num_exempt_layers"]
+            elif name.startswith("method."):
                 stands = f"stands for method={system.method}; leave one of them out"
                 raise UserError(f"{name}: label={label} {stands}")
-        settings["method"] = method_file(system.method)
+        settings["method"] = own
     for name, wanted in system.settings().items():
         group, _, key = name.rpartition(".")
         node = settings[group] if group else settings

@@ -18,12 +18,13 @@ from harness.errors import UserError
 from harness.live.session import LiveSession, generate
 from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attach import attach
+from harness.model.generation import ENDLESS, GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.model.sampling import Draft
 from harness.replay.setup import prepare
 from harness.results.columns import MISSING
 from harness.results.step_stats import StepStats, stats_of
-from harness.settings.config import RunConfig
+from harness.settings.config import NEW_TOKENS, RunConfig
 from harness.speed.latency import compute_threads, source_of, two_memories
 from methods.base import TokenCounts
 
@@ -112,20 +113,24 @@ def _ms(seconds: float | None) -> str:
 
 
 def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], Any]) -> Generated:
-    """Continue `config.prompt`, greedily or as `config.sampling` says, until the end-of-text token
-    or `max_new_tokens`.
+    """Continue `config.prompt`, greedily or as `config.sampling` says, and else as the model's
+    generation config says (`GenerationRule`).
 
     write: takes each piece of text. Raises UserError for a model without a tokenizer, a prompt
     without tokens, or a sequence longer than the model's limit.
     """
     assert config.prompt is not None, "parse() asks for it"
     ids = prompt_ids(config.prompt, loaded.reader)
-    total = len(ids) + config.max_new_tokens
-    if not ids or total > loaded.max_length:
+    max_new_tokens = new_tokens_of(config, loaded, len(ids))
+    total = len(ids) + max_new_tokens
+    if not ids or max_new_tokens < 1 or total > loaded.max_length:
         raise UserError(
-            f"prompt of {len(ids)} tokens and max_new_tokens={config.max_new_tokens}: must be "
+            f"prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}: must be "
             f"at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
         )
+    settings = config.sampling.rule().settings
+    if loaded.random_ids is not None:  # no token ends a text
+        settings |= dict(ENDLESS)
 
     def decode_rows() -> list[TokenCounts]:
         return [TokenCounts(cached, len(ids), total) for cached in range(len(ids), total - 1)]
@@ -142,7 +147,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             session = LiveSession(
                 attached,
                 setup.method,
-                max_new_tokens=config.max_new_tokens,
+                max_new_tokens=max_new_tokens,
                 codec=setup.codec,
                 placement=config.placement,
                 link=link,
@@ -155,7 +160,14 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             prompt = config.prompt if loaded.random_ids is None else loaded.random_ids.decode(ids)
             with closing(session):
                 write(prompt)
-                continuation = _Continuation(config, loaded.reader.eos_token_id)
+                rule = GenerationRule(
+                    loaded.model,
+                    ids,
+                    tokenizer=loaded.tokenizer,
+                    max_new_tokens=max_new_tokens,
+                    **settings,
+                )
+                continuation = Draft(ids, rule, f"{config.seed}/0/0")
                 streamed = _stream(session, ids, continuation, loaded.reader, write, weights)
                 return Generated(
                     **vars(stats_of(session)),
@@ -174,15 +186,13 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 )
 
 
-class _Continuation(Draft):
-    """A text that the end-of-text token ends."""
-
-    def __init__(self, config: RunConfig, eos: int | None) -> None:
-        super().__init__(config.max_new_tokens, config.sampling.rule(), f"{config.seed}/0/0")
-        self.eos = eos
-
-    def ends_itself(self) -> bool:
-        return self.tokens[-1] == self.eos
+def new_tokens_of(config: RunConfig, loaded: LoadedModel, num_prompt: int) -> int:
+    """Tokens of the text at most: as the setting says, else as the model's generation config does,
+    within the model's limit."""
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    of_model = Settings(loaded.model, {}).num_new_tokens(num_prompt)
+    return min(of_model or NEW_TOKENS, loaded.max_length - num_prompt)
 
 
 class _Streamed(NamedTuple):
@@ -196,7 +206,7 @@ class _Streamed(NamedTuple):
 def _stream(
     session: LiveSession,
     ids: Sequence[int],
-    text: _Continuation,
+    text: Draft,
     tokenizer: Any,
     write: Callable[[str], Any],
     weights: StreamedWeights | None,
@@ -209,7 +219,7 @@ def _stream(
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
     prompt_weight_bytes = 0 if weights is None else weights.num_bytes
     for _ in generate(session, logits, [text]):
-        if text.ends_itself():  # the end-of-text token is no part of the text
+        if text.tokens[-1] in text.rule.ends:  # no part of the text
             text.tokens.pop()
             break
         # Decoded behind the prompt's last token, as some tokenizers drop the space at the beginning

@@ -1,0 +1,242 @@
+"""The rule of a generation: which tokens a text may get next, and where it ends.
+
+A model's `generation_config.json` lists its end tokens, penalties, suppressed tokens and lengths.
+transformers' `generate` turns that file into logits processors and stopping criteria.
+`GenerationRule` takes them from transformers, so that each text here is continued as transformers
+continues it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from harness.errors import UserError, reason
+
+ENDLESS: Mapping[str, None] = {"eos_token_id": None, "stop_strings": None, "max_time": None}
+"""Settings of a text that `max_new_tokens` alone ends."""
+DECIDES_TOKENS: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "constraints": (),
+    "force_words_ids": (),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "guidance_scale": (1,),
+    "token_healing": (False,),
+    "is_assistant": (False,),
+}
+"""Settings of a `GenerationConfig` that choose tokens in a way that is not offered, and the values
+besides None that are."""
+DECIDES_CACHE: Mapping[str, tuple[Any, ...]] = {
+    "use_cache": (True,),
+    "cache_implementation": (),
+    "cache_config": (),
+    "max_cache_len": (),
+    "prefill_chunk_size": (),
+    "prompt_lookup_num_tokens": (),
+    "assistant_early_exit": (),
+    "speculation_type": (),
+    "use_mtp": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+}
+"""Settings of a `GenerationConfig` that a method's cache replaces, and the values besides None that
+it takes. They change no token, so that a model's own file may say them: they are set aside."""
+
+
+class Settings:
+    """The settings of a call of transformers' `generate`, in its order: the call's own arguments,
+    the `generation_config` among them, the model's.
+
+    model: UserError where it has no generation_config. asked: the call's arguments.
+    """
+
+    def __init__(self, model: Any, asked: Mapping[str, Any]) -> None:
+        own = model.generation_config
+        if not isinstance(own, GenerationConfig):
+            raise UserError(
+                f"model.generation_config={own!r}: transformers' generate reads it; give the model "
+                "a GenerationConfig"
+            )
+        self.asked = asked
+        self.own = vars(own)
+        config = asked.get("generation_config")
+        self.of_call = {} if config is None else vars(config)
+
+    def get(self, name: str) -> Any:
+        """The value of a setting; None where nothing says it, or the call says None."""
+        if name in self.asked:
+            return self.asked[name]
+        value = self.of_call.get(name)
+        return self.own.get(name) if value is None else value
+
+    def is_of_model(self, name: str) -> bool:
+        """Whether the model's own file says the value. A `generation_config` that repeats it, as a
+        pipeline's does, asks for nothing else."""
+        value = self.get(name)
+        return name not in self.asked and value == self.own.get(name)
+
+    def set_aside(self) -> dict[str, Any]:
+        """The arguments that set the model's own settings of `DECIDES_CACHE` aside.
+
+        Raises UserError for a value that is not offered: of `DECIDES_TOKENS`, and of
+        `DECIDES_CACHE` where the call asks for it.
+        """
+        for name, allowed in DECIDES_TOKENS.items():
+            self._require(name, allowed)
+        aside = {}
+        for name, allowed in DECIDES_CACHE.items():
+            value = self.get(name)
+            if value is None or value in allowed:
+                continue
+            if not self.is_of_model(name):
+                self._require(name, allowed)
+            aside[name] = allowed[0] if allowed else None
+        return aside
+
+    def num_new_tokens(self, num_prompt: int) -> int | None:
+        """The largest number of new tokens; None where nothing says it. num_prompt: columns of the
+        prompts."""
+        num_new = self.get("max_new_tokens")
+        if num_new is not None:
+            return require_count("max_new_tokens", num_new)
+        most = self.get("max_length")
+        if most is None:
+            return None
+        require_count("max_length", most)
+        if most <= num_prompt:
+            raise UserError(
+                f"max_length={most}: the prompt has {num_prompt} tokens; raise it, or give "
+                "max_new_tokens"
+            )
+        return most - num_prompt
+
+    def _require(self, name: str, allowed: tuple[Any, ...]) -> None:
+        value = self.get(name)
+        if value is None or value in allowed:
+            return
+        if self.is_of_model(name):
+            neutral = allowed[0] if allowed else None
+            raise UserError(
+                f"the model's generation_config.json says {name}={short(value)}, which is not "
+                f"offered; set it to {neutral} in the file or in model.generation_config"
+            )
+        choices = " or ".join(map(repr, allowed or (None,)))
+        raise UserError(
+            f"{name}={short(value)}: a method's live cache does not take it; allowed: {choices}"
+        )
+
+
+class GenerationRule:
+    """How transformers' `generate` continues one text of `model` with these settings.
+
+    ids: tokens of the prompt. tokenizer: needed where the model's file has `stop_strings`.
+    criteria: what else ends the text. settings: arguments of transformers' `generate`, which hold
+    instead of the file's.
+
+    max_new_tokens: of the text at most. ends: token ids that end it. is_drawn: whether its tokens
+    are drawn, by the probabilities of `scores`. Raises UserError for a file that asks for a way of
+    generation that is not offered.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ids: Sequence[int],
+        *,
+        tokenizer: Any = None,
+        criteria: Sequence[StoppingCriteria] = (),
+        **settings: Any,
+    ) -> None:
+        chosen = Settings(model, settings)
+        settings |= chosen.set_aside()
+        # With a `custom_generate` transformers forgets the tokenizer of its own stop strings.
+        stop_strings = chosen.get("stop_strings")
+        settings["stop_strings"] = None
+        ending = StoppingCriteriaList(criteria)
+        if stop_strings is not None:
+            if tokenizer is None:
+                raise UserError(
+                    f"the model's generation_config.json says stop_strings={stop_strings}, which "
+                    "are found by a tokenizer; the model has none"
+                )
+            ending.append(StopStringCriteria(tokenizer, stop_strings))
+        prompt = torch.tensor([ids], device=model.device)
+
+        def take(
+            _: Any,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **__: Any,
+        ) -> None:
+            self._processors = logits_processor
+            self._criteria = stopping_criteria
+            self._config = generation_config
+
+        try:
+            model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                stopping_criteria=ending,
+                custom_generate=take,
+                **settings,
+            )
+        except (ValueError, TypeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"the model's generation_config.json: {reason(error)}") from error
+        self.max_new_tokens: int = self._config.max_length - len(ids)
+        self.is_drawn: bool = self._config.do_sample
+        ends = self._config.eos_token_id
+        self.ends: set[int] = set()
+        if ends is not None:
+            self.ends = set(ends) if isinstance(ends, list) else {ends}
+        # A text's own count of tokens says the same.
+        self._criteria = StoppingCriteriaList(
+            criterion
+            for criterion in self._criteria
+            if not isinstance(criterion, MaxLengthCriteria)
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token is the one with the largest logit, whatever came before."""
+        return not self._processors and not self.is_drawn
+
+    def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """What the next token is chosen by, [vocab]. ids: of prompt and text, int [tokens]; logits:
+        fp32 [vocab]."""
+        return self._processors(ids[None].to(logits.device), logits[None])[0]
+
+    def has_ended(self, ids: Tensor) -> bool:
+        """Whether the last token ends the text, before `max_new_tokens` does; ids: of prompt and
+        text, int [tokens]."""
+        return bool(self._criteria(ids[None], None))
+
+
+def require_count(name: str, value: Any) -> int:
+    """The value, a number of tokens; UserError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}={short(value)}: allowed: a number of tokens, 1 or more")
+    return value
+
+
+def short(value: Any) -> str:
+    """A value in an error's line."""
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return f"a {type(value).__name__}"
