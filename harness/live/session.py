@@ -31,7 +31,7 @@ from harness.live.step import DecodeStep
 from harness.live.step_reads import StepReads
 from harness.live.store import KVStore
 from harness.live.timeline import StepClock, Timeline
-from harness.model.attached import Attached, launching_on
+from harness.model.attached import Attached, launching_on, require_codable
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.policies import (
     Policy,
@@ -424,6 +424,8 @@ class LiveSession:
         """Hand a layer's prompt to its cache. The first state shows what each layer keeps of a
         prompt, so the memory of the others is asked for before they keep theirs."""
         cache = self.caches[layer]
+        if isinstance(cache, LayerCache) and not cache.store.format.is_exact:
+            require_codable(cache.store.codec, layer, prompt.key, prompt.value)
         with launching_on(prompt.key.device):
             cache.keep_prompt(prompt)
         if not isinstance(cache, LayerCache) or cache.state is None:
