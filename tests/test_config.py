@@ -20,7 +20,7 @@ from tests.composed import composed, load
 
 PRESETS = (
     "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinigen2", "infinigen2-sampled", "kvzip-plus",
-    "pyramidkv", "turboquant2", "turboquant3", "turboquant4",
+    "oracle", "pyramidkv", "turboquant2", "turboquant3", "turboquant4",
 )  # fmt: skip
 """Other settings of a method, worth a name."""
 

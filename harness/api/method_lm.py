@@ -17,7 +17,6 @@ from uuid import uuid4
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM, CacheHook
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from harness.model.load import LoadedModel
@@ -27,6 +26,7 @@ from harness.results.record import run_id
 from harness.run.runner import users_faults
 from harness.scoring.evaluation import ReplayEngine, prefill_of
 from harness.scoring.lm import Chat, Prefill, ReplayLM
+from harness.scoring.progress import say
 from harness.settings.config import RunConfig
 
 
@@ -93,10 +93,10 @@ class MethodLM(LM):
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
             for line in lm.notes():
-                tqdm.write(line, file=sys.stderr)
+                say(line)
             self.reads[task] = self.reads.get(task, ReadStats()) + engine.reads
             size = f"{engine.reads.size:.1%} of the cache"
-            tqdm.write(f"{task}: {self.config.label} read {size}", file=sys.stderr)
+            say(f"{task}: {self.config.label} read {size}")
         return answers
 
     def _replay(self, task: str, prefill: Prefill) -> tuple[ReplayLM, ReplayEngine]:

@@ -21,7 +21,6 @@ from typing import Any, TextIO
 
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.evaluator import evaluate
-from tqdm import tqdm
 
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS
@@ -47,7 +46,7 @@ from harness.scoring.metrics import (
     plain_name,
     samples_of,
 )
-from harness.scoring.progress import bar
+from harness.scoring.progress import bar, say
 from harness.scoring.question import QuestionFinder
 from harness.settings.config import GENERATED_TASKS, REASONING_TASKS, RunConfig
 from harness.settings.kinds import Outcome
@@ -334,7 +333,7 @@ def _run_task(
             logged = results["samples"][name]
             repeats.append(measured(results["results"][name], logged))
     for line in lm.notes():
-        tqdm.write(line, file=sys.stderr)
+        say(line)
     found, by_question = joined(repeats)
     for_group = {key: value for key, value in found.items() if value is not None}
     of_lengths, lengths = lengths_of(lm.written, repeats[0].contexts)

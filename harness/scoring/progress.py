@@ -16,7 +16,7 @@ _quiet = ContextVar("quiet", default=False)
 
 @contextmanager
 def quietly(quiet: bool = True) -> Iterator[None]:
-    """Show no bars inside the block, unless `quiet` is False."""
+    """Show no bars and say nothing inside the block, unless `quiet` is False."""
     token = _quiet.set(quiet)
     try:
         yield
@@ -63,3 +63,9 @@ def bar(
     if in_notebook or stream.isatty():
         return tqdm(items, leave=False, **settings)
     return _Lines(items, mininterval=lines_every_s, delay=lines_every_s, **settings)
+
+
+def say(line: str) -> None:
+    """Write a line to stderr, above a bar, unless it is to be quiet."""
+    if not _quiet.get():
+        tqdm.write(line, file=sys.stderr)
