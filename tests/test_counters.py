@@ -77,7 +77,7 @@ INFINIGEN = Hand(
     Case(InfiniGen(fixed_fetch=6)),
     read=lambda t, final: 6,
     buffer=6,
-    index=lambda t, final: t * COLUMNS / (2 * 16),
+    index=lambda t, final: (t + 16) * COLUMNS / (2 * 16),  # and what makes them
     kept=lambda final: final * COLUMNS * 2 + 16 * COLUMNS * 2,  # partial keys, and what makes them
     state=34 * COLUMNS * 4 + 16 * COLUMNS * 4,
 )
@@ -89,7 +89,7 @@ BALANCED = Hand(
     Case(InfiniGen(fixed_fetch=6, index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4)),
     read=lambda t, final: 6,
     buffer=6,
-    index=lambda t, final: t * (PARTIAL_KEY / 2) / (2 * 16),  # a number has two bytes
+    index=lambda t, final: (t * PARTIAL_KEY / 2 + PAIR / 2 + 8) / (2 * 16),  # a number has two bytes; and the mean
     kept=lambda final: final * PARTIAL_KEY + PAIR + 8 * 2,  # and the keys' mean
     state=34 * PARTIAL_KEY + PAIR + 8 * 4,
 )
@@ -171,7 +171,8 @@ HANDS = {
     "infinigen, balanced": BALANCED,
     "infinigen, sampled": BALANCED._replace(
         case=Case(with_changes(BALANCED.case.method, **SAMPLED)),
-        index=lambda t, final: t * ((PARTIAL_KEY + 1) / 2) / (2 * 16),  # a byte for the value's distance
+        # a byte for the value's distance, and the mean value
+        index=lambda t, final: (t * (PARTIAL_KEY + 1) / 2 + PAIR / 2 + 8 + 16) / (2 * 16),
         kept=lambda final: final * (PARTIAL_KEY + 1) + PAIR + 8 * 2 + 16 * 2,  # and the mean value
         state=34 * (PARTIAL_KEY + 1) + PAIR + 8 * 4 + 16 * 4,
     ),

@@ -274,7 +274,9 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
 
 
 def test_a_system_may_leave_first_layers_to_the_full_cache():
-    default, given = (load(["experiment=latency", "label=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"]))
+    default, given = (
+        load(["experiment=latency", "label=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"])
+    )
     assert default.method == H2O() and given.method == H2O(num_exempt_layers=2)
     assert default.label == given.label == "offload+h2o"
 
@@ -472,5 +474,5 @@ def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(mon
     # It decides no number: the record is that of the run without it.
     assert "finished before" not in capsys.readouterr().out
     assert main(cell) == 0 and "finished before" in capsys.readouterr().out
-    (row,) = columns.read_table(Path("results/tables/latency.csv"))
+    (row,) = columns.read_table(Path("outputs/tables/latency.csv"))
     assert "host_gib" not in (row["settings"] or "")
