@@ -382,7 +382,6 @@ IDS = torch.arange(3, 13)[None]
         (IDS + 9999, {}, "input_ids: token 10011; the model knows the tokens 0 to 255"),
         (-IDS, {}, "input_ids: token -12; "),
         (IDS, {"max_new_tokens": 0}, "max_new_tokens=0: .*1 or more"),
-        (IDS, {"max_new_tokens": None}, "max_new_tokens=None: "),
         (IDS, {"max_new_tokens": "many"}, "max_new_tokens='many': "),
         (IDS, {"max_new_tokens": True}, "max_new_tokens=True: "),
         (IDS, {"max_new_tokens": 10**9}, "a prompt of 10 tokens and max_new_tokens=1000000000: together at most"),
