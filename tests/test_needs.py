@@ -85,6 +85,7 @@ def test_bytes_by_hand():
         coded = 2 * (16 // 2 + 4)
         slots = 2 * (2 * 2 * 32 * row) + 2 * (2 * 2 * 32 * coded)
         method = replace(quantized.method, num_exempt_layers=2)
+        sizes = sizes_of(attached, method)
         plan = Plan(sizes, method, quantized.codec, "device")
         assert plan.needs(lengths).session == slots
         plan = Plan(sizes, method, quantized.codec, "host")

@@ -43,6 +43,7 @@ label,size,offline:kl_nats,offline:top1_agreement
 Full cache,,0,
 Full cache,1,,1
 InfiniGen,0.1,0.1,0.9
+InfiniGen,0.2,0.05,0.95
 H2O,0.25,0.2,0.8
 
 fig12 seq_len=1024 num_samples=3 stderr=1
