@@ -218,9 +218,16 @@ CUT = {"too_long": "truncate"}
             {"prefill": QUESTION},
             "task task: scores whole texts, in which prefill=question finds no question",
         ),
-        (texts("a", do_sample=True, min_p=0.1), {}, "task task: generation_kwargs min_p=0.1 is not offered"),
+        (texts("a", num_return_sequences=2), {}, "task task: generation_kwargs num_return_sequences=2 is not offered"),
+        (texts("a", logprobs=5), {}, "task task: generation_kwargs logprobs=5 is not offered"),
+        (texts("a", max_length=5), {}, "task task: generation_kwargs max_length=5 is not offered"),
+        (texts("a", repetition_penalty=-1.0), {}, 'task task: generation_kwargs {"repetition_penalty": -1.0} are not'),
         (texts("a"), {"sampling": SamplingConfig(top_k=3)}, "task task: top_k=3: the most likely token is taken; set"),
-        (texts("a", num_beams=10), {}, "task task: generation_kwargs num_beams=10 is not offered"),
+        (
+            texts("a", num_beams=10),
+            {},
+            'generation_kwargs {"num_beams": 10} are not offered .num_beams=10: .* allowed: 1',
+        ),
         (texts(LONGER, max_gen_toks=20), {"max_length": 64}, "the model takes 64; .* or too_long=truncate"),
         (texts(*CONTEXTS, max_gen_toks=9), {"prefill": QUESTION, "max_length": 40, **CUT}, "question 1: prefill=q"),
     ],
@@ -339,6 +346,26 @@ def test_a_repetition_penalty_is_hflms(monkeypatch):
     assert found == expected[0, len(request.ids) :].tolist()
     monkeypatch.undo()
     assert found != answer(request)
+
+
+@pytest.mark.parametrize(
+    ("of_task", "differs"),
+    [
+        ({"num_return_sequences": 1, "num_beams": 1, "length_penalty": 1.0}, False),
+        ({"repetition_penalty": 1.0}, True),  # holds before the model's own
+        ({"repetition_penalty": 2.5, "no_repeat_ngram_size": 2, "min_p": 0.1}, True),
+        ({"suppress_tokens": [*range(60, 110)], "min_new_tokens": 9}, True),
+    ],
+)
+def test_generation_kwargs_of_a_task_are_hflms(of_task, differs, monkeypatch):
+    monkeypatch.setattr(tiny("gqa").generation_config, "repetition_penalty", 1.3)
+    plain, asked = (
+        texts(*CONTEXTS, max_gen_toks=NEW, until=["e"]),
+        texts(*CONTEXTS, max_gen_toks=NEW, until=["e"], **of_task),
+    )
+    found = language_model().generate_until(asked)
+    assert found == hflm(batch_size=1).generate_until(asked, disable_tqdm=True)
+    assert (found != language_model().generate_until(plain)) == differs
 
 
 def test_what_has_no_decode_row_is_scored_densely_as_hflms():

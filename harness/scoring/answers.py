@@ -12,6 +12,7 @@ reads.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -57,8 +58,9 @@ class Request(NamedTuple):
     document: requests of one document are the choices of one question. max_new_tokens: 0 where a
     continuation is scored. stops: texts that end the answer once it holds one. sampling: how the
     answer's tokens are chosen, by random numbers made from `seed`, the question's number and
-    `repeat`. needle: the first of the context's tokens that hold the right answer, and the one
-    after the last; None where the task does not know them.
+    `repeat`. settings: further arguments of transformers' `generate`, as JSON. needle: the first of
+    the context's tokens that hold the right answer, and the one after the last; None where the task
+    does not know them.
     """
 
     ids: tuple[int, ...]
@@ -69,6 +71,7 @@ class Request(NamedTuple):
     max_new_tokens: int = 0
     stops: tuple[str, ...] = ()
     sampling: Sampling = GREEDY
+    settings: str = "{}"
     seed: int = 0
     repeat: int = 0
     needle: tuple[int, int] | None = None
@@ -481,6 +484,7 @@ class _Answer(Draft):
                 tokenizer, list(request.stops), len(request.ids), batch_size=1
             ),
             max_new_tokens=request.max_new_tokens,
+            **json.loads(request.settings),
             **request.sampling.settings,
         )
         super().__init__(request.ids, rule, request.key)

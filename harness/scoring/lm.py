@@ -5,6 +5,7 @@ requests, which a scorer and a generator answer. Tokens are those of lm-eval's `
 settings, so that the full cache gives its numbers and its texts.
 """
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -20,11 +21,12 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import GenerationConfig
 
 from harness.data.chat import chat_text
 from harness.data.needles import needle_of
 from harness.errors import UserError
-from harness.model.generation import Settings
+from harness.model.generation import GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.scoring.answers import Document, NeedleRead, Request, Score, Written
 from harness.scoring.question import QuestionFinder
@@ -32,9 +34,10 @@ from harness.settings.config import GREEDY, Sampling, SamplingConfig
 
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
-OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p")
-"""Generation settings that change nothing where the most likely token is taken. All but min_p are
-offered."""
+OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
+"""Generation settings that are this project's too."""
+LENGTHS = ("max_length", "max_new_tokens")
+"""Those of lengths, of which lm-eval has its own."""
 
 CUT_LETTERS = 60
 """Letters of a question that a line shows."""
@@ -114,7 +117,9 @@ class ReplayLM(TemplateLM):
         self.repeat = 0
         self.written: list[dict[Document, list[Written]]] = []
         self._name = loaded.name
+        self._model = loaded.model
         self._settings = Settings(loaded.model, {})
+        self._known_settings: set[str] = set()
         self._prefill = prefill
         self._scorer = scorer
         self._generator = generator
@@ -354,11 +359,38 @@ class ReplayLM(TemplateLM):
             sampling = self._sampling.rule(of_task)
         except UserError as error:
             raise UserError(f"task {request.task_name}: {error}") from error
-        if sampling != GREEDY and given.get("min_p"):
-            raise UserError(
-                f"task {request.task_name}: generation_kwargs min_p={given['min_p']} is not offered"
-            )
         return sampling
+
+    def _further(
+        self,
+        request: Instance,
+        given: Mapping[str, Any],
+        sampling: Sampling,
+        max_new_tokens: int,
+    ) -> str:
+        """The other `generation_kwargs` of a task, as JSON: settings of transformers' `generate`,
+        which hold before the model's own, as in `HFLM`. Raises UserError for one that is not
+        offered."""
+        further = {}
+        for name, value in given.items():
+            if name in OF_SAMPLING or (name == "min_p" and sampling == GREEDY):
+                continue
+            is_known = name in vars(GenerationConfig()) and name not in LENGTHS
+            if not is_known or (name == "num_return_sequences" and value != 1):
+                raise UserError(
+                    f"task {request.task_name}: generation_kwargs {name}={value} is not offered"
+                )
+            further[name] = value
+        settings = json.dumps(further, sort_keys=True)
+        if further and settings not in self._known_settings:
+            tried = further | sampling.settings | {"max_new_tokens": max_new_tokens}
+            try:
+                GenerationRule(self._model, [0], tokenizer=self.tokenizer, **tried)
+            except UserError as error:
+                where = f"task {request.task_name}: generation_kwargs {settings}"
+                raise UserError(f"{where} are not offered ({error})") from error
+            self._known_settings.add(settings)
+        return settings
 
     def _generation(self, request: Instance) -> Request:
         text, given = request.args
@@ -369,11 +401,7 @@ class ReplayLM(TemplateLM):
             settings.pop("max_gen_toks"),
         )
         sampling = self._sampling_of(request, settings)
-        for name, value in settings.items():
-            if name not in OF_SAMPLING and (name, value) != ("num_beams", 1):
-                raise UserError(
-                    f"task {request.task_name}: generation_kwargs {name}={value} is not offered"
-                )
+        further = self._further(request, settings, sampling, max_new_tokens)
         document = _document(request)
         whole = self.tok_encode(text) or [self.prefix_token_id]
         context = self._fit(document, whole, self.max_length - max_new_tokens)
@@ -390,6 +418,7 @@ class ReplayLM(TemplateLM):
             document,
             max_new_tokens,
             tuple(stops),
+            settings=further,
             needle=self._needle(document, text, cut),
         )
         return asked if sampling == GREEDY else asked._replace(sampling=sampling, seed=self._seed)
