@@ -30,12 +30,12 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from benchmarks.timing import idle_s, spread
+from benchmarks.timing import spread
 from harness.errors import exit_code
 from harness.model.attach import attach
 from harness.results.environment import processor
 from harness.settings.config import LatencyConfig
-from harness.speed.link_rate import measure_copy_rate
+from harness.speed.link_rate import idle_s, measure_copy_rate
 from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
 from methods.full import Full
 

@@ -33,7 +33,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load
 from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows, RereadRows
-from methods.codec import ChannelCodec, lloyd_max
+from methods.codec import ChannelCodec, Nvfp4Codec, lloyd_max
 from methods.evicting import EvictingState
 from methods.full import Full
 from methods.kvzip import KVzip
@@ -201,25 +201,35 @@ def selected(method: Method, layer: Layer, t: int) -> Tensor:
     return selection.mask[0, :, 0]
 
 
-def socket(module: Any, layer: Layer) -> float:
-    """Tokens chosen for each of the last rows by the same planes, a set for each query head."""
-    layer, end, found = a_set_per_query_head(layer), layer.key.shape[2], []
-    method = Socket(0, read_frac=0.1, num_sinks=0, recent_frac=0.0)
-    normals = plane_normals(method.num_bits, layer.key.shape[3], method.seed)
-    planes = normals.unflatten(0, (method.tables, method.planes))
-    corners = module.get_protos_T({}, method.planes, normals.device, normals.dtype)
-    buckets, lengths = module.hard_hash(layer.key, planes), layer.key.norm(dim=-1)
-    for t in range(end - ROWS, end):
-        ours = selected(method, layer, t)
-        theirs = module.topk_soft_collision_scores_blockwise(
-            q_probs=module.soft_hash(layer.query[:, :, t : t + 1], planes, corners, tau=method.tau),
-            key_buckets=buckets[..., :t],
-            v_mag=lengths[..., :t],
-            allowed_bool=torch.ones(1, len(ours), 1, t, dtype=torch.bool),
-            M=int(ours[0].sum()),
-        )[0]
-        found.append(shared(ours, torch.zeros_like(ours).scatter_(1, theirs[0, :, 0], True)))
-    return sum(found) / len(found)
+def socket(num_sinks: int, recent_frac: float) -> Callable[[Any, Layer], float]:
+    """Tokens read for each of the last rows by the same planes, a set for each query head: the share of ours that the
+    official rule reads, too. Its best tokens may be among those that are always read."""
+
+    def compare(module: Any, layer: Layer) -> float:
+        layer, end, found = a_set_per_query_head(layer), layer.key.shape[2], []
+        method = Socket(0, read_frac=0.1, num_sinks=num_sinks, recent_frac=recent_frac)
+        normals = plane_normals(method.num_bits, layer.key.shape[3], method.seed)
+        planes = normals.unflatten(0, (method.tables, method.planes))
+        corners = module.get_protos_T({}, method.planes, normals.device, normals.dtype)
+        buckets, lengths = module.hard_hash(layer.key, planes), layer.key.norm(dim=-1)
+        for t in range(end - ROWS, end):
+            ours = selected(method, layer, t)
+            num_read = int(ours[0].sum())
+            num_recent = int(recent_frac * num_read)
+            best = module.topk_soft_collision_scores_blockwise(
+                q_probs=module.soft_hash(layer.query[:, :, t : t + 1], planes, corners, tau=method.tau),
+                key_buckets=buckets[..., :t],
+                v_mag=lengths[..., :t],
+                allowed_bool=torch.ones(1, len(ours), 1, t, dtype=torch.bool),
+                M=num_read - num_sinks - num_recent,
+            )[0]
+            theirs = torch.zeros_like(ours)
+            theirs[:, :num_sinks] = theirs[:, t - num_recent :] = True
+            theirs.scatter_(1, best[0, :, 0], True)
+            found.append(float((ours & theirs).sum() / ours.sum()))
+        return sum(found) / len(found)
+
+    return compare
 
 
 def freekv(policy: str) -> Callable[[Any, Layer], float]:
@@ -254,6 +264,16 @@ def kivi(module: Any, layer: Layer) -> float:
     theirs = module.unpack_and_dequant_kcache(*packed, 32, 2).float()
     step = packed[1].expand(*packed[1].shape[:3], 32, -1).flatten(2, 3)
     return float(((ChannelCodec("int2", 32).roundtrip(keys) - theirs).abs() <= step / 4).float().mean())
+
+
+def nvfp4(module: Any, layer: Layer) -> float:
+    """Numbers that read back within 1e-6 of their size: keys, a row at a time with its own scale."""
+    rows = layer.key.flatten(0, 2)
+    scale = 6 * 448 / rows.abs().amax(-1)[:, None, None]  # of all codes and all scales of a row
+    codes, of_blocks = module.ref_nvfp4_quant(rows, scale, 16)
+    theirs = codes.unflatten(-1, (-1, 16)) * (of_blocks.unsqueeze(-1) / scale)
+    close = torch.isclose(Nvfp4Codec().roundtrip(rows), theirs.flatten(1), rtol=1e-6, atol=0)
+    return float(close.float().mean())
 
 
 def turboquant(module: Any, layer: Layer) -> float:
@@ -295,10 +315,23 @@ COMPARISONS = {
     "socket": Comparison(
         "skylight-org/sparse-attention-hub",
         "sparse_attention_hub/sparse_attention/research_attention/maskers/fixed/implementations/utils/socket_utils.py",
-        socket,
-        "tokens chosen for each query head",
+        socket(0, 0.0),
+        "best tokens of each query head",
+    ),
+    "socket, first and recent": Comparison(
+        "skylight-org/sparse-attention-hub",
+        "sparse_attention_hub/sparse_attention/research_attention/maskers/fixed/implementations/utils/socket_utils.py",
+        socket(4, 0.08),
+        "tokens read for each query head",
     ),
     "kivi": Comparison("jy-yuan/KIVI", "quant/new_pack.py", kivi, "coded keys"),
+    "nvfp4": Comparison(
+        "vllm-project/vllm",
+        "vllm/model_executor/layers/quantization/utils/nvfp4_emulation_utils.py",
+        nvfp4,
+        "coded keys",
+        True,
+    ),
     "turboquant": Comparison(
         "vllm-project/vllm",
         "vllm/model_executor/layers/quantization/turboquant/centroids.py",

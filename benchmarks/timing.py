@@ -6,15 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-
-def idle_s(device: torch.device) -> float:
-    """perf_counter once nothing is under way on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
 
 def in_turn(
     contestants: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: bool = False

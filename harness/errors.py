@@ -30,10 +30,10 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 class UserError(ValueError):
     """Something the user can put right: a setting, a file, the machine's memory. Its message is one
-    line, in which `brief` shortens what is too long to read."""
+    line, whatever the names in it hold, in which `brief` shortens what is too long to read."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(brief(str(message)))
+        super().__init__(brief(printable(str(message))))
 
 
 class UnfinishedError(UserError):

@@ -63,12 +63,18 @@ class HeldError(Exception):
 def cache_dir() -> Path:
     """The folder of copies and digests.
 
-    KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache.
+    KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache. Raises UserError for a home
+    folder that does not exist.
     """
-    chosen = os.environ.get("KV_HARNESS_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kv-harness"
+    for name, within in (("KV_HARNESS_CACHE", ""), ("XDG_CACHE_HOME", "kv-harness")):
+        chosen = os.environ.get(name)
+        if not chosen:
+            continue
+        try:
+            return Path(chosen).expanduser() / within
+        except RuntimeError:
+            raise UserError(f"{name}={chosen}: there is no such home folder") from None
+    return Path("~/.cache").expanduser() / "kv-harness"
 
 
 @contextlib.contextmanager
@@ -225,15 +231,38 @@ def files_sha256(files: Iterable[Path]) -> str:
     return text_sha256(*(f"{file.name} {file_sha256(file)}" for file in sorted(files)))
 
 
+HOST_HINT = "set platform.host_gib where the host has more than it shows"
+"""What a refusal for want of host memory ends with."""
+_stated: list[int] = []
+"""Bytes of main memory that the settings say there are; the last ones count."""
+
+
+@contextlib.contextmanager
+def stated_memory(gib: float | None) -> Iterator[None]:
+    """Inside the block there are `gib` GiB of main memory, whatever the system shows and a
+    container's limit is: some machines show more only as it is used. None says nothing."""
+    if gib is None:
+        yield
+        return
+    _stated.append(int(gib * 2**30))
+    try:
+        yield
+    finally:
+        _stated.pop()
+
+
 def available_memory() -> int:
-    """Bytes of main memory that a new allocation may use, within a container's limit.
+    """Bytes of main memory that a new allocation may use, within a container's limit, or of the
+    memory that is stated.
 
     Droppable caches are included.
     """
-    available: int = psutil.virtual_memory().available
-    for limit, used in memory_limits():
-        available = min(available, max(0, limit - used))
-    return available
+    found = psutil.virtual_memory()
+    limits_and_uses = [(found.total, found.total - found.available), *memory_limits()]
+    if _stated:
+        used = min(used for _, used in limits_and_uses)  # of the innermost group
+        return max(0, _stated[-1] - used)
+    return max(0, min(limit - used for limit, used in limits_and_uses))
 
 
 def available_bytes(home: torch.device) -> int:

@@ -66,8 +66,10 @@ class Method:
     """A KV-cache method: its fields are its settings (`methods.settings`)."""
 
     num_exempt_layers: int = setting(
-        2, "first layers that read the full cache; every size counts them", least(0)
+        0, "first layers that read the full cache; every size counts them", least(0)
     )
+    """The default is the number of the method's own code, else of its paper. A class says it where
+    it is not 0; a file of `conf/method` says it where it is not its class's."""
 
     title: ClassVar[str] = ""  # in tables and legends
     state: ClassVar[type[State]]  # class of the states that `new_state` makes

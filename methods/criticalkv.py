@@ -7,15 +7,16 @@ bound needs. The attention is SnapKV's here, one of the paper's three.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**criticalkv**: of the tokens that compete, SnapKV's smoothed attention a chooses `first_share`
-(0.5) of the places, at least one, and (a + `epsilon`) · |W_O v|_1 the others. a is the mean over
-the window's rows and the group, |W_O v|_1 the mean over the group of what each query head adds to
-the layer's output. W_O is found by running the layer's own code on unit vectors, in each prompt and
-layer anew; a layer with an output gate has none, and is refused. With `heads=adaptive`
-(Ada-CriticalKV) the heads' numbers are those of `adakv`, by attention alone. The authors' code
-(FFY0/DefensiveKV `kvpress/presses/criticalkv_press.py`, and the same in kvpress) counts the window
-among the first half, so that at a small budget no other token is chosen by attention, and sinks,
-whose values are short, are lost; here the window stays beside both halves.
+**criticalkv**: of the tokens that compete, SnapKV's attention a, smoothed by a mean (`pooling=avg`)
+`kernel` (5) wide, chooses `first_share` (0.5) of the places, at least one, and (a + `epsilon`) ·
+|W_O v|_1 the others. a is the mean over the window's rows and the group, |W_O v|_1 the mean over
+the group of what each query head adds to the layer's output. W_O is found by running the layer's
+own code on unit vectors, in each prompt and layer anew; a layer with an output gate has none, and
+is refused. With `heads=adaptive` (Ada-CriticalKV) the heads' numbers are those of `adakv`, by
+attention alone. The authors' code (FFY0/DefensiveKV `kvpress/presses/criticalkv_press.py`, and the
+same in kvpress) counts the window among the first half, so that at a small budget no other token is
+chosen by attention, and sinks, whose values are short, are lost; here the window stays beside both
+halves.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class CriticalKVState(SnapKVState):
 
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """On SnapKV, whose settings it has."""
+    """On SnapKV, whose settings it has. The smoothing is that of the authors' `SnapKVPress`."""
 
     first_share: float = setting(
         0.5, "share of the places of competing tokens that attention alone gives", share(zero=True)
@@ -84,6 +85,9 @@ class CriticalKV(SnapKV):
         "added to the attention, so that a long value counts without any",
         zero_or_more(),
     )
+
+    kernel: int = 5
+    pooling: str = "avg"
 
     title = "CriticalKV"
     state = CriticalKVState

@@ -17,12 +17,13 @@ The rule, and where it differs (made into docs/methods.md):
 that the layer's own indexer scores highest. The row's own token competes, so a row that does not
 choose it does not read it. The prompt's rows attend so too, under every method. `method=full` does
 the same on such a model, since the model itself never reads more. The index keys lie on the device,
-one of `index_head_dim` elements for each token and layer that chooses, in the compute dtype;
-DeepSeek stores them in FP8. A step reads all index keys of such a layer. Layers that share indices
-in the model share them here, and their rows cross the link while the layer before computes.
-`every=2` lets further layers reuse them, as training-free IndexCache does: of the layers
-with an indexer, every second chooses. `layers=[0,3,7]` names those that choose; the first always
-does. Both change decode rows alone, where IndexCache also skips indexers in the prefill. A model
+one of `index_head_dim` elements for each token and layer that chooses, in the compute dtype.
+DeepSeek stores them in FP8, with which 2.6 % of the chosen tokens were others
+([parity](parity.md)). A step reads all index keys of such a layer. Layers that share indices in the
+model share them here, and their rows cross the link while the layer before computes. `every=2` lets
+further layers reuse them, as training-free IndexCache does: of the layers with an indexer, every
+second chooses. `layers=[0,3,7]` names those that choose; the first always does. Both change decode
+rows alone, where IndexCache also skips indexers in the prefill. A model
 without an indexer is refused. Other methods replace the indexers in decode rows, and need
 `num_exempt_layers=0`: no layer of such a model reads every token.
 """
@@ -144,8 +145,6 @@ class Dsa(Method):
     layers: tuple[int, ...] | None = setting(
         None, "layers that choose, beside the first; null: by every"
     )
-
-    num_exempt_layers: int = 0
 
     title = "DSA"
     state = DsaState

@@ -128,8 +128,6 @@ class Kascade(Method):
     )
     num_anchors: int = setting(5, "number of anchors, the first layer counted", least(1))
 
-    num_exempt_layers: int = 0
-
     title = "Kascade"
     state = KascadeState
     when = "earlier_layer"

@@ -67,8 +67,9 @@ def _coded_scores(
 ):  # fmt: skip
     width: tl.constexpr = width_of(COLUMNS, BITS)
     groups: tl.constexpr = (COLUMNS + GROUP_SIZE - 1) // GROUP_SIZE
-    head = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tiles = tl.cdiv(slots, TILE)  # one axis for all: a GPU takes 65,535 programs of the others
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    slot = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     held = slot < slots
     keys += head // heads * batch_stride + head % heads * head_stride
     keys += slot.to(tl.int64) * slot_stride
@@ -108,7 +109,7 @@ def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
     padded = triton.next_power_of_2(rows)
     tile = max(1, ELEMENTS // padded)
     in_memory = keys if keys.stride(-1) == 1 else keys.mT  # the kernel is told all strides
-    _coded_scores[(triton.cdiv(slots, tile), batch * heads)](
+    _coded_scores[(batch * heads * triton.cdiv(slots, tile),)](
         query.contiguous(),
         in_memory,
         scores,
@@ -138,7 +139,7 @@ def _coded_product(
     COLUMNS: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,  # bytes of codes, rounded up
 ):  # fmt: skip
     width: tl.constexpr = width_of(COLUMNS, BITS)
-    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     element = tl.arange(0, ELEMENTS_OF_HEAD)
     held = element < HEAD_DIM
     side += head // heads * batch_stride + head % heads * head_stride + element * element_stride
@@ -165,7 +166,7 @@ def coded_product(states: Tensor, side: Tensor, codec: Codec) -> Tensor:
     batch, heads, rows, head_dim = states.shape
     columns = codec.group_size
     products = states.new_empty((batch, heads, rows, columns), dtype=torch.float32)
-    _coded_product[(rows, batch * heads)](
+    _coded_product[(batch * heads * rows,)](
         states.contiguous(),
         side,
         products,

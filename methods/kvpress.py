@@ -271,8 +271,6 @@ class KvPress(EvictingOnce):
     name: as the user writes it. parts: the press, and those that it wraps, the outermost first.
     """
 
-    num_exempt_layers: int = 0
-
     name: ClassVar[str]
     parts: ClassVar[tuple[_Part, ...]]
 

@@ -32,8 +32,10 @@ candidates, of keys with votes) below 5,000 tokens, 0.25 and 0.3 below 10,000, 0
 30,000, then 0.1 and 0.2.
 
 - The official code ranks for a group by its mean query, which is `group=sum_logits`. It reads 100
-  tokens, 64 recent and 4 first ones, which are shares here; all of them below 2,000 tokens; and up
-  to 512 generated ones, which then are coded together. Here every token is coded as it comes.
+  tokens, 64 recent and 4 first ones, which are shares here, and up to 512 generated ones, which
+  then are coded together. Here every token is coded as it comes.
+- Below 2,000 tokens it attends to all of them (`full_attention_threshold`). Rows of this method at
+  1,024 tokens are of a length at which the official code does not select.
 - It stores a sign twice, in the pattern and in the 4 bits; here once.
 - Votes tie often. Here the earlier token is the candidate, there any.
 """

@@ -174,6 +174,11 @@ class ProjectedState(PartialKeysState):
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
         return self.times(key, self.projection[layer][:, -1])
 
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """The partial keys, and the projection: the row's query and own key meet all of it."""
+        of_head = self.projection[layer][0, :, 0]
+        return super().index_read(layer, positions) + tokens_of(of_head, self.geometry)
+
     def times(self, rows: Tensor, side: Tensor) -> Tensor:
         """`rows` [batch, num_kv_heads, n, head_dim] times a side of a projection: [batch,
         num_kv_heads, n, columns] in the dtype of `rows`."""
@@ -189,6 +194,13 @@ class ProjectedState(PartialKeysState):
             scaled = stacked.float() * self.geometry.scale
             partial = coded_product(scaled, side, self.projection_codec)
         return partial.unflatten(2, query.shape[2:4])
+
+
+def tokens_of(tensor: Tensor, geometry: Geometry) -> float:
+    """Size of a tensor of one KV head in tokens (`Geometry.elements`), a float counted as 16
+    bits."""
+    width = 1.0 if tensor.is_floating_point() else tensor.itemsize / 2
+    return tensor.numel() * width / geometry.elements
 
 
 def coded_product(rows: Tensor, side: Tensor, codec: Codec) -> Tensor:
@@ -267,6 +279,7 @@ class DoubleSparsity(Calibrated):
 
     rank: float = 0.0625
     read_frac: float = 0.0625
+    num_exempt_layers: int = 2  # `self.layer_idx < 2` in most of its modify_*.py
 
     title = "Double Sparsity"
 

@@ -450,5 +450,7 @@ class KnormState(PromptEvictingState):
 class Knorm(PromptEvicting):
     """Nothing is safe by default, as in the paper."""
 
+    num_exempt_layers: int = 2  # `skip_layers=[0, 1]` in l2compress's README
+
     title = "Key norm"
     state = KnormState

@@ -67,18 +67,17 @@ class ShadowKVState(State):
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
-        # The SVD of each sequence's keys. Padding is rows of zeros, which change nothing.
+        # Keys of low rank. Padding is rows of zeros, which change nothing.
         positions = rows.positions.masked_fill(~rows.real, 0)
         bare = (
             self.geometry.rotate(key.float(), positions, inverse=True, layer=layer)
             * rows.real[:, None, :, None]
         )
-        left, scale, right = torch.linalg.svd(bare.transpose(1, 2).flatten(2), full_matrices=False)
-        rank = math.ceil(self.method.rank_frac * right.shape[-1])
-        self.left[layer] = (left * scale.unsqueeze(1))[..., :rank].to(key.dtype)
-        self.right[layer] = (
-            right[:, :rank].unflatten(-1, (key.shape[1], -1)).transpose(1, 2).to(key.dtype)
-        )
+        of_tokens = bare.transpose(1, 2).flatten(2)
+        rank = math.ceil(self.method.rank_frac * of_tokens.shape[-1])
+        left, right = low_rank(of_tokens, rank)
+        self.left[layer] = left.to(key.dtype)
+        self.right[layer] = right.unflatten(-1, (key.shape[1], -1)).transpose(1, 2).to(key.dtype)
         # The landmarks, and the chunks that stay
         size, length = self.method.page_size, key.shape[2]
         chunks = -(-length // size)
@@ -167,6 +166,27 @@ class ShadowKVState(State):
             .expand(*chunks.shape[:3], -1)
         )
         return chunks.gather(-1, index) & (chunk < chunks.shape[-1])[:, None, None]
+
+
+def low_rank(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The two factors, [batch, n, r] and [batch, r, width], of the product of rank r that is
+    nearest to `rows` [batch, n, width]: that of the SVD cut to r. r is `rank`, or less where
+    `rows` has no such rank. fp64.
+
+    They follow from the eigenvectors of the smaller of the two squares of `rows`, which is faster
+    than an SVD.
+    """
+    rows = rows.double()
+    if rows.shape[-2] < rows.shape[-1]:
+        left = _strongest(rows @ rows.mT, rank)
+        return left, left.mT @ rows
+    right = _strongest(rows.mT @ rows, rank)
+    return rows @ right, right.mT
+
+
+def _strongest(square: Tensor, rank: int) -> Tensor:
+    """The eigenvectors of a symmetric matrix by falling eigenvalue, `rank` columns at most."""
+    return torch.linalg.eigh(square).eigenvectors.flip(-1)[..., :rank]
 
 
 @dataclass(frozen=True)

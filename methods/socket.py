@@ -26,6 +26,9 @@ bytes and a number of 16 bits a token. All layers and heads share the planes, wh
 - The official code has a set for each query head (`group=union`); here a group's scores are added.
   Its 128 first and 128 recent of 32,768 tokens are shares here. It stores 16 bits a table, the
   bits alone are stored here.
+- In the official code first and recent tokens compete for the places of the best, too. Those that
+  win some leave them empty, so that it reads fewer tokens, and how many depends on the data. Here
+  the places go to the next best.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ positions, and the more of its attention falls on early positions, the larger th
 The rule, and where it differs (made into docs/methods.md):
 
 **streaming** keeps floor(`kept_frac` · T) tokens or `kept_tokens`, the `num_sinks` (4) first ones
-among them, at their own positions. StreamingLLM's code renumbers them.
+among them, at their own positions, and drops a token at every row. StreamingLLM's code renumbers
+them. kvpress's StreamingLLMPress evicts once, after the prompt, and keeps all that is generated:
+`method=kvpress:StreamingLLMPress`.
 
 **duo**: round(`sparsity` · number) of the KV heads under the method, those with the smallest gates,
 keep only `num_sinks` (64) first and `num_recent` (256) last tokens. `pattern` is a file of gates as

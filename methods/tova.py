@@ -8,7 +8,8 @@ The rule, and where it differs (made into docs/methods.md):
 
 **tova** keeps floor(`kept_frac` · T) tokens or `kept_tokens`. After the prompt and every row, the
 tokens that this row attends to least leave, by the mean over all heads of a layer. The row's own
-token may leave, and no sink is safe; `protect_last=true` keeps the own token, as kvpress does.
+token may leave, and no sink is safe; `protect_last=true` keeps the own token. kvpress's TOVAPress
+evicts once, after the prompt, and keeps all that is generated: `method=kvpress:TOVAPress`.
 """
 
 from __future__ import annotations

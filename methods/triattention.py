@@ -23,11 +23,16 @@ best score. A score is that of the mean query, at the distances D + 1, D + 2, D 
 variance 1 over the tokens that compete (`normalize_scores`); of a group the best counts.
 `protect_prompt` (true) keeps the prompt, which counts in the budget. Centres are measured on the
 calibration text. An element of a head that has no rotary position has an angle of 0 and is a plane
-by itself. A model without any rotary position (OPT) is refused. The official code has three modes;
-this is `per_layer_perhead`, the only one in which a layer does not wait for the others. It
-compresses where the length of prompt and answer is a multiple of `divide_length` and the answer is
-as long as the budget. It always keeps the prompt, and of the answer the budget less the prompt. Its
-vLLM plug-in keeps the last 128 tokens as well, as `window=128` does.
+by itself. A model without any rotary position (OPT) is refused.
+
+- The official code has three modes. This is `per_layer_perhead_pruning`, the only one in which a
+  layer does not wait for the others. Its experiments use `per_head_pruning`: a KV head keeps the
+  same tokens in all layers, by the mean over the layers of the best score of its group.
+- Its experiments compress when prompt and answer are `divide_length` tokens longer than the budget
+  (`slack_budget_trigger`), so first at a length that follows from the budget, and not from the
+  prompt. They keep the prompt, and of the answer the budget less the prompt.
+- Its vLLM plug-in lets the prompt's tokens leave (`protect_prompt=false`) and keeps the last 128
+  (`window=128`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Figures from the tables alone: `results/tables/*.csv` -> `results/figures/<figure>` as `.png`,
-`.pdf` and `.svg`.
+"""Figures from the tables alone: `tables/*.csv` -> `figures/<figure>` of a results folder, as
+`.png`, `.pdf` and `.svg`. The shipped tables stand beside those of one's own runs.
 
 `registry.yaml` lists the figures and names the function that draws each. A draw function takes the
 tables and the figure's name, and returns the figure, or None where its table has no rows. The table
@@ -12,11 +12,13 @@ that name. The same tables give the same bytes.
 from pathlib import Path
 
 from harness.errors import UserError
-from harness.settings.paths import COMMAND
+from harness.settings.paths import COMMAND, RESULTS
 
 
 def draw_figures(results_dir: str | Path) -> list[Path]:
-    """Draw every figure whose table exists. One damaged table stops no other figure.
+    """Draw every figure whose table exists, but for shipped ones that would be the same again.
+
+    One damaged table stops no other figure.
 
     Returns:
         The files written: a PNG, a PDF and an SVG per figure, in the order of the registry.
@@ -30,7 +32,7 @@ def draw_figures(results_dir: str | Path) -> list[Path]:
     return draw_all(Path(results_dir))
 
 
-def main(results_dir: str | Path = "results") -> list[Path]:
+def main(results_dir: str | Path = RESULTS) -> list[Path]:
     """`draw_figures`; raises UserError as well where no figure has a table."""
     paths = draw_figures(results_dir)
     if not paths:

@@ -4,13 +4,17 @@ import argparse
 import sys
 
 from harness.errors import exit_code
+from harness.settings.paths import RESULTS
 from plots import main
 
 parser = argparse.ArgumentParser(
     prog="python -m plots", description="Draw the figures from DIR/tables."
 )
 parser.add_argument(
-    "--results-dir", default="results", metavar="DIR", help="figures go to DIR/figures"
+    "--results-dir",
+    default=RESULTS,
+    metavar="DIR",
+    help="figures go to DIR/figures (default %(default)s)",
 )
 args = parser.parse_args()
 sys.exit(exit_code(lambda: print(*main(args.results_dir), sep="\n")))

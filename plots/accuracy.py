@@ -18,10 +18,10 @@ AXES = {
 }
 CHANCE = {"kv_recall": 0.25, "passkey": 0.25, "openbookqa": 0.25, "hellaswag": 0.25}
 CHANCE |= dict.fromkeys(("copa", "winogrande", "piqa", "rte", "boolq"), 0.5)
-TEXTS = ("model", "task", "seq_len", "num_samples", "source")
+TEXTS = ("model", "task", "seq_len", data.PREFILL, "num_samples", "source")
 """The setup of a number on texts."""
-OF_CHUNKS = ("model", "corpus", "seq_len", "num_samples", "source")
-ASKED = ("num_samples", "num_fewshot", "seq_len")
+OF_CHUNKS = ("model", "corpus", "seq_len", data.PREFILL, "num_samples", "source")
+ASKED = ("num_samples", "num_fewshot", "seq_len", data.PREFILL)
 """Beside model and task, the conditions that runs share which were asked the same questions."""
 KEPT = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
 CHUNK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
@@ -42,13 +42,14 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
     """Accuracy by size, one line per method, a panel per model, task and number of questions.
 
     Then KL to the full cache and top-1 agreement on texts, from the same table and from
-    `perplexity.csv`.
+    `perplexity.csv`, where a method has several sizes there.
     """
     own, texts = tables.accuracy(name), tables.accuracy("perplexity")
     if own.empty:
         return None
     fidelity = ["kl_nats", "top1_agreement"]
-    both = pd.concat([own, texts[texts.metric.isin(fidelity)]])
+    texts = texts[texts.metric.isin(fidelity) & _has_a_line(texts)]
+    both = pd.concat([own, texts])
     rows = data.of_metrics(both, ["acc", *fidelity])
     codecs = style.joined(rows.label)
 
@@ -66,6 +67,13 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
 
     setup = ("model", "task", "metric", *ASKED, "source")
     return style.draw_rows(rows, setup, draw, note=style.error_note(rows))
+
+
+def _has_a_line(rows: pd.DataFrame) -> pd.Series:
+    """Whether a method has several sizes in a row's setup, which make a line against the size."""
+    setup = [rows[name] for name in TEXTS]
+    of_label = rows.groupby([*setup, rows.label], dropna=False)["size"].transform("nunique")
+    return of_label.groupby(setup, dropna=False).transform("max") > 1
 
 
 def fig19(tables: data.Tables, name: str) -> Figure | None:
@@ -248,7 +256,8 @@ def attention_error(tables: data.Tables, name: str) -> Figure | None:
     rows = table.assign(label=parts.label, percent=percent, task=text)
     rows = rows[rows.label.notna() & (rows.value > 0)]
     distance = (rows.percent - SHOWN_PERCENT).abs()
-    nearest = distance.groupby([rows.model, rows.task, rows.label]).transform("min")
+    of_line = [rows.model, rows.task, rows.num_samples, rows.label]
+    nearest = distance.groupby(of_line).transform("min")
     rows = rows[distance == nearest]
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:

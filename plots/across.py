@@ -39,6 +39,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         axes = figure.add_subplot(1, len(sizes), number + 1)
         _draw_size(axes, rows[rows.asked_size == size], lengths)
         axes.set_title(f"size {100 * size:.0f} %")
+        style.mark_own(axes, rows)
         _explain(axes, lengths, bool(rows.is_apart.any()))
     most = rows[~rows.is_apart] if not rows.is_apart.all() else rows
     of_length = []

@@ -32,7 +32,7 @@ MODELLED_PANELS = (
 
 
 def capacity(tables: data.Tables, name: str) -> Figure | None:
-    """Tokens/s against the batch on an emulated device, a panel a context; of modelled machines,
+    """Tokens/s against the batch on a device that ran, a panel a context; of modelled machines,
     some machines and contexts."""
     table = tables.read(name, columns.CAPACITY)
     if not name.endswith("-modelled"):

@@ -9,11 +9,14 @@ import pandas as pd
 
 from harness.errors import UserError, printable, shortened
 from harness.results import columns
+from harness.settings.paths import table_to_read
 
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
 NAMES = (columns.LABEL.name, columns.MODEL.name, "series", "task")
 """Columns of words that figures show."""
+OWN, SHIPPED = "own", columns.SHIPPED.name
+"""Columns: whether a row is one's own among shipped ones, and whether it is shipped."""
 MAX_LETTERS = 44
 NARROW_SPACE = "\u2009"
 TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
@@ -21,13 +24,15 @@ TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_l
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
 Parts = list[tuple[str, pd.DataFrame]]
 """Rows of a table, with a title."""
-PHRASES = {"kept": "{} tokens kept"}
+PREFILL, PREFILL_LEN = "prefill_len", r"(?:^|, )prefill_len=(\d+)"
+"""A column of accuracy's rows, and the setting that it is read off."""
+PHRASES = {"kept": "{} tokens kept", PREFILL: "the first {} dense"}
 """How a value reads that no table has as a column."""
 
 
 class Tables:
-    """The CSV files of one folder. An absent table reads as a table without rows; extra columns are
-    kept.
+    """The CSV files of one folder, and the shipped ones beside it. An absent table reads as a table
+    without rows; extra columns are kept.
 
     Raises:
         UserError: on reading, a file that lacks a needed column or is no table of results.
@@ -42,9 +47,11 @@ class Tables:
         """Rows of (model, label, task, metric). Numbers are floats, NaN where there is none.
 
         `stderr` is that of the difference to the full cache where the table has differences. The
-        full cache itself, from which they are taken, then has none.
+        full cache itself, from which they are taken, then has none. `prefill_len` is that of the
+        run's settings, NaN where they have none.
         """
         rows = self.read(name, columns.ACCURACY)
+        rows[PREFILL] = rows.settings.astype("object").str.extract(PREFILL_LEN, expand=False)
         paired = rows.difference.notna()
         measured = rows.metric.replace("perplexity_full", "perplexity")
         groups = paired.groupby([rows.model, rows.task, measured], dropna=False)
@@ -54,9 +61,12 @@ class Tables:
         return rows.assign(stderr=stderr.mask(compared & is_full))
 
     def read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
-        """The rows of a table, with all of the `expected` columns."""
-        path = self.folder / f"{name}.csv"
-        rows = columns.read_table(path) if path.exists() else []
+        """The rows of a table, with all of the `expected` columns.
+
+        `own` is true of one's own runs in a table that has shipped rows, too.
+        """
+        path = table_to_read(self.folder.parent, f"{name}.csv")
+        rows = [] if path is None else columns.read_table(path)
         needed = columns.names(expected)
         header = list(rows[0]) if rows else list(needed)
         for column in needed:
@@ -65,6 +75,8 @@ class Tables:
         frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*needed, *header])))
         numbers = {column.name: float for column in expected if column.digits is not None}
         frame = frame.where(frame != "").astype(numbers)
+        if SHIPPED in frame:
+            frame[OWN] = frame[SHIPPED].isna() & bool(frame[SHIPPED].notna().any())
         for name in NAMES:
             if name in needed:
                 frame[name] = frame[name].map(self._legible, na_action="ignore")

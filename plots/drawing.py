@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from harness.errors import UserError, reason
 from harness.files import write_atomic
+from harness.settings.paths import shipped_beside
 from plots import style
 from plots.data import Tables
 
@@ -42,6 +43,13 @@ DRAWINGS = dict(_drawings())
 """The draw function of each figure, in the order of the report."""
 
 
+TABLES: dict[str, list[str]] = {}
+"""The tables that each figure of the registry is drawn from."""
+for _entries in style.REGISTRY["pages"].values():
+    for _name, _entry in _entries.items():
+        TABLES[_name] = _entry.get("tables", [_name])
+
+
 def draw_all(results: Path) -> list[Path]:
     """Draw every figure whose table exists, as `plots.draw_figures` says."""
     tables = Tables(results / "tables")
@@ -49,6 +57,8 @@ def draw_all(results: Path) -> list[Path]:
     refusals: list[str] = []
     with style.applied():
         for name, draw in DRAWINGS.items():
+            if _is_shipped(results, name):
+                continue
             try:
                 figure = draw(tables, name)
                 files = {} if figure is None else rendered(figure)
@@ -64,6 +74,16 @@ def draw_all(results: Path) -> list[Path]:
     if refusals:
         raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
     return paths
+
+
+def _is_shipped(results: Path, name: str) -> bool:
+    """Whether a figure is shipped, and nothing in it is of one's own: drawing it gives the same."""
+    shipped = shipped_beside(results)
+    if shipped is None or not (shipped / "figures" / f"{name}.svg").exists():
+        return False
+    return not any(
+        (results / "tables" / f"{table}.csv").exists() for table in TABLES.get(name, [name])
+    )
 
 
 def rendered(figure: Figure) -> dict[str, bytes]:

@@ -133,6 +133,8 @@ def _draw_swept(axes: Axes, rows: pd.DataFrame, setup: Sequence[str], word: str)
     for title, group in data.split(rows, setup)[1]:
         line = group.sort_values("x")
         name = f"{word}, {title}" if title else word
+        if line[data.OWN].any():
+            name += style.OWN_MARK
         stderr = line.stderr if word == "accuracy" else None
         style.error_line(axes, line.x, line.y, stderr, name=name, like=style.look(word))
 

@@ -52,8 +52,6 @@ LINE_INCHES, COST_INCHES, WIDTHS = 0.125, 2.7, (5.0, 4.6)
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `leaderboard.csv`."""
     rows = tables.read("leaderboard", columns.BOARD)
-    is_shipped = rows.shipped.fillna("") != ""
-    rows["own"] = (~is_shipped) & bool(is_shipped.any())
     is_best = rows.exempt_choice.isin(["best", "both"])
     rows = rows[rows[KL].notna() & rows.family.notna() & is_best]
     if not (rows[KL] > LEAST_KL).any():

@@ -61,8 +61,9 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
                 words.insert(0, part)
         line[0].set_ylabel("\n".join(words), fontsize=6)
     for label, axes in zip(labels, panels[0], strict=True):
-        size = data.size_range(rows[rows.label == label])
-        axes.set_title(f"{label}\nsize {size} %", fontsize=6.5)
+        of_label = rows[rows.label == label]
+        mark = style.OWN_MARK if of_label[data.OWN].any() else ""
+        axes.set_title(f"{label}{mark}\nsize {data.size_range(of_label)} %", fontsize=6.5)
     for axes in panels[-1]:
         axes.set_xlabel("tokens", fontsize=6)
     colours = ScalarMappable(PERCENT, COLOURS)
@@ -80,6 +81,8 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
     for others in (needles, models):
         if len(others) == 1:
             notes.insert(0, *others)
+    if rows[data.OWN].any():
+        notes.append(style.OWN_NOTE)
     return style.finish(figure, "; ".join(notes))
 
 

@@ -23,7 +23,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from plots.data import split
+from plots.data import OWN, split
 
 REGISTRY = yaml.safe_load(Path(__file__).with_name("registry.yaml").read_text(encoding="utf-8"))
 SIZE_AXIS = "size: share of the cache read (%)"
@@ -35,6 +35,8 @@ ROOM_ROWS, ROW_INCHES = 4, 0.15
 """Rows of a legend that a figure has room for; what each further one adds to its height."""
 WIDE = 10
 NOTE_LETTERS_PER_INCH, TICK_LETTERS = 22, 24
+OWN_MARK = " *"
+OWN_NOTE = "* with runs of one's own; the others are shipped with the project"
 FILLED = 0.84
 """Share of a group's width that its bars cover."""
 
@@ -75,6 +77,7 @@ ASKED, NOT_ASKED = r"(?:^|, )size=", "size not set"
 LOOKS = {
     FULL: Look(BLACK, "", "--", ""),
     "Oracle": Look(GREEN, "D", "-.", "xx"),
+    "Oracle, InfiniGen's rule": Look(OLIVE, "d", ":", "xx"),
     "InfiniGen": Look(BLUE, "o", "-", ""),
     "InfiniGen without skewing": Look(SKY, "p", ":", "///"),
     "H2O": Look(VERMILION, "s", "--", "\\\\\\"),
@@ -166,6 +169,7 @@ def _listed(label: str) -> str:
 
     Several bit widths, such as INT8/4, look like all four.
     """
+    label = label.removesuffix(OWN_MARK)
     return QUANTIZED if re.fullmatch(r"INT\d(/\d)+", label) else label
 
 
@@ -227,7 +231,35 @@ def draw_panels(panels: Sequence[Panel], note: str) -> Figure | None:
     for axes, (title, frame, draw) in zip(all_axes, panels, strict=True):
         draw(axes, frame)
         axes.set_title(title)
+        mark_own(axes, frame)
     return finish(figure, note)
+
+
+def mark_own(axes: Axes, rows: pd.DataFrame) -> None:
+    """Mark the names of one's own runs among shipped ones, in the legend and on the axes.
+
+    A name is a label or a series, whatever follows its first comma.
+    """
+    if OWN not in rows or not rows[OWN].any():
+        return
+    own: set[str] = set()
+    for column in ("label", "series"):
+        if column in rows:
+            own |= {_name(text) for text in rows[column][rows[OWN].fillna(False)]}
+    for artist, text in zip(*axes.get_legend_handles_labels(), strict=True):
+        if _name(text) in own:
+            artist.set_label(text + OWN_MARK)
+    for axis in (axes.xaxis, axes.yaxis):
+        texts = [label.get_text() for label in axis.get_ticklabels()]
+        marked = [text + OWN_MARK if _name(text) in own else text for text in texts]
+        if marked != texts:
+            axis.set_ticklabels(marked)
+
+
+def _name(text: str) -> str:
+    """The name of a method in a legend or below a bar; one for all widths of an integer codec."""
+    name = " ".join(text.split()).partition(", ")[0]
+    return QUANTIZED if WIDTH.fullmatch(name) else _listed(name)
 
 
 def finish(figure: Figure, note: str) -> Figure:
@@ -244,6 +276,10 @@ def finish(figure: Figure, note: str) -> Figure:
         shown = [handles[name] for name in names]
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
+    ticks = [tick.get_text() for axes in figure.axes for tick in axes.get_yticklabels()]
+    ticks += [tick.get_text() for axes in figure.axes for tick in axes.get_xticklabels()]
+    if any(text.endswith(OWN_MARK) for text in (*names, *ticks)):
+        note = f"{note}\n{OWN_NOTE}"
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
     lines: list[str] = []
     for paragraph in note.split("\n"):

@@ -6,6 +6,7 @@ of a session, on CPU tensors that nothing is read from.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from harness.live.memory import Tuning
 from methods.base import QueryRows
 from methods.codec import Codec
 
+ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = (80, 89, 90)
 """Compute capabilities times ten: A100, L4 and RTX 40, H100 and H200. The wide moves are compiled for each, any other
 kernel for one of them: of another architecture its code differs in little."""
@@ -52,17 +54,39 @@ Launches = Callable[[], object]
 
 def compile_launches(asked: Mapping[Launches, tuple[int, ...]]) -> dict[Launches, list[Binary]]:
     """The binaries of all launches in each function, in order, for one architecture after another."""
-    root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as folder:
-        path = os.pathsep.join([str(root), str(root / "tests")])
-        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "PYTHONPATH": path}
         names = [f"{each.__module__}:{each.__qualname__}:{arch}" for each, archs in asked.items() for arch in archs]
-        ran = subprocess.run(
-            [sys.executable, __file__, *names], env=environment, cwd=root, capture_output=True, text=True
-        )
+        command = [sys.executable, __file__, *names]
+        ran = subprocess.run(command, env=environment(folder), cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     return {each: [Binary(**about) for name, about in found if name == each.__qualname__] for each in asked}
+
+
+def environment(folder: str) -> dict[str, str]:
+    """Of a process that compiles into `folder`: it imports this checkout first, then what this process imports."""
+    paths = [str(ROOT), str(ROOT / "tests")]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": folder,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def launched_kernels() -> set[str]:
+    """The names of all kernels that the code launches, as `name[grid](...)`."""
+    found = set()
+    for folder in ("harness", "methods"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            if "@triton.jit" not in text:
+                continue
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                    found.add(ast.unparse(node.func.value))
+    return found
 
 
 # What is launched
@@ -152,6 +176,22 @@ def launch_methods() -> None:
         partial_keys = torch.empty(2, 40, slots + 1, 39, dtype=torch.float16)
         data = {"partial_keys": partial_keys, "tokens": tokens, "fetches": tokens, "last_fetch": tokens}
         place_own(data, dict.fromkeys(data, 0), slots - 1)
+
+
+def launch_samples() -> None:
+    """A weighted sample and products with coded projections, in a layer of OPT-13B: of several rows, then of steps."""
+    from methods.kernels import MOST_ROWS, coded_product, log_weights, ranked
+
+    codec = Codec("int4", group_size=64)
+    side = torch.empty(2, 40, 128, codec.row_bytes(64), dtype=torch.uint8)
+    for num_rows in (MOST_ROWS, 1, 1):
+        coded_product(torch.empty(2, 40, num_rows, 128, dtype=torch.float16), side, codec)
+    for slots in SLOTS:
+        tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
+        rows = QueryRows(tokens, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
+        worth = torch.empty(2, 40, 1, slots)
+        drawn = ranked(worth, rows, seed=0, layer=3)
+        log_weights(worth, drawn, torch.empty(worth.shape, dtype=torch.bool))
 
 
 # In the process of its own

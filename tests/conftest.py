@@ -69,6 +69,18 @@ tiny_llama, tiny_gqa, tiny_opt, tiny_qwen2 = map(of_family, ("llama", "gqa", "op
 tiny_qwen3, tiny_mistral, tiny_phi3, tiny_gpt_neox = map(of_family, ("qwen3", "mistral", "phi3", "gpt_neox"))
 
 
+@pytest.fixture(autouse=True)
+def own_results_alone(monkeypatch) -> None:
+    """No shipped results beside those of a test's runs, but where a test asks for `shipped_beside`."""
+    monkeypatch.setattr("harness.settings.paths.RESULTS", "no-folder-of-a-test")
+
+
+@pytest.fixture
+def shipped_beside(own_results_alone, monkeypatch) -> None:
+    """The shipped results stand beside `./outputs`, as they do for users."""
+    monkeypatch.setattr("harness.settings.paths.RESULTS", "outputs")
+
+
 @pytest.fixture(scope="session")
 def default_model():
     """The default model smollm2-135m; only where its package is missing are its tests skipped."""

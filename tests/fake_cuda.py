@@ -95,8 +95,14 @@ class Stream:
         self.clock |= event.clock
 
     def synchronize(self) -> None:
-        Stream.host |= self.clock
-        Stream.waits.append(place())
+        host_reaches(self.clock)
+
+
+def host_reaches(clock: Counter[int]) -> None:
+    """The host waits for these operations. Freed memory that they used is free from now on."""
+    Stream.host |= clock
+    Stream.waits.append(place())
+    Streams.used = [(storage, used) for storage, used in Streams.used if not used <= Stream.host]
 
 
 class Event:
@@ -109,8 +115,7 @@ class Event:
         self.clock = Counter((stream or Streams.current()).clock)
 
     def synchronize(self) -> None:
-        Stream.host |= self.clock
-        Stream.waits.append(place())
+        host_reaches(self.clock)
 
     def query(self) -> bool:
         return self.clock <= Stream.host
@@ -135,10 +140,15 @@ class CurrentDevice:
 
 
 class Streams:
-    """torch.cuda's streams while the stand-ins are in place. recorded: storages that another stream's use keeps."""
+    """torch.cuda's streams while the stand-ins are in place.
+
+    recorded: storages that another stream uses. used: those that may still be in use there, as far as the host knows,
+    and by which operations: freed or not, they take memory.
+    """
 
     stack: list[Stream] = []
     recorded: set[int] = set()
+    used: list[tuple[torch.UntypedStorage, Counter[int]]] = []
 
     @staticmethod
     def current(device: Any = None) -> Stream:
@@ -157,6 +167,7 @@ class Streams:
     @staticmethod
     def record(tensor: Tensor, stream: Stream) -> None:
         Streams.recorded.add(tensor.untyped_storage()._cdata)
+        Streams.used.append((tensor.untyped_storage(), Counter(stream.clock)))
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
@@ -176,9 +187,10 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(torch.cuda, "current_stream", Streams.current)
         patch.setattr(torch.cuda, "synchronize", Streams.synchronize)
         patch.setattr(torch.Tensor, "record_stream", Streams.record)
-        Streams.stack, Streams.recorded = [Stream()], set()
+        Streams.stack, Streams.recorded, Streams.used = [Stream()], set(), []
         Stream.host, Stream.waits = Counter(), []
         yield patch
+        Streams.used = []
 
 
 # CUDA's runtime
@@ -208,6 +220,11 @@ class Runtime:
     @property
     def names(self) -> list[str]:
         return [name for name, *_ in self.calls]
+
+    @property
+    def taken(self) -> int:
+        """Bytes of `cudaMalloc`, whose blocks are known by their size."""
+        return sum(address for address, block in self.blocks.items() if block is None)
 
     def cudaGetErrorString(self, error: int) -> tuple[int, bytes]:  # noqa: N802
         return 0, b"out of memory"
@@ -259,6 +276,7 @@ def fake_runtime(device_gib: float = 40, host_gib: float = 50) -> Iterator[Runti
         patch.setattr(memory, "_as_tensor", host_tensor)
         patch.setattr(memory, "available_bytes", lambda device: int(device_gib * 2**30))
         patch.setattr(memory, "available_memory", lambda: int(host_gib * 2**30))
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (int(device_gib * 2**30) - runtime.taken, 2**40))
         patch.setattr(torch.cuda, "synchronize", lambda: runtime.calls.append(("synchronize",)))
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1234))
         yield runtime
@@ -377,6 +395,8 @@ class Trace(TorchDispatchMode):
         if not operation._schema.is_mutable and {*map(_storage, outputs)} <= {*map(_storage, inputs)}:
             return  # a view
         used = [each for each in (*inputs, *outputs) if each.dim() or each.is_cuda]  # numbers go as arguments
+        if not used:
+            return
         devices = {each.device.type for each in used}
         if devices == {"cpu", "cuda"} and name == "copy_":
             self._copied(*args[:2], asynchronous=kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
@@ -387,6 +407,19 @@ class Trace(TorchDispatchMode):
         ):
             self.fault(f"{name} by a mask waits for its number")
         self.count(name)
+        if operation in KERNELS:
+            self._count_mask(kwargs.get("attn_mask", args[3] if len(args) > 3 else None))
+
+    def _count_mask(self, mask: Tensor | None) -> None:
+        """What torch launches before an attention that takes a mask: it needs a bias with aligned lines."""
+        if mask is None:
+            return
+        if mask.dtype == torch.bool:
+            for name in ("scalar_tensor", "where"):
+                self.count(name)
+        if mask.dtype == torch.bool or any(stride % 8 for stride in mask.stride()[:-1]):
+            for name in ("fill_", "copy_"):  # of `pad`
+                self.count(name)
 
     def fault(self, what: str) -> None:
         """Take note of it, and of where it is."""
@@ -394,6 +427,7 @@ class Trace(TorchDispatchMode):
 
     def count(self, name: str) -> None:
         """Something is launched on the current stream."""
+        Streams.current().tick()
         launched = self.launches if Streams.current() is Streams.stack[0] else self.link
         launched[self.layer, name] += 1
 

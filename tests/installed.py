@@ -8,6 +8,7 @@ a path file adds that folder, and path files inside of such a folder are not rea
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
@@ -22,8 +23,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+MODULE = "benchmarks/gpu.py"
+"""A module of the wheel in none of these folders."""
 ALWAYS = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "run.py")
-PLACES = {"harness": "harness", "methods": "methods", "plots": "plots", "conf": "harness/conf"}
+PLACES = {
+    "harness": "harness", "methods": "methods", "plots": "plots", "benchmarks/gpu_parts": "benchmarks/gpu_parts",
+    "conf": "harness/conf",
+}  # fmt: skip
 """Folders of the repository, and where the wheel has their files."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "runs", "jobs", "figures", "*.html", "*.json")
 """Of `results` what is made from the tables, and what is a machine's own."""
@@ -32,12 +38,34 @@ import functools, harness
 harness.load = functools.partial(harness.load, num_windows=1)
 """
 """Before README's lines, so that they take seconds."""
+README_COMMAND = ("kv-harness", "-m", "method=full,h2o,int4,infinigen", "num_windows=8")
+"""The command whose table README shows first, as an installation calls it."""
+METRICS = ("perplexity", "KL (nats)", "top-1 agreement (%)")
 FROM_THE_WHEEL = """
 import sys
 import harness, methods, plots
 for package in (harness, methods, plots):
     assert package.__file__.startswith(sys.prefix), package.__file__
 """
+
+
+def check_first_table(printed: str, table: Path) -> None:
+    """README's first table repeats to its printed errors, on whatever processor this is."""
+    print(printed)
+    readme = (ROOT / "README.md").read_text()
+    assert f"python run.py {' '.join(README_COMMAND[1:])} " in readme
+    lines = readme[readme.index("| label | size (%) | tokens evicted") :].split("\n\n")[0].splitlines()
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    with table.open() as file:
+        found = {(row["label"], row["metric"]): row for row in csv.DictReader(file) if not row["shipped"]}
+    for cells in rows:
+        row = dict(zip(header, cells, strict=True))
+        for metric, heading in zip(("perplexity", "kl_nats", "top1_agreement"), METRICS, strict=True):
+            value = float(found[row["label"], metric]["value"]) * (100 if metric == "top1_agreement" else 1)
+            shown = float(re.match(r"[\d.]+", row[heading])[0])
+            error = re.search(r"± ([\d.]+)", row[heading])
+            tolerance = max(float(error[1]) if error else 0.0, 0.001 * shown, 0.0001)
+            assert abs(value - shown) <= tolerance, f"{row['label']}, {heading}: {value}, README has {row[heading]}"
 
 
 def build(hook: str, source: Path, to: Path) -> Path:
@@ -58,6 +86,7 @@ def build_wheel(folder: Path) -> Path:
         shutil.copy(ROOT / name, source)
     for name in (*PLACES, "results"):
         shutil.copytree(ROOT / name, source / name, ignore=LEFT_OUT)
+    shutil.copy(ROOT / MODULE, source / MODULE)
     with tarfile.open(build("build_sdist", source, folder / "sdist")) as sdist:
         sdist.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
@@ -107,9 +136,10 @@ def main() -> None:
         run("python", "-c", FROM_THE_WHEEL)
         for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL):
             print(run("python", "-c", SHORT + block))
-        print(run("kv-harness", "method=h2o", "num_windows=1"))
-        assert (work / "results" / "tables" / "perplexity.csv").is_file()
+        check_first_table(run(*README_COMMAND), work / "outputs" / "tables" / "perplexity.csv")
         assert "infinigen2" in run("kv-harness", "--help")
+        cell = ["--parts", "steps", "--shapes", "1x24", "--labels", "ideal", "--out", "gpu"]
+        assert "1 x 24      ideal" in run("python", "-m", "benchmarks.gpu", "--platform", "cpu", *cell)
         assert "lm-eval validate" in run("kv-harness", "lm-eval", "--help")
 
 

@@ -189,6 +189,8 @@ class LatestLink(Link):
         while started in self.queue:  # what was submitted before comes first
             self.queue.pop(0)()
 
+    wait_moved = finish
+
     @torch.inference_mode()
     def drain(self) -> None:
         while self.queue:

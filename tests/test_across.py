@@ -100,6 +100,27 @@ def test_with_equal_places_the_variance_is_that_of_a_stratified_mean():
     assert Design(models, texts, places).estimate(values).stderr == pytest.approx(math.sqrt(variance))
 
 
+def test_over_models_the_models_are_the_sample():
+    models, texts, places = layout((8, 8, 4))
+    rng = np.random.default_rng(1)
+    shifts = dict(zip(dict.fromkeys(models), (-1.0, 0.2, 0.5), strict=True))
+    values = [shifts[model] + 0.01 * rng.normal() for model in models]
+    design = Design(models, texts, places)
+    means = []
+    for model in shifts:
+        of_texts = defaultdict(list)
+        for value, other, text in zip(values, models, texts, strict=True):
+            if other == model:
+                of_texts[text].append(value)
+        means.append(statistics.fmean(map(statistics.fmean, of_texts.values())))
+    found = design.over_models(values)
+    assert found.value == pytest.approx(statistics.fmean(means)) == pytest.approx(design.mean(values))
+    assert found.stderr == pytest.approx(statistics.stdev(means) / 3**0.5) and found.degrees == 2
+    assert found.stderr > 5 * design.estimate(values).stderr, "models that differ"
+    alone = Design(models[:24], texts[:24], places[:24])
+    assert alone.over_models(values[:24]) == alone.estimate(values[:24]), "one model"
+
+
 def test_questions_weigh_as_many_as_there_are():
     right, asked = [8, 4, 1, 0], [8, 8, 4, 4]
     found = Design(["m"] * 4, ["task"] * 4, [0, 1, 2, 3], asked).estimate(np.divide(right, asked))
@@ -300,6 +321,7 @@ def test_the_table_finds_what_is_known(results):
         assert (row["size_low"], row["size_high"], row["device_frac_high"]) == (0.1, 0.1, 0.15)
         if label != "Oracle":
             assert row["ratio_low"] < row["ratio"] < row["ratio_high"] < 1.05 * row["ratio"]
+            assert row["degrees"] == 2, "models less one"
     assert rows["Oracle"]["ratio"] == 1 and rows["Oracle"]["ratio_low"] is None
     assert [(row["rank"], row["rank_low"], row["rank_high"]) for row in rows.values()][2:] == [
         (3, 3, 3), (4, 4, 4), (None, None, None),
@@ -342,7 +364,8 @@ def test_the_page_has_readmes_rows_all_methods_and_the_claims(results):
     page = across.write([results]).read_text()
     titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
     setting = "size 10 %, windows of 1,024 tokens"
-    assert titles == [f"README rows: {setting}", setting, f"{setting}: not compared", "claims"]
+    by_memory = "by memory, windows of 1,024 tokens"
+    assert titles == [f"README rows: {setting}", setting, f"{setting}: not compared", by_memory, "claims"]
     lines = [line for line in page.splitlines() if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in lines[2:4]] == ["Full cache", "Oracle"], "in README's order"
     assert "40 windows at 16 places of the texts, on 3 models (big, small, slow)" in page
@@ -706,7 +729,7 @@ def test_the_figure_has_a_panel_a_size_and_a_line_a_method(results):
     assert {text.get_text() for text in legend.get_texts()} >= {"windows of 1,024 tokens", "not compared"}
     notes = " ".join(text.get_text() for text in figure.findobj(Text))
     assert "3 models, 40 windows of 1,024 tokens, 40 windows of 4,096 tokens" in notes
-    assert draw(data.Tables(results / "nothing"), "across") is None
+    assert draw(data.Tables(results / "nothing" / "tables"), "across") is None
 
 
 def test_the_report_has_a_section_of_it(results):

@@ -1,7 +1,9 @@
 """Tasks, groups and tags of lm-eval by their names: found, given their rows, run as lm-eval runs them, or refused."""
 # ruff: noqa: F811, the fixture `loaded` is imported
 
+import importlib
 import json
+import re
 import socket
 import statistics
 from collections.abc import Sequence
@@ -254,10 +256,9 @@ def test_chat_templates_as_with_hflm(multiturn, folder, root, loaded):
 
 def test_gsm8k_as_with_hflm(root, loaded):
     rows = [{"question": f"What is {n} + 2?", "answer": f"It is more.\n#### {n + 2}"} for n in range(6)]
-    for split in ("train", "test"):
-        write_rows(root / f"gsm8k/{split}.jsonl", rows)
-    marker = {"question_marker": "Answer:"}
-    config = settings("gsm8k", root=root, task=marker, num_samples=2, num_fewshot=2, prefill="question")
+    for split, examples in (("train", rows[2:]), ("test", rows)):
+        write_rows(root / f"gsm8k/{split}.jsonl", examples)
+    config = settings("gsm8k", root=root, num_samples=2, num_fewshot=2, prefill="question")
     outcome, theirs = run_tasks(config, loaded), stock(config, loaded)
     metrics, samples = outcome.metrics["gsm8k"], outcome.samples["gsm8k"]
     for name in ("strict-match", "flexible-extract"):
@@ -269,7 +270,8 @@ def test_gsm8k_as_with_hflm(root, loaded):
         assert metrics[name] == theirs["results"]["gsm8k"][name]
         assert all(name in sample for sample in samples) and f"{name}_stderr" in metrics
     assert samples[0]["target"] == rows[0]["answer"]
-    assert {sample["context_tokens"] - sample["prefill_len"] for sample in samples} == {len("Answer:")}
+    own = [len(f"Question: {row['question']}\nAnswer:") for row in rows[:2]]
+    assert [sample["context_tokens"] - sample["prefill_len"] for sample in samples] == own
 
 
 def test_a_task_whose_code_ends_the_process_is_one_line(folder, root, loaded):
@@ -310,6 +312,111 @@ def test_a_task_that_asks_for_texts_and_for_scores(folder, root, loaded):
     metrics = outcome.metrics["toy_both"]
     assert metrics["written"] == metrics["scored"] == 1 and 0 < metrics["size"] < 1
     assert [len(sample["text"]) > 0 for sample in outcome.samples["toy_both"]] == [True, True]
+
+
+CLASSES = """
+import datasets
+from lm_eval.tasks.{package}.task import {name} as Theirs
+
+ROWS = {rows!r}
+
+class Mine(Theirs):
+    def download(self, *args, **kwargs):
+        self.dataset = {{split: datasets.Dataset.from_list(ROWS) for split in ("train", "validation", "test")}}
+"""
+"""A class of lm-eval's with rows that are made here: its own come from the hub."""
+
+
+class CountingMetric:
+    """In the place of the metrics that SQuAD 2 and SCROLLS fetch from the hub."""
+
+    def compute(self, predictions, references):
+        return dict.fromkeys(["f1", "exact", "rouge/rouge1", "rouge/rouge2", "rouge/rougeL"], len(predictions))
+
+
+OF_VALUE = [{"text": "Title: Heat. Year: 1995. The year is", "value": "1995", "key": "year"}] * 2
+LONG_TEXT = "Mira keeps a red cup in the kitchen."
+SUMMARY = [{"id": "0", "pid": "0", "input": LONG_TEXT, "outputs": ["a cup"]}]
+YES_OR_NO = {"id": "0", "pid": "0", "input": f"Is it red?\n\n{LONG_TEXT}", "outputs": ["yes"]}
+LM_EVAL_CLASSES = {
+    "swde.SWDE": OF_VALUE,
+    "fda.FDA": OF_VALUE,
+    "squad_completion.SQUADCompletion": OF_VALUE,
+    "squadv2.SQuAD2": [
+        {"id": "0", "title": "T", "context": LONG_TEXT, "question": "What?", "answers": {"text": ["a cup"]}}
+    ],
+    "scrolls.Qasper": [YES_OR_NO, YES_OR_NO | {"outputs": ["a cup"]}],
+    "scrolls.NarrativeQA": [YES_OR_NO],
+    "scrolls.QuALITY": [
+        YES_OR_NO | {"input": f"What?\n\n (A) a bag (B) a cup (C) it (D) no\n\n{LONG_TEXT}", "outputs": ["a cup"]}
+    ],
+    "scrolls.ContractNLI": [YES_OR_NO | {"outputs": ["Entailment"]}],
+    "scrolls.GovReport": SUMMARY,
+    "scrolls.SummScreenFD": SUMMARY,
+    "scrolls.QMSum": [YES_OR_NO],
+}
+
+
+def test_every_class_of_lm_eval_is_among_those():
+    names = set()
+    for path in [*lm_tasks.location().rglob("*.yaml"), lm_tasks.location() / "unitxt" / "unitxt"]:
+        found = re.search(r"^class: *!function task\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            names.add(f"{path.parent.name}.{found[1]}")
+    assert names - {"unitxt.Unitxt"} == set(LM_EVAL_CLASSES), "unitxt needs a package of its own"
+
+
+@pytest.mark.parametrize("place", LM_EVAL_CLASSES)
+def test_a_class_of_lm_eval_runs_as_with_hflm(place, tmp_path, loaded, monkeypatch):
+    package, name = place.split(".")
+    monkeypatch.setattr("evaluate.load", lambda *name, **options: CountingMetric())
+    monkeypatch.setattr("lm_eval.tasks.scrolls.task.load", lambda *name, **options: CountingMetric())
+    monkeypatch.setattr("lm_eval.tasks.scrolls.task._download_metric", lambda: "")
+    rows = LM_EVAL_CLASSES[place]
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own.py").write_text(CLASSES.format(package=package, name=name, rows=rows))
+    (folder / "mine.yaml").write_text("task: mine\nclass: !function own.Mine\n")
+    config = settings("mine", folder=folder, prefill="dense")
+    outcome = run_tasks(config, loaded)
+    theirs = stock(config, loaded)
+    for key, value in theirs["results"]["mine"].items():
+        metric, _, _ = key.partition(",")
+        if "," in key and "stderr" not in key:
+            assert outcome.metrics["mine"][metric] == pytest.approx(value), metric
+    assert outcome.metrics["mine"]["num_samples"] == len(rows)
+    for sample, logged in zip(outcome.samples["mine"], theirs["samples"]["mine"], strict=True):
+        answer = logged["resps"][0][0]
+        if isinstance(answer, str):
+            assert sample["text"] == answer
+        else:
+            expected = [float(response[0][0]) for response in logged["resps"]]
+            assert sample["log_likelihoods"] == pytest.approx(expected, abs=1e-3)
+            assert sample["gold_text"].lower() == rows[sample["question"]]["outputs"][0].lower()
+
+
+@pytest.mark.parametrize(
+    ("gold", "given", "exact", "f1"),
+    [
+        ("The red cup.", "a red  cup", 1, 1.0),
+        ("a red cup", "the cup is blue", 0, 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
+        ("cup cup", "cup", 0, 2 * 1 * (1 / 2) / (1 + 1 / 2)),
+        ("cup", "bag", 0, 0.0),
+        ("the", "", 1, 1.0),
+        ("", "cup", 0, 0.0),
+    ],
+)
+def test_squads_metrics_by_hand(gold, given, exact, f1):
+    module = importlib.import_module("transformers.data.metrics.squad_metrics")
+    assert module.compute_exact(gold, given) == exact
+    assert module.compute_f1(gold, given) == pytest.approx(f1)
+
+
+def test_a_class_with_images_is_refused(folder, root):
+    (folder / "seen.py").write_text("class Seen:\n    MULTIMODAL = True\n")
+    (folder / "seen.yaml").write_text("task: toy_seen\nclass: !function seen.Seen\n")
+    with pytest.raises(UserError, match="^tasks=toy_seen: needs images or sound"):
+        plan(settings("toy_seen", folder=folder, root=root))
 
 
 def test_how_many_questions_were_truncated(folder, root, loaded):

@@ -1,7 +1,7 @@
 """How many sequences fit: hand-computed sizes and steps, the emulated limit, refusals, the figure."""
 
 import csv
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from cases import CASES
-from living import PROMPT, attached_with_link, open_live
+from living import PROMPT, attached_with_link, calibration_of, force, open_live, tiny
 from test_needs import prompts_of
 
 from harness.errors import UserError
@@ -18,7 +18,9 @@ from harness.live.capacity import Capacity
 from harness.live.memory import GIB
 from harness.live.needs import Plan, sizes_of
 from harness.model.attach import attach
+from harness.model.load import LoadedModel
 from harness.model.prompts import run_prompt
+from harness.model.random_ids import RandomIds
 from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
 from harness.paper.costmodel import capacity as modelled
@@ -26,6 +28,7 @@ from harness.paper.costmodel.predict import Efficiency, Platform
 from harness.results import columns
 from harness.run.cli import main
 from harness.speed import capacity as emulated
+from harness.speed import latency as speed
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
@@ -53,7 +56,7 @@ MACHINE = Platform(
 
 def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200_000, host_bytes=None, **options):
     """A method on a small machine, sequences of 24 + 8 tokens. Activations are left out."""
-    method = method or Full()
+    method = method or Full(num_exempt_layers=2)
     geometry = modelled._geometry(SHAPE, "llama")
     model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS, False)
     model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
@@ -63,18 +66,18 @@ def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200
 
 def test_the_largest_batch_by_hand():
     """190,000 bytes are left. A sequence of the full cache has 4 layers x 32 tokens x 128 bytes = 16,384; on the host
-    it has 2 buffers of 33 rows, 8,448."""
+    it has 2 buffers of 33 rows, 8,448, and while the prompt is read 24 rows of two layers are under way, 6,144."""
     on_device = capacity_of()
     assert (on_device.largest, on_device.wall_of(12)) == (190_000 // 16_384, "device memory")
     assert on_device.full.largest == on_device.equal_batch == 11
     on_host = capacity_of(placement="host")
-    assert on_host.largest == 190_000 // 8_448 == 22 and on_host.equal_batch == 11
+    assert on_host.largest == 190_000 // (8_448 + 6_144) == 13 and on_host.equal_batch == 11
     # Half the host memory: 16,384 bytes a sequence there.
     limited = capacity_of(placement="host", host_bytes=10 * 16_384 + 1)
     assert (limited.largest, limited.wall_of(11)) == (10, "host memory")
     # Two exempt layers whole, and 8 of 32 tokens in the two others: slots, tokens and worth (10 of 8 bytes, 2 heads),
     # and 2 limits of 8 bytes.
-    h2o = H2O(heavy_frac=0.125, recent_frac=0.125)
+    h2o = H2O(heavy_frac=0.125, recent_frac=0.125, num_exempt_layers=2)
     slots, state = 2 * 32 * ROW + 2 * 8 * ROW, 2 * (2 * 10 * 8 + 2 * 8) + 16
     assert capacity_of(h2o).needs(1).session == slots + state
     assert capacity_of(h2o).largest == 190_000 // (slots + state)
@@ -84,8 +87,8 @@ def test_the_largest_batch_by_hand():
 
 def test_the_batches_that_are_timed():
     assert capacity_of().batches(curve=True) == [1, 2, 4, 8, 11]
-    assert capacity_of(placement="host").batches(curve=True) == [1, 2, 4, 8, 11, 16, 22]
-    assert capacity_of(placement="host").batches(curve=False) == [11, 22]
+    assert capacity_of(placement="host").batches(curve=True) == [1, 2, 4, 8, 11, 13]
+    assert capacity_of(placement="host").batches(curve=False) == [11, 13]
     assert capacity_of(device_bytes=16_384 + 9_999).batches(curve=True) == []
 
 
@@ -101,7 +104,7 @@ def test_a_modelled_step_by_hand():
     on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT)
     assert on_host.seconds(3) == pytest.approx(4 * (rows + 3 * ROW) / 1e6, rel=0.01)
     # INT4 in two of four layers: 16 codes and an fp16 scale and minimum, for key and value.
-    coded = capacity_of(Full(), Codec("int4"), "host")
+    coded = capacity_of(Full(num_exempt_layers=2), Codec("int4"), "host")
     int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT)
     share = 2 * (8 + 4) / (2 * 32)
     assert int4.size == pytest.approx((2 + 2 * share) / 4)
@@ -120,7 +123,7 @@ def test_rows_that_stay_on_the_device_do_not_cross():
     assert 0.25 * read < steps[0.75].seconds(1) <= 0.25 * read + own + 1e-5
 
 
-@pytest.mark.parametrize("method", [Full(), CASES["h2o"].method, CASES["quest"].method])
+@pytest.mark.parametrize("method", [Full(num_exempt_layers=2), CASES["h2o"].method, CASES["quest"].method])
 def test_a_shape_has_the_sizes_of_the_loaded_model(method):
     model = tiny_model("llama", num_key_value_heads=2)
     with attach(model) as attached:
@@ -153,8 +156,6 @@ def test_an_emulated_device_refuses_one_byte_too_few(name, placement):
 
         lengths: list[int] = []
         start()
-        from living import calibration_of
-
         plan = replace(plan, calibration=calibration_of(attached))
         capacity = Capacity("here", plan, PROMPT, lengths[0], 10**9, None, 8)
         needs = capacity.needs(2)
@@ -185,9 +186,9 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
         lambda session, shared: opened.append(len(shared.prompt.real)) or refused(session, shared),
     )
     for words in (["label=ideal"], ["label=offload"], ["label=infinigen2+rows"]):
-        assert main(["experiment=capacity", *texts[1:], *SHORT, *device, *words]) == 0
+        assert main(["experiment=capacity", *texts[1:], *SHORT, "gen_len=60", *device, *words]) == 0
     capsys.readouterr()
-    with Path("results/tables/capacity.csv").open(newline="") as stream:
+    with Path("outputs/tables/capacity.csv").open(newline="") as stream:
         rows = [columns.typed(row) for row in csv.DictReader(stream)]
     by_label = columns.grouped(rows, lambda row: row["label"])
     assert list(by_label) == ["ideal", "infinigen2+rows", "offload"]
@@ -199,17 +200,17 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
     for of_label in by_label.values():
         last = of_label[-1]
         assert (last["equal_batch"], last["wall"], last["source"]) == (equal, "device memory", "emulated")
-        assert last["kv_tokens"] == last["largest_batch"] * 52 and last["context"] == 52
+        assert last["kv_tokens"] == last["largest_batch"] * 100 and last["context"] == 100
         assert [row["batch_size"] for row in of_label] == sorted(row["batch_size"] for row in of_label)
         assert all(row["decode_tokens_per_s"] > 0 and row["tpot_p50_s"] > 0 for row in of_label)
         at_equal = {row["batch_size"]: row["decode_tokens_per_s"] for row in of_label}.get(equal)
         assert last["equal_tokens_per_s"] == at_equal
         used = last["model_bytes"] + last["device_kv_bytes"] + last["workspace_bytes"]
         assert used <= last["memory_bytes"] == int(0.003 * GIB)
-    figure = figures.capacity(Tables(Path("results/tables")), "capacity")
+    figure = figures.capacity(Tables(Path("outputs/tables")), "capacity")
     (axes,) = figure.axes
     assert axes.get_xlabel() == "batch size (sequences)"
-    assert figures.capacity(Tables(Path("results/tables")), "capacity-modelled") is None
+    assert figures.capacity(Tables(Path("outputs/tables")), "capacity-modelled") is None
 
 
 def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeypatch, tmp_path, capsys):
@@ -218,6 +219,96 @@ def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeyp
     assert main(words) == 2
     line = capsys.readouterr().err.strip()
     assert line.startswith("error: platform.device_gib=0.003: the weights take") and "\n" not in line
+
+
+# A GPU
+
+
+@pytest.mark.parametrize(
+    ("room", "attempts", "ran_out_at"),
+    [
+        (11, [1, 2, 4, 8, 11], None),
+        (10, [1, 2, 4, 8, 11, 9, 10], 11),
+        (8, [1, 2, 4, 8, 11, 9], 9),
+        (6, [1, 2, 4, 8, 6, 7], 7),
+        (0, [1], 1),
+    ],
+)
+def test_where_memory_does_not_suffice_the_largest_batch_that_runs_is_found(room, attempts, ran_out_at):
+    """11 sequences fit by arithmetic."""
+    tried: list[int] = []
+
+    def attempt(batch):
+        tried.append(batch)
+        return None if batch <= room else "host memory" if batch == 11 else "device memory"
+
+    found = emulated.largest_that_runs(capacity_of(), True, attempt)
+    assert (tried, found.ran_out_at, found.largest) == (attempts, ran_out_at, room)
+    assert found.wall_of(room + 1) == ("host memory" if ran_out_at == 11 else "device memory")
+    assert found.equal_batch == 11, "of the full cache by arithmetic"
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen"])
+def test_a_batch_whose_prompts_pass_together_is_sized_to_the_byte(name, monkeypatch):
+    """As a session that runs its prompts asks for it."""
+    case = CASES[name]
+    with attached_with_link() as (attached, _):
+        with closing(open_live(attached, case, 3)) as session:
+            force(session, (PROMPT,) * 2, 2)
+            asked, gen_len = session.bytes_needed.device, session.max_new_tokens
+        sizes = sizes_of(attached, case.method)
+        plan = Plan(sizes, case.method, case.codec, "device", calibration=calibration_of(attached))
+        capacity = Capacity("here", plan, PROMPT, gen_len, 10**9, None, 8, in_one_pass=True)
+        needs = capacity.needs(2)
+        assert needs.asked + needs.workspace == asked and needs.workspace == 2 * capacity.needs(1).workspace
+        if needs.kept:  # is asked for by itself, after the first layer
+            return
+        room = asked - 1
+        monkeypatch.setattr(memory, "available_bytes", lambda home: room)
+        with (
+            closing(open_live(attached, case, 3)) as session,
+            pytest.raises(memory.NoRoomError, match="decoding needs"),
+        ):
+            force(session, (PROMPT,) * 2, 2)
+
+
+@pytest.mark.parametrize(("gib", "memory_gib"), [(None, 0.25), (0.3, 0.3)])
+def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib, memory_gib):
+    """On the CPU instead of a GPU of .4 GiB. A batch above 5 runs out of the host's memory, above 6 of the GPU's."""
+    timed: list[tuple[int, torch.Size]] = []
+
+    def time_run(attached, prompt, run, **options):
+        timed.append((run.shape.batch_size, prompt.shape))
+        if run.shape.batch_size > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if run.shape.batch_size > 5:
+            raise memory.NoRoomError("live decoding needs too much of cpu memory", is_host=True)
+        return real(attached, prompt, run, **options)
+
+    real = emulated.time_run
+    monkeypatch.setattr(emulated, "time_run", time_run)
+    monkeypatch.setattr(emulated, "available_bytes", lambda home: int(0.4 * GIB))
+    monkeypatch.setattr(speed, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
+    cards: list[float | None] = []
+    loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256))
+    words = ["experiment=capacity", "platform=cuda", "label=offload", "model.weights=random", "prompt_len=40"]
+    words += ["gen_len=4", "timed_steps=1", "calibration.num_tokens=40"]
+    words += ["capacity.max_batch=20", f"platform.device_gib={'null' if gib is None else gib}"]
+    outcome = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded)
+    assert timed == [(batch, (batch, 40)) for batch in (1, 2, 4, 8, 6, 5)] and cards == [gib]
+    rows = outcome.metrics["points"]
+    assert [row["batch_size"] for row in rows] == [1, 2, 4, 5]
+    assert all(row["decode_tokens_per_s"] > 0 and row["source"] == "measured" for row in rows)
+    (last,) = {(row["largest_batch"], row["wall"], row["memory_bytes"], row["platform"]) for row in rows}
+    assert last == (5, "host memory", int(memory_gib * GIB), "cuda")
+    assert outcome.samples["ran_out_at"] == [8, 6] and outcome.samples["batch_5"]["peak_device_bytes"] > 0
+    bounded = load([*words, f"results_dir={tmp_path}", "capacity.host_gib=0.00001"])
+    (row,) = emulated.run_capacity(bounded, loaded).metrics["points"]
+    assert (row["largest_batch"], row["wall"]) == (0, "host memory")
+    monkeypatch.setattr(emulated, "available_memory", lambda: 2 * row["host_kv_bytes"])
+    rows = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded).metrics["points"]
+    assert (rows[-1]["largest_batch"], rows[-1]["wall"]) == (2, "host memory")
 
 
 # Refusals
@@ -235,7 +326,12 @@ H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
         ([*H100, "label=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
         ([*H100, "label=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for device_rows"),
         ([*H100, "label=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
-        (["platform=cuda", "method=full"], "platform=cuda: allowed in kind=capacity: cpu"),
+        (["platform=cuda", "method=full", "model.device=map"], "model.device=map: kind=capacity is about one device"),
+        (
+            ["platform=cuda", "method=full", "platform.weights_on_device=0.5"],
+            "platform.weights_on_device=0.5: kind=capacity has all weights on the device",
+        ),
+        (["platform=cuda", "method=full", "placement=managed"], "placement=managed: allowed in kind=capacity: device"),
         (["platform=cpu", "platform.device_gib=0", "method=full"], "platform.device_gib=0: must be above 0"),
     ],
 )
@@ -278,8 +374,8 @@ def test_a_modelled_run_makes_rows(monkeypatch, tmp_path, capsys):
         for label in ("label=ideal", "label=offload"):
             assert main([*words, *more, label, "capacity.host_gib=512"]) == 0
     assert "modelled" in capsys.readouterr().out
-    rows = columns.read_table(Path("results/tables/capacity-modelled.csv"))
-    assert not Path("results/tables/capacity.csv").exists()
+    rows = columns.read_table(Path("outputs/tables/capacity-modelled.csv"))
+    assert not Path("outputs/tables/capacity.csv").exists()
     assert {row["source"] for row in rows} == {"modelled"}
     # 128 KiB a token: 8,192 tokens are 1 GiB, 131,072 are 16, which do not fit beside 15 GiB of weights.
     ideal = {row["context"]: row for row in rows if row["label"] == "ideal"}

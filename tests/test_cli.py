@@ -1,7 +1,9 @@
 """The command line, in-process: usage that must work, exit codes, a line for every failure, no litter."""
 
 import io
+import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,10 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf
 
 from harness.errors import UserError
+from harness.results.record import flat
 from harness.run.cli import main, read_words
-from harness.run.compose import read_override
+from harness.run.compose import compose, load, override, read_override
+from harness.settings.explain import run_help
+from harness.settings.schema import as_typed
 from harness.settings.systems import LABELS
 from tests.runs import outcome
 
@@ -40,8 +47,8 @@ def test_usage(command, runs, capsys):
     assert len(runs.configs) == 1
     printed = capsys.readouterr()
     assert printed.err == "" and printed.out.strip()
-    assert {path.name for path in Path().iterdir()} == {"data", "results"}
-    assert {path.name for path in Path("results").iterdir()} == {"runs", "tables"}
+    assert {path.name for path in Path().iterdir()} == {"data", "outputs"}
+    assert {path.name for path in Path("outputs").iterdir()} == {"runs", "tables"}
 
 
 def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
@@ -57,7 +64,7 @@ def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     printed = capsys.readouterr()
     assert printed.err == "error: h2o is not well\n" and printed.out.count("size (%)") == 1
     assert "INT4" in printed.out and "H2O" not in printed.out
-    assert {path.name for path in Path().iterdir()} == {"results"}
+    assert {path.name for path in Path().iterdir()} == {"outputs"}
 
 
 def test_a_sweep_with_a_size_runs_the_full_cache_as_it_is(runs, capsys):
@@ -85,6 +92,30 @@ def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys
     assert len(runs.configs) == 4, "Hydra composes all jobs before the first runs"
 
 
+def test_help_says_of_every_setting_its_default_range_and_meaning():
+    config = compose(["method=h2o"])
+    lines = run_help(config).splitlines()
+    settings = {}
+    for number, line in enumerate(lines):
+        found = re.match(r"([a-z_]+(?:\.\w+)*)  ", line)
+        if found:
+            rest = itertools.takewhile(lambda later: later.startswith("    "), lines[number + 1 :])
+            settings[found[1]] = " ".join([line.removeprefix(found[1]), *rest]).split()
+    plain = OmegaConf.to_container(config, resolve=False)
+    for name in ("method", "cluster", "experiment", "kind"):
+        plain.pop(name, None)
+    plain["model"].pop("shape")
+    plain.pop("grid")
+    for name, default in flat(plain).items():
+        words = settings.pop(name)
+        written = str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
+        assert words[0] == written, name
+        at = words.index("Allowed:")
+        assert at > 1 and words[at - 1].endswith(".") and len(words) > at + 1, f"{name} has meaning and range"
+    assert set(settings) == {"model.shape", "codec_settings", "grid.share"}
+    assert "a whole number, at least 1, at most 1,000,000; or null" in " ".join(run_help(config).split())
+
+
 def test_help_lists_methods_and_systems(runs, capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
@@ -98,8 +129,8 @@ REFUSED = {
     "hydra=null": "",
     "-m seed=range(1,2,0)": "",
     "seed": "seed: must be NAME=VALUE",
-    "seed=${nothing}": "seed=${nothing}: there is no setting nothing",
-    "method.alpha=${no.such}": "method.alpha=${no.such}: there is no setting no.such",
+    "seed=${nothing}": "seed=${nothing}: must be a whole number",
+    "method.alpha=${no.such}": "method.alpha=${no.such}: must be a number",
     "--config-dir=/nonexistent": "--config-dir=/nonexistent: settings are read from the project's conf/ alone; a file",
     "--config-dir /nonexistent": "--config-dir: settings are read from",
     "-cn other": "-cn: settings are read from",
@@ -167,6 +198,45 @@ def test_what_needs_quotes_is_shown_in_them(word, runs, capsys):
     (typed,) = shlex.split(said.partition("as text: ")[2])
     assert read_override(typed).value() == word.partition("=")[2]
     read_words([typed])
+
+
+TEXTS = [
+    "${nothing}",
+    "const line = `${a => b} and ${seed}`;",
+    r"C:\\${HOME}\${seed}",
+    "${",
+    '$${seed}}, it\'s "${oc.env:HOME}"',
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_text_and_no_other_settings_value(text, runs):
+    Path(text).mkdir(parents=True)
+    words = [f"system_instruction={text}", f"results_dir={QuotedString(text, Quote.single).with_quotes()}"]
+    assert main(["method=full", "experiment=tasks", *words]) == 0
+    (config,) = runs.configs
+    assert (config.task.system_instruction, config.results_dir) == (text, text)
+    in_python = load([override("system_instruction", text), override("tasks", [text, "passkey"])])
+    assert (in_python.task.system_instruction, in_python.tasks) == (text, (text, "passkey"))
+    ours = read_words(words)
+    assert [read_override(word).value() for word in read_words([as_typed(word) for word in ours])] == [
+        read_override(word).value() for word in ours
+    ], "as a job of a cluster reads them again"
+
+
+def test_a_sweep_over_texts(runs):
+    assert main(["-m", "method=full", "experiment=tasks", "system_instruction='${a}','b, ${seed}'"]) == 0
+    assert [config.task.system_instruction for config in runs.configs] == ["${a}", "b, ${seed}"]
+
+
+def test_a_name_with_a_line_break_is_refused_in_one_line(runs, capsys):
+    assert main(["method='full\n'"]) == 2
+    assert only_error(capsys).startswith("error: method=full\\n: did you mean 'full'")
+
+
+def test_a_grid_without_a_method_is_refused(runs, capsys):
+    assert main(["grid=long", "grid.methods=null", "status=true"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == ["error: grid.cells: method=None: must be one name"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -71,7 +71,7 @@ def jobs_of(*more: str) -> int:
 
 
 def logs() -> Path:
-    (folder,) = Path("results/jobs").iterdir()
+    (folder,) = Path("outputs/jobs").iterdir()
     return folder.resolve()
 
 

@@ -70,7 +70,14 @@ def test_rotation_groups_and_the_last_tokens_are_those_of_integer_layers():
     assert codec.residual == 64
 
 
-@pytest.mark.parametrize("method", [Full(), H2O(heavy_frac=0.2, recent_frac=0.1), InfiniGen(max_fetch_frac=0.4)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        Full(num_exempt_layers=2),
+        H2O(heavy_frac=0.2, recent_frac=0.1, num_exempt_layers=2),
+        InfiniGen(max_fetch_frac=0.4),
+    ],
+)
 @pytest.mark.parametrize("codec", [Codec("int4"), SplitCodec(Codec("int8"), Codec("int2"))], ids=["one", "split"])
 def test_one_codec_for_all_named_layers_is_that_codec_bit_for_bit(method, codec):
     ways = {

@@ -20,7 +20,7 @@ from tests.composed import composed, load
 
 PRESETS = (
     "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinigen2", "infinigen2-sampled", "kvzip-plus",
-    "pyramidkv",
+    "oracle", "pyramidkv", "turboquant2", "turboquant3", "turboquant4",
 )  # fmt: skip
 """Other settings of a method, worth a name."""
 
@@ -278,6 +278,7 @@ NUMBERS = {
     "analysis.kept_frac": (0, 1.5, "inf"),
     "platform.link_gbps": (0, -1, 1e-9, "inf"),
     "platform.weights_on_device": (0, 1.5, "inf"),
+    "platform.host_gib": (0, -1, "inf"),
     "method.alpha": (-1, "1e300", "-inf"),
     "method.max_fetch_frac": (0, 1.5, "inf"),
     "method.partial_weight_ratio": (0, 1.5, "inf"),

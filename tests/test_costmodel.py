@@ -33,7 +33,7 @@ from harness.paper.costmodel.predict import (
 from harness.results.columns import LATENCY, OPTIONAL, names, published_rows
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS
-from methods.base import Method, TokenCounts
+from methods.base import TokenCounts
 from methods.codec import Codec
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -109,7 +109,7 @@ def test_layers_and_constants_are_those_of_the_harness():
     scheme = SCHEMES["infinigen"]
     read = {cached: scheme.tokens(cached, 4096)[0] for cached in (100, 512, 768, 2048, 4000)}
     assert read == {100: infinigen.max_fetch_frac * 100, 512: 37, 768: 48.5, 2048: 73, 4000: 73}, "the paper's, capped"
-    assert Method().num_exempt_layers == scheme.num_exempt_layers == 2
+    assert infinigen.num_exempt_layers == scheme.num_exempt_layers == 2
     assert infinigen.partial_weight_ratio == 0.3
     assert Codec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE
     for cached in (30, 2000):

@@ -77,7 +77,7 @@ INFINIGEN = Hand(
     Case(InfiniGen(fixed_fetch=6)),
     read=lambda t, final: 6,
     buffer=6,
-    index=lambda t, final: t * COLUMNS / (2 * 16),
+    index=lambda t, final: (t + 16) * COLUMNS / (2 * 16),  # and what makes them
     kept=lambda final: final * COLUMNS * 2 + 16 * COLUMNS * 2,  # partial keys, and what makes them
     state=34 * COLUMNS * 4 + 16 * COLUMNS * 4,
 )
@@ -89,12 +89,12 @@ BALANCED = Hand(
     Case(InfiniGen(fixed_fetch=6, index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4)),
     read=lambda t, final: 6,
     buffer=6,
-    index=lambda t, final: t * (PARTIAL_KEY / 2) / (2 * 16),  # a number has two bytes
+    index=lambda t, final: (t * PARTIAL_KEY / 2 + PAIR / 2 + 8) / (2 * 16),  # a number has two bytes; and the mean
     kept=lambda final: final * PARTIAL_KEY + PAIR + 8 * 2,  # and the keys' mean
     state=34 * PARTIAL_KEY + PAIR + 8 * 4,
 )
 SAMPLED = {"rest": "sampled", "group": "sum_probs"}
-FULL = Hand(Case(Full()), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
+FULL = Hand(Case(Full(num_exempt_layers=2)), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
 
 
 def rocketkv_index(t: int, prompt: int, kept: int, chunk: int, channels: int) -> float:
@@ -104,9 +104,9 @@ def rocketkv_index(t: int, prompt: int, kept: int, chunk: int, channels: int) ->
 
 HANDS = {
     "full": FULL,
-    "int4": FULL._replace(case=Case(Full(), Codec("int4")), row=INT4, width=WIDTH, ahead=True),
+    "int4": FULL._replace(case=Case(Full(num_exempt_layers=2), Codec("int4")), row=INT4, width=WIDTH, ahead=True),
     "h2o": Hand(
-        Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
+        Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2)),
         read=lambda t, final: BUDGET[final],
         buffer=8,
         kept=lambda final: BUDGET[final] * (4 + 2) + LIMITS,  # which token it is, int32, and its worth
@@ -131,7 +131,7 @@ HANDS = {
         shared=35 * 8,
     ),
     "vattention": Hand(
-        Case(VAttention(num_sinks=1).with_size(0.3)),
+        Case(VAttention(num_sinks=1, num_exempt_layers=2).with_size(0.3)),
         read=lambda t, final: int(0.3 * t),
         buffer=10,
         index=lambda t, final: t * WIDTH / 2,
@@ -139,7 +139,7 @@ HANDS = {
         state=34 * INT4 / 2,
     ),
     "pariskv": Hand(
-        Case(ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5)),
+        Case(ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, num_exempt_layers=2)),
         read=lambda t, final: 8,
         buffer=8,
         # of all but 2 first and 4 recent tokens a byte for each 8 signs; of half of them 6 bytes and two weights
@@ -149,7 +149,7 @@ HANDS = {
         shared=35 * (1 + 8) * 8 + (16 + 8 + 7) * 4,  # by tokens cached, 1 and 8 numbers; signs, levels and boundaries
     ),
     "socket": Hand(
-        Case(Socket(read_tokens=6, num_sinks=1, tables=5, planes=3)),
+        Case(Socket(read_tokens=6, num_sinks=1, tables=5, planes=3, num_exempt_layers=2)),
         read=lambda t, final: 6,
         buffer=6,
         index=lambda t, final: t * (2 + 2) / (2 * 32),  # 15 bits in two bytes, and the length of the value
@@ -158,7 +158,7 @@ HANDS = {
         shared=35 * 8,
     ),
     "rocketkv": Hand(
-        Case(RocketKV(budget_tokens=6, window=2)),
+        Case(RocketKV(budget_tokens=6, window=2, num_exempt_layers=2)),
         read=lambda t, final: 3,
         buffer=3,
         index=lambda t, final: rocketkv_index(t, *ROCKET[final]),
@@ -171,7 +171,8 @@ HANDS = {
     "infinigen, balanced": BALANCED,
     "infinigen, sampled": BALANCED._replace(
         case=Case(with_changes(BALANCED.case.method, **SAMPLED)),
-        index=lambda t, final: t * ((PARTIAL_KEY + 1) / 2) / (2 * 16),  # a byte for the value's distance
+        # a byte for the value's distance, and the mean value
+        index=lambda t, final: (t * (PARTIAL_KEY + 1) / 2 + PAIR / 2 + 8 + 16) / (2 * 16),
         kept=lambda final: final * (PARTIAL_KEY + 1) + PAIR + 8 * 2 + 16 * 2,  # and the mean value
         state=34 * (PARTIAL_KEY + 1) + PAIR + 8 * 4 + 16 * 4,
     ),

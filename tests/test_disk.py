@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -313,7 +314,7 @@ def test_a_failing_disk_ends_the_run_in_one_line(folder, monkeypatch):
             live(attached, CASES["full"], (40, 40), placement="disk", link=link)
 
 
-def test_a_killed_run_leaves_nothing(folder):
+def test_a_run_waits_for_that_of_another_process_and_a_killed_one_leaves_nothing(folder, capsys):
     code = (
         "import sys; from harness.live.disk import Disk; disk = Disk(sys.argv[1], is_alone=True); "
         "file = disk.new_file(1000); print('open', flush=True); sys.stdin.read()"
@@ -321,10 +322,32 @@ def test_a_killed_run_leaves_nothing(folder):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, folder], **pipes) as process:
         assert process.stdout.readline() == b"open\n"
-        assert "another run uses this disk" in refusal(folder)
+        ours = threading.Thread(target=lambda: Disk(folder, is_alone=True).close())
+        ours.start()
+        ours.join(0.5)
+        assert ours.is_alive()
         process.send_signal(signal.SIGKILL)
         process.wait()
-    Disk(folder, is_alone=True).close()
+        ours.join(30)
+    assert not ours.is_alive() and "another run uses this disk, and each" in capsys.readouterr().err
+
+
+MOUNTS = """overlay / overlay rw,lowerdir={there}/low,upperdir={there}/up,workdir={there}/work 0 0
+devtmpfs /dev devtmpfs rw,nosuid 0 0
+tmpfs {there}/up tmpfs rw 0 0
+overlay /disk overlay rw,lowerdir={there}/low,upperdir={there}/disk 0 0
+ext4 {there}/disk ext4 rw 0 0
+"""
+
+
+def test_an_overlay_on_memory_is_no_disk(tmp_path):
+    for name in ("up", "disk"):
+        (tmp_path / name).mkdir()
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS.format(there=tmp_path.resolve()))
+    kinds = {name: disks.file_system(Path(name), mounts) for name in ("/etc", "/dev/x", "/disk/x")}
+    assert kinds == {"/etc": "tmpfs", "/dev/x": "devtmpfs", "/disk/x": "overlay"}
+    assert "devtmpfs" in disks.IN_MEMORY
 
 
 @pytest.mark.parametrize(

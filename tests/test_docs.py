@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -135,6 +136,19 @@ def runs_of(words: list[str]) -> list[list[str]]:
     return BasicSweeper.split_arguments(settings, None)[0]
 
 
+QUESTIONS = ROOT / "docs" / "tasks.md"
+
+
+def own_questions() -> None:
+    """Put the files of the recipe for questions of one's own into the current folder."""
+    blocks = {
+        block.language: block.text for block in reversed(fenced(QUESTIONS)) if block.language in ("jsonl", "yaml")
+    }
+    Path("my_questions").mkdir(exist_ok=True)
+    Path("my_questions/questions.jsonl").write_text(blocks["jsonl"])
+    Path("my_questions/my_questions.yaml").write_text(blocks["yaml"])
+
+
 @cache
 def own_codec() -> str:
     """Path of a file with the codec of CONTRIBUTING.md."""
@@ -162,6 +176,8 @@ def check_run(arguments: list[str]) -> None:
     own = str(ROOT / "harness" / "run" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
     placed = [word.replace("./my_codec.py", own_codec()) if "my_codec" in word else word for word in placed]
+    if "include_path=my_questions" in placed:
+        own_questions()
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
     for overrides in runs_of(quoted):
         accept(tuple(overrides))
@@ -244,6 +260,11 @@ def check_yaml(block: Block) -> None:
         assert asdict(method).items() >= node.items()
 
 
+def check_jsonl(block: Block) -> None:
+    """Each line is an object with the same fields."""
+    assert len({tuple(json.loads(line)) for line in block.text.splitlines()}) == 1
+
+
 NODE = r'\w+(?:\["[^"\[\]]+"\])?'
 FLOWCHART = rf"flowchart \w+|subgraph \w+ \[[^\[\]]+\]|end|{NODE}(?: -->(?:\|[^|]+\|)? {NODE})*"
 
@@ -260,6 +281,7 @@ RULES: dict[str, Callable[[Block], Any]] = {
     "python": check_python,
     "yaml": check_yaml,
     "mermaid": check_mermaid,
+    "jsonl": check_jsonl,
 }
 
 
@@ -267,6 +289,16 @@ RULES: dict[str, Callable[[Block], Any]] = {
 def test_a_block_is_true(block, own_folder):
     assert block.language in RULES, f"{block}: no rule for a block of {block.language or 'no language'}"
     RULES[block.language](block)
+
+
+def test_the_recipe_for_own_questions_runs(own_folder):
+    own_questions()
+    model = harness.load("smollm2-135m")
+    frame = model.tasks(
+        ["my_questions"], methods=["full", "streaming"], include_path="my_questions", prefill="question"
+    )
+    assert list(frame.label) == ["Full cache", "Streaming"] and set(frame.acc) <= {0, 0.5, 1}
+    assert "acc_difference" in frame.columns and frame["size"][1] < 1
 
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS)
@@ -364,18 +396,28 @@ def cells(text: str) -> list[list[str]]:
 def test_the_readmes_table_is_that_across_models():
     page = (ROOT / "results" / "across.md").read_text()
     readme = (ROOT / "README.md").read_text()
-    shown = cells(readme[readme.index("| label | size (%) | kept") :])
+    shown = cells(readme[readme.index("| label | size (%) | read on device") :])
     assert len(shown) > 10 and shown == cells(page[page.index("| label ") :])
     rows = pd.read_csv(ROOT / "results" / "tables" / "across.csv")
     rows = rows[(rows.seq_len == 1024) & (rows.asked_size.isna() | (rows.asked_size == 0.1))].set_index("label")
+    of_models = pd.read_csv(ROOT / "results" / "tables" / "across-models.csv")
+    of_models = of_models[
+        (of_models.seq_len == 1024) & (of_models.asked_size == 0.1) & (of_models.domain == "all texts")
+    ]
+    ratio_of = of_models.set_index(["label", "model"]).versus
+    models = [heading.removeprefix("on ") for heading in shown[0] if heading.startswith("on ")]
+    assert len(models) == 4
     for label, *numbers_shown in shown[1:]:
         row = rows.loc[label]
+        coded = rows.loc[f"{label} + int8"] if f"{label} + int8" in rows.index else None
         answers = [row.answers_difference, row.answers_difference_low, row.answers_difference_high]
         expected = [
             [100 * row.size_low, 100 * row.size_high],
+            [100 * row.device_frac_low, 100 * row.device_frac_high],
             [100 * row.resident_frac_low, 100 * row.resident_frac_high],
             [row.ratio, row.ratio_low, row.ratio_high],
-            [row["rank"], row.rank_low, row.rank_high],
+            *([ratio_of[label, model]] if (label, model) in ratio_of else [] for model in models),
+            [] if coded is None else [coded.ratio, coded.ratio_low, coded.ratio_high],
             [100 * points for points in answers],
         ]
         for cell, numbers in zip(numbers_shown, expected, strict=True):

@@ -401,7 +401,7 @@ SPLIT = SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)
             UserError,
             "num_exempt_layers=2: model family 'glm_moe_dsa' reads .*allowed: 0",
         ),
-        ("glm_moe_dsa", Case(Full(), Codec("int4")), UserError, "num_exempt_layers=2: .*allowed: 0"),
+        ("glm_moe_dsa", Case(Full(num_exempt_layers=2), Codec("int4")), UserError, "num_exempt_layers=2: .*allowed: 0"),
         ("glm_moe_dsa", CASES["kvzip-plus"], UserError, "KVzip.* reads the prompt again"),
         ("glm_moe_dsa", Case(Full(num_exempt_layers=0), SPLIT), UserError, "residual=8: .*allowed: 0"),
         ("glm_moe_dsa", Case(Dsa(layers=(0, 1))), UserError, r"layers=\[0, 1\]: must be layers .*\[0, 2\]"),

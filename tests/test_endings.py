@@ -120,7 +120,7 @@ def test_a_method_that_ends_the_process_leaves_an_interrupted_run_and_no_exit_co
     line = done.stderr.splitlines()[-1]
     assert done.returncode == 2, done.stderr
     assert line == "error: the process ended in the middle of a run (exit code 0), which has no result"
-    assert [record["status"] for record in read_all("results")] == ["interrupted"]
+    assert [record["status"] for record in read_all("outputs")] == ["interrupted"]
 
 
 # Nobody reads
@@ -166,7 +166,7 @@ def test_a_grid_on_a_full_disk_says_so_once(runs, small, monkeypatch, capsys):
 
     finished = main(["grid=accuracy"])
     assert finished == 0
-    (record,) = list(Path("results/runs/fig12").glob("*/record.json"))[:1]
+    (record,) = list(Path("outputs/runs/fig12").glob("*/record.json"))[:1]
     record.unlink()
     capsys.readouterr()
     monkeypatch.setattr(files.os, "replace", full)

@@ -40,6 +40,27 @@ def test_memory_ends_at_the_tightest_limit(monkeypatch):
     assert files.available_memory() == 0
 
 
+def test_the_settings_say_how_much_memory_there_is(monkeypatch):
+    """A machine that shows 4 GiB, of which 3 are used: by this process's control group 2."""
+    shown = Mock(total=4 * 2**30, available=2**30)
+    monkeypatch.setattr(files.psutil, "virtual_memory", lambda: shown)
+    monkeypatch.setattr(files, "memory_limits", list)
+    assert files.available_memory() == 2**30
+    with files.stated_memory(112):
+        assert files.available_memory() == 109 * 2**30
+        shown.total, shown.available = 40 * 2**30, 2**30  # it has grown, and is used
+        assert files.available_memory() == 73 * 2**30
+        with files.stated_memory(None):
+            assert files.available_memory() == 73 * 2**30
+        with files.stated_memory(39.5):
+            assert files.available_memory() == 2**29
+        monkeypatch.setattr(files, "memory_limits", lambda: [(4 * 2**30, 2 * 2**30)])
+        assert files.available_memory() == 110 * 2**30
+        with files.stated_memory(1):
+            assert files.available_memory() == 0
+    assert files.available_memory() == 2**30
+
+
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [

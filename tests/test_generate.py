@@ -55,7 +55,7 @@ def greedy(model, count=24) -> str:
 def test_full_prints_the_tokens_of_the_dense_model(tiny, capsys, settings):
     text, summary = generated(capsys, "method=full", *settings)
     assert text == greedy(tiny) and len(text) > 4
-    assert not Path("results/runs").exists(), "no record is written"
+    assert not Path("outputs/runs").exists(), "no record is written"
     assert f"{len(text)} new tokens" in summary and "read 100.0% of the cache; source: emulated" in summary
 
 

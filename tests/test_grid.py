@@ -140,7 +140,8 @@ def test_every_grid_composes_and_repeats_nothing(name, monkeypatch):
     """With the hub's data, so that no entry is left out. A grid of grids is tested by its parts."""
     monkeypatch.setattr("harness.data.rows.revision", lambda *_, **__: "1")
     root = ["grid.data_root=hub"] if "data_root" in GRIDS[name] else []
-    plan = read(f"grid={name}", "data=hub", "data.root=null", *root)
+    texts = ["grid.texts=[README.md]"] if name == "confirm" else []  # files of its own
+    plan = read(f"grid={name}", "data=hub", "data.root=null", *root, *texts)
     digests = digests_of(plan.cells[0])
     ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.cells)
     assert max(ids.values()) == 1 and not any("is not given" in reason for _, reason in plan.left_out)
@@ -242,7 +243,7 @@ def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, 
     assert "put off: fig11 INT4\n" in printed.out
     said = "unfinished: put off, as their minutes are spent: cells of fig11 (1); the same command goes on\n"
     assert printed.err.endswith(said)
-    assert "H2O" in Path("results/tables/fig11.md").read_text(), "what ran is in the tables"
+    assert "H2O" in Path("outputs/tables/fig11.md").read_text(), "what ran is in the tables"
     runs.configs.clear()
     assert main(["grid=timed"]) == 0
     assert [(config.experiment, config.method_name) for config in runs.configs] == [("fig11", "int4")]
@@ -258,9 +259,9 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     printed = capsys.readouterr()
     assert printed.err.startswith("grid=accuracy: composing its cells\n"), "which takes seconds"
     assert printed.out.count("size (%)") == 1
-    assert printed.out.endswith("\n1 files of figures are in results/figures\n")
+    assert printed.out.endswith("\n1 files of figures are in outputs/figures\n")
     assert "3/3" in printed.err, "the progress bar"
-    assert Path("results/tables/fig12.csv").exists()
+    assert Path("outputs/tables/fig12.csv").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -277,11 +278,11 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     assert errors.interruptible(lambda: main(["grid=accuracy"])) == code
     for each, handler in before.items():
         signal.signal(each, handler)
-    page, printed = Path("results/tables/fig12.md").read_text(), capsys.readouterr()
+    page, printed = Path("outputs/tables/fig12.md").read_text(), capsys.readouterr()
     assert "Full cache" in page and "H2O" not in page and "Full cache" in printed.out
     assert "files of figures" not in printed.out, "drawing takes longer than who stops a process may wait"
     assert errors.INTERRUPTED in printed.err.splitlines()
-    statuses = Counter(record["status"] for record in records.read_records("results", "fig12"))
+    statuses = Counter(record["status"] for record in records.read_records("outputs", "fig12"))
     assert statuses == {"finished": 1, "interrupted": 1}
     assert main(["status=true"]) == 0
     text = capsys.readouterr().out
@@ -290,7 +291,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     runs.configs.clear()
     assert main(["grid=accuracy"]) == 0
     assert [config.method_name for config in runs.configs] == ["h2o", "int4"]
-    assert list(Path("results/runs").glob("grids/*")) == []
+    assert list(Path("outputs/runs").glob("grids/*")) == []
     printed = capsys.readouterr().out
     assert "1 of 3 cells were finished before, skipped" in printed and "interrupted before, run again" in printed
     assert "Full cache" in printed
@@ -317,7 +318,7 @@ def test_a_failing_cell_does_not_stop_the_grid_and_is_named(error, code, end, ru
     assert said == [*failed, *failed], "when it happens, and at the end"
     assert printed.err.endswith(f"error: 2 of 3 cells failed; {end}")
     assert "Full cache" in printed.out and "files of figures" in printed.out
-    ends = {record["error"] for record in records.read_records("results", "fig12")}
+    ends = {record["error"] for record in records.read_records("outputs", "fig12")}
     assert ends == {None, "UserError: h2o is not well", f"{type(error).__name__}: {error}{' (a bug)' * (code == 1)}"}
 
 

@@ -78,7 +78,7 @@ def test_what_is_no_list_of_methods_is_refused(given, model):
     assert refusal(lambda: model.perplexity(methods=given)).startswith("methods=")
 
 
-@pytest.mark.parametrize("name", ["", "a\0", "\ud800", "x" * 3000])
+@pytest.mark.parametrize("name", ["", "a\0", "\ud800", "x" * 3000, "full\n", "full\r", "a\nb"])
 def test_what_names_no_method_is_refused(name, model):
     refusal(lambda: model.perplexity(methods=[name]))
 
@@ -124,3 +124,31 @@ def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
     text.write_text(PROMPT * 20)
     assert refusal(lambda: model.perplexity(text, methods=["full"], **{name: "x"})).startswith(f"{name}='x': is ")
     assert len(model.perplexity(methods=["full"], **{"corpus.path": text})) == 1
+    assert refusal(lambda: harness.lm(model, experiment="perplexity")).startswith("experiment='perplexity': is ")
+    assert refusal(lambda: model.generate(PROMPT, prompt="x")).startswith("prompt='x': is ")
+
+
+def test_a_prompt_may_be_named(model):
+    first = model.generate(PROMPT, method="full", max_new_tokens=2)
+    assert model.generate(prompt=PROMPT, method="full", max_new_tokens=2).text == first.text
+
+
+@pytest.mark.parametrize("name", ["KV_HARNESS_CACHE", "XDG_CACHE_HOME"])
+def test_a_cache_in_no_home_folder_is_refused(name, monkeypatch, network, tmp_path):
+    network.save_pretrained(tmp_path / "model")
+    monkeypatch.delenv("KV_HARNESS_CACHE", raising=False)
+    monkeypatch.setenv(name, "~nobody_of_this_name/x")
+    said = refusal(lambda: harness.load(tmp_path / "model").perplexity(methods=["full"]))
+    assert said == f"{name}=~nobody_of_this_name/x: there is no such home folder"
+
+
+def test_a_tokenizer_that_panics_is_one_line(model, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def panics(*arguments, **options):
+        raise PanicException("called `Option::unwrap()`\non a `None` value")
+
+    monkeypatch.setattr(type(model.loaded.tokenizer), "__call__", panics)
+    assert "its tokenizer fails (called `Option::unwrap()` on a" in refusal(lambda: model.perplexity(methods=["full"]))
+    assert "its tokenizer fails" in refusal(lambda: model.generate(PROMPT, method="full", max_new_tokens=2))

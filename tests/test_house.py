@@ -110,13 +110,13 @@ CHOSEN = {
     "accuracy DATA=offline": "grid=accuracy model=smollm2-135m platform=cpu data=offline",
     "accuracy DATA=local MODEL=opt-13b": "grid=accuracy-paper model=opt-13b platform=cpu data=local",
     "accuracy DATA=hub ARGS=seed=3": "grid=accuracy-paper model=smollm2-135m platform=cpu data=hub seed=3",
-    "paper": "grid=paper-small model=smollm2-135m platform=cpu data=offline results_dir=results",
+    "paper": "grid=paper-small model=smollm2-135m platform=cpu data=offline results_dir=outputs",
     "paper DATA_ROOT=texts": "grid=paper-small model=smollm2-135m platform=cpu grid.data_root=texts "
-    "results_dir=results",
+    "results_dir=outputs",
     "paper MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "grid=paper model=opt-13b platform=cpu data=local data.root=texts "
     "grid.data_root=texts results_dir=r",
     "paper MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "grid=paper model=opt-13b platform=cuda data=hub "
-    "data.root=null grid.data_root=hub results_dir=results seed=3",
+    "data.root=null grid.data_root=hub results_dir=outputs seed=3",
 }
 
 
@@ -138,11 +138,11 @@ def test_paper_reports_what_there_is_and_says_whether_it_is_all(checkout, code, 
 
 def test_clean_keeps_results_and_the_environment(checkout):
     setup(checkout)
-    for name in ("results/runs/a", "harness/__pycache__", ".mypy_cache", ".venv/lib/__pycache__"):
+    for name in ("outputs/runs/a", "harness/__pycache__", ".mypy_cache", ".venv/lib/__pycache__"):
         (checkout / name).mkdir(parents=True)
     assert make(checkout, "clean").returncode == 0
     left = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_dir()}
-    assert {"results/runs/a", "harness", ".venv/lib/__pycache__"} <= left
+    assert {"outputs/runs/a", "harness", ".venv/lib/__pycache__"} <= left
     assert not {"harness/__pycache__", ".mypy_cache"} & left
 
 

@@ -214,7 +214,7 @@ def test_tasks_from_the_hub_and_again_without_a_request(served, capfd):
     assert run(COMMAND) == 0
     shown = capfd.readouterr()
     assert all(task in shown.out for task in ("copa", "rte"))
-    (record,) = read_records("results", "tasks")
+    (record,) = read_records("outputs", "tasks")
     assert record["inputs"]["model"] == commit(served.models[ID].branches["main"])
     served.requests.clear()
     assert run(f"{COMMAND} seed=1") == 0
@@ -236,15 +236,15 @@ def test_a_data_set_or_a_model_replaced_on_the_hub_is_another_run(served, capfd)
     served.models[ID] = Repository(changed := weights | {"config.json": weights["config.json"] + b"\n"})
     served.requests.clear()
     assert run(command) == 0 and "finished before, skipped" in capfd.readouterr().out and not served.requests
-    (record,) = read_records("results", "perplexity")
+    (record,) = read_records("outputs", "perplexity")
     assert record["inputs"]["corpus"] == commit(old)
     shutil.rmtree("datasets"), shutil.rmtree("hub")
     new = served.datasets[WIKITEXT_HUB[0]].branches["main"]
     assert run(command) == 0
-    records = read_records("results", "perplexity")
+    records = read_records("outputs", "perplexity")
     assert {each["inputs"]["corpus"] for each in records} == {commit(old), commit(new)}
     assert {each["inputs"]["model"] for each in records} == {commit(weights), commit(changed)}
-    table = Path("results/tables/perplexity.md").read_text()
+    table = Path("outputs/tables/perplexity.md").read_text()
     assert all(f"weights={commit(each)[:8]}" in table for each in (weights, changed))
 
 

@@ -54,7 +54,7 @@ def test_turns_are_known_and_unknown(tmp_path):
     network = tiny_model("llama", max_position_embeddings=2048)
     model = harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
     frame = model.turns(["kv_recall"], methods=["full", "keydiff"], num_samples=9)
-    assert {"unknown,acc", "known,acc", "unknown_less_known,acc", "unknown_less_known,acc stderr"} <= {*frame.columns}
+    assert {"unknown,acc", "known,acc", "unknown_less_known,acc", "unknown_less_known,acc_stderr"} <= {*frame.columns}
     assert frame["unknown_less_known,acc"][0] == 0
 
 
@@ -62,14 +62,36 @@ def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
     text = tmp_path / "it's, mine.txt"
     text.write_text("The cache of keys and values outgrows the memory. " * 20)
     frame = model.perplexity(text, methods=["full", "int4", "streaming"], size="nearest:0.7")
-    assert list(frame.method) == ["Full cache", "INT4", "Streaming"]
+    assert list(frame.label) == ["Full cache", "INT4", "Streaming"]
     assert frame["size"][0] == 1 and frame["size"][2] == pytest.approx(0.7, abs=0.02)
     assert frame.kl_nats[0] == pytest.approx(0, abs=1e-6) and frame.kl_nats[1] > 0
     table = pd.read_csv(tmp_path / "results" / "tables" / "perplexity.csv")
     shown = table[(table.metric == "kl_nats") & ~table.task.str.contains("[", regex=False)].set_index("label").value
-    assert dict(zip(frame.method, frame.kl_nats, strict=True)) == pytest.approx(shown.to_dict())
+    assert dict(zip(frame.label, frame.kl_nats, strict=True)) == pytest.approx(shown.to_dict())
     made = {record["inputs"]["model"] for record in read_all(tmp_path / "results")}
     assert made == {model.loaded.fingerprint}, "the weights in memory are a run's identity"
+
+
+def test_a_method_that_a_prompt_excludes_costs_the_others_nothing(model, caplog):
+    frame = model.perplexity(methods=["full", "snapkv", "streaming"])  # 32 dense tokens, SnapKV observes 32
+    assert list(frame.label) == ["Full cache", "Streaming"]
+    (said,) = [message for message in caplog.messages if "no row" in message]
+    assert said.startswith("perplexity SnapKV: no row, ") and "window" in said
+    frame = model.tasks(["kv_recall"], methods=["snapkv", "full"], num_samples=2, too_long="truncate", size=0.5)
+    assert "Full cache" in list(frame.label)
+    with pytest.raises(UserError, match="window"):
+        model.perplexity(methods=["snapkv"])
+    with pytest.raises(UserError, match="method=snapkw"):
+        model.perplexity(methods=["full", "snapkw"], seed=3)
+
+
+def test_a_size_that_was_not_read_is_told_each_time(model, caplog):
+    for _ in range(2):  # the second time it is finished before
+        caplog.clear()
+        frame = model.perplexity(methods=["full", "streaming"], size="nearest:0.01")
+        (said,) = [message for message in caplog.messages if "asked for" in message]
+        words = f"perplexity Streaming at 0.01: offline: size=0.01 was asked for, {frame['size'][1]:.3f} was read"
+        assert said == words and frame.unmet_size[1] == 0.01
 
 
 def test_a_run_says_on_stderr_where_it_is_unless_it_is_to_be_quiet(model, capsys):
@@ -103,7 +125,7 @@ def test_bars_are_shown_in_terminals_and_notebooks_unless_it_is_to_be_quiet(mode
 
 def test_tasks_name_their_metrics(model):
     frame = model.tasks(["kv_recall", "passkey"], methods=["full"], num_samples=2, too_long="truncate")
-    assert {"kv_recall acc", "passkey acc"} <= set(frame.columns) and len(frame) == 1
+    assert {"kv_recall_acc", "passkey_acc"} <= set(frame.columns) and len(frame) == 1
 
 
 def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):

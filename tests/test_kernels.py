@@ -1,6 +1,7 @@
 """The Triton kernels against the torch code, interpreted where there is no GPU, and their machine code, compiled for
 several GPUs."""
 
+import os
 from contextlib import closing
 
 import aot
@@ -176,7 +177,13 @@ def test_lists_are_those_of_the_cpu(case, block):
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[Launches, list[Binary]]:
-    one_each = {aot.launch_narrow_moves: 90, aot.launch_lists: 80, aot.launch_attention: 89, aot.launch_methods: 90}
+    one_each = {
+        aot.launch_narrow_moves: 90,
+        aot.launch_lists: 80,
+        aot.launch_attention: 89,
+        aot.launch_methods: 90,
+        aot.launch_samples: 80,
+    }
     asked = {launches: (arch,) for launches, arch in one_each.items()}
     return compile_launches({aot.launch_wide_moves: ARCHITECTURES} | asked)
 
@@ -203,7 +210,12 @@ def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(
 
 @pytest.mark.parametrize(
     ("launches", "times", "kinds", "registers"),
-    [(aot.launch_lists, 2 * len(COUNTS), 2, 64), (aot.launch_attention, 5, 3, 128), (aot.launch_methods, 18, 9, 64)],
+    [
+        (aot.launch_lists, 2 * len(COUNTS), 2, 64),
+        (aot.launch_attention, 5, 3, 128),
+        (aot.launch_methods, 18, 9, 64),
+        (aot.launch_samples, 7, 3, 64),
+    ],
 )
 def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers(compiled, launches, times, kinds, registers):
     binaries = compiled[launches]
@@ -213,3 +225,16 @@ def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers(compile
         assert binary.registers <= registers and binary.spill_bytes == 0, binary
         if binary.kernel == "_attend_to_parts":  # a key's codes begin 8 bytes into a slot of 144
             assert binary.accesses["load 8"] >= 2, binary
+
+
+def test_every_kernel_that_is_launched_is_compiled(compiled):
+    names = {binary.kernel for binaries in compiled.values() for binary in binaries}
+    assert names == aot.launched_kernels() and len(names) >= 16
+
+
+def test_the_process_that_compiles_imports_what_this_one_does(monkeypatch):
+    own = f"{aot.ROOT}{os.pathsep}{aot.ROOT / 'tests'}"
+    monkeypatch.setenv("PYTHONPATH", "/of/a/machine:/and/more")
+    assert aot.environment("folder")["PYTHONPATH"] == f"{own}{os.pathsep}/of/a/machine:/and/more"
+    monkeypatch.delenv("PYTHONPATH")
+    assert aot.environment("folder")["PYTHONPATH"] == own, "an empty part is the current folder"

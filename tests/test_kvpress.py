@@ -105,9 +105,8 @@ OWN = {
     "StreamingLLMPress": Streaming(0, kept_frac=KEPT / 200),
     "CapPress": CapKV(0, kept_tokens=KEPT),
     # The press counts the window's 16 tokens among the first half: 24 of 48 are 8 of the 32 that compete.
-    "CriticalKVPress:SnapKVPress": CriticalKV(
-        0, kept_tokens=KEPT, window=16, kernel=5, pooling="avg", first_share=0.25
-    ),
+    # Its smoothing is our default.
+    "CriticalKVPress:SnapKVPress": CriticalKV(0, kept_tokens=KEPT, window=16, first_share=0.25),
 }
 
 
@@ -461,12 +460,12 @@ def test_a_press_stands_on_the_leaderboard(own_folder, monkeypatch, capsys):
     settings = ["model.path=toy", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
     for method in ("full", "kvpress:AdaKVPress:KnormPress"):
         assert main(["grid=leaderboard", *settings, f"method={method}"]) == 0, capsys.readouterr().err
-    rows = [row for row in board(Path("results")) if row["label"] == "kvpress: AdaKV of Knorm"]
+    rows = [row for row in board(Path("outputs")) if row["label"] == "kvpress: AdaKV of Knorm"]
     asked = {(row["asked_size"], row["exempt_layers"]) for row in rows}
     assert asked >= {*product((0.05, 0.1, 0.16), range(3))} and {row["method"] for row in rows} == {
         "kvpress:AdaKVPress:KnormPress"
     }
-    assert "kvpress: AdaKV of Knorm" in Path("results/leaderboard.md").read_text()
+    assert "kvpress: AdaKV of Knorm" in Path("outputs/leaderboard.md").read_text()
 
 
 @needs_kvpress

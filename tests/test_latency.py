@@ -7,12 +7,14 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import WeakSet
 
 import pytest
 import torch
 
 from benchmarks.gpu import TINY
+from harness import files
 from harness.errors import UserError
 from harness.live.links import open_link
 from harness.live.session import LiveSession
@@ -38,6 +40,7 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from tests.composed import load
 from tests.dying import die
+from tests.runs import reading, tiny_loaded
 
 BATCH, PROMPT = 2, 40
 ON_A_LINK = [label for label in COUNTED if label not in ON_A_DISK]
@@ -74,6 +77,7 @@ OWN = 8 * 4 * EXACT  # the own tokens of the timed steps, in all layers
 CACHED = sum(PROMPT + s for s in TIMED)  # tokens that a layer uses in the timed steps which reads all of them
 SELECTED = EXACT * (2 * CACHED + 8 * 2 * 5)
 COLUMNS = EXACT * 2 * CACHED * 5 // 32  # 5 of K's and V's 32 columns
+PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ COLUMNS = EXACT * 2 * CACHED * 5 // 32  # 5 of K's and V's 32 columns
     [
         (TimedRun(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
         (TimedRun(Full(), SHAPE, codec=Codec("int4")), (EXACT + INT4) * 2 * CACHED, 8 * 2 * (EXACT + INT4), 0),
-        (TimedRun(InfiniGen(fixed_fetch=5), SHAPE), SELECTED, OWN, COLUMNS),
+        (TimedRun(InfiniGen(fixed_fetch=5), SHAPE), SELECTED, OWN, COLUMNS + PROJECTION),
         (TimedRun(Full(), SHAPE, placement="device"), 0, 0, EXACT * 4 * CACHED),
     ],
     ids=["offload", "offload+int4", "infinigen", "ideal"],
@@ -140,11 +144,11 @@ class Followed(LiveSession):
     alive: WeakSet = WeakSet()
     most_alive = 0
 
-    def _open(self, real, activations):
+    def _open(self, *given):
         Followed.alive.add(self)
         Followed.most_alive = max(Followed.most_alive, len(Followed.alive))
         Followed.cached.append([])
-        super()._open(real, activations)
+        super()._open(*given)
 
     def decode_step(self, ids):
         Followed.cached[-1].append(int(self.batch.positions[0]))
@@ -269,6 +273,14 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
     assert load(["experiment=latency", *overrides]).label == label
 
 
+def test_a_system_may_leave_first_layers_to_the_full_cache():
+    default, given = (
+        load(["experiment=latency", "label=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"])
+    )
+    assert default.method == H2O() and given.method == H2O(num_exempt_layers=2)
+    assert default.label == given.label == "offload+h2o"
+
+
 ON_CUDA = ["platform=cuda"]
 
 
@@ -283,6 +295,7 @@ ON_CUDA = ["platform=cuda"]
         ([*ON_CUDA, "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
         (["label=ideal", "placement=host"], "placement=host: label=ideal stands for placement=device"),
         (["label=offload", "method=h2o"], "method=h2o: label=offload stands for method=full"),
+        (["label=offload", "method.alpha=3"], "method.alpha: label=offload stands for method=full"),
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
         (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
         ([*ON_CUDA, "placement=managed", "device_rows=2"], "device_rows=2: placement=managed fetches no"),
@@ -312,7 +325,7 @@ def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
 
 
 def records():
-    return [json.loads(path.read_text()) for path in Path("results/runs/latency").glob("*/record.json")]
+    return [json.loads(path.read_text()) for path in Path("outputs/runs/latency").glob("*/record.json")]
 
 
 def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_once(tiny_runs, monkeypatch, capsys):
@@ -324,7 +337,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
 
     monkeypatch.setattr(speed, "run_shared_prompt", run_once)
     assert main(["-m", *CELL, f"label={','.join(ON_A_LINK)}"]) == 0
-    with Path("results/tables/latency.csv").open(newline="") as stream:
+    with Path("outputs/tables/latency.csv").open(newline="") as stream:
         rows = {row["label"]: row for row in csv.DictReader(stream)}
     assert set(rows) == set(ON_A_LINK)
     for label, row in rows.items():
@@ -341,7 +354,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
     assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
     assert "offload-pageable" in capsys.readouterr().out
     assert shapes == [(2, 40, 2)]
-    assert {path.stem for path in Path("results/tables").glob("fig*.csv")} == {"fig14", "fig15", "fig16a", "fig18"}
+    assert {path.stem for path in Path("outputs/tables").glob("fig*.csv")} == {"fig14", "fig15", "fig16a", "fig18"}
     (record,) = (each for each in records() if each["config"]["label"] == "offload")
     assert (record["kind"], record["status"]) == ("latency", "finished")
     samples = record["samples"]
@@ -404,3 +417,62 @@ def test_speed_grids_time_every_label_at_every_shape(platform, labels, left_out)
     assert {config.label for config in configs} == set(labels)
     assert len(plan.left_out) == left_out, "managed memory is CUDA's"
     assert {config.method.fixed_fetch for config in configs if config.method_name == "infinigen"} == {64}
+
+
+def card(monkeypatch, gib):
+    """torch finds one CUDA device, of so much memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
+
+
+@pytest.mark.parametrize(
+    ("gib", "more", "left_out", "reason"),
+    [
+        (None, [], [("uvm", 16), ("uvm", 20)], "need 52.8 GiB, and the card has 48.0; lower batch_size"),
+        (80, [], [("uvm", 16), ("uvm", 20)], "need 60.0 GiB, and the card has 48.0; lower batch_size"),
+        (80, ["grid.device_gib=null"], [], ""),
+        (40, ["grid.device_gib=null"], [("uvm", 12), ("uvm", 16), ("uvm", 20)], "and the card has 40.0"),
+    ],
+)
+def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, reason):
+    """OPT-13B: 23.9 GiB of weights; 1.6 GiB of cache and 0.2 of activations for each sequence of 2,048 tokens."""
+    if gib is not None:
+        card(monkeypatch, gib)
+    chosen = ["grid=speedup-paper", "platform=cuda", "model=opt-13b", "model.weights=random", *more]
+    plan = read_plan(compose(chosen).grid, chosen)
+    managed = {(config.label, config.latency.batch_size) for config in plan.cells if config.placement == "managed"}
+    every = {(label, batch) for label in ("uvm", "uvm+h2o") for batch in (4, 8, 12, 16, 20)}
+    assert every - managed == set(left_out)
+    lines = plan.gaps()
+    assert len(lines) == len(left_out) and reason in "".join(lines)
+    assert all(line.startswith("left out, as placement=managed: weights, the KV cache and the") for line in lines)
+
+
+def test_a_managed_cell_is_refused_before_its_weights_are_loaded(monkeypatch):
+    cell = ["experiment=latency", *ON_CUDA, "model=opt-13b", "label=uvm", "prompt_len=1920", "gen_len=128"]
+    load([*cell, "batch_size=20"])  # no card is known
+    card(monkeypatch, 24)
+    with pytest.raises(UserError, match="^placement=managed: weights, the KV .* need 31.1 GiB, and the card has 24.0;"):
+        load([*cell, "batch_size=4"])
+    with pytest.raises(UserError, match="^platform.device_gib=48: this card has 24.0 GiB; null takes "):
+        load([*cell, "platform.device_gib=48"])
+    cell[2:3] = ["model=qwen3-next"]
+    load([*cell, "batch_size=4000"])  # the arithmetic knows no such family; its session will ask
+
+
+def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(monkeypatch, tmp_path, capsys):
+    texts = reading(monkeypatch, tmp_path, tiny_loaded())
+    shown = SimpleNamespace(total=2**20, available=2**18)
+    monkeypatch.setattr(files.psutil, "virtual_memory", lambda: shown)
+    cell = ["experiment=latency", *texts[1:], "label=offload", "batch_size=2", "prompt_len=40", "gen_len=6"]
+    cell += ["timed_steps=1", "calibration.num_tokens=40", "platform.link_gbps=1"]
+    assert main(cell) == 2
+    refusal = capsys.readouterr().err.strip()
+    assert refusal.startswith("error: the shared prompt with a cache needs 0.0 GiB of cpu memory")
+    assert refusal.endswith("; set platform.host_gib where the host has more than it shows") and "\n" not in refusal
+    assert main([*cell, "platform.host_gib=1"]) == 0
+    # It decides no number: the record is that of the run without it.
+    assert "finished before" not in capsys.readouterr().out
+    assert main(cell) == 0 and "finished before" in capsys.readouterr().out
+    (row,) = columns.read_table(Path("outputs/tables/latency.csv"))
+    assert "host_gib" not in (row["settings"] or "")

@@ -96,8 +96,8 @@ class SharedState(State):
 
 
 SHARED = {
-    "kept": Shared(),
-    "own query": Shared(anchor="own_query"),
+    "kept": Shared(num_exempt_layers=2),
+    "own query": Shared(anchor="own_query", num_exempt_layers=2),
     "two anchors": Shared(anchors=(1, 3), num_exempt_layers=1),
     "two anchors by own query": Shared(anchors=(0, 2), num_exempt_layers=0, anchor="own_query"),
 }

@@ -18,12 +18,12 @@ from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.report.compared import side_by_side
 from harness.report.explorer import explorer
+from harness.results import tuned
 from harness.results import write as tables
-from harness.results.board_cells import as_tuned
 from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table
 from harness.results.fastest import fastest
 from harness.results.fronts import GRID, REFERENCES, fronts
-from harness.results.leaderboard import PAPERS_EXEMPT_LAYERS, complete
+from harness.results.leaderboard import complete
 from harness.results.leaderboard import write as write_leaderboard
 from harness.results.pages import sheets_of
 from harness.results.samples import clustered_stderr
@@ -123,19 +123,33 @@ def plan():
 def test_every_method_is_in_the_grid_and_the_frontier_measures_as_it_does():
     frontier, leaderboard = (OmegaConf.load(GRID.with_stem(name)) for name in ("frontier", "leaderboard"))
     cells = OmegaConf.to_container(leaderboard)["cells"]
-    assert [cell["method"] for cell in cells] == ["full", "${choices:method,full,dsa,random,triattention}"]
+    assert [cell["method"] for cell in cells] == ["full", "${grid.methods}"]
+    asked = OmegaConf.to_container(leaderboard)
+    assert asked["methods"] == "${choices:method,full,dsa,random,triattention}"
     assert choices("method") == options("method") and set(REFERENCES.values()) <= set(options("method"))
-    assert {*PAPERS_EXEMPT_LAYERS, "full"} == {*options("method")}
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
     tasks = OmegaConf.load(GRID.with_stem("leaderboard-tasks")).settings
     own = {name: value for name, value in {**leaderboard.settings, **tasks}.items() if name not in OF_TASKS}
     assert dict(frontier.settings) == own | {"method.num_exempt_layers": 0}
 
 
+OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
+    ("doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "knorm", "quest", "turboquant2",
+     "turboquant3", "turboquant4", "twilight"), 2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", choices("method"))
+def test_a_method_exempts_as_many_layers_as_its_official_code(method):
+    default, given = (load([f"method={method}", *more]) for more in ([], ["method.num_exempt_layers=3"]))
+    assert default.method.num_exempt_layers == OF_OFFICIAL_CODE.get(method, 0)
+    assert given.method.num_exempt_layers == 3, "the command line wins"
+
+
 def test_a_method_without_a_size_runs_once_a_number_of_exempt_layers(plan):
     cells = [(cell.method_name, cell.size, cell.method.num_exempt_layers) for cell in plan.cells]
     sized = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
-    assert cells == [("full", None, 2), *product(["int4"], [None], range(3)), *sized]
+    assert cells == [("full", None, 0), *product(["int4"], [None], range(3)), *sized]
     assert {cell.kind for cell in plan.cells} == {"perplexity"}
 
 
@@ -155,62 +169,71 @@ def test_tasks_and_steps_are_of_the_best_and_the_papers_number_of_exempt_layers(
 
     asked = of("tasks")
     assert [cell for cell in asked if cell[0] == "quest"] == [("quest", 0.05, 0), ("quest", 0.1, 0), ("quest", 0.1, 2)]
-    assert asked[0] == ("full", None, 2) and {("int4", None, 2), ("oracle", 0.16, 2)} <= {*asked}
-    timed = [("full", None, 2), ("quest", 0.1, 0), ("quest", 0.1, 2), ("infinigen", 0.1, 2), ("streaming", 0.1, 2)]
-    assert of("latency") == [*timed, ("int4", None, 2)], "each once, whatever its sizes"
+    assert asked[0] == ("full", None, 0) and {("int4", None, 0), ("oracle", 0.16, 0)} <= {*asked}
+    timed = [("full", None, 0), ("quest", 0.1, 0), ("quest", 0.1, 2), ("infinigen", 0.1, 2), ("streaming", 0.1, 0)]
+    assert of("latency") == [*timed, ("int4", None, 0)], "each once, whatever its sizes"
 
 
-def test_other_models_take_the_numbers_of_exempt_layers_of_the_default_model(results, other, monkeypatch):
-    """Of each size its own; none of a method that is not there, or cannot have the size."""
-    rows = board(results)
-    quest = row_of(rows, "InfiniGen") | {"method": "quest", "label": "Quest", "asked_size": 0.1, "size": 0.1}
-    rows += [exempt(quest, 0, 0.2), exempt(quest, 1, 0.1), exempt(quest, 2, 0.3)]
+def test_dense_layers_are_the_best_of_each_model_and_size(results, other, monkeypatch, tmp_path):
+    """Those with the least KL of the numbers with which a method has the size; of a codec's rows none."""
+    quest = row_of(board(results), "InfiniGen") | {"method": "quest", "label": "Quest", "asked_size": 0.1, "size": 0.1}
+    rows = [exempt(quest, 0, 0.2), exempt(quest, 1, 0.1), exempt(quest, 2, 0.3)]
     rows += [exempt(quest, 2, 0.1, asked_size=0.05, size=0.05), exempt(quest, 1, 0.2, asked_size=0.05, size=0.05)]
     rows += [exempt(quest, 0, 0.01, model="gemma3-270m"), exempt(quest, 0, 0.01, codec="int8")]
     rows += [exempt(quest, layers, 1 / (1 + layers), method="kascade", size=0.3) for layers in (0, 1, 2)]
     write_leaderboard(other, rows)
-    monkeypatch.setattr("harness.results.board_cells.shipped_table", lambda name: other / "tables" / name)
-    found = as_tuned(["quest", "int4", "sparq", "kascade"], [0.05, 0.1], 2)
+    file = tmp_path / "tuned.yaml"
+    file.write_text("mine: {h2o: {0.1: 1}}\nsmollm2-135m: {h2o: {0.1: 2}, quest: {0.16: 1}}\n")
+    monkeypatch.setattr(tuned, "FILE", file)
+    assert tuned.write([other]) == file
+    model = quest["model"]
+    assert tuned.read() == {
+        "gemma3-270m": {"quest": {0.1: 0}},
+        "mine": {"h2o": {0.1: 1}},
+        model: {"h2o": {0.1: 2}, "quest": {0.05: 2, 0.1: 1, 0.16: 1}},
+    }, "what the folder lacks stays"
     small, large = "nearest:0.05", "nearest:0.1"
-    assert found[:2] == [["quest", small, 2], ["quest", large, 1]]
-    assert found[2:] == [[name, size, 0] for name in ("int4", "sparq", "kascade") for size in (small, large)]
-    assert as_tuned(["quest"], [0.05, 0.1], 1) == [["quest", small, 1], ["quest", large, 1]], "as many as there may be"
+    assert tuned.as_tuned(["quest"], [0.05, 0.1], model) == [["quest", small, 2], ["quest", large, 1]]
+    assert tuned.as_tuned(["quest", "sparq"], [0.1], "gemma3-270m") == [["quest", large, 0], ["sparq", large, 0]]
+    assert tuned.as_tuned(["h2o"], [0.1], "unknown") == [["h2o", large, 0]]
+    with pytest.raises(UserError, match="no tables/leaderboard.csv"):
+        tuned.write([tmp_path])
+
+
+def test_evidence_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
+    file = tmp_path / "tuned.yaml"
+    file.write_text("qwen2.5-coder-0.5b: {quest: {0.05: 2, 0.1: 1}}\nsmollm2-135m: {sparq: {0.1: 2}}\n")
+    monkeypatch.setattr(tuned, "FILE", file)
     asked = ["grid=evidence", "model=qwen2.5-coder-0.5b", "grid.data_root=.", "grid.methods=[quest]"]
-    asked += ["grid.long.methods=[quest]"]
+    asked += ["grid.long.methods=[quest]", "grid.over_int8=[oracle,quest]", "grid.long_over_int8=[quest]"]
+    asked += ["grid.tasks_over_int8=[oracle]"]
     with choosing("full", "quest", "int4", "sparq"):
         cells = read_plan(compose(asked).grid, asked).cells
-    tuned = [("quest", 0.05, 2), ("quest", 0.1, 1), ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
-    over_int8 = [(method, size, 0) for method in ("oracle", "infinigen2-sampled") for size in (0.05, 0.1)]
-    expected = [("code", 1024, *cell) for cell in [("full", None, 2), *tuned, *over_int8]]
-    expected += [(text, 1024, "full", None, 2) for text in ("book", "wikitext2")]
-    expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in tuned]
-    expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in over_int8]
-    expected += [("tasks", 1024, *cell) for cell in [("full", None, 2), *tuned[:2], *over_int8]]
-    expected += [("code", 4096, *cell) for cell in [("full", None, 2), *tuned[:2], *over_int8]]
-    for of_length in ([("full", None, 2)], tuned[:2], over_int8):
+    quest = [("quest", 0.05, 2), ("quest", 0.1, 1)]
+    oracle = [("oracle", 0.05, 0), ("oracle", 0.1, 0)]
+    plain = [*quest, ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
+    full = ("full", None, 0)
+    expected = [("code", 1024, *cell) for cell in [full, *plain, *oracle, *quest]]
+    for of_length in ([full], plain, [*oracle, *quest]):
+        expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in of_length]
+    expected += [("tasks", 1024, *cell) for cell in [full, *quest, *oracle]]
+    expected += [("code", 4096, *cell) for cell in [full, *quest, *quest]]
+    for of_length in ([full], quest, quest):
         expected += [(text, 4096, *cell) for text in ("book", "wikitext2") for cell in of_length]
     assert [what_runs(cell) for cell in cells] == expected
-    coded = [cell for cell in cells if cell.codec == "int8"]
-    assert [what_runs(cell)[2:] for cell in coded] == over_int8 * 7
-    assert {cell.group_size for cell in coded} == {16}
+    coded = [what_runs(cell)[2:] for cell in cells if cell.codec == "int8"]
+    assert coded == [*oracle, *quest] * 3 + oracle + quest * 3, "the number of the plain row"
+    assert {cell.group_size for cell in cells if cell.codec == "int8"} == {16}
     assert {cell.task.num_sentences for cell in cells} == {40}, "as long as the shorter windows"
     assert all(cell.corpus.spread for cell in cells) and {cell.seq_len - cell.prefill_len for cell in cells} == {64}
 
 
-def test_a_model_whose_layers_are_too_few_for_exempt_ones_gets_none(results, other, monkeypatch):
-    row = row_of(board(results), "InfiniGen")
-    quest = row | {"method": "quest", "label": "Quest", "asked_size": 0.1, "size": 0.1}
-    write_leaderboard(other, [exempt(quest, 0, 0.2), exempt(quest, 2, 0.1)])
-    monkeypatch.setattr("harness.results.board_cells.shipped_table", lambda name: other / "tables" / name)
-
-    def exempt_layers(model: str) -> set[int]:
-        asked = ["grid=evidence", f"model={model}", "grid.methods=[quest]", "grid.sizes=[0.1]"]
-        with choosing("full", "quest"):
-            cells = read_plan(compose(asked).grid, asked).cells
-        return {cell.method.num_exempt_layers for cell in cells if cell.method_name == "quest"}
-
-    assert exempt_layers("qwen2.5-coder-1.5b") == {2}
-    assert exempt_layers("gemma3-270m") == {0}
+def test_the_shipped_numbers_are_those_of_the_shipped_leaderboards():
+    found = tuned.read()
+    for folder in ("results", "results/qwen2.5-coder-0.5b"):
+        for model, methods in tuned.best_of(read_table(Path(folder) / "tables" / "leaderboard.csv")).items():
+            for method, sizes in methods.items():
+                assert found[model][method] == sizes, f"{method} on {model}"
 
 
 def what_runs(cell: RunConfig) -> tuple[Any, ...]:
@@ -485,13 +508,12 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monkeypatch, capsys):
+def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipped_beside, monkeypatch, capsys):
     """As `make leaderboard METHOD=` and `CODEC=` start them, on a toy that has the shipped rows' model's name."""
     file = letters(own_folder, monkeypatch, 1000)
     tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("smollm2-135m")
     byte_tokenizer().save_pretrained("smollm2-135m")
-    shutil.copytree(ROOT / "results" / "tables", "results/tables")
-    shipped = board(Path("results"))
+    shipped = board(ROOT / "results")
     assert new_method.main(["page_means"]) == 0
     Path("mine.py").write_text(CODEC_HEAD + CODEC)
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
@@ -499,7 +521,7 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monke
         ("leaderboard", "leaderboard-tasks"), (["method=full"], ["method=./page_means.py", "codec=./mine.py"])
     ):
         assert cli.main([f"grid={grid}", *settings, *own]) == 0, capsys.readouterr().err
-    rows = [row for row in board(Path("results")) if row["model"] == "smollm2-135m"]
+    rows = [row for row in board(Path("outputs")) if row["model"] == "smollm2-135m"]
     mine = {row["label"]: row for row in rows if row["shipped"] != "yes"}
     label = "Page means + mine"
     assert set(mine) == {"Full cache", label} and mine[label]["codec"] == "mine"
@@ -509,12 +531,12 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monke
     sizes = [None, 0.05, 0.1, 0.16]  # None: as it is
     assert len(asked) == 12 and {*asked} == {*product(sizes, range(3))}
     assert mine[label]["step_s"] > 0 and mine[label]["passkey_difference"] is not None
-    page = Path("results/leaderboard.md").read_text()
+    page = Path("outputs/leaderboard.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
     of_mine = [line for line in page.splitlines() if re.match(r"\| \W*Page means \+ mine \W*\*", line)]
     assert len(of_mine) == 4, "one is of its own size"
     with style.applied():
-        figure = draw_leaderboard(data.Tables(Path("results/tables")), "frontier")
+        figure = draw_leaderboard(data.Tables(Path("outputs/tables")), "frontier")
     ticks = {tick.get_text(): tick.get_color() for tick in figure.axes[0].get_yticklabels()}
     assert ticks[label] not in {ticks["InfiniGen"], ticks["Quest"], ticks["H2O"]}
     assert {label, "retrieves"} <= {text.get_text() for text in figure.legends[0].get_texts()}

@@ -10,7 +10,7 @@ from cases import CASES
 from living import endless, open_live, setup_of, tiny
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from tokens import byte_tokenizer
+from tokens import byte_tokenizer, starting_tokenizer
 
 from harness.errors import UserError
 from harness.live.session import generate as live_texts
@@ -21,6 +21,7 @@ from harness.replay.session import ReplaySession
 from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.evaluation import ReplayEngine, decode_rows
 from harness.scoring.lm import Prefill, ReplayLM
+from harness.scoring.question import QuestionFinder
 from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from tests.composed import load
 
@@ -43,7 +44,8 @@ TEXTS = ["ab", "The quick brown fox jumps over the lazy dog. " * 3, EXAMPLES * 2
 CONTEXT = "Some example.\n\nAnother one, somewhat longer.\n\n"
 LONGER = CONTEXT + "Q: what is it now, and what was it then?\nA:"
 CONTEXTS = [CONTEXT + "Q: who?\nA:", LONGER, "A shorter one.\n\nQ: why?\nA:"]
-DENSE, QUESTION = Prefill("dense"), Prefill("question")
+DENSE = Prefill("dense")
+QUESTION = Prefill("question", QuestionFinder("\n\n"))
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +143,7 @@ def require_same_sums(reads: ReadStats, others: list[ReadStats]) -> None:
     [
         (DENSE, [17, 17]),
         (QUESTION, [7, 7]),  # "Some ex" and not the token of ".\n\n", which holds the marker
-        (Prefill("question", marker="\nA"), [15, 15]),
+        (Prefill("question", QuestionFinder("\nA")), [15, 15]),
         (Prefill("artifact", budget=0.25), [5, 5]),  # T = 18 + 5
         (Prefill("artifact", budget=0.0), [1, 1]),
         (Prefill("artifact", budget=1.0), [17, 17]),
@@ -178,7 +180,7 @@ def test_what_is_asked_for_a_text():
     request("a", do_sample=False, top_p=0.9, temperature=0.0, num_beams=1, max_gen_toks=9)
     found = request(CONTEXTS[2], QUESTION, max_gen_toks=9)
     assert TOKENIZER.decode(found.prompt) == "A shorter one"  # the token of ".\n\n" holds the marker
-    found = request(CONTEXTS[2] + "  ", Prefill("question", marker="A:"), max_gen_toks=9)
+    found = request(CONTEXTS[2] + "  ", Prefill("question", QuestionFinder("A:")), max_gen_toks=9)
     assert TOKENIZER.decode(found.rows) == "A:  ", "a context is taken as it is"
     found = request(CONTEXTS[2], Prefill("artifact", budget=0.5), max_gen_toks=9)
     assert found.prefill_len == (found.context_len + 9) // 2
@@ -190,11 +192,26 @@ CUT = {"too_long": "truncate"}
 @pytest.mark.parametrize(
     ("asked", "options", "message"),
     [
-        (choices([("no separator", " x")]), {"prefill": QUESTION}, "^task task, question 0: prefill=question needs '"),
+        (
+            choices([("no separator", " x")]),
+            {"prefill": QUESTION},
+            "question 0: prefill=question finds no .* not there",
+        ),
         (choices([("c" * 510, " xyz")]), {}, "context and answer have 513 tokens, the model takes 512; lower"),
-        (choices([("", "x")]), {}, "2 tokens leave no decode row"),
+        (
+            choices([("It is.", " x"), ("It is.", "\n")]),
+            {},
+            r"question 0: .* '\\n' adds no token .* the token '.\\n'; let",
+        ),
+        (choices([("a", "")]), {}, "task task, question 0: the continuation '' is empty"),
+        (choices([("", "")]), {}, "task task, question 0: the continuation '' is empty"),
+        (choices([(" ", "x")]), {}, "the continuation 'x' follows the context ' ', which has no token"),
         (choices([("a", "x" * 513)]), CUT, "have .* tokens, the model takes 512; lower num_fewshot, choose"),
-        (choices([("a\n\nQ: rather long?\nA:", " yes")]), {"prefill": QUESTION, "max_length": 15, **CUT}, "tion needs"),
+        (
+            choices([("a\n\nQ: rather long?\nA:", " yes")]),
+            {"prefill": QUESTION, "max_length": 15, **CUT},
+            "nothing before the q",
+        ),
         (choices([("a", " b")]), {"tokenizer": None}, "model tiny has no tokenizer"),
         (
             choices([(TEXTS[1],)], kind="loglikelihood_rolling"),
@@ -204,7 +221,6 @@ CUT = {"too_long": "truncate"}
         (texts("a", do_sample=True, min_p=0.1), {}, "task task: generation_kwargs min_p=0.1 is not offered"),
         (texts("a"), {"sampling": SamplingConfig(top_k=3)}, "task task: top_k=3: the most likely token is taken; set"),
         (texts("a", num_beams=10), {}, "task task: generation_kwargs num_beams=10 is not offered"),
-        (texts("a", max_gen_toks=1), {}, "task task, question 0: max_gen_toks=1 leaves no decode row"),
         (texts(LONGER, max_gen_toks=20), {"max_length": 64}, "the model takes 64; .* or too_long=truncate"),
         (texts(*CONTEXTS, max_gen_toks=9), {"prefill": QUESTION, "max_length": 40, **CUT}, "question 1: prefill=q"),
     ],
@@ -325,6 +341,44 @@ def test_a_repetition_penalty_is_hflms(monkeypatch):
     assert found != answer(request)
 
 
+def test_what_has_no_decode_row_is_scored_densely_as_hflms():
+    """Choices of one token without a context, texts of one token, texts that are the start token alone, and answers
+    of one token."""
+    stock, starting = hflm(), HFLM(pretrained=tiny("gqa"), tokenizer=starting_tokenizer(), max_length=MAX_LENGTH)
+    asked = choices([("", "x"), ("", "y")], QUESTIONS[0], [("", "xy")])
+    of_texts = choices([("a",)], [(TEXTS[1],)], [("",)], kind="loglikelihood_rolling")
+    of_one_token = texts(*CONTEXTS, until=[], max_gen_toks=1)
+    for name in ("full", "h2o"):
+        lm = language_model(scorer=lambda each, name=name: scored(each, name)[0])
+        found = lm.loglikelihood(asked[:2]) + lm.loglikelihood(asked)[-1:]
+        expected = stock.loglikelihood([*asked[:2], asked[-1]], disable_tqdm=True)
+        assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
+        assert (lm.num_dense, len(lm.requests)) == (4, 2 + len(asked))
+        assert lm.notes() == [
+            "task: 4 of 9 requests leave no decode row; they are scored densely, as by the full cache"
+        ]
+        lm = language_model(scorer=lambda each, name=name: scored(each, name)[0], tokenizer=starting_tokenizer())
+        found = lm.loglikelihood_rolling(of_texts)
+        expected = starting.loglikelihood_rolling(of_texts, disable_tqdm=True)
+        assert [found[0], found[2]] == pytest.approx([expected[0], expected[2]], abs=1e-3) and lm.num_dense == 1
+    lm = language_model()
+    assert lm.generate_until(of_one_token) == stock.generate_until(of_one_token, disable_tqdm=True)
+    assert lm.num_dense == 3
+
+
+@pytest.mark.parametrize(("method", "is_refused"), [("full", False), ("h2o", True), ("int4", True)])
+def test_a_task_without_any_decode_row_is_the_full_caches_alone(method, is_refused):
+    config = load(["experiment=tasks", f"method={method}"])
+    loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
+    engine = ReplayEngine(config, loaded, "task", io.StringIO())
+    requests = planned(choices([("", "x"), ("", "y")]))
+    if not is_refused:
+        assert len(engine.score(requests)) == 2 and engine.reads.size == 1
+        return
+    with pytest.raises(UserError, match="^task task: no request leaves a decode row"):
+        engine.score(requests)
+
+
 # Scores under a method
 
 
@@ -342,7 +396,7 @@ def test_a_greedy_continuation_is_recognised():
 def test_scores_show_no_trace_of_sharing_and_batches(name, mode, monkeypatch):
     """Scored together, with everything shared and padded, as scored one request at a time or in small batches."""
     case = CASES[name]
-    prefill = Prefill(mode, budget=0.0 if case.codec else case.method.artifact_budget())
+    prefill = Prefill(mode, QuestionFinder("\n\n"), 0.0 if case.codec else case.method.artifact_budget())
     requests = planned(choices(*QUESTIONS), prefill)
     together, reads = scored(requests, name)
     alone = [scored([request], name) for request in requests]

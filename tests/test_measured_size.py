@@ -39,7 +39,7 @@ LENGTHS = ["seq_len=160", "prefill_len=80", "num_windows=2", "platform.link_gbps
 
 
 def records(experiment: str) -> list[dict]:
-    return [json.loads(path.read_text()) for path in Path("results").glob(f"runs/{experiment}/*/record.json")]
+    return [json.loads(path.read_text()) for path in Path("outputs").glob(f"runs/{experiment}/*/record.json")]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_the_size_is_met_on_the_text_that_was_searched_and_marked(size, texts, c
     (method,) = record["methods"].values()
     assert 0 < method["alpha"] < 4 and method["alpha"] != pytest.approx(4 * size), "searched, not set"
     assert record["settings"]["sized on"] == "calibration text"
-    assert "sized on=calibration text" in Path("results/tables/perplexity.csv").read_text()
+    assert "sized on=calibration text" in Path("outputs/tables/perplexity.csv").read_text()
     assert main(["experiment=latency", "method=./mine.py", f"size={size}", *texts, "batch_size=1", "prompt_len=80",
                  "gen_len=12", "timed_steps=2"]) == 0  # fmt: skip
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import lm_eval
 import pytest
+import torch
 import yaml
 from lm_eval.tasks import TaskManager
 from tokens import byte_tokenizer
@@ -17,6 +18,7 @@ from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import inputs
 from harness.results.record import read_all
+from harness.scoring.evaluation import ReplayEngine
 from tests.composed import load
 
 CHOICE: dict[str, Any] = {
@@ -105,6 +107,38 @@ def test_log_likelihoods_and_texts_are_those_of_experiment_tasks(model, folder, 
     assert f"mine_long: Streaming read {sizes['mine_long']:.1%} of the cache" in capfd.readouterr().err
 
 
+def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tmp_path, monkeypatch):
+    """lm-eval's key is a request's texts: one method's answers came back as another's."""
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    asked: list[int] = []
+    score = ReplayEngine.score
+    monkeypatch.setattr(ReplayEngine, "score", lambda self, each: (asked.append(len(each)), score(self, each))[1])
+
+    def answers(cache: Path | None, **settings: Any) -> tuple[list[float], int]:
+        asked.clear()
+        found = lm_eval.simple_evaluate(
+            model=harness.lm(model, **({"prefill": "dense"} | settings)), tasks=["mine_short"], limit=2,
+            task_manager=manager, bootstrap_iters=0, use_cache=cache and str(cache),
+        )  # fmt: skip
+        likely = [answer[0] for sample in found["samples"]["mine_short"] for answer in sample["filtered_resps"]]
+        return likely, sum(asked)
+
+    runs = [
+        {"method": "full"}, {"method": "full", "codec": "int4"}, {"method": "full", "codec": "int2"},
+        {"method": "streaming", "size": "nearest:0.5"}, {"method": "streaming", "size": "nearest:0.7"},
+        {"method": "streaming", "method.num_sinks": 1, "method.kept_frac": 0.4},
+    ]  # fmt: skip
+    cache = tmp_path / "answers"
+    expected = [answers(None, **run)[0] for run in runs]
+    assert len({tuple(likely) for likely in expected}) == len(runs)
+    for _ in range(2):
+        found = [answers(cache, **run) for run in runs]
+        assert [likely for likely, _ in found] == expected
+    assert [count for _, count in found] == [0] * len(runs), "the second time all come from the cache"
+    for _ in range(2):
+        assert answers(cache, method="full", temperature=0.5)[1] == 6, "a sampled run takes none"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -147,6 +181,18 @@ REFUSED = {
     "method=h2o": "pretrained=: is missing from --model_args; must be an entry of conf/model",
     "pretrained=smollm2": "model=smollm2: no folder",
     "pretrained=MODEL,method=h2": "method=h2: did you mean 'h2o'",
+    "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
+    "pretrained=MODEL,apply_chat_template=no": "apply_chat_template=no: lm-eval decides it",
+    "pretrained=MODEL,prefetch=no": "prefetch=no: must be true or false",
+    "pretrained=MODEL,dtype=float8": "model.dtype=float8: ",
+    "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model's own is used; leave it out",
+    "pretrained=MODEL,batch_size=4": "batch_size=4: plays no part, as replay makes batches that fit; leave it out",
+    "pretrained=MODEL,max_batch_size=4": "max_batch_size=4: plays no part",
+    "pretrained=MODEL,device=cuda:1": "device=cuda:1: ",
+    "pretrained=MODEL,device=cpu,platform=cpu": "device=cpu: contradicts platform=cpu; leave one of them out",
+    "pretrained=MODEL,platform=gpu": "platform=gpu: ",
+    "pretrained=MODEL,max_length=true": "max_length=True: must be a number of tokens from 2 to 512",
+    "pretrained=MODEL,load_in_8bit=true": "unknown setting load_in_8bit: ",
     "pretrained=MODEL,max_length=513": "max_length=513: must be a number of tokens from 2 to 512",
     "pretrained=MODEL,method=full,prefill=dense,max_length=20": "question 0: context and answer have",
 }
@@ -158,6 +204,28 @@ def test_wrong_model_args_are_one_line_and_exit_code_2(arguments, checkpoint, fo
     assert evaluate(folder, arguments, "--tasks", "mine_short") == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said in line
+
+
+def test_model_args_are_those_of_the_command_line(checkpoint):
+    words = f"pretrained={checkpoint},platform=cpu,method=full,codec=int8,value_codec=null,seed=3"
+    made = lm_command.KVModel.create_from_arg_string(words, {"batch_size": 1, "device": lm_command.DEFAULT_DEVICE})
+    assert (made.config.codec_name, made.config.seed, made.config.platform.name) == ("int8", 3, "cpu")
+    with pytest.raises(UserError, match="device=cpu: --model_args names device or platform too"):
+        lm_command.KVModel.create_from_arg_string(words, {"device": "cpu"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_was_asked_for_is_no_other(checkpoint):
+    with pytest.raises(UserError, match="platform=cuda: torch finds no CUDA device here"):
+        lm_command.KVModel.create_from_arg_string(f"pretrained={checkpoint},device=cuda")
+
+
+def test_a_tokenizer_beside_a_model_that_has_one_is_refused(model):
+    for call in (harness.lm, harness.attach):
+        with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"), call(model, "gpt2"):
+            pass
+    with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"):
+        harness.load("smollm2-135m", "gpt2")
 
 
 def test_a_device_that_is_not_offered_is_refused(checkpoint, folder, capfd):

@@ -25,7 +25,7 @@ from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.sampling import random_numbers
 from methods.selection import GROUPS
-from methods.shadowkv import ShadowKV
+from methods.shadowkv import ShadowKV, low_rank
 from methods.socket import Socket
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
@@ -450,6 +450,59 @@ def test_white_keys_have_variance_one_and_the_same_scores():
     torch.testing.assert_close(*products, rtol=1e-9, atol=1e-9)
     partial = key.double() @ white[:, 1]
     torch.testing.assert_close(partial.var(2, correction=0), torch.ones(1, 2, 6).double(), rtol=2e-3, atol=0)
+
+
+def svd_pair(of_query: np.ndarray, of_key: np.ndarray, columns: int, white_keys: bool) -> tuple[np.ndarray, np.ndarray]:
+    """W_q and W_k of a head by its SVD. Of the two signs of a column, its direction's largest element is positive."""
+    factors = []
+    for moment in (of_query, of_key):
+        ridge = 1e-4 * np.trace(moment) / len(moment) * np.linspace(1, 2, len(moment))
+        factors.append(np.linalg.cholesky(moment + np.diag(ridge)))
+    left, right = factors
+    images, strength, directions = np.linalg.svd(left.T @ right)
+    pair = []
+    for column in range(columns):
+        direction, image, scale = directions[column], images[:, column], strength[column] ** 0.5
+        sign = np.sign(direction[np.abs(direction).argmax()])
+        of_scale = (1, scale**2) if white_keys else (scale, scale)
+        pair.append((sign * right @ direction / of_scale[0], sign * left @ image / of_scale[1]))
+    return tuple(np.array(side).T for side in zip(*pair, strict=True))
+
+
+@pytest.mark.parametrize("white_keys", [False, True])
+@pytest.mark.parametrize("columns", [6, 16])
+def test_the_balanced_pair_is_that_of_the_svd_of_each_head(columns, white_keys):
+    """Channels differ thirtyfold, two sequences have moments of their own, and all share a calibration."""
+    query, key, _ = prompt_of(bias=0.0)
+    batch = [torch.cat([states, 2 * states.flip(2, 3)]) for states in (query, key)]
+    known = [
+        moments(*batch, torch.ones(2, 40, dtype=torch.bool)),
+        {name: each[0] for name, each in moments(query.roll(1, 2), key, torch.ones(1, 40, dtype=torch.bool)).items()},
+    ]
+    found = balanced(known, columns, white_keys=white_keys)
+    of_query, of_key = (sum(each[name] for each in known).numpy() for name in ("query", "key"))
+    for sequence, head in product(range(2), range(2)):
+        wanted = svd_pair(of_query[sequence, head], of_key[sequence, head], columns, white_keys)
+        for side in range(2):
+            scale = np.abs(wanted[side]).max()
+            assert np.abs(found[sequence, side, head].numpy() - wanted[side]).max() < 1e-8 * scale
+        rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).double().numpy()
+        scores = [
+            rows @ pair[0] @ pair[1].T @ key[0, head].double().numpy().T
+            for pair in (wanted, found[sequence, :, head].numpy())
+        ]
+        assert np.array_equal(*(each.argsort(-1) for each in scores)), "tokens are chosen in this order"
+
+
+@pytest.mark.parametrize(("tokens", "width", "rank"), [(40, 12, 5), (12, 40, 5), (12, 40, 30), (12, 12, 12)])
+def test_keys_of_low_rank_are_those_of_the_svd(tokens, width, rank):
+    rows = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(2)) * torch.logspace(0, -3, width)
+    left, right = low_rank(rows, rank)
+    assert left.shape == (2, tokens, min(rank, tokens)) and right.shape == (2, min(rank, tokens), width)
+    for sequence in range(2):
+        images, strength, directions = np.linalg.svd(rows[sequence].double().numpy(), full_matrices=False)
+        nearest = images[:, :rank] * strength[:rank] @ directions[:rank]
+        assert np.abs((left @ right)[sequence].numpy() - nearest).max() < 1e-9
 
 
 def of_all_layers(query: torch.Tensor, key: torch.Tensor, rows: PromptRows) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(models, "load_model", lambda config: loaded)
         lengths = [f"seq_len={SEQ_LEN}", f"prefill_len={PREFILL_LEN}", "num_windows=2", f"corpus.path={text}"]
         assert main(["experiment=perplexity", "method=h2o", *lengths, *more]) == 0
-        return read_table(Path("results/tables/perplexity.csv"))
+        return read_table(Path("outputs/tables/perplexity.csv"))
 
     return score
 
@@ -62,7 +62,7 @@ def test_a_table_has_the_columns_of_its_models_and_no_other(name, run):
     assert rows and tuple(rows[0]) == tuple(column for column in names(ACCURACY) if column not in absent)
     for column, expected in EXPECTED[name].items():
         assert [row[column] for row in rows] == pytest.approx([expected] * len(rows)), column
-    shown = Path("results/tables/perplexity.md").read_text()
+    shown = Path("outputs/tables/perplexity.md").read_text()
     assert all((column.heading in shown) == (column.name in EXPECTED[name]) for column in OF_SOME_RUNS)
     if name == "gqa":  # beside a model that has another column
         cells = {row["num_samples"]: row["window_frac"] for row in run("gemma2", "num_windows=1")}

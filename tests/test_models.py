@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import math
 import os
 import pickle
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +21,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokens import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from harness import files
 from harness.checks.families import families
 from harness.data.text import start_ids
 from harness.errors import UserError
 from harness.model import source
+from harness.model.gguf_config import Metadata, with_metadata
 from harness.model.load import from_memory, load_model, model_config, require_kernels, shape_mapping
 from harness.model.shape import as_config, count_weights, read_yaml
 from harness.model.tiny import VOCAB_SIZE, tiny_model
@@ -86,7 +90,12 @@ def own_caches(request, tmp_path, monkeypatch):
 def tiny_gguf(tmp_path) -> Path:
     """A two-layer Llama in float16 with a byte-level tokenizer, as llama.cpp's converter would write it."""
     (tmp_path / "gguf").mkdir()
-    path, shape = tmp_path / "gguf" / "tiny.gguf", TINY_SHAPE
+    return write_tiny_gguf(tmp_path / "gguf" / "tiny.gguf")
+
+
+def write_tiny_gguf(path: Path, extra: Mapping[str, Any] = {}, tensors: Mapping[str, list[float]] = {}) -> Path:
+    """extra: more metadata, by whole key. tensors: more tensors, of fp32."""
+    shape = TINY_SHAPE
     hidden, ffn, head_dim = shape["hidden_size"], shape["intermediate_size"], 16
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
@@ -95,10 +104,16 @@ def tiny_gguf(tmp_path) -> Path:
         "head_count_kv": shape["num_key_value_heads"], "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
         "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "bos_token_id": 1, "eos_token_id": 2,
     }.items():  # fmt: skip
-        getattr(writer, f"add_{name}")(value)
+        if f"llama.{name}" not in extra:
+            getattr(writer, f"add_{name}")(value)
     alphabet = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]]
     alphabet += [chr(256 + i) for i in range(VOCAB_SIZE - len(alphabet))]
     alphabet[-1] = "ab"
+    for key, value in extra.items():
+        kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
+        getattr(writer, f"add_{kind}")(key, value)
+    for name, numbers in tensors.items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     writer.add_token_list(alphabet)
     writer.add_token_merges(["a b"])
     of_layer = {
@@ -208,6 +223,8 @@ NO_MODELS = [
         "use_bidirectional_attention=True of model_type=gemma3_text is not supported",
     ),
     (TINY_SHAPE | {"num_hidden_layers": 0}, "num_hidden_layers=0 must be above 0"),
+    (TINY_SHAPE | {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 must be at most 1,000"),
+    ({"model_type": "gpt2", "n_layer": 10**12}, "its shape is not valid: n_layer=1000000000000 must be at most 1,000"),
     (TINY_SHAPE | {"hidden_size": 2.5}, "its shape is not valid .*'hidden_size' expected int"),
     (TINY_SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num"),
     (TINY_SHAPE | {"hidden_size": 33}, "its shape is not valid .*not a multiple"),
@@ -230,6 +247,20 @@ def test_any_decoder_of_transformers_is_loaded(shape, attention, max_length):
     loaded = load_model(configured(weights="random", shape=shape))
     assert loaded.model.config._attn_implementation == attention and loaded.max_length == max_length
     assert loaded.model(IDS).logits.isfinite().all()
+
+
+def test_a_softcap_is_not_left_to_the_fused_attention(monkeypatch):
+    """Also of a transformers that says that its fused attention will do, as up to 5.20."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    logits = {}
+    for softcap, attention in ((0.01, "eager"), (None, "sdpa")):
+        shape = TEXT | {"model_type": "gemma2", "attn_logit_softcapping": softcap, "initializer_range": 0.5}
+        model = load_model(configured(weights="random", shape=shape)).model
+        assert model.config._attn_implementation == attention
+        logits[softcap] = model(IDS).logits
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(logits[softcap], model(IDS).logits, atol=1e-4, rtol=1e-4)
+    assert (logits[0.01] - logits[None]).abs().max() > 0.01, "a softcap changes these numbers"
 
 
 TEXT = {
@@ -394,6 +425,131 @@ def test_a_gguf_of_gemma_has_windows_two_ropes_and_a_start_token(gemma_gguf):
     with torch.inference_mode():
         logits = loaded.model(IDS[:, :40]).logits
     assert logits.isfinite().all() and logits.std() > 0.01
+
+
+HEAD_DIM, THETA = 16, 10000.0
+FREQ_FACTORS = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
+SCALING = "llama.rope.scaling."
+
+
+def frequencies(factor: float = 1.0, original: int | None = None, divisors: list[float] | None = None) -> list[float]:
+    """Angles a position for each pair of a head's dimensions, in llama.cpp's way, one after the other.
+
+    original: yarn's, of which pairs that turn more than 32 times keep their angle.
+    """
+    found = []
+    for pair in range(HEAD_DIM // 2):
+        angle = THETA ** (-2 * pair / HEAD_DIM) / (divisors[pair] if divisors else 1.0)
+        kept = 0.0
+        if original:
+            first, last = (
+                HEAD_DIM * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (32, 1)
+            )
+            first, last = max(0, math.floor(first)), min(HEAD_DIM - 1, math.ceil(last))
+            kept = 1 - min(1, max(0, (pair - first) / max(0.001, last - first)))
+        found.append(angle / factor * (1 - kept) + angle * kept)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("extra", "tensors", "expected", "scale"),
+    [
+        ({f"{SCALING}type": "linear", f"{SCALING}factor": 4.0}, {}, frequencies(4.0), 1.0),
+        ({f"{SCALING}factor": 4.0}, {}, frequencies(4.0), 1.0),
+        ({"llama.rope.scale_linear": 4.0}, {}, frequencies(4.0), 1.0),
+        ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, {}, frequencies(), 1.0),
+        (
+            {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}original_context_length": 32},
+            {},
+            frequencies(4.0, 32),
+            1 + 0.1 * math.log(4),
+        ),
+        (
+            {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}attn_factor": 0.5},
+            {},
+            frequencies(4.0, TINY_SHAPE["max_position_embeddings"]),
+            0.5 * (1 + 0.1 * math.log(4)),
+        ),
+        ({}, {"rope_freqs.weight": FREQ_FACTORS}, frequencies(divisors=FREQ_FACTORS), 1.0),
+        (
+            {f"{SCALING}original_context_length": 64, f"{SCALING}attn_factor": 1.25},
+            {"rope_factors_short.weight": FREQ_FACTORS, "rope_factors_long.weight": [9.0] * 8},
+            frequencies(divisors=FREQ_FACTORS),
+            1.25,
+        ),
+    ],
+    ids=["linear", "no type", "old key", "none", "yarn", "yarn of the context", "a divisor each", "longrope"],
+)  # fmt: skip
+def test_the_scaling_of_a_gguf_is_applied(extra, tensors, expected, scale, tmp_path):
+    loaded = load_model(configured(write_tiny_gguf(tmp_path / "scaled.gguf", extra, tensors)))
+    rope = loaded.model.model.rotary_emb
+    assert rope.inv_freq.tolist() == pytest.approx(expected, rel=1e-5)
+    assert rope.attention_scaling == pytest.approx(scale)
+    plain = load_model(configured(write_tiny_gguf(tmp_path / "plain.gguf")))
+    is_plain = torch.equal(loaded.model(IDS).logits, plain.model(IDS).logits)
+    assert is_plain == (expected == frequencies())
+    assert loaded.max_length == TINY_SHAPE["max_position_embeddings"]
+
+
+def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
+    ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
+    loaded = load_model(configured(write_tiny_gguf(tmp_path / "eot.gguf", ends)))
+    assert loaded.model.generation_config.eos_token_id == [2, 7]
+
+
+@pytest.mark.parametrize(
+    ("extra", "tensors", "words"),
+    [
+        ({f"{SCALING}type": "cubic"}, {}, "llama.rope.scaling.type=cubic, which is not supported"),
+        ({f"{SCALING}type": "longrope"}, {}, "type=longrope, without rope_factors_long.weight"),
+        ({f"{SCALING}factor": 2.0}, {"rope_freqs.weight": FREQ_FACTORS}, "factor=2.0, beside factors of each"),
+        ({}, {"rope_freqs.weight": [1.0]}, "llama.rope_freqs.weight=1, factors, but 8 frequencies"),
+        ({"llama.attention.scale": 0.5}, {}, "llama.attention.scale=0.5, which is not supported"),
+        ({"llama.attention.causal": False}, {}, "llama.attention.causal=False, which is not supported"),
+        ({"llama.attention.sliding_window": 8}, {}, "sliding_window=8, which transformers' configuration"),
+        ({"llama.final_logit_softcapping": 30.0}, {}, "final_logit_softcapping=30.0, which transformers'"),
+        ({"llama.new_key": 1}, {}, "llama.new_key=1, a key that is not known here"),
+        ({}, {"blk.0.attn_q.bias": [0.0] * 64}, r"its tensors hold [\d,]+ weights, and the llama that transformers"),
+        ({"llama.block_count": 3}, {}, r"its tensors hold [\d,]+ weights, and the llama that transformers"),
+        ({"llama.block_count": 10**6}, {}, "num_hidden_layers=1000000 must be at most 1,000"),
+        ({"llama.block_count": 2**32 - 1}, {}, "num_hidden_layers=4294967295 must be at most 1,000"),
+    ],
+)  # fmt: skip
+def test_what_a_gguf_says_and_transformers_leaves_out_is_refused(extra, tensors, words, tmp_path):
+    refused(words, configured(write_tiny_gguf(tmp_path / "odd.gguf", extra, tensors)))
+
+
+LEFT_OUT = {
+    "rotary dimensions": ("phi3", {"rope.dimension_count": 48}, {"partial_rotary_factor": 0.5}),
+    "a window": ("phi3", {"attention.sliding_window": 2047}, {"sliding_window": 2047}),
+    "no window": ("phi3", {"attention.sliding_window": 0}, {"sliding_window": None}),
+    "the epsilon": ("nemotron", {"attention.layer_norm_epsilon": 1e-3}, {"norm_eps": 1e-3}),
+    "a Mistral's window": ("mistral", {"block_count": 32}, {"sliding_window": None}),
+    "positions of GPT-2": ("gpt2", {"context_length": 2048}, {"max_position_embeddings": 2048}),
+    "which layers have windows": (
+        "gemma3_text",
+        {"block_count": 26, "attention.sliding_window_pattern": 13},
+        {"layer_types": 2 * (12 * ["sliding_attention"] + ["full_attention"])},
+    ),
+    "two ropes": ("gemma3_text", {"rope.freq_base": 2e6, "rope.freq_base_swa": 3e4, "rope.scaling.factor": 8.0}, {}),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_transformers_leaves_out_of_a_family_is_taken(case):
+    family, says, expected = LEFT_OUT[case]
+    plain = AutoConfig.for_model(family)
+    metadata = Metadata(Path("x.gguf"), "llama" if family == "mistral" else family, says, [], {}, {})
+    found = with_metadata(plain, metadata)
+    for name, value in expected.items():
+        rope = getattr(found, "rope_parameters", None) or {}
+        assert rope.get(name, getattr(found, name, None)) == value
+        assert getattr(plain, name, None) != value or case == "no window"
+    if case == "two ropes":
+        assert found.rope_parameters == {
+            "full_attention": {"rope_type": "linear", "rope_theta": 2e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        }
 
 
 def test_the_default_model_has_its_shipped_shape(default_model):

@@ -69,3 +69,39 @@ def test_only_float16_is_looked_at_and_no_step(dtype, rows, refused):
         else:
             hidden = attached.forward(ids, ids, Empty())
             assert bool(hidden.isfinite().all()) == (dtype == "bfloat16")
+
+
+CODED = {
+    "perplexity": f"experiment=perplexity {LENGTHS}",
+    "tasks": "experiment=tasks tasks=[kv_recall] num_samples=2",
+    "generate": "experiment=generate prompt=hello max_new_tokens=4 placement=device",
+}
+
+
+@pytest.fixture(scope="module")
+def large_keys(tmp_path_factory):
+    """A tiny model whose third layer has a key channel beyond fp16, below 0: integer codecs store a minimum."""
+    folder = tmp_path_factory.mktemp("keys")
+    model = tiny_model("qwen2", num_key_value_heads=2, max_position_embeddings=2048)
+    model.model.layers[2].self_attn.k_proj.bias.data[3] = -2e5
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return f"model.path={folder}"
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("codec", ["int4", "fp16"])
+def test_keys_that_a_codec_cannot_hold_name_codec_and_layer(
+    kind, codec, large_keys, settings, tmp_path, monkeypatch, capsys
+):
+    """Replay blamed the model's weights, and live decoding went on with NaN."""
+    monkeypatch.chdir(tmp_path)
+    line = [*CODED[kind].split(), "method=full", *settings[1:], large_keys]
+    assert main([*line, f"codec={codec}"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        said.startswith(f"error: codec={codec}: the keys of layer 2 reach ")
+        and "up to 65504; choose codec=bf16" in said
+    )
+    if codec == "int4":
+        assert main([*line, "codec=int4", "codec_layers=[2:bf16]"]) == 0

@@ -12,6 +12,7 @@ from conftest import forget
 from harness.results import record as records
 from harness.run import new_method
 from harness.run.cli import main
+from harness.run.compose import override
 from harness.run.runner import Run
 from tests.composed import load
 from tests.runs import reading, tiny_loaded
@@ -54,6 +55,15 @@ def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, own_folder):
     assert config.method_name == config.label == name
     assert (type(config.method).__name__, config.method.kept_frac, config.method.num_sinks) == ("Mine", 0.5, 2)
     assert config.method.sizes == (1, 2)
+
+
+@pytest.mark.parametrize("folder", ["a:b", "a.py:b", "a b", "${seed}"])
+def test_a_folder_of_any_name(folder, runs, own_folder):
+    path = write(name=f"{folder}/mine.py")
+    assert main([override("method", f"./{folder}/mine.py"), "method.num_sinks=2"]) == 0
+    (config,) = runs.configs
+    assert config.method_name == "mine" and config.method.num_sinks == 2
+    assert type(load([override("method", f"{path}:Mine")]).method) is type(config.method)
 
 
 def test_it_is_one_of_a_sweep(runs, capsys):
@@ -151,7 +161,7 @@ def test_a_new_method_works_as_it_is(own_folder, monkeypatch, capsys):
     for command in commands:
         assert main([*command, *texts, "method.num_channels=4", *small, *shape]) == 0
         assert "FAILED" not in capsys.readouterr().out
-    found = [json.loads(path.read_text()) for path in sorted(Path("results/runs").rglob("record.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(Path("outputs/runs").rglob("record.json"))]
     assert [record["experiment"] for record in found] == ["latency", "perplexity"]
     for record, label in zip(found, ("page_means", "Page means"), strict=True):
         assert record["config"]["label"] == label

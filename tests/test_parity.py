@@ -122,6 +122,11 @@ def test_soft_collisions_agree_with_probabilities_of_corners(tmp_path):
     assert agreement(lines(wrong), "socket") < 50
 
 
+def test_best_tokens_that_are_always_read_leave_places_empty(tmp_path):
+    printed = lines(write(tmp_path, "socket", SOCKET.replace("SIGN * ", "")))
+    assert 50 < agreement(printed, "socket, first and recent") < agreement(printed, "socket")
+
+
 def test_a_package_is_imported_from_its_folder(tmp_path):
     root = write(tmp_path, "knorm", KNORM)
     assert agreement(lines(root), "knorm") == 100

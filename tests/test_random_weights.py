@@ -34,7 +34,7 @@ def settings(folder: Path) -> list[str]:
     return [f"model.path={folder}", "model.weights=random", *LENGTHS]
 
 
-def record(experiment: str, results: str = "results") -> dict:
+def record(experiment: str, results: str = "outputs") -> dict:
     (path,) = Path(results).glob(f"runs/{experiment}/*/record.json")
     return json.loads(path.read_text())
 
@@ -52,14 +52,14 @@ def test_ids_follow_from_the_text_alone():
 
 def test_windows_and_calibration_are_random_ids(folder, capsys):
     assert main(["-m", "method=full,infinigen,kvzip", *settings(folder)]) == 0
-    paths = list(Path("results").glob("runs/perplexity/*/record.json"))
+    paths = list(Path("outputs").glob("runs/perplexity/*/record.json"))
     found = {each["config"]["method_name"]: each for each in map(json.loads, (path.read_text() for path in paths))}
     assert set(found) == {"full", "infinigen", "kvzip"}
     for each in found.values():
         assert set(each["metrics"]) == {"random"}, "the text's name in tables"
         assert (each["config"]["corpus"]["name"], each["config"]["calibration"]["name"]) == ("random", "random")
     assert found["infinigen"]["metrics"]["random"]["kl_nats"] > 0
-    assert "random" in Path("results/tables/perplexity.csv").read_text()
+    assert "random" in Path("outputs/tables/perplexity.csv").read_text()
 
 
 def test_a_tokenizer_beside_the_shape_changes_nothing(folder, tmp_path):

@@ -7,15 +7,18 @@ import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from harness.data.text import offline_text
 from harness.errors import UserError
 from harness.files import text_sha256
 from harness.model import source
 from harness.model.source import PACKAGED_SHA256
+from harness.report import page
 from harness.results import environment, inputs
 from harness.results import record as records
 from harness.run import runner
@@ -59,6 +62,8 @@ def edit(file, text):
         ("experiment=latency", "data=hub corpus=wikitext2", True),
         ("experiment=tasks", "num_samples=7", False),
         ("experiment=latency", "seed=1", False),
+        ("experiment=latency", "platform.host_gib=100", True),
+        ("experiment=capacity platform.device_gib=1", "platform.host_gib=100", False),
         ("", "method=full", False),
         ("", "method.alpha=inf", False),
         ("", "codec=int4", False),
@@ -176,7 +181,7 @@ def test_a_metric_that_is_not_finite_is_the_users_in_one_line_and_fails_the_run(
     runs.measure = lambda config: Outcome({"offline": {"kl_nats": 0.1, "perplexity": value}})
     with pytest.raises(UserError, match=f"^offline/perplexity={value}: is not finite; [^\n]*$"):
         start(H2O)
-    (record,) = records.read_records("results", "perplexity")
+    (record,) = records.read_records("outputs", "perplexity")
     assert record["status"] == "failed" and record["metrics"] == {} and "bug" not in record["error"]
     runs.measure = lambda config: Outcome({"offline": {"kl_nats": 0.1}}, {"windows": [{"nll": value}]})
     with pytest.raises(UserError, match=f"^samples/windows/0/nll={value}: is not finite"):
@@ -230,7 +235,7 @@ def test_a_finished_run_is_recorded_whole_skipped_after_and_renamed(runs, capsys
     record = records.read_record(path)
     assert record.items() >= asdict(outcome(config)).items()
     assert record["config"]["method"] == {
-        "num_exempt_layers": 2, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
+        "num_exempt_layers": 0, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
     }  # fmt: skip
     assert record["settings"] == {"heavy_frac": 0.05}
     assert record["config"]["label"] == "H2O" and record["seconds"] > 0 and record["error"] is None
@@ -258,12 +263,12 @@ def test_a_run_that_did_not_finish_says_why_and_is_repeated(error, status, said,
     runs.measure = Mock(side_effect=error)
     with pytest.raises(type(error)):
         start(H2O)
-    (record,) = records.read_records("results", "perplexity")
+    (record,) = records.read_records("outputs", "perplexity")
     assert (record["status"], record["error"]) == (status, said)
     runs.measure = outcome
     start(H2O)
     assert f"{status} before{f' ({said})' if said else ''}, run again" in capsys.readouterr().out
-    (record,) = records.read_records("results", "perplexity")
+    (record,) = records.read_records("outputs", "perplexity")
     assert record["status"] == "finished" and record["error"] is None
 
 
@@ -292,8 +297,6 @@ def test_what_a_user_can_mend_is_one_line_that_names_the_setting(error, kind, me
 
 
 def test_torch_says_what_we_listen_for():
-    import torch
-
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         torch.empty(2**50)
     assert torch.OutOfMemoryError.__name__ == "OutOfMemoryError"
@@ -309,6 +312,45 @@ def test_environment_is_json_and_knows_the_packages(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "PACKAGES_DIR", tmp_path)  # no git
     found = environment.describe()
     assert (found["commit"], found["dirty"], found["num_threads"]) == (None, None, None)
+
+
+SMI = """#!/bin/sh
+case "$*" in
+  "--query-gpu=uuid,driver_version,pcie.link.gen.current,"*"clocks.max.mem --format=csv,noheader,nounits") ;;
+  *) exit 2 ;;
+esac
+echo "GPU-aaaa, 580.65.06, 1, 5, 8, 16, 345, 1980, 2619, 2619"
+echo "GPU-bbbb, 580.65.06, 5, 5, 16, 16, 1755, 1980, 1593, [N/A]"
+"""
+
+
+def test_the_environment_of_a_gpu_has_its_driver_link_and_clocks(monkeypatch, tmp_path):
+    """As nvidia-smi tells them of the GPU that computed; nothing where it tells nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="bbbb"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    (unknown,) = environment.describe(["cuda:0"])["gpus"]
+    assert set(unknown.values()) == {None}
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    found = environment.describe(["cuda:0"])
+    assert found["device_name"] == "a GPU" and json.loads(json.dumps(found)) == found
+    assert found["gpus"] == [
+        {
+            "driver": "580.65.06", "pcie_generation": 5, "pcie_generation_max": 5, "pcie_width": 16,
+            "pcie_width_max": 16, "sm_mhz": 1755, "sm_mhz_max": 1980, "memory_mhz": 1593, "memory_mhz_max": None,
+        }
+    ]  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="cccc"))
+    assert environment.describe(["cuda:0"])["gpus"] == [unknown], "it is neither of the two"
+    smi.write_text(SMI.replace('echo "GPU-bbbb', '# echo "'))
+    assert environment.describe(["cuda:0"])["gpus"][0]["sm_mhz"] == 345, "a part of the only one"
+    assert environment.describe(["cpu"])["gpus"] is environment.describe()["gpus"] is None
+    shown = dict(page._readable(found))
+    assert (shown["driver"], shown["pcie generation max"], shown["pcie width max"]) == ("580.65.06", "5", "16")
+    assert shown["sm mhz max"] == "1980" and not {"gpus", "sm mhz"} & shown.keys()
+    assert "driver" not in dict(page._readable({"gpus": ["no mapping", None]}))
 
 
 def test_a_budget_that_is_never_reached_is_said(runs, caplog):
@@ -330,3 +372,33 @@ def test_a_budget_that_is_never_reached_is_said(runs, caplog):
     caplog.clear()
     evicted["kv_recall"] = 1.0
     assert main(["experiment=tasks", "method=h2o", "seed=1"]) == 0 and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "said"),
+    [
+        ("method=quest", 1.0, "every decode row read the whole cache: the budget is never reached, so these are the "),
+        ("method=quest codec=int4", 0.4, None),
+        ("method=quest codec=bf16", 1.0, "these are the full cache's numbers under codec=bf16"),
+        ("method=quest", 0.999, None),
+        ("method=kivi", 1.0, "residual=128: no group of tokens was coded whole, so these are the full cache's numbers"),
+        ("method=kivi", 0.9, None),
+        ("method=full", 1.0, None),
+        ("method=full codec=bf16", 1.0, None),
+    ],
+)
+def test_a_method_that_read_the_whole_cache_says_so(words, size, said, runs, caplog):
+    """Whatever it does with tokens: one that retrieves, and a codec within its exact tokens."""
+
+    def measure(config):
+        measured = outcome(config)
+        for task, entries in measured.metrics.items():
+            measured.metrics[task] = entries | {"size": size}
+        return measured
+
+    runs.measure = measure
+    assert main(["experiment=tasks", *words.split()]) == 0
+    if said is None:
+        assert not caplog.messages
+    else:
+        assert len(caplog.messages) == 2 and all(said in line for line in caplog.messages)

@@ -271,8 +271,8 @@ def test_tables_alone_and_tables_of_the_user_are_reported(tmp_path):
     shutil.rmtree(tmp_path / "runs")
     page = Page(report.write_report(tmp_path).read_text())
     assert not page.all("src") and page.all("id") == [
-        "page-overview", "contents", "page-accuracy", "fig11", "page-further-runs", "mine", "page-runs", "environment",
-        "missing",
+        "page-overview", "words", "contents", "page-accuracy", "fig11", "page-further-runs", "mine", "page-runs",
+        "environment", "missing",
     ]  # fmt: skip
     assert "there are no records" in page.text("environment") and not page.packed
 

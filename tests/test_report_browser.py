@@ -95,7 +95,8 @@ const column = table => [...table.tBodies[0].rows].map(row => row.cells[3].textC
 (async () => {
   await until(() => points().length);
   await wait(1);
-  const seen = { first: points().length, shown: hover(points().at(-2)) };
+  const named = () => [...explorer.querySelectorAll(".mark-text.role-mark text")].map(text => text.textContent);
+  const seen = { first: points().length, labels: named(), shown: hover(points().at(-2)) };
   const click = point => {
     for (const kind of ["pointerdown", "mousedown", "pointerup", "mouseup", "click"])
       point.dispatchEvent(new MouseEvent(kind, at(point)));
@@ -103,7 +104,7 @@ const column = table => [...table.tBodies[0].rows].map(row => row.cells[3].textC
   click(points().at(-2));
   await wait(1);
   seen.pale = points().filter(point => point.getAttribute("opacity") < 0.5).length;
-  seen.named = [...explorer.querySelectorAll(".mark-text.role-mark text")].map(text => text.textContent);
+  seen.named = named();
   seen.sized = await choose("size", "10 %");
   seen.all = await choose("size", "");
   seen.accuracy = await choose("y", "passkey");
@@ -176,6 +177,7 @@ def test_the_explorer_answers_and_nothing_else_happens(report, profile, tmp_path
     assert seen["troubles"] == []
     assert (seen["first"], seen["sized"], seen["all"]) == (4, 2, 4), "without the full cache, whose KL is 0"
     assert (seen["accuracy"], seen["step"], seen["model"]) == (5, 5, 5)
+    assert set(seen["labels"]) >= {"B 10 %", "B 25 %"}, "names that have room"
     answer = dict(seen["shown"])
     assert answer["method"] == answer["settings"] == HOSTILE and answer["asked size"] == "25 %"
     assert answer["KL (nats)"] == "0.2500 ± 0.1000" and answer["family"] == "retrieves"

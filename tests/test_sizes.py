@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from dataclasses import replace
 from statistics import mean
@@ -15,7 +17,10 @@ from living import PROMPT, STEPS, attached_with_link, force, live, open_live, re
 
 from harness.checks.contract import open_replay
 from harness.errors import UserError
-from harness.model.sizes import TOLERANCE, code_width, expected_size, sized_as_stored
+from harness.model.sizes import TOLERANCE, LengthWords, code_width, expected_size, sized_as_stored
+from harness.replay.setup import LENGTHS
+from harness.run.compose import Composer, load
+from harness.settings.schema import options
 from methods.base import Geometry, Lengths, TokenCounts
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
@@ -47,23 +52,23 @@ decode_rows = st.builds(
 codecs = st.sampled_from([None, Codec("int2"), Codec("int1")])
 sizeable = st.sampled_from(
     [
-        H2O(),
-        Streaming(num_sinks=1),
-        Oracle(),
+        H2O(num_exempt_layers=2),
+        Streaming(num_sinks=1, num_exempt_layers=2),
+        Oracle(num_exempt_layers=2),
         InfiniGen(num_exempt_layers=1),
         InfiniGen(cap_of="final"),
         H2O(num_exempt_layers=0),
         Quest(),
         Quest(page_size=1, num_exempt_layers=0),
-        SnapKV(window=1),
-        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive"),
-        TOVA(),
-        RKV(window=1, divide_length=3),
-        RandomAttention(divide_length=3),
-        DuoAttention(num_sinks=1, num_recent=1),
-        ParisKV(num_sinks=0),
-        Socket(num_sinks=1),
-        RocketKV(window=1),
+        SnapKV(window=1, num_exempt_layers=2),
+        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive", num_exempt_layers=2),
+        TOVA(num_exempt_layers=2),
+        RKV(window=1, divide_length=3, num_exempt_layers=2),
+        RandomAttention(divide_length=3, num_exempt_layers=2),
+        DuoAttention(num_sinks=1, num_recent=1, num_exempt_layers=2),
+        ParisKV(num_sinks=0, num_exempt_layers=2),
+        Socket(num_sinks=1, num_exempt_layers=2),
+        RocketKV(window=1, num_exempt_layers=2),
         RocketKV(window=2, num_sinks=1, num_exempt_layers=0),
     ]
 )
@@ -101,22 +106,98 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
     rows, geometry = [TokenCounts(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
-    smallest = expected_size(Streaming(kept_frac=0.0501), Counter(rows), 10)  # 5 of 100 tokens
+    smallest = expected_size(Streaming(kept_frac=0.0501, num_exempt_layers=2), Counter(rows), 10)  # 5 of 100 tokens
     with pytest.raises(UserError, match=f"size=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
-        sized_as_stored(Streaming(), None, geometry, rows, 0.21, nearest=False)
+        sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, 0.21, nearest=False)
     assert "\n" not in str(refusal.value)
-    found = sized_as_stored(Streaming(), None, geometry, rows, smallest, nearest=False)
+    found = sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, smallest, nearest=False)
     assert found.tokens_read(TokenCounts(99, 50, 100), 2) == 5
     with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
-        sized_as_stored(Streaming(num_sinks=100), None, GEOMETRY, rows, 0.5, nearest=True)
+        sized_as_stored(Streaming(num_sinks=100, num_exempt_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
+
+
+SMALL = replace(GEOMETRY, num_layers=30)
+
+
+def refusal_of(method, prompt: int, final: int, size: float, lengths: LengthWords) -> str:
+    """The refusal of a size at these lengths; "" where it is met."""
+    rows = [TokenCounts(cached, prompt, final) for cached in range(prompt, final - 1)]
+    try:
+        sized_as_stored(method, None, SMALL, rows, size, nearest=False, preset="mine", lengths=lengths)
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "ways"),
+    [
+        (SnapKV(num_exempt_layers=0), 0.1, {"prompt"}),
+        (SnapKV(num_exempt_layers=2), 0.1, {"prompt"}),
+        (SnapKV(num_exempt_layers=2), 0.05, {"prompt", "layers"}),  # both together
+        (Streaming(num_exempt_layers=9), 0.25, {"layers"}),
+        (RandomAttention(num_exempt_layers=0), 0.5, {"prompt"}),  # the prompt stays: a shorter one
+    ],
+)
+def test_a_refused_size_says_what_would_allow_it(method, size, ways):
+    """At 256 dense tokens of 1,024, whoever follows the words gets the size, and no smaller change gives it."""
+    said = refusal_of(method, 256, 1024, size, LENGTHS["perplexity"])
+    enough = said.partition("enough would be ")[2]
+    assert said.startswith(f"size={size}: ") and enough.endswith(f"size=nearest:{size}")
+    prompts = [int(number) for number in re.findall(r"prefill_len=(\d+)", enough)]
+    layers = [int(number) for number in re.findall(r"method.num_exempt_layers=(\d+)", enough)]
+    assert {"prompt"} & ways == ({"prompt"} if prompts else set())
+    assert {"layers"} & ways == ({"layers"} if layers else set())
+    for prompt in prompts:
+        followed = replace(method, num_exempt_layers=layers[0] if layers else method.num_exempt_layers)
+        assert refusal_of(followed, prompt, 1024, size, LENGTHS["perplexity"]) == ""
+        less = prompt - 30 if prompt > 256 else prompt + 30
+        assert refusal_of(followed, less, 1024, size, LENGTHS["perplexity"])
+    if layers and not prompts:
+        fewer = replace(method, num_exempt_layers=layers[0])
+        assert refusal_of(fewer, 256, 1024, size, LENGTHS["perplexity"]) == ""
+        assert refusal_of(replace(method, num_exempt_layers=layers[0] + 1), 256, 1024, size, LENGTHS["perplexity"])
+
+
+def test_where_prompt_and_answer_have_settings_of_their_own_each_is_named():
+    method = SnapKV(num_exempt_layers=0)
+    said = refusal_of(method, 256, 512, 0.15, LENGTHS["latency"])
+    prompt_len, gen_len = (int(number) for number in re.findall(r"(?:prompt_len|gen_len)=(\d+)", said))
+    assert prompt_len > 256 and gen_len < 256
+    assert refusal_of(method, prompt_len, prompt_len + 256, 0.15, LENGTHS["latency"]) == ""
+    assert refusal_of(method, 256, 256 + gen_len, 0.15, LENGTHS["latency"]) == ""
+    assert "prompts of " in refusal_of(method, 256, 512, 0.15, LENGTHS["tasks"])
+
+
+STRUCTURE = {"duo", "kascade", "dsa"}
+"""Heads or layers that read everything by the method's own design."""
+LONG_ANSWERS = {"random", "triattention"}
+"""They keep the prompt whole."""
+
+
+def test_at_the_default_lengths_methods_can_read_a_tenth():
+    """Of conf/method, on a model of 30 layers: all that have a size and no dense part by design."""
+    composed, refused = Composer(), {}
+    for name in options("method"):
+        try:
+            config = load([f"method={name}", "size=0.1", "method.num_exempt_layers=0"], composed)
+        except UserError as refusal:
+            assert "has no size to set" in str(refusal)
+            continue
+        assert (config.prefill_len, config.seq_len) == (960, 1024)
+        if config.size is not None and not config.size_is_measured:
+            said = refusal_of(config.method, config.prefill_len, config.seq_len, 0.1, LENGTHS["perplexity"])
+            if said:
+                refused[name] = said
+    assert set(refused) <= STRUCTURE | LONG_ANSWERS and "snapkv" not in refused
 
 
 def test_a_size_that_was_not_asked_for_is_told_once(caplog):
     rows = [TokenCounts(cached, 50, 100) for cached in range(50, 99)]
-    geometry = replace(GEOMETRY, num_layers=10)
+    geometry, method = replace(GEOMETRY, num_layers=10), Streaming(num_exempt_layers=2)
     for target in (0.211, 0.211, 0.3):  # the first cannot be: two of ten layers and five tokens are the least
-        sized_as_stored(Streaming(), None, geometry, rows, target, nearest=True)
-    sized_as_stored(Streaming(), None, geometry, rows, 0.212, nearest=True, preset="mine")
+        sized_as_stored(method, None, geometry, rows, target, nearest=True)
+    sized_as_stored(method, None, geometry, rows, 0.212, nearest=True, preset="mine")
     said = [record.message for record in caplog.records]
     assert said == [
         "method Streaming: asked for size 0.211, the nearest size here is 0.256",
@@ -125,13 +206,16 @@ def test_a_size_that_was_not_asked_for_is_told_once(caplog):
 
 
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
-    method, width = Streaming(kept_frac=0.5, num_sinks=1), 0.28125
+    method, width = Streaming(kept_frac=0.5, num_sinks=1, num_exempt_layers=2), 0.28125
     one, other = (expected_size(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
     assert one != other
     assert expected_size(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
         (3 * one + other) / 4
     )
-    for method, share in ((Streaming(kept_frac=0.2, num_sinks=1), 0.4), (Full(), 1)):
+    for method, share in (
+        (Streaming(kept_frac=0.2, num_sinks=1, num_exempt_layers=2), 0.4),
+        (Full(num_exempt_layers=2), 1),
+    ):
         rows = {TokenCounts(100, 50, 200): 1}
         assert expected_size(method, rows, 10, [width] * 10) == pytest.approx((2 + 8 * width * share) / 10)
         by_layer = expected_size(method, rows, 10, [1, 1, 0.5, *[width] * 6, 0.25])
@@ -166,46 +250,67 @@ CACHED = range(PROMPT, PROMPT + STEPS)
 @pytest.mark.parametrize(
     ("method", "tokens"),
     [
-        # ceil(0.3 * 16) of 16 columns of every cached key, and no value
-        (InfiniGen(skew=False, fixed_fetch=5), 5 / 32),
-        (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), 4 / 32),
-        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), 5 / 32 * mean(20 / t for t in CACHED)),
-        (InfiniGen(index="balanced"), 5 / 32),
-        (InfiniGen(partial_weight_ratio=1.0, index_bits=4), 16 * (4 + 32 / 16) / 16 / 32),
-        (InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0), 16 * (2 + 32 / 16) / 16 / 32),
-        (DoubleSparsity(rank=0.25), 4 / 32),
-        (DoubleSparsity(rank=0.25, index_bits=4), 4 * (4 + 32 / 4) / 16 / 32),
-        (Loki(rank=0.3), 5 / 32),
+        # ceil(0.3 * 16) of 16 columns of every cached key, no value, and the projection of 16 x 5 numbers once
+        (InfiniGen(skew=False, fixed_fetch=5), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
+        (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
+        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED)),
+        # two projections; with codes, the mean of the coded keys too
+        (InfiniGen(index="balanced"), mean((5 * t + 2 * 16 * 5) / 32 / t for t in CACHED)),
+        (
+            InfiniGen(index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4),
+            mean((8 * 8 / 16 * t + 2 * 16 * 8 * 8 / 16 + 8) / 32 / t for t in CACHED),
+        ),
+        (InfiniGen(partial_weight_ratio=1.0, index_bits=4), mean((16 * 6 / 16 * t + 16 * 16) / 32 / t for t in CACHED)),
+        (
+            InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0),
+            mean((16 * 4 / 16 * t + 16 * 16) / 32 / t for t in CACHED),
+        ),
+        # and with a sample a byte a token, and the mean value
+        (
+            InfiniGen(index="balanced", alpha=math.inf, group="sum_probs", rest="sampled"),
+            mean((5.5 * t + 2 * 16 * 5 + 16) / 32 / t for t in CACHED),
+        ),
+        (DoubleSparsity(rank=0.25), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
+        (DoubleSparsity(rank=0.25, index_bits=4), mean((4 * 12 / 16 * t + 16 * 4) / 32 / t for t in CACHED)),
+        (Loki(rank=0.3, num_exempt_layers=2), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
+        # every key
+        (Oracle(num_exempt_layers=2), 0.5),
         # 4 of 16 channels, and half a token for the mean value
-        (SparQ(), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
-        (SparQ(mean_value=False), 4 / 32),
+        (SparQ(num_exempt_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
+        (SparQ(mean_value=False, num_exempt_layers=2), 4 / 32),
         # two codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
-        (PQCache(num_sinks=0), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
+        (PQCache(num_sinks=0, num_exempt_layers=2), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
         # a byte for each of two sub-vectors of a key of the zone; of half of it 3 bits for each of 16 elements, in 6
         # bytes, and two weights
         (
-            ParisKV(num_sinks=0, recent_frac=0.0),
+            ParisKV(num_sinks=0, recent_frac=0.0, num_exempt_layers=2),
             mean((t * 2 + -(-t // 2) * (6 + 4)) / (2 * 32) / t for t in CACHED),
         ),
         (
-            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01),
+            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01, num_exempt_layers=2),
             mean(((t - 6) * 2 + 2 * 10) / (2 * 32) / t for t in CACHED),
         ),
         # 60 hashes of 10 bits in 76 bytes, and the length of the value
-        (Socket(num_sinks=0), (76 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3), (2 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False), 2 / (2 * 32)),
+        (Socket(num_sinks=0, num_exempt_layers=2), (76 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, num_exempt_layers=2), (2 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, num_exempt_layers=2), 2 / (2 * 32)),
         # floor(24 / 2.4^0.2758) = 18 prompt tokens stay; 18 / 10 is a token a chunk, and 16 / 1.8 channels
-        (RocketKV(budget_tokens=10, window=2), mean((18 + t - PROMPT) * 8 / 32 / t for t in CACHED)),
+        (
+            RocketKV(budget_tokens=10, window=2, num_exempt_layers=2),
+            mean((18 + t - PROMPT) * 8 / 32 / t for t in CACHED),
+        ),
         # 12 stay; 12 / 4 is two tokens a chunk, and 16 * 2 / 3 channels
-        (RocketKV(budget_tokens=4, window=2), mean((12 + t - PROMPT) // 2 * 10 / 32 / t for t in CACHED)),
-        (VAttention(num_sinks=0), 16 * (4 + 32 / 16) / 16 / 32),
+        (
+            RocketKV(budget_tokens=4, window=2, num_exempt_layers=2),
+            mean((12 + t - PROMPT) // 2 * 10 / 32 / t for t in CACHED),
+        ),
+        (VAttention(num_sinks=0, num_exempt_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
         # every key in 4 bits; or two vectors a full page, and in 4 bits the keys of Quest's pages
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
         (Twilight(page_size=5), mean((t // 5 + ((max(3, t // 2 // 5) - 1) * 5 + t % 5) * 6 / 32) / t for t in CACHED)),
         # two vectors a full page
         (Quest(page_size=5), mean(t // 5 / t for t in CACHED)),
-        (H2O(), 0),
+        (H2O(num_exempt_layers=2), 0),
     ],
     ids=lambda value: getattr(value, "title", None),
 )
@@ -226,15 +331,15 @@ def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
 
 
 EVICTED = [
-    (H2O(kept_tokens=20), [t - 20 for t in CACHED]),
-    (Streaming(kept_tokens=30, num_sinks=1), [max(0, t - 30) for t in CACHED]),
-    (SnapKV(kept_tokens=14, window=4), [PROMPT - 14] * STEPS),
+    (H2O(kept_tokens=20, num_exempt_layers=2), [t - 20 for t in CACHED]),
+    (Streaming(kept_tokens=30, num_sinks=1, num_exempt_layers=2), [max(0, t - 30) for t in CACHED]),
+    (SnapKV(kept_tokens=14, window=4, num_exempt_layers=2), [PROMPT - 14] * STEPS),
     # back to 26 tokens after every third: 27 - 26, then 29 - 26
-    (RandomAttention(kept_tokens=26, divide_length=3), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
-    (RandomAttention(kept_tokens=26), [0] * STEPS),  # the text ends before the first compression
+    (RandomAttention(kept_tokens=26, divide_length=3, num_exempt_layers=2), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
+    (RandomAttention(kept_tokens=26, num_exempt_layers=2), [0] * STEPS),  # the text ends before the first compression
     # of 4 KV heads in two layers 2 stream
-    (DuoAttention(num_sinks=1, num_recent=9), [(t - 10) / 2 for t in CACHED]),
-    (Full(), None),
+    (DuoAttention(num_sinks=1, num_recent=9, num_exempt_layers=2), [(t - 10) / 2 for t in CACHED]),
+    (Full(num_exempt_layers=2), None),
     (Quest(read_frac=0.4, page_size=3), None),
     (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
 ]

@@ -51,7 +51,7 @@ def main(*argv, draw=None):
 
 
 def record_here() -> tuple[dict, Path]:
-    (path,) = Path("results/runs").rglob("record.json")
+    (path,) = Path("outputs/runs").rglob("record.json")
     return records.read_record(path), path
 
 
@@ -77,7 +77,7 @@ def test_a_failed_run_is_sent_with_its_error_and_a_skipped_one_not_at_all(runs, 
     assert main(*ONE) == 1
     runs.measure = outcome
     assert [main(*ONE), main(*ONE)] == [0, 0] and cli.main(ONE) == 0
-    assert len(list(Path("results/runs").rglob("record.json"))) == 1, "a tracker is no part of a run's identity"
+    assert len(list(Path("outputs/runs").rglob("record.json"))) == 1, "a tracker is no part of a run's identity"
     assert [entry.status for entry in client.entries] == ["failed", "finished"] and client.checks == 2
     failed, finished = client.entries
     assert failed.tags["error"].startswith("ZeroDivisionError") and list(failed.metrics) == ["seconds"]
@@ -90,7 +90,7 @@ def test_one_that_cannot_be_used_is_refused_before_any_work(runs, client, small,
         assert main(*command) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert said == "error: tracker=mlflow: cannot be used (ConnectionError: no server at that address)"
-    assert not runs.configs and not Path("results").exists()
+    assert not runs.configs and not Path("outputs").exists()
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
@@ -129,7 +129,7 @@ def test_a_grid_is_an_entry_a_cell_and_one_of_its_figures(runs, client, small):
     assert main("grid=accuracy", draw=drawn) == 0
     *cells, figures = client.entries
     assert [entry.tags["method"] for entry in cells] == ["full", "h2o", "int4"] and client.checks == 1
-    assert figures.files == {"figures": [Path("results/fig12.png")]} and figures.status == "finished"
+    assert figures.files == {"figures": [Path("outputs/fig12.png")]} and figures.status == "finished"
     assert main("grid=accuracy", draw=drawn) == 0
     assert [entry.key for entry in client.entries[4:]] == [figures.key], "the tracker knows that it has them"
     assert client.checks == 1

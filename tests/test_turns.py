@@ -265,7 +265,7 @@ def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"task": {"question_marker": "Now:"}}, "task toy_told, question 0: kind=turns needs 'Now:' inside the prompt"),
+        ({"task": {"question_marker": "Now:"}}, "task toy_told, question 0: kind=turns finds no .* not there"),
         ({"rolling": True}, "task toy_told: scores whole texts, which ask no question"),
         ({"sampling": SamplingConfig(top_p=0.5)}, "task toy_told: top_p=0.5: the most likely token is taken"),
     ],
@@ -295,11 +295,11 @@ def test_a_finished_run_is_found_again(loaded, monkeypatch, tmp_path, capsys):
     assert main(["-m", "method=full,h2o", *line]) == 0
     shown = capsys.readouterr().out
     assert "kv_recall acc, question unknown (%)" in " ".join(shown.split()) or "unknown" in shown
-    records = {path: path.stat().st_mtime_ns for path in Path("results/runs/turns").glob("*/record.json")}
+    records = {path: path.stat().st_mtime_ns for path in Path("outputs/runs/turns").glob("*/record.json")}
     assert len(records) == 2
     assert main(["-m", "method=full,h2o", *line]) == 0
-    assert {path: path.stat().st_mtime_ns for path in Path("results/runs/turns").glob("*/record.json")} == records
-    page = Path("results/tables/turns.md").read_text()
+    assert {path: path.stat().st_mtime_ns for path in Path("outputs/runs/turns").glob("*/record.json")} == records
+    page = Path("outputs/tables/turns.md").read_text()
     headings = [f"kv_recall acc, {way} (%)" for way in ("question unknown", "question known", "unknown less known")]
     places = [page.index(heading) for heading in headings]
     assert places == sorted(places) and "size where the question is known (%)" in page

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.installed import PLACES, ROOT, unpacked_wheel
+from tests.installed import MODULE, PLACES, ROOT, unpacked_wheel
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def files(folder: Path) -> set[str]:
 
 
 def test_the_wheel_has_all_files_of_packages_and_configuration_and_the_shipped_tables(site_packages):
-    expected = set()
+    expected = {MODULE}
     for name, place in PLACES.items():
         own = {path for path in files(ROOT / name) if "__pycache__" not in path}
         expected |= {f"{place}/{path}" for path in own}
@@ -49,18 +49,18 @@ from harness.data.tasks import own_tasks
 from harness.results.environment import describe
 from harness.run.compose import load
 assert paths.INSTALLED and str(paths.CONF_DIR).startswith(sys.argv[1])
-assert load(["method=infinigen"]).results_dir == "results" and own_tasks()
+assert load(["method=infinigen"]).results_dir == "outputs" and own_tasks()
 assert describe()["commit"] is None
 """
     done = in_an_installation(site_packages, tmp_path, "-c", f"import sys{code}", str(site_packages))
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("results_dir", ["results", "mine"])
+@pytest.mark.parametrize("results_dir", ["outputs", "mine"])
 def test_shipped_rows_stand_in_the_default_results(results_dir, site_packages, tmp_path):
     asked = ["-m", "harness", "experiment=frontier", "link_gbps=0.2", "max_kl=0.05", f"results_dir={results_dir}"]
     done = in_an_installation(site_packages, tmp_path, *asked)
-    if results_dir == "results":
+    if results_dir == "outputs":
         assert done.returncode == 0 and " ms a step over 0.2 GB/s" in done.stdout, done.stderr
     else:
         assert done.returncode == 2 and "`kv-harness grid=leaderboard` makes it" in done.stderr
@@ -71,10 +71,10 @@ def test_a_table_of_ones_own_takes_over_the_shipped_rows(site_packages, tmp_path
     code = """
 from harness.results.columns import read_table
 from harness.results.write import update
-for folder in ("results", "results/qwen2.5-coder-0.5b", "mine"):
+for folder in ("outputs", "outputs/qwen2.5-coder-0.5b", "mine"):
     rows = read_table(update(folder, "perplexity"))
     print(len(rows) > 0 and all(row["shipped"] for row in rows))
 """
     done = in_an_installation(site_packages, tmp_path, "-c", code)
     assert done.stdout.split() == ["True", "True", "False"], done.stderr
-    assert (tmp_path / "results" / "tables" / "perplexity.md").is_file()
+    assert (tmp_path / "outputs" / "tables" / "perplexity.md").is_file()

@@ -13,6 +13,7 @@ command line: 0.16 or "16%", which is refused where method and lengths do not al
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -28,6 +29,7 @@ import pandas as pd
 from harness.api.cached_model import CachedModel
 from harness.data.text import prompt_ids
 from harness.errors import UserError, nearest, printable, reason
+from harness.files import stated_memory
 from harness.live.weights import streamed_weights
 from harness.model.attach import attach as attach_decoder
 from harness.model.generation import Settings
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 
     from harness.api.method_lm import MethodLM
 
+log = logging.getLogger(__name__)
+
 
 def load(
     model: str | Path | PreTrainedModel,
@@ -75,11 +79,13 @@ def load(
     if not isinstance(model, str | Path):
         _require_model(model)
         return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
+    _require_no_tokenizer(tokenizer)
     resources = Resources()
     chosen = Model(resources, _source(str(model)) | settings)
     config = chosen.configured()
     require_devices([config])
-    resources.model(config.model)
+    with stated_memory(config.platform.host_gib):
+        resources.model(config.model)
     return chosen
 
 
@@ -163,7 +169,8 @@ class Model:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | None = None,
+        /,
         method: str = "infinigen",
         size: float | str | None = None,
         quiet: bool = False,
@@ -171,15 +178,17 @@ class Model:
     ) -> Generated:
         """Continue a prompt with a method's live cache, greedily unless a temperature is set.
 
-        method: a name of `conf/method` or a file. quiet: show no progress bar. settings: such as
-            max_new_tokens=64, placement="device", temperature=0.7, top_p=0.9, seed=1.
+        prompt: by place or by name. method: a name of `conf/method` or a file. quiet: show no
+            progress bar. settings: such as max_new_tokens=64, placement="device", temperature=0.7,
+            top_p=0.9, seed=1.
 
         Returns:
             Text, TTFT, TPOT, tokens/s and bytes over the link, which `print` shows.
         """
+        settings = _with_given({"experiment": "generate", "prompt": prompt}, settings)
+        prompt = settings["prompt"]
         if not isinstance(prompt, str):
             raise UserError(f"prompt={prompt!r}: must be text")
-        settings = _with_given({"experiment": "generate", "prompt": prompt}, settings)
         config = self.configured(method=method, size=size, **settings)
         with users_faults(config), quietly(quiet):
             loaded = self.resources.model(config.model)
@@ -252,31 +261,41 @@ class Model:
                 print(line, file=sys.stderr, flush=True)
 
         records = []
-        methods = _names("methods", methods)
-        for number, method in enumerate(methods, 1):
+        refusals: list[UserError] = []
+        runs = []
+        for method in _names("methods", methods):
             config = self.configured(method=method, size=size, **_with_given(run, settings))
-            todo = Run.of(config, self.resources)
+            runs.append(Run.of(config, self.resources))
+        for number, todo in enumerate(runs, 1):
             is_new = not todo.is_finished()
             if is_new:
-                say(f"{todo.title}: running, {number} of {len(methods)}")
-            with quietly(quiet):
-                path = start(todo, self.resources, say=say)
+                say(f"{todo.title}: running, {number} of {len(runs)}")
+            try:
+                with quietly(quiet):
+                    path = start(todo, self.resources, say=say)
+            except UserError as refusal:  # a prompt that is too short for it, which others take
+                log.warning("%s: no row, %s", todo.title, refusal)
+                refusals.append(refusal)
+                continue
             report([path])
             record = read_record(path)
             if is_new:
                 say(f"{todo.title}: took {record['seconds']:.0f} s; {path}")
             records.append(record)
+        if not records:
+            raise refusals[0]
         return frame(records)
 
 
 def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Records of accuracy as a frame with a line for each.
 
-    Columns: method, settings, size (the share of the full cache that was read), unmet_size (the
-    size that was asked for, where the one that was read differs by more than a tenth), and of each
-    metric its value, its standard error, and its difference to the full cache's run on the same
-    questions or windows. With more than one task a metric's name follows the task's: `kv_recall
-    acc`.
+    Columns, named as in the tables: label, settings, size (the share of the full cache that was
+    read), unmet_size (the size that was asked for, where the one that was read differs by more than
+    a tenth), and of each metric its value (`kl_nats`), its standard error (`kl_nats_stderr`), and
+    its difference to the full cache's run on the same questions or windows (`acc_difference`,
+    `acc_difference_stderr`). With more than one task a metric's name follows the task's:
+    `kv_recall_acc`.
     """
     folders = dict.fromkeys(record["config"]["results_dir"] for record in records)
     lines = []
@@ -284,7 +303,7 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         whole = [row for row in rows if "[" not in row["task"]]
         several = len({row["task"] for row in whole}) > 1
         line = {
-            "method": record["config"]["label"],
+            "label": record["config"]["label"],
             "settings": rows[0]["settings"],
             "size": rows[0]["size"],
         }
@@ -292,11 +311,11 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         if unmet:
             line["unmet_size"] = unmet[0]
         for row in whole:
-            name = f"{row['task']} {row['metric']}" if several else row["metric"]
+            name = f"{row['task']}_{row['metric']}" if several else row["metric"]
             line[name] = row["value"]
             for column in ("stderr", "repeats_stderr", "difference", "difference_stderr"):
                 if row.get(column) is not None:
-                    line[f"{name} {column}"] = row[column]
+                    line[f"{name}_{column}"] = row[column]
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -344,6 +363,7 @@ def attach(
     _require_count("prefill_len", prefill_len)
     with ExitStack() as stack:
         if isinstance(model, Model):
+            _require_no_tokenizer(tokenizer)
             attached = stack.enter_context(attach_decoder(model.loaded.model))
         else:
             _require_model(model)
@@ -357,6 +377,7 @@ def attach(
         )
         if needs_tokenizer and loaded.reader is None:
             loaded.tokenizer = _tokenizer_of(loaded, method)
+        stack.enter_context(stated_memory(platform.host_gib))
         stack.enter_context(compute_threads(attached.device))
         chosen, size = config.method, config.size
         if config.size_is_measured:
@@ -397,6 +418,13 @@ def _require_count(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{name}={value!r}: allowed: a number of tokens, 1 or more, or None")
+
+
+def _require_no_tokenizer(tokenizer: object) -> None:
+    """Raise UserError for a tokenizer that is given beside a model which has its own."""
+    if tokenizer is not None:
+        given = type(tokenizer).__name__ if not isinstance(tokenizer, str) else tokenizer
+        raise UserError(f"tokenizer={given}: the model has its own; leave it out")
 
 
 def _require_model(model: object) -> None:
@@ -463,9 +491,12 @@ def lm(
         theirs = OF_LM_EVAL.get(name.partition(".")[0])
         if theirs is not None:
             raise UserError(f"{name}={value}: lm-eval decides it, by {theirs}; leave it out")
-    if not isinstance(model, Model):
+    if isinstance(model, Model):
+        _require_no_tokenizer(tokenizer)
+    else:
         model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
-    config = model.configured(experiment="tasks", method=method, size=size, **settings)
+    settings = _with_given({"experiment": "tasks"}, settings)
+    config = model.configured(method=method, size=size, **settings)
     loaded = model.loaded
     if loaded.tokenizer is None:
         loaded.tokenizer = _tokenizer_of(loaded, method)

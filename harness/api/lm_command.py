@@ -19,8 +19,10 @@ from typing import Any
 
 import lm_eval.models  # noqa: F401 - fills the registry, which knows its names alone before
 import torch
+from hydra.errors import HydraException
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
+from lm_eval.utils import simple_parse_args_string
 
 from harness.api import interface
 from harness.api.method_lm import MethodLM
@@ -36,12 +38,17 @@ from harness.errors import (
     one_line,
     reason,
 )
-from harness.run.cli import TRACEBACKS
+from harness.run.cli import FREE_TEXT, TRACEBACKS
+from harness.run.compose import read_override
 from harness.settings.paths import HARNESS, PACKAGES_DIR, PROGRAM
 
 NAME = "kv"
 PLATFORMS = {"cpu": "cpu", "cuda": "cuda", "cuda:0": "cuda"}
 """By lm-eval's `--device`."""
+DEFAULT_DEVICE = "cuda:0"
+"""What lm-eval asks for where no device is given."""
+NO_PART = ("batch_size", "max_batch_size")
+"""lm-eval's own options that play no part here."""
 
 
 class KVModel(MethodLM):
@@ -49,16 +56,43 @@ class KVModel(MethodLM):
 
     Args:
         pretrained: an entry of `conf/model`, a folder, a GGUF file or an id of the hub.
-        device: cpu or cuda, as `platform`; without a CUDA device it is the CPU, as lm-eval asks for
-            cuda:0 by default.
+        device: cpu or cuda, as `platform`. lm-eval's default, cuda:0, is the CPU where there is no
+            CUDA device.
         dtype: as `model.dtype`; "auto" takes the platform's.
         max_length: a limit of context and answer, in tokens, below the model's own.
         batch_size, max_batch_size: play no part: replay makes batches that fit.
         trust_remote_code: as `model.trust_remote_code`.
         settings: of `harness.lm` (method, size, ...), and of the model such as `model.gguf_file`.
+            A text is read as on the command line: `codec=null`, `device_rows=2`.
 
     Raises UserError in one line.
     """
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> KVModel:
+        """The model of `--model_args`. additional_config: lm-eval's options --device, --batch_size
+        and --max_batch_size."""
+        options = dict(additional_config or {})
+        for name in NO_PART:
+            if name in arg_dict:
+                no_part = "plays no part, as replay makes batches that fit; leave it out"
+                raise UserError(f"{name}={arg_dict[name]}: {no_part}")
+        if "device" in arg_dict or "platform" in arg_dict:
+            device = options.pop("device", None)
+            if device not in (None, DEFAULT_DEVICE):
+                both = "--model_args names device or platform too; leave one of them out"
+                raise UserError(f"device={device}: {both}")
+        given = {name: value for name, value in options.items() if value is not None}
+        return cls(**arg_dict, **given)
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> KVModel:
+        """As `create_from_arg_obj`, of `name=value,name=value`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def __init__(
         self,
@@ -69,27 +103,35 @@ class KVModel(MethodLM):
         max_length: int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool | str = False,
+        tokenizer: object = None,
         **settings: Any,
     ) -> None:
         if pretrained is None:
             allowed = "an entry of conf/model, a folder, a GGUF file or an id of the hub"
             raise UserError(f"pretrained=: is missing from --model_args; must be {allowed}")
-        of_model = {}
-        for name in list(settings):
-            if name.startswith(("model.", "platform")):
-                of_model[name] = settings.pop(name)
+        if tokenizer is not None:
+            raise UserError(f"tokenizer={tokenizer}: the model's own is used; leave it out")
+        of_model: dict[str, Any] = {}
+        of_method: dict[str, Any] = {}
+        for name, value in settings.items():
+            is_models = name.startswith(("model.", "platform"))
+            (of_model if is_models else of_method)[name] = _as_on_a_command_line(name, value)
         if device is not None:
+            if "platform" in of_model:
+                both = f"contradicts platform={of_model['platform']}; leave one of them out"
+                raise UserError(f"device={device}: {both}")
             of_model["platform"] = _platform(str(device))
         if dtype != "auto":
             of_model["model.dtype"] = dtype
-        if trust_remote_code:
-            of_model["model.trust_remote_code"] = True
+        if trust_remote_code is not False:
+            of_model["model.trust_remote_code"] = trust_remote_code
         model = interface.load(str(pretrained), **of_model)
-        made = interface.lm(model, **settings)
+        made = interface.lm(model, **of_method)
         super().__init__(made.config, made.loaded)
         if max_length is not None:
-            if not isinstance(max_length, int) or not 2 <= max_length <= self.max_length:
+            is_number = isinstance(max_length, int) and not isinstance(max_length, bool)
+            if not is_number or not 2 <= max_length <= self.max_length:
                 allowed = f"a number of tokens from 2 to {self.max_length}"
                 raise UserError(f"max_length={max_length}: must be {allowed}")
             self.max_length = max_length
@@ -99,7 +141,21 @@ def _platform(device: str) -> str:
     """The platform of one of torch's devices."""
     if device not in PLATFORMS:
         raise UserError(f"device={device}: {nearest(device, PLATFORMS)}")
-    return PLATFORMS[device] if torch.cuda.is_available() else "cpu"
+    if device == DEFAULT_DEVICE and not torch.cuda.is_available():
+        return "cpu"
+    return PLATFORMS[device]
+
+
+def _as_on_a_command_line(name: str, value: Any) -> Any:
+    """The value that `name=value` has on this project's command line: `null` is none, `2` a number.
+    lm-eval itself reads true, false, none and numbers."""
+    if not isinstance(value, str) or name in FREE_TEXT:
+        return value
+    try:
+        found = read_override(f"{name}={value}")
+    except HydraException:
+        return value
+    return value if found.is_sweep_override() else found.value()
 
 
 def main(argv: Sequence[str]) -> int:

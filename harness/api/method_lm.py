@@ -13,17 +13,20 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
-from tqdm import tqdm
+from lm_eval.api.model import LM, CacheHook
 from transformers import PreTrainedTokenizerBase
 
 from harness.model.load import LoadedModel
 from harness.model.sizes import ReadStats
+from harness.results import inputs
+from harness.results.record import run_id
 from harness.run.runner import users_faults
 from harness.scoring.evaluation import ReplayEngine, prefill_of
 from harness.scoring.lm import Chat, Prefill, ReplayLM
+from harness.scoring.progress import say
 from harness.settings.config import RunConfig
 
 
@@ -42,6 +45,25 @@ class MethodLM(LM):
         self.max_length = loaded.max_length
         self.reads: dict[str, ReadStats] = {}
         self._prompts = self._replay("", Prefill("dense"))[0]
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Keep the answers of this run apart from all others in the file of lm-eval's
+        `--use_cache`, whose keys hold the texts alone."""
+        super().set_cache_hook(cache_hook)
+        if cache_hook.dbdict is not None:
+            run = self._identity()
+            cache_hook.dbdict.encode_key = lambda key: f"{run} {key}"
+
+    def _identity(self) -> str:
+        """What decides an answer besides its texts: model, method, codec, size, all other settings
+        and the code. Sampled answers are never taken from a cache: lm-eval may ask for several
+        with one key."""
+        if self.config.sampling.temperature:
+            return uuid4().hex
+        read = inputs.common(self.config, weights=False)
+        read |= inputs.calibration(self.config.calibration)
+        read["model"] = f"{self.loaded.fingerprint} {self.loaded.model.dtype}"
+        return f"{run_id(self.config, read)} {self.max_length}"
 
     # Requests
 
@@ -70,9 +92,11 @@ class MethodLM(LM):
                 found = getattr(lm, request_type)([requests[number] for number in numbers])
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
+            for line in lm.notes():
+                say(line)
             self.reads[task] = self.reads.get(task, ReadStats()) + engine.reads
             size = f"{engine.reads.size:.1%} of the cache"
-            tqdm.write(f"{task}: {self.config.label} read {size}", file=sys.stderr)
+            say(f"{task}: {self.config.label} read {size}")
         return answers
 
     def _replay(self, task: str, prefill: Prefill) -> tuple[ReplayLM, ReplayEngine]:

@@ -38,7 +38,7 @@ from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
 
-from harness.data import generated, graph_search, ruler
+from harness.data import generated, graph_search, ruler, squad_metrics
 from harness.data.rows import (
     Source,
     TaskRows,
@@ -64,6 +64,8 @@ from harness.settings.config import (
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
 
+squad_metrics.provide()  # before any Python of a task is imported
+
 FEWSHOT_SEED = 1234
 NUMPY_SEED = 1234
 """lm-eval's defaults, to which `seed` is added: with seed=0 examples and generated rows are those
@@ -78,6 +80,7 @@ EXECUTE_NOTHING = (
 )
 """Beginnings of names of lm-eval's tasks that are marked as unsafe only because they share YAML
 with others: their metrics compare texts."""
+NEEDS_MEDIA = "needs images or sound; models here read text"
 HOOKS = ("fewshot_context", "construct_requests", "process_results")
 """Where lm-eval makes requests of a row, and judges its answer."""
 NO_LABEL = -1
@@ -264,7 +267,8 @@ class _Planner(TaskFactory):
                 else dict(entry.cfg or {})
             )
             task |= overrides or {}
-            if why_not := self._why_not(entry.name, task):  # before any of its Python is loaded
+            why_not = self._why_not(entry.name, task)  # before any of its Python is loaded
+            if why_not:
                 raise UserError(f"{where}{why_not}")
             try:
                 with (
@@ -274,6 +278,8 @@ class _Planner(TaskFactory):
                     config = self._load_full_config(entry, overrides)
             except ImportError as error:
                 raise UserError(f"{where}{missing(error)}") from error
+        if getattr(config.get("class"), "MULTIMODAL", False):
+            raise UserError(f"{where}{NEEDS_MEDIA}")
         if self._executes_nothing(entry.name):
             config["unsafe_code"] = False
         given, own = self._config.num_fewshot, config.get("num_fewshot")
@@ -286,8 +292,8 @@ class _Planner(TaskFactory):
         if task.get("unsafe_code") and not self._executes_nothing(name):
             return "executes the code that a model writes, which is not offered"
         if task.get("doc_to_image") or task.get("doc_to_audio"):
-            return "needs images or sound; models here read text"
-        makes_rows = name in self._folder and task.get("custom_dataset")
+            return NEEDS_MEDIA
+        makes_rows = name in self._folder and Leaf(name, dict(task)).makes_rows
         if self._config.data.name != "offline" or makes_rows or own_files(task) is not None:
             return None
         why_not = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"
@@ -458,9 +464,20 @@ def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> No
         except Exception as error:  # a template's, or of the task's own Python
             return f"no prompt can be made of it ({reason(error)})"
 
+    kinds: set[str] = set()
     for number, doc in task.doc_iterator(limit=limit):
-        if problem := problem_of(doc):
+        problem = problem_of(doc)
+        if problem is None and _has_own_class(task):
+            try:
+                kinds |= _kinds_of_requests(task, doc)
+            except Exception as error:  # of the task's own Python
+                problem = f"no request can be made of it ({reason(error)})"
+        if problem is not None:
             raise refusal(problem, asked, int(number))
+    if kinds == {"loglikelihood"}:
+        task.OUTPUT_TYPE = (
+            "multiple_choice"  # lm-eval takes a class for one whose answers are texts
+        )
 
     def naming_the_row(hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -512,9 +529,24 @@ def _unlabelled(task: Task, doc: Any, labels: Sequence[Any]) -> str | None:
     return None
 
 
+def _has_own_class(task: Task) -> bool:
+    """Whether Python code of its own makes a task's prompts and requests (`class` of its YAML)."""
+    return type(task) is not ConfigurableTask
+
+
+def _kinds_of_requests(task: Task, doc: Any) -> set[str]:
+    """The kinds of requests that a class makes of a row, such as `generate_until`."""
+    about = (task.task_name, 0, 1)
+    made = task.construct_requests(
+        doc, "", metadata=about, apply_chat_template=False, chat_template=None
+    )
+    requests = made if isinstance(made, list) else [made]
+    return {request.request_type for request in requests}
+
+
 def _unanswerable(task: Task, doc: Any, templates: Any) -> str | None:
     """Why a row cannot be asked or judged. templates: of examples, where they have their own."""
-    if not isinstance(task, ConfigurableTask):
+    if _has_own_class(task):  # whose hooks may take the row alone
         made: tuple[Any, ...] = task.doc_to_text(doc), task.doc_to_target(doc)
         return "lacks what its prompt or answer is made of" if None in made else None
     text = task.doc_to_text(doc, templates and templates.doc_to_text)

@@ -19,6 +19,7 @@ tokens of the slice.
 """
 
 import io
+import random
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -227,6 +228,7 @@ def text_windows(
     num_windows: int,
     offset: int,
     spread: bool = False,
+    seed: int | None = None,
     start: Sequence[int] = (),
     setting: str = "seq_len",
 ) -> list[TextWindow]:
@@ -234,8 +236,9 @@ def text_windows(
 
     The first begins at token `offset`. spread: window i of n begins at i/n of the text from there
     on, so that the windows come from all over it, and from the same places whatever their length;
-    else they follow one another. setting: the setting of their length, for the error. Raises
-    UserError where the text is too short, or a window has no room for text.
+    else they follow one another. seed: spread windows begin at random places, each of its own n-th
+    of the text. setting: the setting of their length, for the error. Raises UserError where the
+    text is too short, or a window has no room for text.
     """
     of_text = seq_len - len(start)
     if of_text < 1:
@@ -251,8 +254,12 @@ def text_windows(
         )
     left = len(ids) - offset
     windows = []
+    draws = random.Random(seed)
     for number in range(num_windows):
-        if spread:
+        if seed is not None:
+            place = (number + draws.random()) / num_windows
+            first = offset + int(place * (left - of_text))
+        elif spread:
             place = number / num_windows
             first = offset + number * left // num_windows
         else:

@@ -240,7 +240,7 @@ class LayerCache:
             index = columns.clamp(min=0).unsqueeze(-1)
             key = key.gather(2, index.expand(-1, -1, -1, key.shape[-1]))
             value = value.gather(2, index.expand(-1, -1, -1, value.shape[-1]))
-        self.write(self.store.format.pack(key, value), 0)
+        self.write_prompt(self.store.format.pack(key, value))
 
     def remember(self, query: Tensor) -> None:
         """Keep the query [batch, heads, 1, head_dim] if the next step selects by it."""
@@ -364,8 +364,14 @@ class LayerCache:
         else:
             self.write(packed, own)
 
-    def write(self, rows: Tensor, at: int | Tensor) -> None:
-        """Write packed rows to the store.
+    def write_prompt(self, rows: Tensor) -> None:
+        """Write the prompt's packed rows to the first slots."""
+        ticket = self.write(rows, 0)
+        if ticket is not None:
+            self.share.under_way.append(ticket)
+
+    def write(self, rows: Tensor, at: int | Tensor) -> Ticket | None:
+        """Write packed rows to the store. Returns the transfer, if they cross a link.
 
         at: the column of the first row, or the slot of each row, int64 [batch, num_kv_heads, n], -1
         for none.
@@ -380,9 +386,9 @@ class LayerCache:
             target = moved = chosen(at)
         if link is None:
             store.write(rows, target)
-        else:
-            self.share.written.add(store.num_rows(moved), store.slot_bytes)
-            link.write_back(store, rows, target)
+            return None
+        self.share.written.add(store.num_rows(moved), store.slot_bytes)
+        return link.write_back(store, rows, target)
 
 
 def _no_scores() -> Tensor:

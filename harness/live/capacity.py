@@ -12,6 +12,7 @@ from harness.live.memory import GIB
 from harness.live.needs import DeviceNeeds, Plan, largest_batch
 from harness.live.share import BatchLengths
 from harness.model.policies import Policy
+from harness.model.prompts import PASS_TOKENS
 from methods.full import Full
 
 Wall = Literal["device memory", "host memory", "max_batch"]
@@ -23,7 +24,9 @@ class Capacity:
     """A method on a device of `device_bytes`, for sequences of prompt_len + gen_len tokens.
 
     device: the setting that gives the device. host_bytes: host memory for the cache; None: any.
-    max_batch: the search ends there.
+    max_batch: the search ends there. in_one_pass: the prompts of a batch pass each layer together;
+    else 2,048 of their tokens at a time. ran_out_at: a batch that fits by arithmetic, and for which
+    a memory, ran_out_of, did not suffice; None: there is none.
     """
 
     device: str
@@ -33,6 +36,9 @@ class Capacity:
     device_bytes: int
     host_bytes: int | None
     max_batch: int
+    in_one_pass: bool = False
+    ran_out_at: int | None = None
+    ran_out_of: Wall | None = None
 
     def __post_init__(self) -> None:
         weights = self.plan.model.weight_bytes
@@ -53,11 +59,14 @@ class Capacity:
 
     def needs(self, batch: int) -> DeviceNeeds:
         """The bytes of a batch."""
-        return self.plan.needs(self.lengths(batch))
+        pass_tokens = batch * self.prompt_len if self.in_one_pass else PASS_TOKENS
+        return self.plan.needs(self.lengths(batch), pass_tokens)
 
     def wall_of(self, batch: int) -> Wall | None:
         """The bound that a batch breaks; None where it fits."""
         needs = self.needs(batch)
+        if self.ran_out_at is not None and batch >= self.ran_out_at:
+            return self.ran_out_of
         if needs.device > self.device_bytes:
             return "device memory"
         if self.host_bytes is not None and needs.host > self.host_bytes:
@@ -82,7 +91,7 @@ class Capacity:
                 policy = Policy("method", policy.number, when, policy.softmax, None)
             layers.append(layer._replace(policy=policy))
         plan = Plan(replace(model, layers=layers), method, None, "device")
-        return replace(self, plan=plan, host_bytes=None)
+        return replace(self, plan=plan, host_bytes=None, ran_out_at=None)
 
     @property
     def equal_batch(self) -> int:
@@ -119,7 +128,7 @@ class Capacity:
             "row_bytes": needs.slots,
             "buffer_bytes": needs.buffers,
             "state_bytes": kept,
-            "workspace_bytes": needs.workspace,
+            "workspace_bytes": needs.workspace + needs.under_way,
             "device_kv_bytes": needs.session,
             "host_kv_bytes": needs.host,
         }

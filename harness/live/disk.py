@@ -1,7 +1,7 @@
 """A local disk as the second memory: a file without a name, read and written in blocks past the
 page cache.
 
-    with Disk("results") as disk, disk.new_file(num_blocks) as file:
+    with Disk("outputs") as disk, disk.new_file(num_blocks) as file:
         file.write(blocks, places)     # block blocks[i] is disk.buffer[places[i]]
         file.read(blocks, places)
 
@@ -19,8 +19,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -42,10 +44,12 @@ PIECE_BLOCKS = 64
 NUM_THREADS = 32
 PIECES_OF_A_THREAD = 2
 """A thread that starts for fewer pieces costs more than it saves."""
-IN_MEMORY = ("tmpfs", "ramfs")
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems that are no disk. Newer kernels accept O_DIRECT there."""
 GIB = 2**30
 SETTING = "platform.disk_dir"
+_IN_USE: Counter[tuple[int, int]] = Counter()
+"""Disks of this process by device and inode of their folder."""
 
 Blocks = NDArray[np.int64]
 """Numbers of blocks of a file, ascending, each once: int64 [n]."""
@@ -55,8 +59,8 @@ class Disk(AbstractContextManager["Disk"]):
     """A folder on a local disk, for the files of one process.
 
     is_alone: no other run may use the folder meanwhile, as its requests would take time from this
-    run's. Raises UserError for a folder that does not exist, where no file can be made, in memory,
-    without O_DIRECT, or in use.
+    run's. Waits until other processes have done with it. Raises UserError for a folder that does
+    not exist, where no file can be made, in memory, without O_DIRECT, or in use by this process.
     """
 
     def __init__(self, folder: str | Path, *, is_alone: bool = False) -> None:
@@ -66,7 +70,10 @@ class Disk(AbstractContextManager["Disk"]):
         self.buffer = _aligned(0)
         self.bytes_read = 0
         self.bytes_written = 0
-        self._lock: int | None = _locked(self.folder, is_alone)
+        lock = _locked(self.folder, is_alone)
+        self._lock: int | None = lock
+        self._identity = _identity(lock)
+        _IN_USE[self._identity] += 1
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
         try:
             self._require_direct()
@@ -121,6 +128,7 @@ class Disk(AbstractContextManager["Disk"]):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+            _IN_USE[self._identity] -= 1
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -211,16 +219,24 @@ class DiskFile(AbstractContextManager["DiskFile"]):
         return UserError(f"{where}: no file can be used there ({reason(error)})")
 
 
-def file_system(folder: Path) -> str:
-    """The type of the file system of a folder, such as ext4; "unknown" where Linux does not say."""
-    best, kind = "", "unknown"
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the file system of a folder, such as ext4; "unknown" where Linux does not say.
+
+    Of an overlay, as containers have it, that of the layer which takes what is written, where this
+    process sees it.
+    """
+    best, kind, options = "", "unknown", ""
     with suppress(OSError):
         where = str(folder.resolve())
-        for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
-            _, mount, of_mount = line.split(" ")[:3]
+        for line in mounts.read_text(encoding="utf-8").splitlines():
+            _, mount, of_mount, its_options = line.split(" ")[:4]
             is_inside = where == mount or where.startswith(mount.rstrip("/") + "/")
             if is_inside and len(mount) >= len(best):
-                best, kind = mount, of_mount
+                best, kind, options = mount, of_mount, its_options
+    written = re.search(r"(?:^|,)upperdir=([^,]+)", options)
+    if kind == "overlay" and written is not None and Path(written[1]).is_dir():
+        below = file_system(Path(written[1]), mounts)
+        return below if below in IN_MEMORY else kind
     return kind
 
 
@@ -261,18 +277,34 @@ def _locked(folder: Path, is_alone: bool) -> int:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise UserError(f"{SETTING}={folder}: cannot be opened ({reason(error)})") from error
+    kind = fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH
     try:
-        kind = fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        os.close(descriptor)
-        raise UserError(
-            f"{SETTING}={folder}: another run uses this disk, and each would measure the other; "
-            "wait for it, or give a folder on another disk"
-        ) from error
+        in_use = f"{SETTING}={folder}: another run uses this disk, and each would measure the other"
+        if _IN_USE[_identity(descriptor)]:  # this process would wait for itself
+            os.close(descriptor)
+            raise UserError(f"{in_use}; close it, or give a folder on another disk") from error
+        print(f"{in_use}; waiting", file=sys.stderr, flush=True)
+        _wait_for(descriptor, kind)
     except OSError:  # a file system without locks
         pass
     return descriptor
+
+
+def _wait_for(descriptor: int, kind: int) -> None:
+    """Take the lock as soon as the others have given it free; closes the folder where that is
+    interrupted."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    stat = os.fstat(descriptor)
+    return stat.st_dev, stat.st_ino
 
 
 def _unnamed(folder: Path) -> int:

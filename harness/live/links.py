@@ -138,6 +138,12 @@ class Ticket:
         self._start = partial(link.start, direction, move, used)
         self._started = self._start() if link.overlap else None
 
+    def wait_moved(self) -> None:
+        """Block the host until the bytes have moved, so that the memory that they left is free.
+        Raises the error of a failed transfer."""
+        if self._started is not None:
+            self._link.wait_moved(self._started)
+
     def wait(self) -> None:
         """Let what runs next on the current stream use the moved data. Raises the error of a failed
         transfer."""
@@ -241,6 +247,10 @@ class Link(AbstractContextManager["Link"], ABC):
         """Let what runs next wait for a started transfer."""
 
     @abstractmethod
+    def wait_moved(self, started: Any) -> None:
+        """Block the host until the bytes of a started transfer have moved."""
+
+    @abstractmethod
     def drain(self) -> None:
         """Block the host until the link is idle. Raises the error of a transfer that failed."""
 
@@ -341,12 +351,15 @@ class WorkerLink(Link):
         self._jobs.put(self._last)
         return self._last
 
-    def finish(self, started: _Job) -> None:
+    def wait_moved(self, started: _Job) -> None:
         while not started.done.wait(timeout=1.0):
             if not self._worker.is_alive() and not started.done.is_set():
                 raise self._error or RuntimeError("the link was closed under a transfer")
         if started.error is not None:
             raise started.error
+
+    def finish(self, started: _Job) -> None:
+        self.wait_moved(started)
         # Sleep without holding a core before the last 0.1 ms.
         remaining = started.end_s - time.perf_counter()
         if remaining > SLEEP_SLACK_S:
@@ -462,6 +475,10 @@ class CudaLink(Link):
 
     def finish(self, started: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(started)
+
+    def wait_moved(self, started: torch.cuda.Event) -> None:
+        if self.overlap:  # else the computing stream moves them before it uses the memory again
+            started.synchronize()
 
     def drain(self) -> None:
         self.stream.synchronize()

@@ -2,10 +2,11 @@
 memory.
 
 A session asks for its memory before it allocates: the slots of all layers, the fetch buffers, the
-windows of local layers, rows that stay on the device, and the peak of one layer of the prompt's
-dense pass, which is above that of a decode step. A method's state shows what it keeps of a prompt
-only in its first layer; from there on that is asked for too. Not counted: weights, which are
-loaded already, a calibration, and the scratch memory of a method while it reads a prompt.
+windows of local layers, rows that stay on the device, the peak of one layer of the prompt's dense
+pass, which is above that of a decode step, and two layers' packed rows on their way to the host. A
+method's state shows what it keeps of a prompt only in its first layer; from there on that is asked
+for too. Not counted: weights, which are loaded already, a calibration, and the scratch memory of a
+method while it reads a prompt.
 """
 
 from __future__ import annotations
@@ -23,16 +24,13 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.files import available_bytes, available_memory
+from harness.files import HOST_HINT, available_bytes, available_memory
 from methods.base import State
 
 GIB = 2**30
 ALIGNMENT = 256
 """Every piece of page-locked memory begins at a multiple of this many bytes, as a device's
 allocations do."""
-MOST_MANAGED = 1.5
-"""Largest managed cache, as a multiple of the free device memory. Beyond it nearly every page of a
-step faults."""
 MEMORY_HINTS = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
 
 
@@ -59,6 +57,15 @@ class Tuning:
 DEFAULT_TUNING = Tuning()
 
 
+class NoRoomError(UserError):
+    """What is asked for does not fit into a memory. is_host: into that of the host, not of the
+    device."""
+
+    def __init__(self, text: str, is_host: bool = False) -> None:
+        super().__init__(text)
+        self.is_host = is_host
+
+
 class SessionBytes(NamedTuple):
     """Memory of a session, without the weights. managed: lies in either memory."""
 
@@ -75,7 +82,7 @@ class SessionBytes(NamedTuple):
 def require_session(needed: SessionBytes, device: torch.device) -> None:
     """Raise UserError where host or device memory is too small. On a CPU both are one memory."""
     if needed.managed:
-        require_managed(needed.managed, device)
+        require_managed(needed, device)
     if device.type == "cpu":
         require_memory(sum(needed), device, "live decoding")
     else:
@@ -84,12 +91,15 @@ def require_session(needed: SessionBytes, device: torch.device) -> None:
 
 
 def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache") -> None:
-    """Raise UserError where `num_bytes` do not fit into the memory of device `home`."""
+    """Raise NoRoomError where `num_bytes` do not fit into the memory of device `home`."""
     available = available_bytes(home)
     if num_bytes > available:
-        raise UserError(
+        is_host = home.type == "cpu"
+        hints = f"{MEMORY_HINTS}; {HOST_HINT}" if is_host else MEMORY_HINTS
+        raise NoRoomError(
             f"{what} needs {num_bytes / GIB:.1f} GiB of {home.type} memory "
-            f"and {available / GIB:.1f} GiB are available; {MEMORY_HINTS}"
+            f"and {available / GIB:.1f} GiB are available; {hints}",
+            is_host,
         )
 
 
@@ -101,9 +111,9 @@ class EmulatedDevice:
     weights: int
 
     def require(self, num_bytes: int) -> None:
-        """Raise UserError where a session's `num_bytes` do not fit beside the weights."""
+        """Raise NoRoomError where a session's `num_bytes` do not fit beside the weights."""
         if self.weights + num_bytes > self.whole:
-            raise UserError(
+            raise NoRoomError(
                 f"platform.device_gib={self.whole / GIB:.4g}: the weights take "
                 f"{self.weights / GIB:.3f} GiB and live decoding needs {num_bytes / GIB:.3f} GiB "
                 f"beside them; {MEMORY_HINTS}"
@@ -197,8 +207,8 @@ class PinnedSlab:
 
     PyTorch rounds page-locked allocations up to powers of two and keeps them locked when they are
     freed: 31 GiB of slots would lock 40 for good. A slab is mapped, touched by all threads at once,
-    locked by `cudaHostRegister`, and given back when it is closed. Raises UserError where it cannot
-    be locked.
+    locked by `cudaHostRegister`, and given back when it is closed. Raises NoRoomError where it
+    cannot be locked.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -217,20 +227,28 @@ class PinnedSlab:
             flags = 0  # mapped and portable, as any unified address
             call_cuda("cudaHostRegister", address, num_bytes, flags)
         except (OSError, RuntimeError) as error:
-            raise UserError(
+            raise NoRoomError(
                 f"platform.pinned=true: {num_bytes / GIB:.1f} GiB of host memory cannot be "
                 f"page-locked ({error}); lower batch_size, prompt_len or gen_len, "
-                "or set platform.pinned=false"
+                "or set platform.pinned=false",
+                is_host=True,
             ) from error
         self._unlock = weakref.finalize(self, _unlock, address)
         self._unlock.atexit = False
 
     def take(self, shape: Sequence[int]) -> Tensor:
-        """The next piece: uint8 of this shape, all bytes 0. Not to be touched after `close`."""
+        """The next piece: uint8 of this shape, all bytes 0 unless the slab was emptied. Not to be
+        touched after `empty` or `close`."""
         begin, size = self._used, math.prod(shape)
         assert begin + size <= self.nbytes, "a slab is as large as its pieces"
         self._used = begin + aligned(size)
         return self._memory[begin : begin + size].view(*shape)
+
+    def empty(self) -> None:
+        """Wait for the device and take all pieces back, so that the slab can be handed out anew.
+        The memory stays locked, with what it holds."""
+        torch.cuda.synchronize()
+        self._used = 0
 
     def close(self) -> None:
         """Wait for the device and unlock the memory; it is freed with the last piece.
@@ -250,11 +268,12 @@ def _unlock(address: int) -> None:
 # another page leaves. Nothing is advised or prefetched, so this is what the driver does by itself.
 
 
-def require_managed(num_bytes: int, device: torch.device) -> None:
-    """Raise UserError where managed memory is not available on `device`, or too slow to be of use.
+def require_managed(needed: SessionBytes, device: torch.device) -> None:
+    """Raise UserError where `device` has no managed memory, or too little is free.
 
-    Needs a CUDA device with concurrent managed access, `num_bytes` of host memory, and num_bytes /
-    `MOST_MANAGED` of device memory.
+    Needs a CUDA device with concurrent managed access, host memory for all managed pages, and as
+    much free device memory as the managed pages and the session's own memory there take together.
+    With more, nearly every page faults, which can hang a GPU.
     """
     if device.type != "cuda":
         raise UserError(
@@ -266,17 +285,20 @@ def require_managed(num_bytes: int, device: torch.device) -> None:
             "placement=managed: this GPU has no concurrent managed access; "
             "allowed on it: device, host"
         )
-    cache = num_bytes / GIB
-    host, free = available_memory() / GIB, available_bytes(device) / GIB
-    if cache > host:
+    host = available_memory()
+    if needed.managed > host:
         raise UserError(
-            f"placement=managed: the KV cache needs {cache:.1f} GiB of host memory, "
-            f"where its pages go, and {host:.1f} GiB are available; {MEMORY_HINTS}"
+            f"placement=managed: the KV cache needs {needed.managed / GIB:.1f} GiB of host memory, "
+            f"where its pages go, and {host / GIB:.1f} GiB are available; {MEMORY_HINTS}; "
+            f"{HOST_HINT}"
         )
-    if cache > MOST_MANAGED * free:
+    torch.cuda.empty_cache()  # managed pages cannot lie in memory that torch keeps for tensors
+    free, _ = torch.cuda.mem_get_info(device)
+    if needed.managed + needed.device > free:
         raise UserError(
-            f"placement=managed: the KV cache of {cache:.1f} GiB may be at most {MOST_MANAGED} "
-            f"times the {free:.1f} GiB of device memory that are free; {MEMORY_HINTS}"
+            f"placement=managed: the KV cache of {needed.managed / GIB:.1f} GiB and "
+            f"{needed.device / GIB:.1f} GiB beside it may be at most the {free / GIB:.1f} GiB of "
+            f"device memory that are free; {MEMORY_HINTS}"
         )
 
 

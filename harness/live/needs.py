@@ -22,6 +22,7 @@ from harness.live.opening import (
     num_slots,
     plan_buffers,
     resident_bytes,
+    under_way_bytes,
 )
 from harness.live.resident import LocalCache
 from harness.live.share import BatchLengths
@@ -73,8 +74,9 @@ class DeviceNeeds(NamedTuple):
 
     host: slots in host memory. slots: those on the device. aligned: what the pieces of all slots
     take on the device, each at its own address. windows: of local layers. buffers: of fetched rows.
-    resident: exact rows, and lists of rows that stay. kept: what the state keeps of the prompt;
-    state: all of the state, calibration included. workspace: activations. weights: of the model.
+    under_way: packed rows of a prompt on their way to the host. resident: exact rows, and lists of
+    rows that stay. kept: what the state keeps of the prompt; state: all of the state, calibration
+    included. workspace: activations. weights: of the model.
     """
 
     host: int
@@ -82,6 +84,7 @@ class DeviceNeeds(NamedTuple):
     aligned: int
     windows: int
     buffers: int
+    under_way: int
     resident: int
     kept: int
     state: int
@@ -96,7 +99,8 @@ class DeviceNeeds(NamedTuple):
     @property
     def asked(self) -> int:
         """`LiveSession.bytes_needed.device` after the prompt, without activations."""
-        return self.aligned + self.windows + self.buffers + self.resident + self.kept
+        of_rows = self.aligned + self.windows + self.buffers + self.under_way
+        return of_rows + self.resident + self.kept
 
     @property
     def device(self) -> int:
@@ -167,13 +171,14 @@ class Plan:
                 resident += resident_bytes(stores[index], layer.policy, method, lengths, of_rooms)
         slots = sum(store.nbytes for store in stores.values())
         aligned = sum(memory.aligned(store.nbytes) for store in stores.values())
-        buffers = 0
+        buffers = under_way = 0
         if self.placement in BEHIND_LINK:
             num_ahead = num_fetched_ahead(method, self.coded, len(stores), numbers)
             selected = most_selected(method, lengths, numbers)
             hot = [store for at, store in stores.items() if policies[at].names_rows]
             plan = plan_buffers([*stores.values()], hot, of_rooms, selected, num_ahead)
             buffers = plan.num_bytes
+            under_way = under_way_bytes([*stores.values()], self._pass_tokens(lengths, pass_tokens))
         state = self._state(lengths)
         kept = state.by_layer[numbers[0]] * len(numbers) if state.by_layer else 0
         on_device = self.placement == "device"
@@ -183,6 +188,7 @@ class Plan:
             aligned=aligned if on_device else 0,
             windows=windows,
             buffers=buffers,
+            under_way=under_way,
             resident=resident,
             kept=kept,
             state=state.whole,
@@ -215,10 +221,14 @@ class Plan:
     def workspace(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> int:
         """Bytes of the activations of one layer: in a pass over `pass_tokens` of the prompts'
         tokens, or in a decode step of the whole batch, whichever are more."""
-        batch = len(lengths.prompts)
-        prompt = min(pass_tokens, batch * max(lengths.prompts))
-        rows = max(prompt, batch)
+        rows = self._pass_tokens(lengths, pass_tokens)
         return self.model.sizes.num_elements(rows) * self.model.dtype.itemsize
+
+    def _pass_tokens(self, lengths: BatchLengths, most: int) -> int:
+        """Tokens in a pass over `most` of the prompts' tokens, or in a decode step, whichever are
+        more."""
+        batch = len(lengths.prompts)
+        return max(batch, min(most, batch * max(lengths.prompts)))
 
     def index_bytes(self, lengths: BatchLengths) -> dict[int, int]:
         """By a layer's number, bytes that the state keeps of it, which a step reads."""

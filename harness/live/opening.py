@@ -3,7 +3,7 @@ allocates it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,7 +18,7 @@ from harness.live.hot_rows import HotFetcher, HotRows
 from harness.live.links import DiskLink
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.live.resident import LocalCache, ResidualCache, ValuesCache
-from harness.live.share import BatchLengths, DeviceShare
+from harness.live.share import LAYERS_UNDER_WAY, BatchLengths, DeviceShare
 from harness.live.store import KVStore, RowFormat, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
@@ -45,7 +45,7 @@ class Opening:
     """Opens the caches of a session, one device after another.
 
     Given: the settings of `LiveSession`; codec: of the layers under the method; exact: of the
-    exempt ones.
+    exempt ones. slabs: empty ones by device; those that are made are put there.
     Filled by `open_share`: caches: by layer. parts: the layers that request a part of the exempt
     layers' rows. bytes_needed: memory that was asked for.
     """
@@ -59,6 +59,7 @@ class Opening:
         exact: Codec,
         placement: Placement,
         pinned: bool,
+        slabs: MutableMapping[torch.device, PinnedSlab],
     ) -> None:
         self.attached = attached
         self.method = method
@@ -67,13 +68,15 @@ class Opening:
         self.exact = exact
         self.placement = placement
         self.pinned = pinned
+        self.slabs = slabs
         self.caches: dict[int, LayerCache | LocalCache] = {}
         self.parts: dict[LayerCache, AheadPart] = {}
         self.bytes_needed = SessionBytes(0, 0)
 
-    def open_share(self, share: DeviceShare, activations: int) -> None:
-        """Open the caches of the layers on one device. activations: bytes that the prompt's pass
-        takes. Raises UserError where they do not fit into memory."""
+    def open_share(self, share: DeviceShare, pass_tokens: int, activations: int) -> None:
+        """Open the caches of the layers on one device. pass_tokens: tokens of the prompts that pass
+        a layer together; activations: bytes that the pass takes. Raises UserError where they do not
+        fit into memory."""
         stores: dict[int, KVStore] = {}
         numbers: list[int] = []  # of the layers under the method
         window_bytes = 0
@@ -100,7 +103,9 @@ class Opening:
             selected = most_selected(self.method, share.batch.counts, numbers)
             hot = [store for at, store in stores.items() if self.policies[at].names_rows]
             plan = plan_buffers([*stores.values()], hot, share.rooms, selected, num_ahead)
-        on_device = activations + window_bytes + (0 if plan is None else plan.num_bytes)
+        on_device = activations + window_bytes
+        if plan is not None:
+            on_device += plan.num_bytes + under_way_bytes([*stores.values()], pass_tokens)
         for layer, store in stores.items():
             on_device += resident_bytes(
                 store, self.policies[layer], self.method, share.batch.counts, share.rooms
@@ -157,9 +162,11 @@ class Opening:
             needed = SessionBytes(0, on_device, slots)
         self.bytes_needed = self.bytes_needed.plus(needed)
         memory.require_emulated(self.bytes_needed.device, share.device)
-        memory.require_session(needed, share.device)
+        slab = self._slab_of(share.device, slots)
+        still_needed = needed if slab is None else needed._replace(host=0)
+        memory.require_session(still_needed, share.device)
         if self.pinned and slots:
-            share.slab = PinnedSlab(slots)
+            share.slab = self.slabs[share.device] = slab or PinnedSlab(slots)
         if isinstance(share.link, DiskLink):
             _allocate_on_disk(share, share.link.disk, stores)
         else:
@@ -167,6 +174,15 @@ class Opening:
                 store.allocate(share.slab)
         if share.device.type == "cuda":
             _compile_kernels(share, stores)
+
+    def _slab_of(self, device: torch.device, num_bytes: int) -> PinnedSlab | None:
+        """The slab of an earlier session, if it has this size. One of another size is closed."""
+        slab = self.slabs.get(device)
+        if slab is not None and slab.nbytes != num_bytes:
+            slab.close()
+            del self.slabs[device]
+            return None
+        return slab
 
     def _open_caches(
         self, share: DeviceShare, stores: Mapping[int, KVStore], num_ahead: int
@@ -267,6 +283,16 @@ def plan_buffers(
         for store in hot:
             num_bytes += store.buffer_bytes(max(rooms))
     return BufferPlan(largest, num_rows, num_bytes)
+
+
+def under_way_bytes(stores: Sequence[KVStore], pass_tokens: int) -> int:
+    """The most bytes of a prompt's packed rows that are on their way to the host at one time.
+    pass_tokens: tokens of the prompts that pass a layer together."""
+    most = 0
+    for store in stores:
+        rows = store.num_kv_heads * min(pass_tokens, store.batch * store.capacity)
+        most = max(most, rows * store.slot_bytes)
+    return LAYERS_UNDER_WAY * most
 
 
 def resident_bytes(

@@ -177,7 +177,7 @@ class ResidualCache(LayerCache):
         stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
         packed = self.store.format.pack(key[:, :, :coded], value[:, :, :coded])
         if stored:
-            self.write(packed[:, :, :stored].contiguous(), 0)
+            self.write_prompt(packed[:, :, :stored].contiguous())
         begin = min(map(self.codec.stored, prompts))
         if begin == coded:
             return

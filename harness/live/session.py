@@ -13,7 +13,7 @@ waits. Rows of the exempt layers, where the others read less, cross during the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from harness.live import hot_rows, memory
 from harness.live.ahead import AheadPart
 from harness.live.cache import LayerCache
 from harness.live.links import Link, Links, LinkUse, leads_to_disk, link_of
+from harness.live.memory import PinnedSlab
 from harness.live.opening import Opening
 from harness.live.resident import LocalCache
 from harness.live.share import DeviceShare, TokenBatch, Traffic
@@ -30,7 +31,7 @@ from harness.live.step import DecodeStep
 from harness.live.step_reads import StepReads
 from harness.live.store import KVStore
 from harness.live.timeline import StepClock, Timeline
-from harness.model.attached import Attached, launching_on
+from harness.model.attached import Attached, launching_on, require_codable
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.policies import (
     Policy,
@@ -58,8 +59,10 @@ class LiveSession:
     one for each. device_rows: rows of each layer and KV head that stay on the device, in times of
     what a step reads at most; 0, or 1 and more. prefetch: what a query made in the layer before
     would select crosses the link early, for methods that select by the layer's own. pinned: host
-    memory is page-locked under CUDA, so that transfers can overlap. timeline: marks the segments of
-    each step. Raises ValueError for combinations without meaning.
+    memory is page-locked under CUDA, so that transfers can overlap. slabs: page-locked memory by
+    device, for sessions one after another, as locking takes seconds: a session takes the slab that
+    it finds and leaves its own, and the caller closes them. timeline: marks the segments of each
+    step. Raises ValueError for combinations without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
     every token. reads: what the steps read on the device. bytes_needed: memory that was asked for;
@@ -81,6 +84,7 @@ class LiveSession:
         device_rows: float = 0,
         prefetch: bool = False,
         pinned: bool = True,
+        slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         method = fitted(attached, method, codec)
@@ -112,6 +116,8 @@ class LiveSession:
         self.calibration = calibration
         self.device_rows = device_rows
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
+        self.leaves_slabs = slabs is not None
+        self.slabs = {} if slabs is None else slabs
         self.timeline = timeline or Timeline(attached.device)
         self.shares: dict[torch.device, DeviceShare] = {}
         self.caches: list[LayerCache | LocalCache] = []
@@ -141,9 +147,9 @@ class LiveSession:
         """
         self.clock.begin_prompt()
         needed = held_bytes if self.method.rereads else prompt_bytes
-        self._open(real, needed(self.attached, ids.numel()))
+        self._open(real, ids.numel(), needed(self.attached, ids.numel()))
         hidden = run_prompts(
-            self.attached, self.method, self.states, ids, real, self._keep_prompt, self.model_cache
+            self.attached, self.method, self.states, ids, real, self._keep_in_pass, self.model_cache
         )
         logits = self.attached.logits(hidden[:, -1])
         self._count_from_here()
@@ -158,13 +164,14 @@ class LiveSession:
         if self.method.needs_inputs:
             return self.prefill(prompt.ids, prompt.real)
         self.clock.begin_prompt()
+        pass_tokens = workspace_tokens(prompt.real)
         if self.method.rereads:
             passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             longest = max((reread.ids.numel() for reread in passes), default=0)
-            self._open(prompt.real, prompt_bytes(self.attached, longest))
+            self._open(prompt.real, pass_tokens, prompt_bytes(self.attached, longest))
             read_again(self.attached, self.method, self.states, prompt, passes)
         else:
-            self._open(prompt.real, prompt_bytes(self.attached, workspace_tokens(prompt.real)))
+            self._open(prompt.real, pass_tokens, prompt_bytes(self.attached, pass_tokens))
         prompt.hand_to(self._keep_prompt)
         self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))
         logits = self.attached.logits(prompt.hidden)
@@ -277,6 +284,7 @@ class LiveSession:
         self.clock.mark()
         memory.require_emulated(self.device_bytes + self.activations, self.attached.device)
         for share in self.shares.values():
+            share.under_way.clear()
             share.written = Traffic()
         for use in self.link_uses:
             use.begin()
@@ -350,13 +358,18 @@ class LiveSession:
                 share.buffers, share.free = [], []
                 if share.file is not None:
                     share.file.close()
-                if share.slab is not None:
-                    with launching_on(device):
+                if share.slab is None:
+                    continue
+                with launching_on(device):
+                    if self.leaves_slabs:
+                        share.slab.empty()
+                        share.slab = None
+                    else:
                         share.slab.close()
 
-    def _open(self, real: Tensor, activations: int) -> None:
-        """Make what decoding needs, after asking whether it fits. activations: bytes that the
-        prompt's pass takes."""
+    def _open(self, real: Tensor, pass_tokens: int, activations: int) -> None:
+        """Make what decoding needs, after asking whether it fits. pass_tokens: tokens of the
+        prompts that pass a layer together; activations: bytes that the pass takes."""
         if self.stores:
             raise RuntimeError("a session prefills once")
         attached, method = self.attached, self.method
@@ -371,6 +384,7 @@ class LiveSession:
             self.exact,
             self.placement,
             self.pinned,
+            self.slabs,
         )
         batches: dict[torch.device, TokenBatch] = {}
         for device in attached.devices:
@@ -384,7 +398,7 @@ class LiveSession:
             share = DeviceShare(device, batch, link, rooms, states.get(device))
             self.shares[device] = share
             with launching_on(device):
-                opening.open_share(share, activations)
+                opening.open_share(share, pass_tokens, activations)
         for link in self.links:
             self.link_uses.append(link.open_use())
         self.bytes_needed = opening.bytes_needed
@@ -399,10 +413,19 @@ class LiveSession:
             if cache.policy.kind == "method":
                 self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
 
+    def _keep_in_pass(self, layer: int, prompt: LayerPrompt) -> None:
+        """`_keep_prompt` while the prompt runs: with few layers' rows on their way to the host."""
+        cache = self.caches[layer]
+        if isinstance(cache, LayerCache):
+            cache.share.wait_for_room()
+        self._keep_prompt(layer, prompt)
+
     def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
         """Hand a layer's prompt to its cache. The first state shows what each layer keeps of a
         prompt, so the memory of the others is asked for before they keep theirs."""
         cache = self.caches[layer]
+        if isinstance(cache, LayerCache) and not cache.store.format.is_exact:
+            require_codable(cache.store.codec, layer, prompt.key, prompt.value)
         with launching_on(prompt.key.device):
             cache.keep_prompt(prompt)
         if not isinstance(cache, LayerCache) or cache.state is None:
@@ -416,8 +439,12 @@ class LiveSession:
             on_device = self.bytes_needed.device + kept * len(alike)
             self.bytes_needed = self.bytes_needed._replace(device=on_device)
             memory.require_emulated(on_device, cache.store.device)
+            to_come = kept * (len(alike) - 1)
             what = "what the method keeps of the prompt"
-            memory.require_memory(kept * (len(alike) - 1), cache.store.device, what)
+            if self.placement == "managed":  # whose pages come when a kernel touches them
+                to_come += self.bytes_needed.managed
+                what += " and the managed cache"
+            memory.require_memory(to_come, cache.store.device, what)
 
 
 def workspace_tokens(real: Tensor) -> int:

@@ -3,6 +3,7 @@ link, the fetch buffers, and counts of the rows that cross the link."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 
 from harness.live.disk import DiskFile
-from harness.live.links import Link
+from harness.live.links import Link, Ticket
 from harness.live.memory import PinnedSlab
 from harness.live.store import KVStore
 from methods.base import EMPTY, Lengths, PromptRows, State, TokenCounts
 
+LAYERS_UNDER_WAY = 2
+"""Layers of a prompt whose packed rows may be on their way to the host at one time. A host that
+launches ahead of the device would else hold all layers' rows there."""
 COUNTS_AT_ONCE = 1024
 """Counts on the device that are kept before they are summed: one launch for many."""
 
@@ -132,7 +136,7 @@ class DeviceShare:
     them, so that they are exact for any run of steps. late: the rows of `loaded` that a layer
     requested by its own query, in the layer itself. missed: where rows stay on the device, those
     that were not there when their layer selected them. block_bytes: read from a disk for the rows
-    of `loaded`, in whole blocks.
+    of `loaded`, in whole blocks. under_way: the transfers of the prompt's last layers to the host.
     """
 
     def __init__(
@@ -157,6 +161,13 @@ class DeviceShare:
         self.late = Traffic()
         self.missed = Traffic()
         self.block_bytes = 0
+        self.under_way: deque[Ticket] = deque(maxlen=LAYERS_UNDER_WAY)
+
+    def wait_for_room(self) -> None:
+        """Before another layer of the prompt is packed: wait until the rows of the layer
+        `LAYERS_UNDER_WAY` before have left the device."""
+        if len(self.under_way) == LAYERS_UNDER_WAY:
+            self.under_way.popleft().wait_moved()
 
     def new_buffer(self, store: KVStore, num_rows: int) -> Tensor:
         """A buffer that lasts as long as the session."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from harness.live.ahead import AheadPart
 from harness.live.cache import Fetch, LayerCache
@@ -33,6 +32,9 @@ from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codec import Codec
 
+BIAS_ALIGNMENT = 8
+"""Elements. torch's attention on a GPU copies a bias whose lines begin elsewhere."""
+
 
 class DecodeStep(Handler):
     """One step. is_last: no further step follows, so nothing is requested for it. parts: the layers
@@ -42,7 +44,8 @@ class DecodeStep(Handler):
     on the device, [batch]. hot_reads: the tokens of `reads` in layers whose fetched rows stay on
     the device. rest: what stands for the tokens that a layer does not read, between its selection
     and its attention; own: there, whether it reads its own token, bool [batch, 1], where a method
-    may leave it out.
+    may leave it out. bias_of_columns: of the layers that read all columns of a padded batch, by
+    device and dtype.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class DecodeStep(Handler):
         self.hot_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
         self.own: dict[LayerCache, Tensor] = {}
+        self.bias_of_columns: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def begin(self) -> None:
         """Request the first layers' rows, unless the step before has: in the first step it has
@@ -217,15 +221,23 @@ class DecodeStep(Handler):
         if not fetch.in_place:
             fetch.rows[:, :, -1:] = packed
         keys, values = cache.store.format.unpack(fetch.rows)
-        visible = cache.visible(fetch)
-        mask = None if visible is None else pad(visible, (0, 1), value=True)
+        bias = self._bias(cache, fetch, query)
+        return row_attention(query, keys, values, cache.policy.softmax.scale, bias)
+
+    def _bias(self, cache: LayerCache, fetch: Fetch, query: Tensor) -> Tensor | None:
+        """What is added to the scores of the fetched rows and the own one behind them, -inf where a
+        row is not read: [batch, 1 or num_kv_heads, 1 or group, n + 1] in the dtype of `query`, None
+        for nothing."""
+        if fetch.present is None and not cache.evicts:  # all columns, in each such layer
+            key = query.device, query.dtype
+            if cache.batch.is_padded and key not in self.bias_of_columns:
+                self.bias_of_columns[key] = _new_bias(query, None, cache.visible(fetch))
+            return self.bias_of_columns.get(key)
+        bias = _new_bias(query, fetch.bias, cache.visible(fetch))
         reads_own = self.own.pop(cache, None)
-        if mask is not None and reads_own is not None:
-            mask[..., -1] = reads_own[:, None]
-        if fetch.bias is not None:
-            bias = pad(fetch.bias.squeeze(3), (0, 1)).to(query.dtype)
-            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-        return row_attention(query, keys, values, cache.policy.softmax.scale, mask)
+        if reads_own is not None:
+            bias[..., -1:].masked_fill_(~reads_own[:, None, None], float("-inf"))
+        return bias
 
     def _attend_to_codes(
         self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue
@@ -264,6 +276,26 @@ class DecodeStep(Handler):
         output = attend_by_scores(query, parts, own, visible, cache.policy.softmax, edit)
         cache.keep_own(*own)
         return output
+
+
+def _new_bias(query: Tensor, of_rows: Tensor | None, visible: Tensor | None) -> Tensor:
+    """A bias of the n cached rows, and 0 for the own one: [batch, 1 or num_kv_heads, 1 or group, n
+    + 1].
+
+    of_rows: added to their scores, [batch, num_kv_heads, 1 or group, 1, n]; visible: bool [batch, 1
+    or num_kv_heads, 1, n]; None for all.
+    """
+    known = of_rows.squeeze(3) if of_rows is not None else visible
+    assert known is not None, "there is something to add"
+    length = known.shape[-1] + 1
+    room = -(-length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    bias = query.new_zeros((*known.shape[:-1], room))[..., :length]
+    cached = bias[..., :-1]
+    if of_rows is not None:
+        cached.copy_(known)
+    if visible is not None:  # one launch, where `masked_fill_` takes the mask's opposite
+        torch.where(visible, cached, torch.tensor(float("-inf")), out=cached)
+    return bias
 
 
 def attend_by_scores(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.errors import UserError
-from harness.files import available_memory
+from harness.files import HOST_HINT, available_memory
 from harness.live.links import Links, Ticket, link_of
 from harness.live.memory import PinnedSlab, aligned
 from harness.live.timeline import Timeline
@@ -116,7 +116,8 @@ class StreamedWeights:
             if needed > available:
                 raise UserError(
                     f"platform.weights_on_device={self.on_device:.2f}: the rest needs "
-                    f"{needed:.1f} GiB of host memory and {available:.1f} GiB are available"
+                    f"{needed:.1f} GiB of host memory and {available:.1f} GiB are available; "
+                    f"{HOST_HINT}"
                 )
         buffers: dict[torch.device, list[Tensor]] = {}
         for device, size in self._largest.items():

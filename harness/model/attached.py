@@ -6,6 +6,7 @@ the history. The model itself stores no keys and values, and is given explicit p
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -35,7 +36,9 @@ from harness.model.split_rows import RecurrentRows, in_parts
 from harness.model.trace import Layer, PositionSource
 from methods.attention import Softmax
 from methods.base import Geometry, IndexShape, LayerInputs
+from methods.codec import AnyCodec
 
+FP16_MAX = torch.finfo(torch.float16).max
 LOOK_AT = (
     "look at its weights, and at the numbers in its configuration (rope_parameters, eps, scales)"
 )
@@ -538,6 +541,27 @@ def require_in_range(hidden: Tensor) -> None:
             "bfloat16 or float32"
         )
     raise UserError(f"the model's activations are not finite; {LOOK_AT}")
+
+
+def require_codable(codec: AnyCodec, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Raise UserError where the codec of a layer gives finite keys or values back as infinite or
+    NaN.
+
+    Codecs store fp16 numbers: elements, or the minimum, step or scale of a group. A number of a
+    group is at most sqrt(head_dim) times its largest element, whatever the rotation. Only rows that
+    come near the range are coded to look.
+    """
+    for what, row_codec, rows in (("keys", codec.keys, keys), ("values", codec.values, values)):
+        least, most = rows.aminmax()
+        largest = float(torch.maximum(most, -least))
+        if largest * math.sqrt(rows.shape[-1]) <= FP16_MAX or not math.isfinite(largest):
+            continue
+        if not row_codec.roundtrip(rows).isfinite().all():
+            raise UserError(
+                f"codec={row_codec.name}: the {what} of layer {layer} reach {largest:.3g}, and it "
+                f"stores fp16 numbers, up to {FP16_MAX:.0f}; choose codec=bf16 for this layer "
+                "(codec_layers, num_exempt_layers) or for all"
+            )
 
 
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -276,9 +276,15 @@ def _spread(name: str, model: PreTrainedModel) -> None:
 
 
 def _attention(described: PreTrainedConfig) -> str:
-    """torch's fused attention; a few families, such as Gemma 2 and gpt-oss, have none."""
+    """torch's fused attention; a few families, such as Gemma 2 and gpt-oss, have none.
+
+    It knows no softcap, and transformers up to 5.20 would choose it for Gemma 2 and leave the
+    softcap out.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if getattr(described, "attn_logit_softcapping", None) is not None:
+        return "eager"
     return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]._supports_sdpa else "eager"
 
 

@@ -32,10 +32,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,9 +115,12 @@ def resident_share(
     tokens exact. final: int [batch], T. rooms: of each sequence the fetched rows that a KV head
     keeps in each layer that names its rows; None: none stay. A state's tensors of a sequence count
     as they are, in a batch as long as the longest sequence needs them; those of slots count as many
-    slots as tokens are kept, of however many there is room for.
+    slots as tokens are kept, of however many there is room for. A method that selects by the true
+    scores needs every token there.
     """
     final = final.cpu()
+    if states and states[0].method.when == "true_scores":
+        return torch.ones(len(final), dtype=torch.float64)
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
     layers = range(num_exempt, geometry.num_layers)
     kept = torch.zeros(len(final), dtype=torch.float64)
@@ -363,6 +366,19 @@ def expected_size(
     return total / weight
 
 
+class LengthWords(NamedTuple):
+    """How a user sets the lengths of a sequence, with `{}` for a number of tokens.
+
+    prompt: its dense tokens. generated: the tokens after them; None where both have a fixed sum.
+    """
+
+    prompt: str
+    generated: str | None
+
+
+OF_A_CALL = LengthWords("a prompt of {} tokens", "{} new tokens")
+
+
 def sized_as_stored(
     method: Method,
     codec: CacheCodec | None,
@@ -372,15 +388,18 @@ def sized_as_stored(
     *,
     nearest: bool,
     preset: str | None = None,
+    lengths: LengthWords = OF_A_CALL,
+    warns: bool = True,
 ) -> Method:
     """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest
     to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
     nearest: take it however far it is, with a warning beyond a tenth of the target. preset: by
-    which the user chose the method; messages name it, or else the method's title. Raises UserError
-    where, otherwise, nothing lands within `TOLERANCE`, and where the method has no size
-    to set, or allows none at these lengths.
+    which the user chose the method; messages name it, or else the method's title. lengths: how the
+    user sets those of `rows`. warns: False where the caller says that a size is not met. Raises
+    UserError where, otherwise, nothing lands within `TOLERANCE`, with what would allow it, and
+    where the method has no size to set, or allows none at these lengths.
     """
     called = f"method {method.title}" if preset is None else f"method={preset}"
     counted, num_layers = Counter(rows), geometry.num_layers
@@ -402,14 +421,111 @@ def sized_as_stored(
     taken = size_of(best)
     if abs(taken - target) > TOLERANCE and not nearest:
         allowed = f"{size_of(least):.3f} to {size_of(1.0):.3g}"
+        ways = _ways_to(target, method, counted, num_layers, widths, lengths)
         raise UserError(
             f"size={target}: the nearest size of {called} is {taken:.3f}; "
             f"allowed here: {allowed} (method.num_exempt_layers={method.num_exempt_layers} of "
-            f"{num_layers} layers read the full cache), or size=nearest:{target}"
+            f"{num_layers} layers read the full cache); enough would be {', or '.join(ways)}"
         )
-    if is_unmet(target, taken):
+    if warns and is_unmet(target, taken):
         warn_once(f"{called}: asked for size {target:g}, the nearest size here is {taken:.3f}")
     return method.with_size(best)
+
+
+# What would allow a size
+
+
+LONGEST = 2**20
+"""Tokens of a prompt or an answer that is looked at."""
+NUM_ROWS = 32
+"""Decode rows, evenly spaced, of a sequence that is looked at."""
+
+
+def _ways_to(
+    target: float,
+    method: Method,
+    rows: Mapping[TokenCounts, int],
+    num_layers: int,
+    widths: Sequence[float],
+    lengths: LengthWords,
+) -> list[str]:
+    """What would allow the size `target`, as the user sets it; the nearest size at the least.
+
+    Fewer dense layers, another prompt, another number of generated tokens, or else another prompt
+    and no dense layer. The sequence whose least size is the largest decides.
+    """
+
+    def least(of: Method, prompt: int, final: int) -> float:
+        return _least_size(of, prompt, final, num_layers, widths)
+
+    sequences = {(row.prompt, row.final) for row in rows}
+    prompt, final = max(sequences, key=lambda of_sequence: least(method, *of_sequence))
+    generated = final - prompt
+    is_fixed = lengths.generated is None
+    longest = final - 2 if is_fixed else LONGEST
+
+    def with_prompt(of: Method, tokens: int) -> bool:
+        return least(of, tokens, final if is_fixed else tokens + generated) <= target
+
+    ways: list[str] = []
+    if least(method, prompt, final) > target:
+        fewer = [replace(method, num_exempt_layers=n) for n in range(method.num_exempt_layers)]
+        for of in reversed(fewer):
+            if least(of, prompt, final) <= target:
+                ways.append(f"method.num_exempt_layers={of.num_exempt_layers}")
+                break
+        none_dense = fewer[:1] if not ways else []
+        for of in (method, *none_dense):
+            tokens = _nearest_where(1, prompt, longest, partial(with_prompt, of))
+            if tokens is not None:
+                words = lengths.prompt.format(tokens)
+                has_fewer = of is not method
+                ways.append(f"{words} with method.num_exempt_layers=0" if has_fewer else words)
+                break
+        if lengths.generated is not None:
+            tokens = _nearest_where(
+                2,  # one generated token has no decode row
+                generated,
+                LONGEST,
+                lambda number: least(method, prompt, prompt + number) <= target,
+            )
+            if tokens is not None:
+                ways.append(lengths.generated.format(tokens))
+    return [*ways, f"size=nearest:{target}"]
+
+
+def _least_size(
+    method: Method, prompt: int, final: int, num_layers: int, widths: Sequence[float]
+) -> float:
+    """The least size of a method over one sequence, by some of its decode rows; infinite where it
+    allows none."""
+    num_rows = max(1, final - 1 - prompt)
+    stride = max(1, num_rows // NUM_ROWS)
+    rows = [TokenCounts(prompt + at, prompt, final) for at in range(0, num_rows, stride)]
+    try:
+        least = max(method.min_size(row) for row in rows)
+        return expected_size(method.with_size(least), Counter(rows), num_layers, widths)
+    except ValueError:
+        return math.inf
+
+
+def _nearest_where(least: int, current: int, most: int, holds: Callable[[int], bool]) -> int | None:
+    """The number nearest to `current`, above it or else below, from which on `holds`.
+
+    None where it holds neither at `most` nor at `least`.
+    """
+    for end in (most, least):
+        away, near = end, current
+        if not holds(away):
+            continue
+        while abs(away - near) > 1:
+            middle = (away + near) // 2
+            if holds(middle):
+                away = middle
+            else:
+                near = middle
+        return away
+    return None
 
 
 @cache

@@ -25,7 +25,8 @@ from typing import Any
 
 from harness.errors import UserError, nearest, one_line, reason, refused
 from harness.files import cache_dir, file_sha256
-from harness.model.shape import require_room
+from harness.model.gguf_config import read_metadata, require_all_weights, with_metadata
+from harness.model.shape import as_config, require_few_layers, require_room
 from harness.settings.config import ModelConfig
 
 PACKAGED_NAME = "smollm2-135m"
@@ -55,7 +56,7 @@ CONVERTED_TITLE = "Adding `safetensors` variant of this model"
 """Of the pull requests of the hub's conversion bot."""
 CONVERTED_AUTHOR = "SFconvertbot"
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
-COPY_FORMAT = 1  # raise it when the content of a converted GGUF changes
+COPY_FORMAT = 2  # raise it when the content of a converted GGUF changes
 
 
 def located(config: ModelConfig, *, weights: bool = True) -> Path:
@@ -223,10 +224,20 @@ def _convert(gguf: Path, target: Path) -> None:
     origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     why = "damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"
     with refused(f"{gguf}: {why}"):
+        metadata = read_metadata(gguf)
+        num_layers = metadata.of_family.get("block_count")
+        require_few_layers(str(gguf), "num_hidden_layers", num_layers)
         described = AutoConfig.from_pretrained(**origin)
+        described = as_config(str(gguf), described.to_dict())
+        described = with_metadata(described, metadata)
         require_room(f"{gguf}, converted", described, torch.float32, [torch.device("cpu")])
-        model = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            **origin, config=described, dtype=torch.float32
+        )
         tokenizer = AutoTokenizer.from_pretrained(**origin)
+    require_all_weights(model, metadata)
+    if len(metadata.ends) > 1:
+        model.generation_config.eos_token_id = metadata.ends
     model.hf_quantizer = None  # the weights are plain ones now, which save_pretrained would refuse
     del model.config.quantization_config
     model.save_pretrained(target)

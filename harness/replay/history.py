@@ -8,7 +8,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from harness.model.attached import Attached
+from harness.model.attached import Attached, require_codable
 from methods.base import EMPTY, State
 from methods.codec import AnyCodec
 
@@ -83,7 +83,8 @@ class History:
 
     def keep(self, layer: int, key: Tensor, value: Tensor, columns: slice) -> None:
         """Write fresh rows, as they read back from storage: coded in layers that have a codec, but
-        for what stays."""
+        for what stays. Several rows that a codec cannot hold raise UserError; a single one is a
+        step of generation, which waits for no device."""
         stored, codec = self.kv[layer], self.codecs[layer]
         if layer in self.uncoded:
             self._write(layer, self.uncoded[layer], key, value, columns)
@@ -92,6 +93,8 @@ class History:
             return
         if layer in self.exact:
             self._write(layer, self.exact[layer], key, value, columns)
+        if key.shape[2] > 1:
+            require_codable(codec, layer, key, value)
         by_token = codec.keys.span == 1
         coded = codec.keys.roundtrip(key) if by_token else key
         self._write(layer, stored, coded, codec.values.roundtrip(value), columns)

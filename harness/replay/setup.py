@@ -17,9 +17,10 @@ from harness.files import cache_dir
 from harness.model.attached import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
-from harness.model.sizes import TOLERANCE, sized_as_stored
+from harness.model.sizes import OF_A_CALL, TOLERANCE, LengthWords, sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.config import FLOAT_CODECS, RunConfig, layer_formats
+from harness.settings.kinds import find
 from methods.base import Calibration, Method, TokenCounts
 from methods.codec import (
     INTEGER_BITS,
@@ -37,6 +38,18 @@ from methods.codec import (
     TurboCodec,
 )
 
+OF_TASKS = LengthWords("prompts of {} tokens", "answers of {} tokens")
+OF_TIMED = LengthWords("prompt_len={}", "gen_len={}")
+LENGTHS = {
+    "perplexity": LengthWords("prefill_len={}", None),
+    "long_decode": LengthWords("prefill_len={}", "max_new_tokens={}"),
+    "generate": LengthWords("a prompt of {} tokens", "max_new_tokens={}"),
+    "tasks": OF_TASKS,
+    "turns": OF_TASKS,
+    "latency": OF_TIMED,
+    "capacity": OF_TIMED,
+}
+"""How a user sets the lengths of a run, by its kind."""
 MEASUREMENTS = 14
 """Passes over the calibration text that look for a size, at most."""
 MAX_ROW_BYTES = 64
@@ -106,6 +119,8 @@ def prepare(
             config.size,
             nearest=config.sizing == "nearest",
             preset=config.method_name,
+            lengths=LENGTHS.get(config.kind, OF_A_CALL),
+            warns=not find(config.kind).keeps_record,  # the runner does, of what was read
         )
     return _setup(config, method, loaded, attached)
 

@@ -1,7 +1,7 @@
-"""All tables and figures of a results folder as one HTML file, `results/report.html`, that needs
-nothing else.
+"""All tables and figures of a results folder as one HTML file, `report.html`, that needs nothing
+else. The shipped ones stand beside those of one's own runs.
 
-python -m harness.report --results-dir results
+python -m harness.report --results-dir outputs
 python -m harness.report --results-dir results.zip
 """
 

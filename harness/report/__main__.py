@@ -1,4 +1,4 @@
-"""`python -m harness.report --results-dir results`, or of an archive, `--results-dir
+"""`python -m harness.report --results-dir DIR`, or of an archive, `--results-dir
 results.zip`."""
 
 import argparse
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from harness.errors import exit_code
 from harness.report.page import write_report
+from harness.settings.paths import RESULTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,9 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--results-dir",
-        default="results",
+        default=RESULTS,
         metavar="DIR",
-        help="results to report, or an archive (default results)",
+        help="results to report, or an archive (default %(default)s)",
     )
     parser.add_argument(
         "--output", metavar="FILE", help="default: report.html in DIR, or beside the archive"

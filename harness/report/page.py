@@ -30,16 +30,33 @@ from harness.results.columns import GIB, MISSING, TableRow
 from harness.results.leaderboard import NAME as LEADERBOARD
 from harness.results.record import Record, read_all
 from harness.results.sheet import WORDS
-from harness.settings.paths import COMMAND
+from harness.settings.paths import COMMAND, RESULTS, models_beside
 
 HERE = Path(__file__).parent
 PICTURE = "fig11"
 """The figure of the overview."""
+GLOSSARY = {
+    "full cache": "all cached tokens are read at every step; other methods are compared with it",
+    "size": "share of the full cache that a decode step reads; with the cache in host memory, what "
+    "crosses the link",
+    "link": "what joins host memory and the device, such as PCIe",
+    "kept on device": "what a method holds there for itself, as a share of the full cache",
+    "KL": "distance of a method's predictions from the full cache's, in nats; 0 is equal",
+    "exempt layers": "a model's first layers that read everything; their bytes count in every size",
+    "oracle": "reads the tokens with the highest true attention scores; others are measured by it",
+    "kv_recall, passkey": "questions on facts in a text; guessing gets 25 %",
+    "decode step": "the time of one new token for a batch of sequences",
+    "front": "methods that no other beats both in KL and in a cost",
+    "offload, ideal": "the full cache in host memory, read whole over the link; the same on the "
+    "device",
+    "*": "a run of one's own beside those that the project ships",
+}
+"""Words of the overview."""
 TIMED = ("fig14", "fig14-modelled")
 """The figures of the overview's times."""
 
 
-def write_report(results: str | Path = "results", output: str | Path | None = None) -> Path:
+def write_report(results: str | Path = RESULTS, output: str | Path | None = None) -> Path:
     """Write the report; the same results give the same bytes. Returns its path.
 
     results: a folder, or an archive of one (`harness.results.archive`), which is all that is read
@@ -52,7 +69,7 @@ def write_report(results: str | Path = "results", output: str | Path | None = No
     source = Path(results)
     with opened(source) as folder:
         text = _render(folder)
-    home = source if source.is_dir() else source.parent
+    home = source.parent if source.is_file() else source
     path = home / "report.html" if output is None else Path(output)
     write_atomic(path, text)
     return path
@@ -61,9 +78,8 @@ def write_report(results: str | Path = "results", output: str | Path | None = No
 def _render(folder: Path) -> str:
     """Results of another model that lie within the folder stand beside its own."""
     folders = {"": folder}
-    for path in sorted(folder.glob("*/tables/*.csv")):
-        inner = path.parents[1]
-        folders[inner.name] = inner
+    for name in models_beside(folder):
+        folders[name] = folder / name
     records = {where: list(read_all(inner)) for where, inner in folders.items()}
     entries = entries_of([*folders.values()])
     sections = {section.entry.name: section for section in sections_of(folders, entries)}
@@ -111,6 +127,7 @@ def _render(folder: Path) -> str:
         explorer_page=sections[LEADERBOARD].entry.page if boards else None,
         beside=list(filter(None, folders)),
         sources=SOURCES,
+        glossary=GLOSSARY,
         script=scripts[0],
         packed=packed,
         digests=list(map(_digest, scripts)),
@@ -201,5 +218,15 @@ def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "memory", f"{value / GIB:.0f} GiB"
         elif name == "commit" and value:
             yield "commit", str(value) + (" and changes" if environment.get("dirty") else "")
+        elif name == "gpus" and isinstance(value, list):
+            for gpu in value:
+                yield from _facts_of_gpu(gpu)
         elif name not in ("dirty", "memory_bytes") and value is not None:
             yield name.replace("_", " "), str(value)
+
+
+def _facts_of_gpu(gpu: Any) -> Iterator[tuple[str, str]]:
+    """What does not change from run to run: the driver, and the most that link and clock can do."""
+    for name in ("driver", "pcie_generation_max", "pcie_width_max", "sm_mhz_max"):
+        if isinstance(gpu, Mapping) and gpu.get(name) is not None:
+            yield name.replace("_", " "), str(gpu[name])

@@ -27,7 +27,35 @@ for (const table of document.querySelectorAll("table")) {
 // The explorer: the choices above it make its Vega-Lite specification, which is drawn anew. The library and the points
 // lie packed in the page (base64 of gzip) until the explorer is first seen. `ast` has expressions interpreted, since the
 // page's policy allows no code made of text.
-const specification = ({ points, axes, tooltip, fronts, families }, chosen) => {
+const HEIGHT = 420, NARROW = 400;  // pixels: of the chart, and where it is a phone's
+const LETTER = 5.6, LINE = 11, BESIDE = 8, DOT = 4;  // pixels: of names and of points
+// The points that can be named without a name upon another name or point: those of the front first, then the lowest. On
+// the side where there is room.
+const named = (points, x, y, width) => {
+  const place = (value, { scale: { type, domain: [least, most] } }) => {
+    const along = type === "log" ? Math.log : number => number;
+    return most > least ? (along(value) - along(least)) / (along(most) - along(least)) : .5;
+  };
+  const dots = points.map(point => {
+    const left = place(point[x.field], x) * width, top = (1 - place(point[y.field], y)) * HEIGHT;
+    return { left: left - DOT, top: top - DOT, width: 2 * DOT, height: 2 * DOT };
+  });
+  const isFree = box => taken.every(other => box.left > other.left + other.width || other.left > box.left + box.width
+    || box.top > other.top + other.height || other.top > box.top + box.height);
+  const taken = [...dots], found = { left: [], right: [] };
+  points.forEach((point, number) => {
+    const { left, top } = dots[number], length = LETTER * point.label.length;
+    for (const [side, begin] of [["left", left + DOT + BESIDE], ["right", left + DOT - BESIDE - length]]) {
+      const box = { left: begin, top: top + DOT - LINE - 2, width: length, height: LINE };
+      if (begin < 0 || begin + length > width || !isFree(box)) continue;
+      taken.push(box);
+      found[side].push(point);
+      break;
+    }
+  });
+  return found;
+};
+const specification = ({ points, axes, tooltip, fronts, families }, chosen, width) => {
   const quantity = (own, other) => {  // a task has a size of its own
     const [title, type] = axes[own], field = `${other}_${own}` in points[0] ? `${other}_${own}` : own;
     const least = own === "kl_nats" ? 1e-6 : type === "log" ? 0 : -Infinity;  // a smaller KL is that of the full cache
@@ -52,9 +80,14 @@ const specification = ({ points, axes, tooltip, fronts, families }, chosen) => {
   const color = look("color"), page = "currentColor";
   const either = (test, value, otherwise) => ({ condition: { test, value }, value: otherwise });
   const pale = either({ field: "modelled", equal: true }, .25, .9);
+  const others = values.filter(point => !front.includes(point)).sort((a, b) => a[y.field] - b[y.field]);
+  const names = named([...front, ...others], x, y, width);
+  const unlessChosen = [{ filter: { and: [{ param: "method" }, { not: { param: "method", empty: false } }] } }];
+  const text = align => ({ type: "text", align, dx: (align === "left" ? 1 : -1) * BESIDE, dy: -6, fontSize: 11, fill: page });
+  const label = { text: { field: "label", type: "nominal" } };
   const ofChosen = [{ filter: { param: "method", empty: false } }];
   return {
-    width: "container", height: 420, background: null, data: { values }, encoding: { x, y },
+    width: "container", height: HEIGHT, background: null, data: { values }, encoding: { x, y },
     layer: [
       { data: { values: front }, mark: { type: "line", stroke: page, strokeWidth: 1, opacity: .5 } },
       { transform: ofChosen, mark: { type: "line", strokeDash: [4, 3], stroke: page, strokeWidth: 1.5 },
@@ -69,14 +102,16 @@ const specification = ({ points, axes, tooltip, fronts, families }, chosen) => {
           fillOpacity: [chosen.x, chosen.y].includes("step_s") ? pale : { value: .9 },
           opacity: either({ and: [{ param: "method" }, { param: "family" }] }, 1, .12),
           tooltip: Object.entries(tooltip).map(([field, title]) => ({ field, title, type: "nominal" })) } },
-      { transform: ofChosen, mark: { type: "text", align: "left", dx: 8, dy: -6, fontSize: 11, fill: page },
-        encoding: { text: { field: "label", type: "nominal" } } },
+      { transform: ofChosen, mark: text("left"), encoding: label },
+      ...Object.entries(names).map(([align, each]) => ({ data: { values: each }, transform: unlessChosen,
+        mark: { ...text(align), fontSize: 10, opacity: .75 }, encoding: label })),
     ],
     config: {
       font: "system-ui, sans-serif", view: { stroke: null },
       axis: { labelColor: page, titleColor: page, domainColor: page, tickColor: page, gridColor: page, gridOpacity: .15,
         titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 11, format: "~g" },
-      legend: { labelColor: page, orient: "top", labelFontSize: 12, symbolOpacity: 1, title: null },
+      legend: { labelColor: page, orient: "top", labelFontSize: 12, symbolOpacity: 1, title: null,
+        columns: width < NARROW ? 3 : 0 },
     },
   };
 };
@@ -108,7 +143,7 @@ for (const explorer of document.querySelectorAll("#explorer")) {
   const draw = async () => {
     loaded ??= load();
     const chosen = Object.fromEntries(selects.map(each => [each.name, each.value]));
-    const spec = specification(await loaded, chosen);  // which brings the library as well
+    const spec = specification(await loaded, chosen, target.clientWidth - 70);  // which brings the library as well
     await vegaEmbed(target, spec, options);
   };
   const redraw = () => draw().catch(console.error);

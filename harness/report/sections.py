@@ -1,6 +1,6 @@
 """The sections of the report: what `tables/` and `figures/` hold of each figure or table.
 
-A sentence of finding stands where `results/findings.yaml` gives one, beside its numbers:
+A sentence of finding stands where `findings.yaml` of the results gives one, beside its numbers:
 
     fig11: At a tenth of the cache InfiniGen loses ...
 """
@@ -19,7 +19,7 @@ from harness.report.compared import published_sheet, side_by_side
 from harness.results.columns import TableRow, read_table
 from harness.results.pages import sheets_of
 from harness.results.sheet import Sheet
-from harness.settings.paths import PACKAGES_DIR
+from harness.settings.paths import PACKAGES_DIR, shipped_beside, tables_to_read
 
 REGISTRY = yaml.safe_load((PACKAGES_DIR / "plots" / "registry.yaml").read_text(encoding="utf-8"))
 """Read as a file, since what measures imports nothing of what draws."""
@@ -36,7 +36,7 @@ SAFE_IN_URI = " !$&'()*+,-./:;=?@_"
 
 
 class Entry(NamedTuple):
-    """A figure or table. name: that of `results/figures/<name>.svg`. tables: of `results/tables`,
+    """A figure or table. name: that of `figures/<name>.svg`. tables: names of `tables/*.csv`,
     its own first."""
 
     name: str
@@ -107,8 +107,8 @@ def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
     for entry in entries:
         known |= {entry.name, *entry.tables}
     for folder in folders:
-        for pattern in ("tables/*.csv", "figures/*.svg"):
-            found |= {path.stem for path in folder.glob(pattern)}
+        found |= {path.stem for path in tables_to_read(folder)}
+        found |= {path.stem for path in folder.glob("figures/*.svg")}
     for name in sorted(found - known):
         command = f"python run.py experiment={name}"
         entries.append(Entry(name, "Further runs", command, (name,), "further runs"))
@@ -116,11 +116,15 @@ def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
 
 
 class Results(NamedTuple):
-    """What a results folder has. where: as of `Part`. tables: rows by name. findings: sentences by
-    figure or table."""
+    """What a results folder has, and what the shipped results beside it have.
+
+    where: as of `Part`. folders: that of each table, by name. tables: rows by name. findings:
+    sentences by figure or table.
+    """
 
     where: str
     folder: Path
+    folders: Mapping[str, Path]
     tables: Mapping[str, Sequence[TableRow]]
     findings: Mapping[str, str]
 
@@ -134,10 +138,14 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
     names = [entry.name for entry in entries]
     results = []
     for where, folder in folders.items():
-        tables = {}
-        for path in sorted((folder / "tables").glob("*.csv")):
+        origins, tables = {}, {}
+        for path in tables_to_read(folder):
+            origins[path.stem] = path.parents[1]
             tables[path.stem] = read_table(path)
-        results.append(Results(where, folder, tables, findings(folder / "findings.yaml", names)))
+        said: dict[str, str] = {}
+        for home in filter(None, (shipped_beside(folder), folder)):
+            said |= findings(home / "findings.yaml", names)
+        results.append(Results(where, folder, origins, tables, said))
     homes = _homes(entries)
     for entry in entries:
         parts = []
@@ -162,7 +170,7 @@ def _homes(entries: Sequence[Entry]) -> dict[str, str]:
 
 def _part(entry: Entry, results: Results, homes: Mapping[str, str]) -> Part | None:
     """What a folder has of a figure or table; None for nothing."""
-    image = results.folder / "figures" / f"{entry.name}.svg"
+    image = _image(entry, results)
     rows: list[TableRow] = []
     own: dict[str, list[Sheet]] = {}
     elsewhere = {}
@@ -172,20 +180,36 @@ def _part(entry: Entry, results: Results, homes: Mapping[str, str]) -> Part | No
             continue
         rows += of_table
         if homes[table] == entry.name:
-            own[table] = sheets(results.folder / "tables" / f"{table}.csv", of_table)
+            own[table] = sheets(results.folders[table] / "tables" / f"{table}.csv", of_table)
         else:
             elsewhere[table] = homes[table]
-    if not own and not image.exists():
+    if not own and image is None:
         return None
     return Part(
         where=results.where,
         finding=results.findings.get(entry.name),
-        image=embed(image) if image.exists() else None,
+        image=None if image is None else embed(image),
         sheets=own,
         elsewhere=elsewhere,
         published=published_sheet(entry.name.removesuffix(MODELLED), rows),
         rows=rows,
     )
+
+
+def _image(entry: Entry, results: Results) -> Path | None:
+    """The figure of a results folder; the shipped one where all of its tables are shipped ones.
+
+    None for none.
+    """
+    folders = [results.folder]
+    origins = {results.folders[table] for table in entry.tables if table in results.folders}
+    if results.folder not in origins:
+        folders += origins
+    for folder in folders:
+        image = folder / "figures" / f"{entry.name}.svg"
+        if image.exists():
+            return image
+    return None
 
 
 def _by_model(parts: Sequence[Part]) -> dict[str, list[TableRow]]:

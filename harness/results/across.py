@@ -98,7 +98,11 @@ def write(sources: Sequence[Path]) -> Path:
             write_atomic(folder / f"{name}.csv", columns.render_csv(shape, rows))
             write_atomic(folder / f"{name}.md", across_page.page_of_table(name, rows))
         text = across_page.page(
-            made.rows[NAME], made.rows[CLAIMS], says["readme"], left_out=made.left_out
+            made.rows[NAME],
+            made.rows[CLAIMS],
+            made.rows[MODELS],
+            says["readme"],
+            left_out=made.left_out,
         )
         write_atomic(page, text)
     return page

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.results import columns
 from harness.results.across_claims import VERDICTS
-from harness.results.across_rows import ALL_MODELS, KL, OF_ANSWERS
+from harness.results.across_rows import ALL_MODELS, ALL_TEXTS, KL, OF_ANSWERS, OWN_SIZE
 from harness.results.across_stats import Design
 from harness.results.columns import MISSING, Column, TableRow
 from harness.results.sheet import SIZE_NOTE, Sheet, mark_own, markdown
@@ -16,19 +16,21 @@ from harness.settings.paths import COMMAND
 
 OTHER_SIZE, LACKS = "§", "¶"
 INTERVAL = (
-    "Brackets hold 95 % intervals (Student's t), over places of the texts or contexts of the "
-    "questions."
+    "Brackets hold 95 % intervals (Student's t): of one model over places of its texts or contexts "
+    "of its questions, of several models over the models, as drawn from many."
 )
 NOTE = (
     f"Each method beside the oracle of its size. {SIZE_NOTE} *KL / oracle's* is the ratio of the "
     "two KL on the same window: the geometric mean over windows of a text, texts, and models, each "
     "of which weighs alike. *Rank* is the place by that ratio. Its brackets go from 1 + the "
     "methods that are certainly closer to the full cache to the number of methods less those that "
-    "are certainly farther, by tests of all pairs with Holm's correction at 5 %. *Answers minus "
-    "full cache* is the mean over models and tasks, on the same questions, which do not depend on "
-    "the length of the windows. Each method has the number of exempt layers that is best for its "
-    "size on the default model's leaderboard, so it is tuned there alone. *Read on device* and "
-    "*kept on device* are shares of the full cache, as ranges over the models. "
+    "are certainly farther, by tests of all pairs on these models and texts, with Holm's "
+    "correction at 5 %. *Answers minus full cache* is the mean over models and tasks, on the same "
+    "questions (chance is 25 %), which do not depend on the length of the windows. Each method has "
+    "the number of exempt layers that is best for its size on the model's calibration text "
+    "(`conf/tuned.yaml`). *Read on device* and *kept on device* are shares of the full cache, as "
+    "ranges over the models; the oracle keeps all of it there and reads every key. Where it did not "
+    "run, the oracle by InfiniGen's rule stands in its place. "
     f"{INTERVAL} By model and text: "
     "`tables/across-models.md`; all pairs: `tables/across-pairs.csv`; the formulas: "
     "`docs/statistics.md`."
@@ -49,12 +51,18 @@ CLAIMS_NOTE = (
     "side, *does not hold* if all of it is on the other, and else is *not told apart*. Numbers are "
     "of all models together, with the windows or questions behind them."
 )
+MEMORY_NOTE = (
+    "*Link + device* is what a step moves over the link and reads on the device, where it reads "
+    "the fetched rows and the index. KL is the geometric mean over windows. A method is on a front "
+    "where none is closer at no more bytes."
+)
 TEXTS_NOTE = (
     f"KL(full cache || method) by text. {SIZE_NOTE} ± is one standard error over places of a text. "
     "The CSV has every window."
 )
 ANSWERS_NOTE = (
-    "Right answers by task, when the question is not known while the cache is reduced. "
+    "Right answers by task, when the question is not known while the cache is reduced. A question "
+    "has four choices, so chance is 25 %. "
     f"{SIZE_NOTE} ± is one standard error, clustered by context. The CSV has every context."
 )
 ANSWER_MARKS = {
@@ -119,20 +127,22 @@ def _setting_words(row: TableRow) -> str:
 def page(
     rows: Sequence[TableRow],
     claims: Sequence[TableRow],
+    of_models: Sequence[TableRow],
     readme: Mapping[str, Any],
     *,
     left_out: Sequence[str] = (),
 ) -> str:
     """`across.md`.
 
-    rows, claims: of the tables `across` and `across-claims`. readme: size and labels of README's
-    table. left_out: models over which no mean goes.
+    rows, claims, of_models: of the tables `across`, `across-claims` and `across-models`. readme:
+    size and labels of README's table. left_out: models over which no mean goes.
     """
     note = f"{NOTE} {CLAIMS_NOTE}"
     if left_out:
         few = "fewer than half of the methods ran there"
         note += f" Not in the means: {', '.join(left_out)}, since {few}."
-    sheets = [*_readme(rows, readme), *across(rows), *claims_sheets(claims)]
+    sheets = [*_readme(rows, of_models, readme), *across(rows)]
+    sheets += [*by_memory(rows), *claims_sheets(claims)]
     return markdown("across models", note, sheets)
 
 
@@ -193,7 +203,8 @@ def _apart(title: str, rows: Sequence[TableRow]) -> Sheet:
 
 
 _OF_ANSWERS = (columns.ANSWERS_DIFFERENCE, columns.ANSWERS, columns.NUM_QUESTIONS)
-_SIZES = (columns.SIZE, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
+_MEMORY = (columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
+_SIZES = (columns.SIZE, *_MEMORY)
 
 
 def _of_answers(row: TableRow) -> list[str]:
@@ -227,32 +238,52 @@ def _sizes(row: TableRow) -> list[str]:
     return [_range(column, row) for column in _SIZES]
 
 
-def _readme(rows: Sequence[TableRow], readme: Mapping[str, Any]) -> Iterator[Sheet]:
-    """README's table at each length: its methods in its order."""
+def _readme(
+    rows: Sequence[TableRow], of_models: Sequence[TableRow], readme: Mapping[str, Any]
+) -> Iterator[Sheet]:
+    """README's table at each length: its methods in its order, a ratio for each model."""
     here = _where(rows, "asked_size", readme["size"])
     for seq_len, of_length in columns.grouped(here, lambda row: row["seq_len"]).items():
         by_label = {row["label"]: row for row in of_length}
+        ratios = _ratios_by_model(of_models, readme["size"], seq_len)
+        compared = _where(of_length, "apart", "")
+        header = ["label", "size (%)", *columns.headings(_MEMORY), columns.RATIO.heading]
+        header += [f"on {model}" for model in ratios]
+        header += [f"over rows of 8 bits: {columns.RATIO.heading}"]
+        header.append(columns.ANSWERS_DIFFERENCE.heading)
         lines = []
         for label in readme["methods"]:
             if label in by_label:
-                lines.append(_readme_line(by_label[label]))
-        compared = _where(of_length, "apart", "")
+                coded = by_label.get(f"{label} + int8", {})
+                lines.append(_readme_line(by_label[label], coded, ratios))
         if lines and compared:
-            header = [
-                "label", "size (%)", "kept on the device (%)", "KL / oracle's",
-                f"rank of {compared[0]['num_compared']}", "answers minus full cache (points)",
-            ]  # fmt: skip
             title = f"README rows: {_size_words(readme['size'])}, windows of {seq_len:,.0f} tokens"
             notes = [_counts(compared[0]), _counts_of_answers(here)]
             yield Sheet(title, header, lines, notes=notes)
 
 
-def _readme_line(row: TableRow) -> list[str]:
-    rank = MISSING
-    if not row["apart"]:
-        rank = f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
-    sizes = [_range(columns.SIZE, row), _range(columns.RESIDENT_FRAC, row)]
-    return [row["label"], *sizes, _ratio(row), rank, _difference(row)]
+def _ratios_by_model(
+    of_models: Iterable[TableRow], size: float, seq_len: int
+) -> dict[str, dict[str, float]]:
+    """By model and label the ratio to the oracle's KL over all texts at a size and a length."""
+    found: dict[str, dict[str, float]] = {}
+    for row in of_models:
+        is_here = (row["asked_size"], row["seq_len"]) == (size, seq_len)
+        if is_here and row["domain"] == ALL_TEXTS and row["model"] != ALL_MODELS:
+            found.setdefault(row["model"], {})[row["label"]] = row.get("versus")
+    return found
+
+
+def _readme_line(
+    row: TableRow, coded: TableRow, ratios: Mapping[str, Mapping[str, float]]
+) -> list[str]:
+    """coded: the row of the same method over rows of 8 bits; {} where it did not run."""
+    sizes = [_range(column, row) for column in (columns.SIZE, *_MEMORY)]
+    of_models = []
+    for of_model in ratios.values():
+        ratio = of_model.get(row["label"])
+        of_models.append(MISSING if ratio is None else show_ratio(ratio))
+    return [row["label"], *sizes, _ratio(row), *of_models, _ratio(coded), _difference(row)]
 
 
 def _counts_of_answers(rows: Sequence[TableRow]) -> str:
@@ -265,6 +296,55 @@ def _counts_of_answers(rows: Sequence[TableRow]) -> str:
                 f"full cache has {columns.ANSWERS.show(row['answers'])} % right."
             )
     return "Answers: the full cache was not asked."
+
+
+# By memory
+
+
+def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """At each length all methods and sizes by the bytes that a step moves: over the link and on the
+    device."""
+    for seq_len, of_length in columns.grouped(rows, lambda row: row["seq_len"]).items():
+        found = []
+        for row in of_length:
+            has_all = not row["apart"] or row["apart"] == OWN_SIZE
+            if has_all and row["kl_nats"] is not None:
+                found.append(row)
+        if not found:
+            continue
+        lines = []
+        for row in sorted(found, key=_traffic):
+            traffic = columns.SIZE.show(_traffic(row))
+            sizes = [_size_words(row["asked_size"]), traffic, _range(columns.RESIDENT_FRAC, row)]
+            fronts = [_on_front(row, found, _traffic), _on_front(row, found, _resident)]
+            lines.append([row["label"], *sizes, columns.KL.show(row["kl_nats"]), *fronts])
+        header = [
+            columns.LABEL.heading, "asked", "link + device (%)", columns.RESIDENT_FRAC.heading,
+            columns.KL.heading, "front by link + device", "front by kept on device",
+        ]  # fmt: skip
+        yield Sheet(f"by memory, windows of {seq_len:,.0f} tokens", header, lines, [MEMORY_NOTE])
+
+
+def _traffic(row: TableRow) -> float:
+    """Bytes that a step moves over the link and reads on the device, of the full cache's; the mean
+    of the models' least and largest."""
+    over_link, on_device = [
+        (row[f"{name}_low"] + row[f"{name}_high"]) / 2 for name in ("size", "device_frac")
+    ]
+    return over_link + on_device
+
+
+def _resident(row: TableRow) -> float:
+    """Share of the full cache kept on the device, the largest of the models."""
+    return row["resident_frac_high"]
+
+
+def _on_front(row: TableRow, rows: Iterable[TableRow], cost: Callable[[TableRow], float]) -> str:
+    """Whether no method is closer to the full cache at no higher a cost."""
+    for other in rows:
+        if other["kl_nats"] < row["kl_nats"] and cost(other) <= cost(row):
+            return ""
+    return "yes"
 
 
 # Claims

@@ -28,6 +28,10 @@ LEAST_KL = 1e-6
 """Nats: a smaller KL is rounding, and has no logarithm to speak of."""
 ALL_MODELS, ALL_TEXTS, ALL_TASKS = "all models", "all texts", "all tasks"
 KL, OF_ANSWERS = "KL", "answers"
+RULE_OF_PAPER = "oracle-infinigen"
+"""The oracle by the paper's rule for a group."""
+OWN_SIZE = "reads at a size of its own"
+"""Why a method without a size is not compared."""
 
 Window = tuple[str, str, float]
 """Model, text and place of a window."""
@@ -87,12 +91,13 @@ def _design(windows: Sequence[Window]) -> Design:
 
 
 def log_ratio(own: Measured, other: Measured, windows: Sequence[Window]) -> Estimate | None:
-    """The mean logarithm of the ratio of two methods' KL; None where a KL has no logarithm."""
+    """The mean logarithm of the ratio of two methods' KL, over the models of the windows; None
+    where a KL has no logarithm."""
     if not windows:
         return None
     if own.num_zeros(windows) or other.num_zeros(windows):
         return None
-    return _design(windows).estimate(differences(own.logs(windows), other.logs(windows)))
+    return _design(windows).over_models(differences(own.logs(windows), other.logs(windows)))
 
 
 def exponential(estimate: Estimate) -> tuple[float, float | None, float | None]:
@@ -170,7 +175,7 @@ class Setting:
             yield "the full cache itself, whose KL is 0"
             return
         if measured.series.asked_size is None:
-            yield "reads at a size of its own"
+            yield OWN_SIZE
         elif not has_size(measured.rows.values(), self.asked_size):
             yield f"cannot have this size: reads {_size_in_words(measured.rows.values())} %"
         missing = set(self.windows) - measured.rows.keys()
@@ -193,10 +198,14 @@ class Setting:
 
 
 def _reference(found: Iterable[Measured]) -> Measured | None:
-    """The oracle at the asked size."""
+    """The oracle at the asked size; where it did not run, the oracle by InfiniGen's rule."""
+    by_method: dict[str, Measured] = {}
     for measured in found:
-        if measured.series.method == REFERENCES["upper"] and measured.series.asked_size is not None:
-            return measured
+        if measured.series.asked_size is not None and not measured.series.codec:
+            by_method.setdefault(measured.series.method, measured)
+    for method in (REFERENCES["upper"], RULE_OF_PAPER):
+        if method in by_method:
+            return by_method[method]
     return None
 
 
@@ -310,7 +319,7 @@ def gap_of(own: Answers, other: Answers, contexts: Sequence[Context]) -> Gap | N
         shares_of_other.append(other[context]["right"] / count)
     models, tasks, numbers = zip(*contexts, strict=True)
     design = Design(models, tasks, numbers, asked)
-    found = design.estimate(differences(shares, shares_of_other))
+    found = design.over_models(differences(shares, shares_of_other))
     half = found.half_width
     if half == 0:  # no answer differs, which a few questions do not make impossible
         half = RULE_OF_THREE / sum(asked)
@@ -424,6 +433,7 @@ def _method_row(
         "label": series.label,
         "asked_size": setting.asked_size,
         "seq_len": setting.seq_len,
+        "kl_nats": _geometric_mean(measured, windows),
         "ratio": None,
         "num_models": len({window[0] for window in windows}),
         "num_windows": len(windows),
@@ -439,6 +449,13 @@ def _method_row(
     for name in ("size", "device_frac", "resident_frac"):
         row[f"{name}_low"], row[f"{name}_high"] = _range_over_models(here, name)
     return row | _answer_columns(series, full)
+
+
+def _geometric_mean(measured: Measured, windows: Sequence[Window]) -> float | None:
+    """The geometric mean of the KL of windows; None where one has no logarithm."""
+    if measured.num_zeros(windows):
+        return None
+    return math.exp(_design(windows).mean(measured.logs(windows)))
 
 
 def _exempt_numbers(rows: Iterable[TableRow]) -> str:

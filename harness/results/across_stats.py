@@ -1,14 +1,16 @@
 """Statistics of the table across models: means whose errors are clustered by place of a text, the
 test of two methods, Holm's correction, and ranks with an interval.
 
-Models and texts are fixed: a number speaks of the models and texts that ran, not of others. The
-places of a text are the sample. The same place of a text on several models is one cluster, since
-what is hard there is hard for all models. The formulas are in `docs/statistics.md`.
+Within a model, and in the tests of pairs, models and texts are fixed: a number speaks of those that
+ran. The places of a text are the sample. The same place of a text on several models is one cluster,
+since what is hard there is hard for all models. A mean over models has the interval that models
+drawn from many would have (`Design.over_models`). The formulas are in `docs/statistics.md`.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +70,7 @@ class Design:
     ) -> None:
         strata = list(zip(models, parts, strict=True))
         places = list(zip(parts, clusters, strict=True))
+        self._models = list(models)
         self._stratum = _numbered(strata)
         self._cluster = _numbered(places)
         self._part = _numbered([part for part, _ in dict.fromkeys(places)])
@@ -107,6 +110,24 @@ class Design:
         for of_part, degrees in zip(of_parts, self._degrees, strict=True):
             below += of_part**2 / degrees
         return found._replace(stderr=math.sqrt(variance), degrees=_whole(variance**2 / below))
+
+    def over_models(self, values: Sequence[float]) -> Estimate:
+        """The mean of the models' means, with the error that models drawn from many would have.
+
+        The standard error is the models' sample standard deviation / sqrt(models), with a degree of
+        freedom fewer than models. Of one model it is `estimate`.
+        """
+        total: dict[Hashable, float] = {}
+        weight_of: dict[Hashable, float] = {}
+        for model, weight, value in zip(self._models, self.weights, values, strict=True):
+            total[model] = total.get(model, 0.0) + weight * value
+            weight_of[model] = weight_of.get(model, 0.0) + weight
+        means = [total[model] / weight_of[model] for model in total]
+        found = self.estimate(values)
+        if len(means) < 2:
+            return found
+        stderr = statistics.stdev(means) / math.sqrt(len(means))
+        return found._replace(stderr=stderr, degrees=len(means) - 1)
 
 
 def _whole(degrees: float) -> int:

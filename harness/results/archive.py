@@ -31,6 +31,7 @@ from tqdm import tqdm
 from harness.errors import UserError
 from harness.files import content_sha256, replacing
 from harness.results.record import BAD_VALUE_ERRORS, read_record
+from harness.settings.paths import shipped_beside
 from harness.settings.schema import path_text
 
 SCHEMA = 2
@@ -133,11 +134,13 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 def opened(source: Path) -> Iterator[Path]:
     """A results folder to read: `source` itself, or the archive `source` unpacked for the block.
 
+    The folder of one's own results need not exist, since the shipped ones stand beside it.
+
     Raises:
         UserError: there is nothing, or not an archive as `pack` writes it; also any raised in the
             block, with the archive's name instead of the temporary folder's.
     """
-    if source.is_dir():
+    if source.is_dir() or (shipped_beside(source) is not None and not source.exists()):
         yield source
         return
     if not source.is_file():

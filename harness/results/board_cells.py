@@ -1,14 +1,12 @@
-"""`${on_the_leaderboard:...}` and `${as_tuned:...}`: cells of grids that measure further what the
-leaderboard has found."""
+"""`${on_the_leaderboard:...}`: cells of grids that measure further what the leaderboard has
+found."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from harness.model.source import PACKAGED_NAME
 from harness.results.columns import TableRow, read_table
 from harness.results.fronts import has_its_size_on_text
 from harness.results.leaderboard import NAME, is_best
-from harness.settings.paths import shipped_table, table_to_read
+from harness.settings.paths import table_to_read
 from harness.settings.schema import options
 
 
@@ -31,34 +29,6 @@ def cells_of_tasks(results_dir: str, size: float | None = None) -> list[list[Any
             cell = [row["method"], asked, row["exempt_layers"]]
             if cell not in cells:
                 cells.append(cell)
-    return cells
-
-
-def as_tuned(methods: Sequence[str], sizes: Sequence[float], most: int) -> list[list[Any]]:
-    """`${as_tuned:${grid.methods},[0.05,0.10],2}` in a grid: [method, size, exempt layers] of each
-    method at each size.
-
-    The number of exempt layers is that with the least KL at this size on the leaderboard of the
-    default model that the project ships. It is 0 for a method that is not there, and for one that
-    has this size with none of the numbers: more layers would only make it larger. UserError for a
-    damaged table.
-
-    most: the most exempt layers that the grid's model can have at these sizes.
-    """
-    path = shipped_table(f"{NAME}.csv")
-    rows = read_table(path) if path else []
-    best: dict[tuple[str, float], int] = {}
-    for row in rows:
-        asked = row["asked_size"]
-        if row["model"] != PACKAGED_NAME or asked is None or not _is_of_a_preset(row):
-            continue
-        if is_best(row) and has_its_size_on_text(row):
-            best[row["method"], asked] = row["exempt_layers"]
-    cells = []
-    for method in methods:
-        for size in sizes:
-            exempt = min(best.get((method, size), 0), most)
-            cells.append([method, f"nearest:{size}", exempt])
     return cells
 
 

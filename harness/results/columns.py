@@ -238,7 +238,7 @@ class BoardMetric(NamedTuple):
         error; "task": accuracy on the task of that name; "step": of a timed decode step.
     is_cost: an x axis of the report's explorer, else a y axis.
     more_is_better: the larger value is in bold, and better than a reference.
-    on_page: a column of `results/leaderboard.md` and of the report's overview.
+    on_page: a column of `leaderboard.md` and of the report's overview.
     compared: with the two reference methods (column `outside`), and between models in the report.
     logarithmic: the explorer's axis.
     front: the name of the cost's Pareto front; "" for none.
@@ -353,16 +353,17 @@ def _interval(column: Column) -> tuple[Column, Column]:
 ACROSS = (
     MODEL, METHOD, LABEL, ASKED_SIZE, SEQ_LEN, RANK, *_interval(RANK),
     Column("num_compared", "methods compared", 1, 0),
-    RATIO, *_interval(RATIO), DEGREES, NUM_MODELS, NUM_WINDOWS, NUM_PLACES,
+    KL, RATIO, *_interval(RATIO), DEGREES, NUM_MODELS, NUM_WINDOWS, NUM_PLACES,
     ANSWERS, ANSWERS_DIFFERENCE, *_interval(ANSWERS_DIFFERENCE), NUM_QUESTIONS, NUM_CONTEXTS,
     Column("answers_note"),
     *_interval(SIZE), *_interval(DEVICE_FRAC), *_interval(RESIDENT_FRAC),
     Column("exempt_numbers", "exempt layers"), APART, SOURCE, SHIPPED,
 )  # fmt: skip
-"""A method at a size and a length, over `model`, the names of all models. `ratio` is of its KL to
-the oracle's. `rank_low` and `rank_high` are the places that it may have. `_low` and `_high` of
-`ratio` and `answers_difference` are 95 % intervals, of sizes the least and the largest of the
-models. `apart` says why a method has no rank."""
+"""A method at a size and a length, over `model`, the names of all models. `kl_nats` is the
+geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and `rank_high`
+are the places that it may have. `_low` and `_high` of `ratio` and `answers_difference` are 95 %
+intervals, of sizes the least and the largest of the models. `apart` says why a method has no
+rank."""
 ACROSS_PAIRS = (
     MODEL, ASKED_SIZE, SEQ_LEN, LABEL, OTHER, RATIO, *_interval(RATIO), DEGREES, P, P_HOLM,
     Column("closer"), SOURCE,

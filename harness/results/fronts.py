@@ -6,7 +6,6 @@ Every method should lie between the two reference methods at equal size.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import yaml
 
@@ -16,8 +15,7 @@ from harness.results.student import ONE_SIGMA, critical_value
 from harness.settings.paths import CONF_DIR
 
 GRID = CONF_DIR / "grid" / "leaderboard.yaml"
-IN_GRID: Mapping[str, Any] = yaml.safe_load(GRID.read_text(encoding="utf-8"))
-REFERENCES: Mapping[str, str] = IN_GRID["references"]
+REFERENCES: Mapping[str, str] = yaml.safe_load(GRID.read_text(encoding="utf-8"))["references"]
 """Methods that every other should lie between at equal size: `upper`, `lower`."""
 COSTS = {metric.front: metric.column.name for metric in columns.BOARD_METRICS if metric.front}
 """Columns of the costs, by the front's name."""

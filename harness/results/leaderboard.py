@@ -23,7 +23,6 @@ from harness.results import columns
 from harness.results.columns import BoardMetric, Column, TableRow
 from harness.results.fronts import (
     COSTS,
-    IN_GRID,
     REFERENCES,
     fronts,
     has_its_size,
@@ -45,6 +44,8 @@ from harness.results.sheet import (
 from harness.results.shipped import merged
 from harness.results.step_time import step_of
 from harness.settings.kinds import OF_CODECS
+from harness.settings.own_method import shipped
+from harness.settings.schema import options
 
 log = logging.getLogger(__name__)
 
@@ -80,17 +81,6 @@ NOTE = (
     "columns, and the settings, are in `tables/leaderboard.csv` and in the report."
 )
 """The meaning of the columns."""
-
-
-def _papers_exempt_layers() -> dict[str, int]:
-    found = {}
-    for number, methods in IN_GRID["papers_exempt_layers"].items():
-        found.update(dict.fromkeys(methods, number))
-    return found
-
-
-PAPERS_EXEMPT_LAYERS: Mapping[str, int] = _papers_exempt_layers()
-"""First layers that a method's own paper or code leaves to the full cache."""
 
 
 def write(results_dir: Path, own: Sequence[TableRow]) -> None:
@@ -261,8 +251,9 @@ def _kl(row: TableRow) -> float:
 
 
 def _exempt_choice(row: TableRow, best: bool) -> str:
-    number = row["exempt_layers"]
-    is_papers = number is not None and PAPERS_EXEMPT_LAYERS.get(row["method"]) == number
+    number, method = row["exempt_layers"], row["method"]
+    is_shipped = method in options("method")
+    is_papers = is_shipped and shipped(method)[1]["num_exempt_layers"] == number
     if best:
         return BOTH if is_papers else BEST
     return PAPERS if is_papers else ""

@@ -1,4 +1,4 @@
-"""Records: what one run did, in `results/runs/<experiment>/<run_id>/record.json`.
+"""Records: what one run did, in `outputs/runs/<experiment>/<run_id>/record.json`.
 
 A record is written whole or not at all. `_Record` below is its schema. `digest` is the sha256 of
 all other fields, so a number that was changed later is found. `run_id` is `<settings_id>-<code>`: a
@@ -121,7 +121,17 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     They are those that its kind of run depends on.
     """
     foreign = foreign_settings(config["kind"])
-    return without_paths({name: value for name, value in config.items() if name not in foreign})
+    found = without_paths({name: value for name, value in config.items() if name not in foreign})
+    if "platform" in found and not _host_decides(config["kind"]):
+        found["platform"] = {**found["platform"]}
+        found["platform"].pop("host_gib", None)
+    return found
+
+
+def _host_decides(kind: str) -> bool:
+    """Whether `platform.host_gib` decides numbers: the largest batch. Elsewhere it decides whether
+    a run is refused."""
+    return kind == "capacity"
 
 
 def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,6 +171,8 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
         if name in left_out or group in left_out or value == defaults.get(name):
             continue
         if name.startswith(OF_SHEET):
+            continue
+        if name == "platform.host_gib" and not _host_decides(config.kind):
             continue
         shown = rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")
         found[shown] = value

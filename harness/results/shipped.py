@@ -1,7 +1,8 @@
 """Rows that the project ships: they stay until a run of one's own replaces them.
 
-The project ships tables without their records; those rows have `shipped=yes`. A shipped row stays
-until a run of one's own has the same identity (`IDENTITY`). A damaged table is set aside.
+The project ships tables without their records; those rows have `shipped=yes`. A shipped row stands
+in a table of one's own until a run has the same identity (`IDENTITY`). A damaged table is set
+aside.
 """
 
 import logging
@@ -13,7 +14,7 @@ from typing import Any
 from harness.errors import UserError
 from harness.files import free_path
 from harness.results.columns import ANEW, NO_TABLE, TableRow, read_table, shape_of
-from harness.settings.paths import table_to_read
+from harness.settings.paths import shipped_beside
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ IDENTITY = {
         "model", "platform", "source", "method", "label", "settings",
         "memory_bytes", "prompt_len", "gen_len",
     ),
-    "analysis": ("model", "source", "metric", "series", "x_name"),
+    "analysis": ("model", "source", "metric", "series", "x_name", "num_samples"),
     "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
     "evidence_texts": (
         "model", "method", "codec", "label", "asked_size", "exempt_layers", "seq_len", "text",
@@ -43,10 +44,10 @@ of its task."""
 
 
 def merged(path: Path, shape: str, own: Sequence[TableRow]) -> list[TableRow]:
-    """One's own rows, and the shipped rows at `path` that they do not replace.
+    """One's own rows, and the shipped rows that they do not replace.
 
-    Where there is no table at `path`, the shipped rows are those of the installation. Raises
-    UserError for a damaged table that cannot be set aside.
+    The shipped rows are those of the results beside the folder of `path` (`shipped_beside`), else
+    those in the table at `path`. Raises UserError for a damaged table that cannot be set aside.
     """
     replaced = {_identity(shape, row) for row in own}
     kept = []
@@ -64,23 +65,40 @@ def _identity(shape: str, row: TableRow) -> tuple[Any, ...]:
 
 
 def _rows_at(path: Path, shape: str) -> list[TableRow]:
-    """The rows of the table at `path`, or of the shipped one where there is none.
+    """The rows of the shipped table beside that at `path`, or of that at `path` where none is.
 
     A table that is damaged or of another shape is set aside. A warning says so and what is lost.
     """
-    source = table_to_read(path.parents[1], path.name)
-    if source is None:
-        return []
-    try:
-        rows = read_table(source)
-        if not rows or shape_of(tuple(rows[0])) == shape:
-            return rows
-        damage = f"{path}: {NO_TABLE} (it is of another kind of run)"
-    except UserError as error:
-        damage = str(error).removesuffix(f"; {ANEW}")
-    if source != path:  # of the installation
+    beside = shipped_beside(path.parents[1])
+    shipped = None if beside is None else beside / "tables" / path.name
+    has_shipped = shipped is not None and shipped.exists()
+    rows: list[TableRow] = []
+    if path.exists():
+        damage = _damage(path, shape)
+        if damage:
+            _set_aside(path, damage, "" if has_shipped else _lost_rows(path))
+        else:
+            rows = read_table(path)
+    if shipped is None or not has_shipped:
+        return rows
+    damage = _damage(shipped, shape)
+    if damage:
         raise UserError(f"{damage}; install the project again")
-    lost = _lost_rows(path)
+    return read_table(shipped)
+
+
+def _damage(path: Path, shape: str) -> str:
+    """What is wrong with a table, in words; "" for nothing."""
+    try:
+        rows = read_table(path)
+    except UserError as error:
+        return str(error).removesuffix(f"; {ANEW}")
+    if rows and shape_of(tuple(rows[0])) != shape:
+        return f"{path}: {NO_TABLE} (it is of another kind of run)"
+    return ""
+
+
+def _set_aside(path: Path, damage: str, lost: str) -> None:
     # The end of the name keeps everything from taking it for a table.
     kept = free_path(path.with_name(f"{path.name}.damaged-*"))
     try:
@@ -88,11 +106,7 @@ def _rows_at(path: Path, shape: str) -> list[TableRow]:
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"{damage}; it cannot be renamed to {kept.name} ({why})") from error
-    source = table_to_read(path.parents[1], path.name)
-    if source is not None:
-        lost = "; shipped rows come from the installation"
     log.warning("%s; kept as %s, written anew from the records%s", damage, kept.name, lost)
-    return [] if source is None else read_table(source)
 
 
 def _lost_rows(path: Path) -> str:

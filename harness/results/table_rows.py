@@ -38,7 +38,7 @@ OF_LAYERS = (
     columns.ATTENTION_ERROR_P95.name, f"{columns.ATTENTION_ERROR_P95.name}_stderr",
 )  # fmt: skip
 """Entries of a layer of a run on a text."""
-NO_METRICS = {*CONDITIONS, "num_truncated", "num_contexts"}
+NO_METRICS = {*CONDITIONS, "num_truncated", "num_dense", "num_contexts"}
 NUM_DEPTHS = 5
 DEPTH_PERCENT = 100 // NUM_DEPTHS
 

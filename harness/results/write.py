@@ -1,12 +1,12 @@
-"""The records of an experiment as one tidy table, `results/tables/<experiment>.csv`, and a `.md`
-page of it for people.
+"""The records of an experiment as one tidy table, `tables/<experiment>.csv` of a results folder,
+and a `.md` page of it for people.
 
 The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed cell, or per
 point of an analysis. Seconds, bytes, fractions in [0, 1]; empty where nothing was measured. The
 same records give the same bytes. Rows that the project ships stay until one's own replace them
 (`results/shipped.py`). All other rows are made from the records that are there.
 
-    python -c "from harness.results.write import update; update('results', 'fig11')"
+    python -c "from harness.results.write import update; update('outputs', 'fig11')"
     python -m harness.results.write results      # for maintainers: mark all rows as shipped
 """
 

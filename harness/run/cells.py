@@ -32,6 +32,7 @@ from harness.model.resources import Resources
 from harness.run import status, tracking
 from harness.run.kinds import measurement_of
 from harness.run.runner import Run, fail, is_held, relabel, require_devices, run
+from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ def run_cells(
     resources.shares_prompts |= len(configs) > 1
     runs: list[Run] = []
     todo: list[Run] = []
-    for config in tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None):
+    for config in bar(configs, desc="looking at cells", unit="cell"):
         cell = Run.of(config)
         runs.append(cell)
         if cell.is_finished():
@@ -103,7 +104,7 @@ def run_cells(
     spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []
-    with tqdm(total=len(todo), unit="cell", dynamic_ncols=True) as progress:
+    with bar(total=len(todo), unit="cell", dynamic_ncols=True, lines_every_s=0) as progress:
         while todo:
             held: list[Run] = []
             for group in groups(todo, lambda cell: cell.config):

@@ -15,10 +15,13 @@ import os
 import re
 import select
 import shlex
+import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ from harness.results import archive
 from harness.run import runner, status, tracking
 from harness.run.cells import run_cells
 from harness.run.cluster import JobArray
-from harness.run.compose import read_override
+from harness.run.compose import override, read_override, sweep
 from harness.run.grid import read_plan
 from harness.run.kinds import measurement_of
 from harness.run.parse import asks_status, parse
@@ -68,6 +71,8 @@ TRACEBACKS = "HYDRA_FULL_ERROR"
 OF_HYDRA = (HydraException, OmegaConfBaseException)
 BROKEN_PIPE = 141
 """Exit code of a command whose reader has left: 128 + SIGPIPE, as a shell has it."""
+SAID_AFTER_S = 10.0
+"""A run that takes so long is told on stderr, when it ends."""
 FREE_TEXT = ("prompt", "system_instruction", "question_marker")
 """Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""
 SHOWN = 200
@@ -100,7 +105,7 @@ class Jobs:
     folder. paths: records of the finished runs. gaps: what a grid left out, in lines. exit_code: a
     bug's, else the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker`
     gets as well. array: what is to run on a cluster. process: that in which the command began.
-    disk_is_full: a job said so.
+    num_jobs: of the sweep. seconds: that each new run took. disk_is_full: a job said so.
     """
 
     tracebacks: bool
@@ -113,6 +118,8 @@ class Jobs:
     tracker: str = tracking.NONE
     array: JobArray | None = None
     process: int = field(default_factory=os.getpid)
+    num_jobs: int = 1
+    seconds: list[float] = field(default_factory=list)
     disk_is_full: bool = False
 
     def __call__(self, config: DictConfig) -> None:
@@ -136,10 +143,10 @@ class Jobs:
         given: Any = OmegaConf.to_container(typed, resolve=False)  # `${...}` as typed
         grid = HydraConfig.get().runtime.choices.get("grid")
         if config.export is not None:
-            for override in given:
-                if setting_of(override) not in ("export", "results_dir"):
+            for word in given:
+                if setting_of(word) not in ("export", "results_dir"):
                     allowed = "beside it only results_dir= is allowed"
-                    raise UserError(f"{override}: export={config.export} runs nothing; {allowed}")
+                    raise UserError(f"{word}: export={config.export} runs nothing; {allowed}")
             print(archive.export(Path(path_text(config.results_dir, "results_dir")), config.export))
             return
         if config.get("cluster") is not None:
@@ -181,9 +188,9 @@ class Jobs:
             self.paths.append(path)
 
     def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
-        for override in overrides:
-            if setting_of(override).startswith("grid."):
-                raise UserError(f"{override}: needs grid=NAME")
+        for word in overrides:
+            if setting_of(word).startswith("grid."):
+                raise UserError(f"{word}: needs grid=NAME")
         # The other jobs of a sweep most often ask for the same prompts.
         self.resources.shares_prompts |= HydraConfig.get().mode == RunMode.MULTIRUN
         checked = parse(config, overrides)
@@ -193,11 +200,27 @@ class Jobs:
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
             run = runner.Run.of(checked)
-            tracking.require([] if run.is_finished() else [checked.tracker])
+            is_new = not run.is_finished()
+            tracking.require([checked.tracker] if is_new else [])
+            began = time.perf_counter()
             self.paths.append(runner.run(run, self.resources))
+            if is_new:
+                self._say_how_far(run.title, time.perf_counter() - began)
         else:
             with runner.users_faults(checked):
                 measurement_of(checked.kind).run(checked, self.resources)
+
+    def _say_how_far(self, title: str, seconds: float) -> None:
+        """After a run that took long: how long, and of a sweep when it will end."""
+        self.seconds.append(seconds)
+        if seconds < SAID_AFTER_S:
+            return
+        line = f"{title}: took {timedelta(seconds=round(seconds))}"
+        if self.num_jobs > 1:
+            number = HydraConfig.get().job.num + 1
+            left = (self.num_jobs - number) * statistics.fmean(self.seconds)
+            line += f"; {number} of {self.num_jobs}, {timedelta(seconds=round(left))} left"
+        print(line, file=sys.stderr, flush=True)
 
     def fail(self, error: BaseException) -> None:
         """Say in one line on stderr what went wrong; nothing where nobody reads on."""
@@ -218,7 +241,7 @@ class Jobs:
             hint = f" ({bug}{TRACEBACKS}=1 shows where)"
         how = "unfinished" if unfinished else "error"
         try:
-            print(f"{how}: {in_words(error)}{hint}", file=sys.stderr)
+            print(f"{how}: {errors.printable(in_words(error))}{hint}", file=sys.stderr)
         except (OSError, ValueError):  # stderr is closed, or on a full disk
             _mute()
 
@@ -227,6 +250,8 @@ class Jobs:
         out."""
         if self.paths:
             print(runner.report(self.paths))
+            for line in runner.tables_of(self.paths):
+                print(line)
         draw = self.draw
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
@@ -254,7 +279,9 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     full = os.environ.get(TRACEBACKS)
     jobs = Jobs(full not in (None, "", "0"), resources or Resources(), draw)
     try:
-        _run_hydra(jobs, read_words(argv))
+        words = read_words(argv)
+        jobs.num_jobs = _number_of_jobs(words)
+        _run_hydra(jobs, words)
         if jobs.array is not None and jobs.array.jobs:
             code = jobs.array.run()
             jobs.exit_code = jobs.exit_code or code
@@ -275,6 +302,17 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
         if not (jobs.disk_is_full and _says_disk_is_full(error)):  # once is enough
             jobs.fail(error)
     return jobs.exit_code
+
+
+def _number_of_jobs(words: Sequence[str]) -> int:
+    """The jobs of a sweep."""
+    number = 1
+    for word in words:
+        with contextlib.suppress(HydraException, ValueError, TypeError):  # Hydra refuses it
+            given = read_override(word)
+            if given.is_sweep_override():
+                number *= len(list(given.sweep_iterator()))
+    return number
 
 
 def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
@@ -417,7 +455,7 @@ def _checked(word: str, is_sweep: bool) -> str:
         word = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
     try:
         word.encode("utf-8")
-        override = read_override(word)
+        given = read_override(word)
     except UnicodeEncodeError:
         raise UserError(f"{word}: is not UTF-8 text") from None
     except HydraException as error:
@@ -426,7 +464,8 @@ def _checked(word: str, is_sweep: bool) -> str:
     except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
         shown = errors.shortened(word, SHOWN)
         raise UserError(f"{shown}: cannot be read ({errors.reason(error)})") from None
-    name, value = override.key_or_group, override.value()
+    sets, value = name, given.value()
+    name = given.key_or_group
     if name.startswith("hydra") and not name.startswith(HYDRA_SETTINGS):
         allowed = f"results go to results_dir=; allowed of Hydra's: {', '.join(HYDRA_SETTINGS)}"
         raise UserError(f"{word}: is no setting of a run; {allowed}")
@@ -434,13 +473,17 @@ def _checked(word: str, is_sweep: bool) -> str:
         raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     choices = [item.text if isinstance(item, QuotedString) else item for item in values]
-    is_other = override.is_delete() or isinstance(value, Sweep | Glob)
+    is_other = given.is_delete() or isinstance(value, Sweep | Glob)
     chooses = isinstance(value, ChoiceSweep) or not is_other
     if is_group(name) and chooses and not all(map(_is_file_name, choices)):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
     if name == "label" and isinstance(value, ChoiceSweep) and not {*choices} <= {*LABELS}:
         systems = f"a sweep takes systems alone: {', '.join(LABELS)}"
         raise UserError(f"{word}: names the same run several times; {systems}")
+    if "${" in typed and isinstance(value, ChoiceSweep):
+        return sweep(sets, choices)
+    if "${" in typed and not is_other:
+        return override(sets, value)
     return word
 
 

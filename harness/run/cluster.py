@@ -3,7 +3,7 @@
     python run.py cluster=slurm cluster.jobs=8 grid=paper model=opt-6.7b platform=cuda data=hub
 
 A job is one share of a grid, or one combination of a sweep. Finished ones are not submitted.
-`results/jobs` has a folder for each command: `job.sh`, which anybody can read and submit, `array`,
+`outputs/jobs` has a folder for each command: `job.sh`, which anybody can read and submit, `array`,
 the number that Slurm gave it, and a log for each job. Started again while its jobs live, the
 command waits for them.
 
@@ -32,7 +32,7 @@ from harness.run.runner import Run, relabel
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from harness.settings.paths import INSTALLED, PACKAGES_DIR, PROGRAM
-from harness.settings.schema import MOST, Count, Natural, build, group
+from harness.settings.schema import MOST, Count, Natural, as_typed, build, group
 
 END_S = 120
 """How long before its time is over a job is told to end, in seconds; Slurm may say so a minute
@@ -100,7 +100,8 @@ class JobArray:
             if not find(config.kind).keeps_record:
                 no_record = "writes no record, so it is nothing for cluster=slurm"
                 raise UserError(f"experiment={config.experiment}: {no_record}")
-        self.jobs.append(Job(tuple(overrides), tuple(map(Run.of, configs))))
+        typed = tuple(map(as_typed, overrides))
+        self.jobs.append(Job(typed, tuple(map(Run.of, configs))))
 
     def deal(self, overrides: Sequence[str], cells: Sequence[RunConfig]) -> None:
         """Add a grid as `cluster.jobs` jobs."""

@@ -24,9 +24,9 @@ from harness.errors import UserError, printable
 from harness.run.parse import method_file, parse
 from harness.settings import own_method, schema, systems
 from harness.settings.config import RunConfig
-from harness.settings.explain import method_help
+from harness.settings.explain import method_help, run_help
 from harness.settings.paths import PROGRAM
-from harness.settings.schema import is_group, options, path_text
+from harness.settings.schema import is_group, literal, options, path_text
 
 
 def choices(group: str, *without: str) -> list[str]:
@@ -36,6 +36,7 @@ def choices(group: str, *without: str) -> list[str]:
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
 OmegaConf.register_new_resolver("method_help", method_help, replace=True)
+OmegaConf.register_new_resolver("run_help", lambda *, _root_: run_help(_root_), replace=True)
 OmegaConf.register_new_resolver("program", lambda: PROGRAM, replace=True)
 OmegaConf.register_new_resolver("systems", lambda: ", ".join(systems.LABELS), replace=True)
 OmegaConf.register_new_resolver(
@@ -50,10 +51,15 @@ def read_override(text: str) -> Override:
 
 
 def override(name: str, value: Any) -> str:
-    """`name=value` as Hydra reads it on a command line. Raises UserError for a value that no
-    setting can have."""
+    """`name=value` as Hydra reads it on a command line. Text is text: `${` in it is no other
+    setting. Raises UserError for a value that no setting can have."""
+    return sweep(name, [value])
+
+
+def sweep(name: str, values: Sequence[Any]) -> str:
+    """`name=value,value` as `override` writes one."""
     try:
-        word = f"{name}={_as_word(value)}"
+        word = f"{name}={','.join(map(_as_word, values))}"
         word.encode("utf-8")
     except UnicodeEncodeError:
         raise UserError(f"{printable(name)}: is not UTF-8 text") from None
@@ -77,7 +83,7 @@ def _as_word(value: Any) -> str:
         items = [f"{key}:{_as_word(item)}" for key, item in value.items()]
         return f"{{{','.join(items)}}}"
     if isinstance(value, str | Path):  # quoted, as it may hold what Hydra reads as syntax
-        return QuotedString(str(value), Quote.single).with_quotes()
+        return QuotedString(literal(str(value)), Quote.single).with_quotes()
     if isinstance(value, Number) and not isinstance(value, complex):
         return str(value)
     raise TypeError(f"is of type {type(value).__name__}")

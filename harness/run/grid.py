@@ -37,13 +37,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
-from harness.results.board_cells import as_tuned, cells_of_tasks
+from harness.results.board_cells import cells_of_tasks
+from harness.results.tuned import as_tuned
 from harness.run.cells import counted, groups
 from harness.run.compose import Composer, compose, load, override
 from harness.run.parse import chosen_model
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
-from harness.settings.schema import Positive, Text, build, options, setting_of
+from harness.settings.schema import Positive, Text, build, is_group, options, setting_of
+from harness.settings.systems import OF_EVERY_METHOD
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,9 @@ def _read(
     configs: list[RunConfig] = []
     for cell, where_allowed in cells:
         settings = {**asked.settings, **cell}
+        for key, value in settings.items():
+            if is_group(key) and not isinstance(value, str):
+                raise UserError(f"grid.cells: {key}={value}: must be one name")
         fixed = {key: value for key, value in settings.items() if key not in given}
         try:
             words = [override(key, value) for key, value in fixed.items()]
@@ -228,7 +233,7 @@ def _of_method(
 
 
 def _is_of_one_method(key: str) -> bool:
-    return key.startswith("method.") and key != "method.num_exempt_layers"
+    return key.startswith("method.") and key != OF_EVERY_METHOD
 
 
 def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

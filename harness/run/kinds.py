@@ -40,6 +40,42 @@ def _check_one_answer(config: RunConfig) -> None:
         raise UserError(f"repeats={config.sampling.repeats}: {one_text}")
 
 
+def _check_managed(config: RunConfig) -> None:
+    """Raise UserError where the weights and a managed cache are more than the run's card has, as
+    far as the model's shape tells: before the weights are loaded, and before a grid begins. The
+    session asks again, for all that it needs (`harness.live.memory.require_managed`)."""
+    import torch
+
+    from harness.live.memory import GIB, MEMORY_HINTS
+    from harness.live.share import BatchLengths
+    from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, ModelShape
+    from harness.paper.costmodel.capacity import plan_of_shape
+
+    gib, model, lengths = config.platform.device_gib, config.model, config.latency
+    card_bytes = None if gib is None else int(gib * GIB)
+    if torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory
+        if card_bytes is not None and card_bytes > whole:
+            smaller = f"this card has {whole / GIB:.1f} GiB; null takes the card as it is"
+            raise UserError(f"platform.device_gib={gib:g}: {smaller}")
+        card_bytes = card_bytes or whole
+    if card_bytes is None or model.shape is None or model.shape["model_type"] not in FFN_MATRICES:
+        return
+    shape = ModelShape.from_config(model.name, model.shape)
+    dtype = getattr(torch, model.dtype)
+    weight_bytes = shape.weight_bytes * dtype.itemsize // WEIGHT_BYTES
+    plan = plan_of_shape(config, shape, weight_bytes, dtype)
+    batch = BatchLengths((lengths.prompt_len,) * lengths.batch_size, lengths.gen_len)
+    cache_bytes = sum(store.nbytes for store in plan.stores(batch).values())
+    pass_bytes = plan.workspace(batch, lengths.batch_size * lengths.prompt_len)
+    needed = weight_bytes + cache_bytes + pass_bytes
+    if needed > card_bytes:
+        raise UserError(
+            f"placement=managed: weights, the KV cache and the prompts' pass need "
+            f"{needed / GIB:.1f} GiB, and the card has {card_bytes / GIB:.1f}; {MEMORY_HINTS}"
+        )
+
+
 class Measurement:
     """How a run of one kind is checked and made.
 
@@ -184,6 +220,8 @@ class Latency(Measurement):
 
     def check(self, config: RunConfig) -> None:
         check_live(config)
+        if config.placement == "managed":
+            _check_managed(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         prompt = named_text(config.calibration.name)
@@ -223,9 +261,12 @@ class Capacity(Measurement):
         if not (platform.overlap and platform.pinned):
             hides = "kind=capacity is about transfers beside the computation, of pinned memory"
             raise UserError(f"platform.overlap=false or platform.pinned=false: {hides}")
-        if platform.name == "cuda":
-            machines = "allowed in kind=capacity: cpu, or a machine that is modelled"
-            raise UserError(f"platform=cuda: {machines}")
+        if config.model.device == "map":
+            one = "kind=capacity is about one device; allowed: auto, cpu, cuda"
+            raise UserError(f"model.device=map: {one}")
+        if platform.weights_on_device < 1:
+            share = f"platform.weights_on_device={platform.weights_on_device}"
+            raise UserError(f"{share}: kind=capacity has all weights on the device; leave it out")
         if platform.name == "cpu" and platform.device_gib is None:
             needed = "kind=capacity needs the memory of the emulated device, in GiB"
             raise UserError(f"platform.device_gib=null: {needed}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, from_record, line_in, message, one_line, reason, to_record
-from harness.files import HeldError, holding, until_settled
+from harness.files import HeldError, holding, stated_memory, until_settled
 from harness.model.resources import Resources
 from harness.results import columns, environment, inputs
 from harness.results import record as records
@@ -32,6 +32,7 @@ from harness.run.kinds import digests_of, measurement_of
 from harness.settings import own_method
 from harness.settings.config import RunConfig
 from harness.settings.kinds import KINDS, Outcome, find
+from harness.settings.schema import is_unmet
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +158,8 @@ def run(
 
 def _skip(todo: Run, say: Callable[[str], object]) -> Path:
     relabel(todo)
+    if todo.config.size is not None:
+        _warn_of_unmet_size(todo, records.read_record(todo.path)["metrics"])
     say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
     return todo.path
 
@@ -187,6 +190,20 @@ def report(paths: Sequence[Path]) -> str:
     return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), everywhere)
 
 
+def tables_of(paths: Sequence[Path]) -> list[str]:
+    """Where the tables of these records lie, a line for each results folder."""
+    names: dict[Path, list[str]] = {}
+    for experiment in dict.fromkeys(path.parent.parent for path in paths):
+        results = experiment.parent.parent
+        if (results / "tables" / f"{experiment.name}.csv").exists():
+            names.setdefault(results, []).append(experiment.name)
+    lines = []
+    for results, experiments in names.items():
+        files = ", ".join(f"{name}.csv and {name}.md" for name in experiments)
+        lines.append(f"results are in {results / 'tables'}: {files}")
+    return lines
+
+
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
     record, config, measurement = _unfinished(todo), todo.config, measurement_of(todo.config.kind)
@@ -198,7 +215,8 @@ def _record(todo: Run, resources: Resources) -> None:
         with users_faults(config):
             outcome = measurement.run(config, resources)
             records.require_finite(outcome.metrics)
-            _warn_of_idle_budgets(todo.title, outcome.metrics)
+            _warn_of_idle_budgets(todo, outcome.metrics)
+            _warn_of_unmet_size(todo, outcome.metrics)
             devices: list[str] = []
             if measurement.needs_weights(config):
                 devices = _devices_of(resources.model(config.model).model)
@@ -213,20 +231,49 @@ def _record(todo: Run, resources: Resources) -> None:
         raise
 
 
-def _warn_of_idle_budgets(title: str, metrics: Mapping[str, Any]) -> None:
-    """Say of which tasks or texts a method that evicts has evicted nothing: its numbers are the
-    full cache's."""
-    parts = {title: metrics}
+def _warn_of_idle_budgets(todo: Run, metrics: Mapping[str, Any]) -> None:
+    """Say of which tasks or texts the method has read the whole cache: its numbers are the full
+    cache's."""
+    for where, entries in _parts(todo.title, metrics):
+        idle = _idle_budget(todo.config, entries)
+        if idle is not None:
+            log.warning("%s: %s", where, idle)
+
+
+def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
+    """How the metrics of a task or text say that a budget was never reached; None if it was."""
+    codec = "" if config.codec is None else f" under codec={config.codec_name}"
+    numbers = f"the budget is never reached, so these are the full cache's numbers{codec}"
+    size = entries.get(columns.SIZE.name)
+    if entries.get(columns.TOKENS_EVICTED.name) == 0:
+        return f"no token was evicted: {numbers}"
+    if size is None or size < 1:
+        return None
+    if not config.method.reads_all:
+        return f"every decode row read the whole cache: {numbers}"
+    if config.codec is not None and config.residual:
+        return (
+            f"residual={config.residual}: no group of tokens was coded whole, so these are the "
+            "full cache's numbers or next to them"
+        )
+    return None
+
+
+def _warn_of_unmet_size(todo: Run, metrics: Mapping[str, Any]) -> None:
+    """Say of which tasks or texts another size was read than was asked for."""
+    asked = todo.config.size
+    for where, entries in _parts(todo.title, metrics):
+        size = entries.get(columns.SIZE.name)
+        if is_unmet(asked, size):
+            log.warning("%s: size=%g was asked for, %.3f was read", where, asked, size)
+
+
+def _parts(title: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The metrics of a run, and those of each task or text, with words for them."""
+    yield title, metrics
     for name, entries in metrics.items():
         if isinstance(entries, Mapping):
-            parts[f"{title}: {name}"] = entries
-    for where, entries in parts.items():
-        if entries.get(columns.TOKENS_EVICTED.name) == 0:
-            log.warning(
-                "%s: no token was evicted: the budget is never reached, so these are the full "
-                "cache's numbers",
-                where,
-            )
+            yield f"{title}: {name}", entries
 
 
 def _devices_of(model: Any) -> list[str]:
@@ -278,9 +325,10 @@ def _unfinished(todo: Run) -> dict[str, Any]:
 @contextmanager
 def users_faults(config: RunConfig) -> Iterator[None]:
     """Raise as a `UserError` what a user can put right: memory, a full disk, their own model,
-    method or task."""
+    method or task. The memory of the host is as large as the settings say."""
     try:
-        yield
+        with stated_memory(config.platform.host_gib):
+            yield
     except SystemExit as end:
         call = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
         own = _of_own_code(config, end, call)
@@ -307,6 +355,8 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         elif isinstance(error, OverflowError):
             beyond = f"its numbers are beyond a float's range ({one_line(error)})"
             refusal = f"model={config.model.name}: {beyond}"
+        elif kind == "PanicException":  # of Rust code, of which the tokenizers are made
+            refusal = f"model={config.model.name}: its tokenizer fails ({one_line(error)})"
         elif kind == "SafetensorError":
             unread = f"a file of tensors cannot be read or written ({one_line(error)})"
             refusal = f"{unread}; is the disk full?"

@@ -1,7 +1,7 @@
 """`kv-harness samples RUN`: the questions that the full cache answers and a run does not.
 
     python run.py samples 3f2a0c4d --task kv_recall
-    python run.py samples results/runs/fig11/3f2a.../record.json --gained --json
+    python run.py samples outputs/runs/fig11/3f2a.../record.json --gained --json
 
 It reads records alone: no model is loaded.
 """
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--results-dir",
         default=RESULTS,
         metavar="DIR",
-        help="a results folder or an archive of one (default results)",
+        help="a results folder or an archive of one (default %(default)s)",
     )
     return parser
 

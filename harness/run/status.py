@@ -1,6 +1,6 @@
 """How far runs are, by experiment: done, running, failed, interrupted, missing; and the time left.
 
-    python run.py status=true results_dir=results     # of all that was started there
+    python run.py status=true                         # of all that was started there
     python run.py grid=leaderboard status=true        # of the cells of a command
 
 A grid leaves a list of its cells in `runs/grids` until all have begun, so that after an

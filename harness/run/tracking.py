@@ -31,6 +31,7 @@ from tqdm import tqdm
 from harness.errors import UserError, exit_code, missing, reason, refused
 from harness.files import files_sha256
 from harness.results import record as records
+from harness.settings.paths import RESULTS
 
 PROJECT = "kv-offload"
 FINISHED = "finished"
@@ -277,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m harness.run.tracking", description="Send records to a tracker."
     )
     parser.add_argument("tracker", choices=sorted(TRACKERS))
-    parser.add_argument("--results-dir", default="results", metavar="DIR", help="default: results")
+    parser.add_argument(
+        "--results-dir", default=RESULTS, metavar="DIR", help="default: %(default)s"
+    )
     args = parser.parse_args(argv)
     return exit_code(lambda: send_all(args.tracker, args.results_dir))
 

@@ -282,7 +282,8 @@ def score(
         reads += batch.root.reads
         for branches in batch.slices():
             decoded = _decode_choices(batch, branches)
-            decoded.reads.check_fired()
+            if decoded.reads.rows:  # a request may have no decode row
+                decoded.reads.check_fired()
             reads += decoded.reads
             scores |= _read_off(decoded, requests, attached)
             on_scored(len(decoded.addresses))

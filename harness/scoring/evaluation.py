@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TextIO
 
-from lm_eval.api.task import Task
+from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.evaluator import evaluate
 
 from harness.data.generated import MARKER
@@ -31,7 +31,7 @@ from harness.model.load import LoadedModel
 from harness.model.sizes import ReadStats
 from harness.replay.setup import prepare
 from harness.scoring.answers import Request, Score, Written, generate, score
-from harness.scoring.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
+from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.metrics import (
     ByQuestion,
     Metrics,
@@ -46,7 +46,8 @@ from harness.scoring.metrics import (
     plain_name,
     samples_of,
 )
-from harness.scoring.progress import bar
+from harness.scoring.progress import bar, say
+from harness.scoring.question import QuestionFinder
 from harness.settings.config import GENERATED_TASKS, REASONING_TASKS, RunConfig
 from harness.settings.kinds import Outcome
 from methods.base import TokenCounts
@@ -62,10 +63,11 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """All tasks of `config` under its method.
 
     Returns:
-        metrics by leaf task: lm-eval's, each with `_stderr`; `SHARES`, num_samples, num_fewshot,
-        and with too_long=truncate num_truncated, the questions whose context has lost its
-        beginning. By group: lm-eval's own aggregates, `SHARES` over its tasks, num_samples, and
-        their names as `tasks`. samples by leaf task: one entry a question.
+        metrics by leaf task: lm-eval's, each with `_stderr`; `SHARES`, num_samples, num_fewshot;
+        with too_long=truncate num_truncated, the questions whose context has lost its beginning;
+        where there are any num_dense, the requests without a decode row. By group: lm-eval's own
+        aggregates, `SHARES` over its tasks, num_samples, and their names as `tasks`. samples by
+        leaf task: one entry a question.
 
     Raises:
         UserError: missing or malformed data, a context longer than the model's limit, settings
@@ -79,7 +81,7 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     reads, results = {}, {}
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, loaded, name, sys.stderr)
-        prefill = prefill_of(name, config, writes=_generates(task))
+        prefill = prefill_of(name, config, writes=_generates(task), task=task)
         results[name], outcome.metrics[name], outcome.samples[name] = _run_task(
             task, config, loaded, engine, prefill
         )
@@ -127,12 +129,12 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
             raise UserError(
                 f"task {name}: scores whole texts, which ask no question; kind=turns cannot run it"
             )
-        marker = _marker(name, config)
+        finder = _finder(name, config, task)
         unknown = ReplayEngine(config, loaded, name, sys.stderr)
         known = ReplayEngine(config, loaded, name, sys.stderr)
-        before_question = Prefill("question", marker, in_turns=True)
+        before_question = Prefill("question", finder, in_turns=True)
         _, *of_unknown = _run_task(task, config, loaded, unknown, before_question)
-        _, *of_known = _run_task(task, config, loaded, known, Prefill("dense", marker))
+        _, *of_known = _run_task(task, config, loaded, known, Prefill("dense", finder))
         contexts = _contexts(unknown.requests)
         metrics, samples = _both_ways(name, of_unknown, of_known, contexts)
         metrics |= {"num_contexts": len({*contexts.values()})} | unknown.reads.sizes
@@ -210,6 +212,12 @@ class ReplayEngine:
     def _answer(
         self, answer: Callable[..., tuple[list[Any], ReadStats]], requests: Sequence[Request]
     ) -> list[Any]:
+        is_full = self.config.method.reads_all and self.config.codec is None
+        if requests and not is_full and not any(request.num_rows for request in requests):
+            raise UserError(
+                f"task {self.task}: no request leaves a decode row, so no method could act; use "
+                "prefill=question, or leave the task out"
+            )
         answered = bar(total=len(requests), desc=self.task, unit="answer", file=self.bar_file)
         with attach(self.loaded.model, self.loaded.prompts) as attached, answered:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
@@ -260,8 +268,9 @@ def _generates(task: Task) -> bool:
     return task.OUTPUT_TYPE == "generate_until"
 
 
-def prefill_of(name: str, config: RunConfig, *, writes: bool) -> Prefill:
-    """Which rows of a task's requests are dense. writes: the model writes the answers."""
+def prefill_of(name: str, config: RunConfig, *, writes: bool, task: Task | None = None) -> Prefill:
+    """Which rows of a task's requests are dense. writes: the model writes the answers. task: None
+    where lm-eval does not hand it over."""
     mode = config.prefill_of(name, writes=writes)
     if mode == "artifact" and config.size is not None:
         raise UserError(
@@ -271,15 +280,24 @@ def prefill_of(name: str, config: RunConfig, *, writes: bool) -> Prefill:
         )
     # Under a codec every row past the first reads coded tokens, even where none is dropped.
     coded = config.method.reads_all and config.codec is not None
-    return Prefill(mode, _marker(name, config), 0.0 if coded else config.method.artifact_budget())
+    budget = 0.0 if coded else config.method.artifact_budget()
+    return Prefill(mode, _finder(name, config, task), budget)
 
 
-def _marker(name: str, config: RunConfig) -> str:
-    """The text with which a task's question starts."""
-    if config.task.question_marker:
-        return config.task.question_marker
-    made_here = name in (*GENERATED_TASKS, *REASONING_TASKS)
-    return MARKER if made_here else MARKERS.get(name, FEWSHOT_SEPARATOR)
+def _finder(name: str, config: RunConfig, task: Task | None) -> QuestionFinder:
+    """Finds a task's questions: by the words that the user gave, by those of the project's own
+    task, or by the task itself."""
+    marker = config.task.question_marker
+    if marker is None and name in (*GENERATED_TASKS, *REASONING_TASKS):
+        marker = MARKER
+    if marker is None:
+        marker = MARKERS.get(name)
+    if task is None:
+        return QuestionFinder(marker)
+    has_preface = bool(config.task.system_instruction)
+    if isinstance(task, ConfigurableTask):
+        has_preface |= bool(task.config.num_fewshot or task.config.description)
+    return QuestionFinder(marker, task.doc_to_text, has_preface=has_preface)
 
 
 def _run_task(
@@ -314,18 +332,22 @@ def _run_task(
             )
             logged = results["samples"][name]
             repeats.append(measured(results["results"][name], logged))
+    for line in lm.notes():
+        say(line)
     found, by_question = joined(repeats)
     for_group = {key: value for key, value in found.items() if value is not None}
     of_lengths, lengths = lengths_of(lm.written, repeats[0].contexts)
     found, by_question = found | of_lengths, by_question | lengths
     first = {request.document[1]: request for request in reversed(lm.requests)}
     samples = samples_of(
-        task, repeats, by_question, first, lm.written, needles=lm.needles, marker=prefill.marker
+        task, repeats, by_question, first, lm.written, needles=lm.needles, finder=prefill.finder
     )
     metrics = {plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
     if too_long == "truncate":
         metrics["num_truncated"] = len(lm.truncated)
+    if lm.num_dense:
+        metrics["num_dense"] = lm.num_dense
     return for_group | {"sample_len": len(samples)}, metrics | engine.reads.sizes, samples
 
 

@@ -21,19 +21,23 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from harness.data.chat import chat_text
 from harness.data.needles import needle_of
 from harness.errors import UserError
 from harness.model.generation import Settings
 from harness.model.load import LoadedModel
 from harness.scoring.answers import Document, NeedleRead, Request, Score, Written
+from harness.scoring.question import QuestionFinder
 from harness.settings.config import GREEDY, Sampling, SamplingConfig
 
-FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
 OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p")
 """Generation settings that change nothing where the most likely token is taken. All but min_p are
 offered."""
+
+CUT_LETTERS = 60
+"""Letters of a question that a line shows."""
 
 AS_THE_TASK = SamplingConfig()
 
@@ -47,18 +51,18 @@ class Prefill(NamedTuple):
 
     mode: `dense`: the context but for its last row where a continuation is scored, and all of it
         where text is generated, as when serving.
-        `question`: the prompt ends before the token that holds the first character of `marker`, so
-        that the cache is reduced before the question is known.
+        `question`: the prompt ends before the token that holds the first character of the question,
+        so that the cache is reduced before the question is known.
         `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the
         paper's Fig 11.
-    marker: text with which the question starts; its last occurrence in the context counts.
+    finder: finds the question in a prompt.
     budget: share of T that the method keeps.
     in_turns: requests with one prompt are the turns of one cache. So they have one T, that of the
     longest.
     """
 
     mode: str
-    marker: str = FEWSHOT_SEPARATOR
+    finder: QuestionFinder = QuestionFinder()
     budget: float = 1.0
     in_turns: bool = False
 
@@ -122,6 +126,8 @@ class ReplayLM(TemplateLM):
         self._documents: list[Document] = []
         self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
         self._sentences: dict[Document, str] = {}
+        self._rows: dict[Document, Any] = {}
+        self._first_cut = ""
 
     # As `HFLM`
 
@@ -168,11 +174,11 @@ class ReplayLM(TemplateLM):
         self._require_chat_template()
 
         def rendered(turns: Chat) -> str:
-            return self.tokenizer.apply_chat_template(
+            return chat_text(
+                self.tokenizer,
                 turns,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
+                model=self._name,
             )
 
         try:
@@ -193,8 +199,11 @@ class ReplayLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
         """As lm-eval's, noting which requests are choices of one document."""
+        for request in requests:
+            if request.args == ("", ""):
+                raise self._cannot_score(_document(request), (request.args, [], []))
         self._documents = [_document(request) for request in requests]
-        self._note_needles(requests)
+        self._note_documents(requests)
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
@@ -259,10 +268,32 @@ class ReplayLM(TemplateLM):
             for context, continuation in map(make_disjoint_window, windows)
         ]
 
+    @property
+    def num_dense(self) -> int:
+        """Requests without a decode row, on which no method acts: of a context of one token and a
+        continuation of one, or of one token that is generated."""
+        return sum(request.num_rows == 0 for request in self.requests)
+
+    def notes(self) -> list[str]:
+        """Lines that a run says of its prompts."""
+        lines = []
+        task = self.requests[0].document[0] if self.requests else None
+        if self._first_cut:
+            dense = [request.prefill_len for request in self.requests]
+            whole = [request.context_len for request in self.requests]
+            lines.append(
+                f"{task}: the dense prompt ends before the question, after "
+                f"{_span(dense)} of {_span(whole)} tokens; {self._first_cut}"
+            )
+        if self.num_dense:
+            of_all = f"{self.num_dense} of {len(self.requests)} requests leave no decode row"
+            lines.append(f"{task}: {of_all}; they are scored densely, as by the full cache")
+        return lines
+
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Answers, cut at the first stop string. A question that is asked n times has n answers of
         its own."""
-        self._note_needles(requests)
+        self._note_documents(requests)
         planned = self._in_turns([self._generation(request) for request in requests])
         if not self.repeat:
             self._planned = planned
@@ -351,11 +382,6 @@ class ReplayLM(TemplateLM):
             max_new_tokens = min(of_model, self.max_length - len(context))
         final_length, cut = len(context) + max_new_tokens, len(whole) - len(context)
         prefill_len = self._prefill_len(document, text, cut, len(context), final_length)
-        if prefill_len + 1 >= final_length:
-            raise UserError(
-                f"{_where(document)}: max_gen_toks={max_new_tokens} leaves no decode row, so no "
-                "method could act on it"
-            )
         asked = Request(
             tuple(context),
             len(context),
@@ -373,22 +399,34 @@ class ReplayLM(TemplateLM):
     ) -> Request:
         """A continuation to score after `context`, the last tokens of the encoded one."""
         (text, _), whole, continuation = encoded
+        if not whole or not continuation:
+            raise self._cannot_score(document, encoded)
         cut = len(whole) - len(context)
         text = text.rstrip()  # as lm-eval encodes a context
         prefill_len = self._prefill_len(document, text, cut, len(context) - 1, final_length)
-        num_tokens = len(context) + len(continuation)
-        if num_tokens <= prefill_len + 1:  # the last token is predicted, not run
-            raise UserError(
-                f"{_where(document)}: {num_tokens} tokens leave no decode row, so no method could "
-                "act on it"
-            )
         needle = self._needle(document, text, cut)
         ids = (*context, *continuation)
         return Request(ids, len(context), prefill_len, final_length, document, needle=needle)
 
-    def _note_needles(self, requests: Sequence[Instance]) -> None:
-        """The sentences that hold the answers of the questions, of tasks that know them."""
+    def _cannot_score(self, document: Document, encoded: Encoded) -> UserError:
+        """Of a context or a continuation that has no token of its own, which lm-eval cannot score
+        either."""
+        (text, continuation), whole, _ = encoded
+        if not continuation:
+            why = "is empty"
+        elif not whole:
+            why = f"follows the context {text!r}, which has no token"
+        else:
+            last = self.tokenizer.decode(self.tok_encode(text + continuation)[-1:])
+            why = f"adds no token to its context, whose end is part of the token {last!r}"
+        begin = "let it begin with a space or set target_delimiter in the task's YAML"
+        return UserError(f"{_where(document)}: the continuation {continuation!r} {why}; {begin}")
+
+    def _note_documents(self, requests: Sequence[Instance]) -> None:
+        """The rows of the questions, and the sentences that hold their answers, of tasks that know
+        them."""
         for request in requests:
+            self._rows[_document(request)] = request.doc
             sentence = needle_of(request.task_name, request.doc)
             if sentence is not None:
                 self._sentences[_document(request)] = sentence
@@ -446,28 +484,35 @@ class ReplayLM(TemplateLM):
         if self._prefill.mode == "artifact":
             end = int(final_length * self._prefill.budget)
         elif self._prefill.mode == "question":
-            at, marker_at = text.rfind(self._prefill.marker), 0
-            if at >= 0:
-                if not self.tokenizer.is_fast:
-                    raise UserError(
-                        "prefill=question needs a fast tokenizer, which knows where in the text "
-                        "tokens lie"
-                    )
-                offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
-                marker_at = next(index for index, (_, stop) in enumerate(offsets) if stop > at)
-            if marker_at <= cut and self._prefill.in_turns:
-                raise UserError(
-                    f"{_where(document)}: kind=turns needs {self._prefill.marker!r} inside the "
-                    "prompt, where the question starts; set question_marker="
-                )
-            if marker_at <= cut:
-                raise UserError(
-                    f"{_where(document)}: prefill=question needs {self._prefill.marker!r} inside "
-                    "the context, where the question starts; use prefill=dense or artifact, or "
-                    "num_fewshot above 0"
-                )
-            end = marker_at - cut
+            end = self._question_token(document, text) - cut
+            if end <= 0:
+                raise self._no_question(document, "nothing before the question is left")
         return max(1, min(end, most))
+
+    def _question_token(self, document: Document, text: str) -> int:
+        """The token that holds the first character of a question, in its whole context."""
+        try:
+            place = self._prefill.finder.find(text, self._rows[document])
+        except ValueError as error:
+            raise self._no_question(document, str(error)) from error
+        if not self.tokenizer.is_fast:
+            raise UserError(
+                "prefill=question needs a fast tokenizer, which knows where in the text tokens lie"
+            )
+        if not self._first_cut:
+            begins = " ".join(text[place:].split())[:CUT_LETTERS]
+            self._first_cut = f"in question {document[1]} before {begins!r}"
+        offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
+        return next(index for index, (_, stop) in enumerate(offsets) if stop > place)
+
+    def _no_question(self, document: Document, why: str) -> UserError:
+        asked, other = "prefill=question", ", or use prefill=dense or artifact"
+        if self._prefill.in_turns:
+            asked, other = "kind=turns", ""
+        return UserError(
+            f"{_where(document)}: {asked} finds no end of the context ({why}); set "
+            f"question_marker= to the words with which the question begins{other}"
+        )
 
 
 def _document(request: Instance) -> Document:
@@ -476,3 +521,9 @@ def _document(request: Instance) -> Document:
 
 def _where(document: Document) -> str:
     return f"task {document[0]}, question {document[1]}"
+
+
+def _span(counts: Sequence[int]) -> str:
+    """Counts in words, from the least to the most."""
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least} to {most}"

@@ -104,6 +104,7 @@ def run_long_decode(
         num_windows=config.num_windows,
         offset=offset,
         spread=config.corpus.spread,
+        seed=config.corpus.seed,
         start=start_ids(loaded.reader),
         setting="prefill_len",
     )

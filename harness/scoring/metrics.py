@@ -19,6 +19,7 @@ from harness.data.ruler import facts
 from harness.errors import shortened
 from harness.results.samples import clustered_stderr
 from harness.scoring.answers import Document, NeedleRead, Request, Written
+from harness.scoring.question import QuestionFinder
 
 NO_FILTER = "none"
 GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
@@ -217,10 +218,10 @@ def samples_of(
     written: Sequence[Mapping[Document, Sequence[Written]]],
     *,
     needles: Mapping[Document, Sequence[NeedleRead]],
-    marker: str,
+    finder: QuestionFinder,
 ) -> Samples:
     """One entry a question, in lm-eval's order; requests: the first of each question, by its
-    number. needles: what each answer's rows read of the needle. marker: begins a question.
+    number. needles: what each answer's rows read of the needle. finder: of questions in prompts.
 
     Enough to recompute the metrics and to look at what went wrong: question, context, its number
     under each metric that is a mean; of given choices their log_likelihoods, predicted and gold; of
@@ -236,8 +237,8 @@ def samples_of(
         if len(repeats) > 1:
             entry["repeats"] = [_answer(task, of_repeat[number]) for of_repeat in grouped]
             for own, repeat, texts in zip(entry["repeats"], repeats, written, strict=True):
-                (answer,) = texts[task.task_name, number]
-                own |= {GENERATED_TOKENS: len(answer.tokens), AT_LIMIT: answer.at_limit}
+                for answer in texts.get((task.task_name, number), ()):
+                    own |= {GENERATED_TOKENS: len(answer.tokens), AT_LIMIT: answer.at_limit}
                 own |= numbers_of(number, repeat.by_question)
         entry |= numbers_of(number, by_question)
         request = requests.get(number)
@@ -245,18 +246,17 @@ def samples_of(
             entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
         entry |= facts(task.task_name, answers[0]["doc"])
         if task.OUTPUT_TYPE != "loglikelihood_rolling":
-            entry |= _texts(task, answers[0], marker)
+            entry |= _texts(task, answers[0], finder)
         entry |= _needle(needles.get((task.task_name, number), ()))
         samples.append(entry)
     return samples
 
 
-def _texts(task: Task, sample: Mapping[str, Any], marker: str) -> dict[str, str]:
-    """The question and its context, in one line each: the question from the last `marker` on, the
-    context around the sentence that holds the answer where that is known."""
+def _texts(task: Task, sample: Mapping[str, Any], finder: QuestionFinder) -> dict[str, str]:
+    """The question and its context, in one line each, the context around the sentence that holds
+    the answer where that is known."""
     prompt = str(sample["arguments"][0][0]).rstrip()
-    at = max(0, prompt.rfind(marker))
-    context, question = prompt[:at], prompt[at:]
+    context, question = finder.split(prompt, sample["doc"])
     needle = needle_of(task.task_name, sample["doc"])
     begin = -1 if needle is None else context.find(needle)
     if needle is None or begin < 0:
@@ -301,10 +301,10 @@ def numbers_of(number: int, by_question: ByQuestion) -> dict[str, float]:
 def _answer(task: Task, answers: Logged) -> dict[str, Any]:
     """The model's answer to one question, and the right one."""
     sample = answers[0]
-    if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
-        choices = []
-        if task.config.doc_to_choice is not None:
-            choices = list(task.doc_to_choice(sample["doc"]))
+    first_answer = sample["resps"][0][0]
+    is_text = task.OUTPUT_TYPE == "generate_until" and isinstance(first_answer, str)
+    if task.OUTPUT_TYPE != "loglikelihood_rolling" and not is_text:
+        choices = _choices(task, sample)
         # Some tasks ask for the choices again, without their context, after them.
         scores = [float(answer[0]) for answer in sample["filtered_resps"]][: len(choices) or None]
         predicted = max(range(len(scores)), key=scores.__getitem__)
@@ -314,7 +314,8 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
         if isinstance(gold, str) and not choices:
             gold = 0  # a task of one continuation (LAMBADA) asks whether it is the likeliest
         elif isinstance(gold, str):
-            gold = choices.index(gold) if gold in choices else None
+            texts = [choice.strip() for choice in choices]
+            gold = texts.index(gold.strip()) if gold.strip() in texts else None
         found = {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
         if choices:
             found["predicted_text"] = shortened(str(choices[predicted]).strip(), ANSWER_LETTERS)
@@ -327,6 +328,15 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
     filtered = {answer["filter"]: _plain(answer["filtered_resps"][0]) for answer in answers}
     more = {"more_texts": _plain(others)} if others else {}
     return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])} | more
+
+
+def _choices(task: Task, sample: Mapping[str, Any]) -> list[str]:
+    """The choices of a question: by the task's rule, or the continuations that its class asks for.
+    [] of a task of one continuation."""
+    if task.config.doc_to_choice is not None:
+        return list(task.doc_to_choice(sample["doc"]))
+    continuations = [str(arguments[1]) for arguments in sample["arguments"]]
+    return continuations if len(continuations) > 1 else []
 
 
 def _plain(value: Any) -> Any:

@@ -121,6 +121,7 @@ def run_perplexity(
         num_windows=config.num_windows,
         offset=offset,
         spread=config.corpus.spread,
+        seed=config.corpus.seed,
         start=start_ids(loaded.reader),
     )
     references = Memo() if references is None else references

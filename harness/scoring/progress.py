@@ -1,4 +1,4 @@
-"""Progress bars on stderr, in a terminal and in a notebook. A log file gets none."""
+"""Progress on stderr: bars in a terminal and in a notebook, lines in a log file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+LINES_EVERY_S = 30.0
 _quiet = ContextVar("quiet", default=False)
 
 
 @contextmanager
 def quietly(quiet: bool = True) -> Iterator[None]:
-    """Show no bars inside the block, unless `quiet` is False."""
+    """Show no bars and say nothing inside the block, unless `quiet` is False."""
     token = _quiet.set(quiet)
     try:
         yield
@@ -23,10 +24,48 @@ def quietly(quiet: bool = True) -> Iterator[None]:
         _quiet.reset(token)
 
 
-def bar(items: Iterable[Any] | None = None, **settings: Any) -> tqdm:
-    """A tqdm bar that vanishes at its end. settings: tqdm's, such as total, desc, unit, file."""
+class _Lines(tqdm):
+    """A bar as lines, which a log file can hold: how far it is, and how long it will take."""
+
+    def __init__(self, items: Iterable[Any] | None = None, **settings: Any) -> None:
+        super().__init__(items, miniters=1, **settings)
+        self.sp = None  # of what a terminal clears in the end
+
+    def clear(self, nolock: bool = False) -> None:
+        """A line stays where it is."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Print a line."""
+        left = "?"
+        if self.total is not None and self.n:
+            seconds = (self.total - self.n) * self.format_dict["elapsed"] / self.n
+            left = self.format_interval(seconds)
+        what = self.desc.removesuffix(": ") or f"{self.unit}s"
+        print(
+            f"{what}: {self.n}/{self.total or '?'} {self.unit}s, {left} left",
+            file=self.fp,
+            flush=True,
+        )
+
+
+def bar(
+    items: Iterable[Any] | None = None, *, lines_every_s: float = LINES_EVERY_S, **settings: Any
+) -> tqdm:
+    """A tqdm bar that vanishes at its end; where there is no terminal, a line now and then.
+
+    lines_every_s: between lines, and before the first. settings: tqdm's, such as total, desc, unit,
+    file.
+    """
+    stream = settings.get("file") or sys.stderr
     in_notebook = "ipykernel" in sys.modules  # whose stderr is no terminal
-    disable = (
-        True if _quiet.get() else False if in_notebook else None
-    )  # None: unless it is a terminal
-    return tqdm(items, leave=False, disable=disable, **settings)
+    if _quiet.get():
+        return tqdm(items, disable=True)
+    if in_notebook or stream.isatty():
+        return tqdm(items, leave=False, **settings)
+    return _Lines(items, mininterval=lines_every_s, delay=lines_every_s, **settings)
+
+
+def say(line: str) -> None:
+    """Write a line to stderr, above a bar, unless it is to be quiet."""
+    if not _quiet.get():
+        tqdm.write(line, file=sys.stderr)

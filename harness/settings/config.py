@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, ge
 from pydantic import Field
 
 from harness.errors import UserError, nearest
+from harness.settings.paths import RESULTS
 from harness.settings.schema import (
     MOST,
     Count,
@@ -159,13 +160,19 @@ class CorpusConfig:
 
     offset_tokens: where the first window begins. None: after the calibration text where both are
     the same text, else 0. spread: window i of n begins at i/n of the text from there on; False:
-    windows follow one another.
+    windows follow one another. seed: of spread windows, each begins at a random place of its n-th
+    of the text; None: at the first.
     """
 
     name: Literal["offline", "code", "book", "wikitext2", "random"]
     path: FileText | None = None
     offset_tokens: Natural | None = None
     spread: bool = False
+    seed: Natural | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not self.spread:
+            raise UserError(f"corpus.seed={self.seed}: needs corpus.spread=true")
 
     @property
     def title(self) -> str:
@@ -190,7 +197,8 @@ class PlatformConfig:
     overlap: transfers run beside the computation. pinned: host memory is page-locked (CUDA).
     weights_on_device: share of the decoder layers' weights that stays on the device; the rest
     crosses the link in each pass. device_gib: memory in GiB for weights and all else, of an
-    emulated device on a CPU, or of a smaller CUDA card; None: all. disk_dir: a folder on the disk
+    emulated device on a CPU, or of a smaller CUDA card; None: all. host_gib: main memory of the
+    machine in GiB; None: as much as the system shows. disk_dir: a folder on the disk
     of placement=disk; None: the results folder. disk_layout: of the rows there. disk_gap_blocks: a
     read goes on over so many unwanted blocks of 4 KiB rather than being two. sheet: of a machine
     that is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
@@ -202,6 +210,7 @@ class PlatformConfig:
     pinned: bool = True
     weights_on_device: Share = 1.0
     device_gib: Positive | None = None
+    host_gib: Positive | None = None
     disk_dir: FolderText | None = None
     disk_layout: DiskLayout = "heads"
     disk_gap_blocks: Natural = 4
@@ -275,8 +284,8 @@ class TaskConfig:
     graph_search. apply_chat_template: prompts are turns of the tokenizer's chat template;
     fewshot_as_multiturn: each example is a turn too. system_instruction: text before them.
     question_marker: the text with which a question starts, where prefill=question ends the prompt;
-    None: the task's own. too_long: what happens to a context beyond the model's limit; `truncate`
-    leaves out its beginning, as lm-eval does.
+    None: the task says where. too_long: what happens to a context beyond the model's limit;
+    `truncate` leaves out its beginning, as lm-eval does.
     """
 
     include_path: FolderText | None = None
@@ -551,7 +560,7 @@ class RunConfig:
     task: TaskConfig = TaskConfig()
     seed: Natural = 0
     seq_len: Annotated[int, Field(ge=2, le=MOST)] = 1024
-    prefill_len: Natural = 256
+    prefill_len: Natural = field(kw_only=True)
     num_windows: Count = 4
     placement: Placement = "host"
     device_rows: Annotated[float, Field(ge=0, le=MOST)] = 0
@@ -564,7 +573,7 @@ class RunConfig:
     max_new_tokens: Count | None = None
     link_gbps: Positive | None = None
     max_kl: Positive | None = None
-    results_dir: PathText = "results"
+    results_dir: PathText = RESULTS
     tracker: Literal["none", "mlflow", "wandb"] = "none"
 
     def __post_init__(self) -> None:

@@ -1,16 +1,167 @@
-"""What `--help` says of the chosen method: each setting with its default, range and meaning."""
+"""What `--help` says of every setting of a run and of the chosen method: default, range, meaning.
+
+The meaning of a run's setting is its comment in `conf/config.yaml`, or in a file of its group. The
+range is that of its type, which refuses any other value.
+"""
 
 from __future__ import annotations
 
+import re
 import textwrap
-from typing import Any, get_type_hints
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from harness.settings import own_method
-from harness.settings.schema import options
+from omegaconf import DictConfig, OmegaConf
+
+from harness.settings import config as configs
+from harness.settings import own_method, schema
+from harness.settings.schema import CONF_DIR, MOST, options
 
 WIDTH = 100
 BY_TYPE = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 """Range of a setting whose type says all."""
+NAMED = {
+    schema.Text: "text",
+    schema.PathText: "a path",
+    schema.FileText: "a file",
+    schema.FolderText: "a folder",
+    schema.Names: "a list of different names",
+    schema.Naturals: "a list of different whole numbers",
+    schema.Share: "above 0, at most 1",
+}
+"""Ranges of the types of `harness.settings.schema` that a function checks."""
+OR_NULL = "; or null"
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+AT_TOP = (configs.RunConfig, configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
+"""The classes whose settings stand at the top of `conf/config.yaml`."""
+GROUPS = {
+    "model": configs.ModelConfig,
+    "data": configs.DataConfig,
+    "corpus": configs.CorpusConfig,
+    "calibration": configs.CalibrationConfig,
+    "platform": configs.PlatformConfig,
+    "capacity": configs.CapacityConfig,
+    "analysis": configs.AnalysisConfig,
+}
+WITH_COMMENTS = {
+    "model": "smollm2-135m",
+    "data": "offline",
+    "corpus": "offline",
+    "platform": "cpu",
+}
+"""By group, the file of `conf/` whose comments say what its settings mean."""
+OTHER_RANGES = {
+    "codec_settings": "the fields of the codec",
+    "size": f"above 0, at most 1, a percentage, or nearest:SHARE{OR_NULL}",
+    "prefill_len": f"a whole number, at least 0{OR_NULL}",
+    "metadata.max_seq_lengths": f"a list of different whole numbers{OR_NULL}",
+    "metadata.num_sentences": f"a whole number, at least 0{OR_NULL}",
+    "metadata.places": f"{configs.LEAST_PLACES} to {configs.MOST_PLACES}{OR_NULL}",
+    "grid.share": f"K/N{OR_NULL}",
+    "status": "true or false",
+    "export": f"a file that ends with .zip, or a folder{OR_NULL}",
+    "model.shape": "settings of transformers",
+}
+"""Ranges of what no field of a class holds as it is typed."""
+SETTING = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>[^#]*)(?:#\s*(?P<meaning>.*))?")
+
+
+class Meaning(NamedTuple):
+    """A setting as a file of `conf/` explains it. section: the comment line above it."""
+
+    name: str
+    words: str
+    section: str
+
+
+def run_help(config: DictConfig) -> str:
+    """A table of the settings of a run; a default is that of the composed `config`."""
+    parts = []
+    for section, meanings in _sections().items():
+        rows = []
+        for meaning in meanings:
+            default = OmegaConf.select(config, meaning.name)
+            shown = "{...}" if isinstance(default, DictConfig) and default else _as_yaml(default)
+            allowed = _range_of(meaning.name)
+            if default is None and "null" not in allowed:  # what another file says then holds
+                allowed += OR_NULL
+            rows.append((meaning.name, shown, allowed, meaning.words))
+        parts += ["", section, *_aligned(rows)]
+    return "\n".join(["Settings of a run: SETTING=VALUE, default, meaning", *parts])
+
+
+def _sections() -> dict[str, list[Meaning]]:
+    """The settings of a run by the lines that head them: those of groups, then those at the top."""
+    found: dict[str, list[Meaning]] = {}
+    for group, name in WITH_COMMENTS.items():
+        for meaning in _meanings(CONF_DIR / group / f"{name}.yaml", f"{group}."):
+            if not meaning.name.startswith("model.shape."):
+                found.setdefault(f"{group}=NAME, and its settings", []).append(meaning)
+    for meaning in _meanings(CONF_DIR / "config.yaml"):
+        found.setdefault(meaning.section or "All runs", []).append(meaning)
+    return found
+
+
+def _meanings(path: Path, prefix: str = "") -> Iterator[Meaning]:
+    """The settings of a YAML file that have a value, in its order, without those of Hydra."""
+    section, group = "", ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        found = SETTING.fullmatch(line)
+        if line.startswith("#"):
+            section = line.removeprefix("# ")
+        elif not line.strip():
+            section = ""
+        if found is None or not found["name"] or group == "defaults" and found["indent"]:
+            continue
+        if not found["indent"]:
+            group = found["name"]
+            if group == "hydra":
+                return
+            name = group
+        else:
+            name = f"{group}.{found['name']}"
+        if found["value"].strip() or name == "shape":
+            yield Meaning(prefix + name, found["meaning"] or "", section)
+
+
+def _range_of(name: str) -> str:
+    """What a setting of a run may be, in words."""
+    if name in OTHER_RANGES:
+        return OTHER_RANGES[name]
+    group, _, field = name.partition(".")
+    classes = AT_TOP if not field else (GROUPS[group],)
+    for cls in classes:
+        hints = get_type_hints(cls, include_extras=True)
+        if (field or name) in hints:
+            return _in_words(hints[field or name])
+    raise KeyError(name)
+
+
+def _in_words(hint: Any) -> str:
+    """A type of `harness.settings.config` as what it allows."""
+    if hint in NAMED:
+        return NAMED[hint]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(map(str, parts))
+    if origin in (Union, UnionType):
+        kinds = [_in_words(part) for part in parts if part is not type(None)]
+        return " or ".join(kinds) + (OR_NULL if type(None) in parts else "")
+    if origin is Annotated:
+        bounds = []
+        for field in parts[1:]:
+            for bound in getattr(field, "metadata", ()):
+                for sign, words in BOUNDS.items():
+                    limit = getattr(bound, sign, None)
+                    if limit is not None and limit != MOST:
+                        bounds.append(f"{words} {limit:,.10g}")
+        kind = "a whole number" if parts[0] is int else "a number"
+        return ", ".join([kind, *bounds])
+    if origin is not None and issubclass(origin, Mapping):
+        return "settings of its own"
+    return BY_TYPE[hint]
 
 
 def method_help(name: str, target: str) -> str:

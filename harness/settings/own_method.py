@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -39,11 +40,13 @@ from omegaconf.errors import UnsupportedValueType
 
 from harness.errors import UserError, line_in, nearest, reason
 from harness.settings.paths import CONF_DIR, HARNESS
-from harness.settings.schema import options
+from harness.settings.schema import as_typed, literal, options
 
 GROUP, GRIDS = "method/", "grid/"
 PRESS = "kvpress:"
 """Before the name of a press of kvpress (`methods.kvpress`)."""
+FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)
+"""A file, perhaps with a class: `./FILE.py:Class`. A folder's name may hold a colon too."""
 _IMPORTED: dict[Path, str] = {}
 """The folder of each file of the user's own that this process has imported, with the choice that
 named it."""
@@ -146,10 +149,12 @@ def _module(choice: str, setting: str) -> tuple[ModuleType, str, str]:
 
     setting: the choice as the user wrote it, for errors.
     """
-    where, _, name = choice.partition(":")
-    if where.endswith(".py"):
+    of_file = FILE.fullmatch(choice)
+    if of_file is not None:
+        where, name = of_file["path"], of_file["name"] or ""
         module = _run_file(Path(where).expanduser(), setting)
         return module, str(Path(str(module.__file__)).resolve()), name
+    where, _, name = choice.partition(":")
     if not name:
         where, _, name = where.rpartition(".")
     return _import(where, setting, Path.cwd()), where, name
@@ -286,6 +291,17 @@ def _defaults(cls: Any, setting: str) -> dict[str, Any]:
     return values
 
 
+def _literal(value: Any) -> Any:
+    """The settings of a method with `schema.literal` texts: a default is no interpolation."""
+    if isinstance(value, str):
+        return literal(value)
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _literal(item) for name, item in value.items()}
+    return value
+
+
 class MethodSource(ConfigSource):
     """To Hydra, a folder of configurations that has a whole file for every method, and the grids of
     the user's."""
@@ -295,13 +311,14 @@ class MethodSource(ConfigSource):
         return "method"
 
     def load_config(self, config_path: str) -> ConfigResult:
+        config_path = as_typed(config_path)
         if config_path.startswith(GRIDS):
             node = OmegaConf.load(Path(config_path.removeprefix(GRIDS)).expanduser())
         else:
             choice = config_path.removeprefix(GROUP)
             try:
                 _, settings = find(choice) if is_own(choice) else shipped(choice)
-                node = OmegaConf.create(settings)
+                node = OmegaConf.create(_literal(settings))
             except UnsupportedValueType as error:
                 raise UserError(
                     f"method={choice}: a setting's default is no number, text or list: {error}"
@@ -311,6 +328,7 @@ class MethodSource(ConfigSource):
         )
 
     def is_config(self, config_path: str) -> bool:
+        config_path = as_typed(config_path)
         if config_path.startswith(GRIDS):
             grid = Path(config_path.removeprefix(GRIDS)).expanduser()
             return grid.suffix == ".yaml" and grid.is_file()

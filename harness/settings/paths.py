@@ -2,6 +2,9 @@
 package `harness`.
 
 `pyproject.toml` maps `conf` to `harness/conf` and the tables of `results` to `harness/shipped`.
+
+The project's own results are shipped with it. Those of its users go to a folder of their own,
+beside which the shipped ones are read and never written.
 """
 
 from pathlib import Path
@@ -12,37 +15,55 @@ PACKAGES_DIR = HARNESS.parent
 INSTALLED = (HARNESS / "conf").is_dir()
 """False in a checkout, also where it is installed as editable."""
 CONF_DIR = HARNESS / "conf" if INSTALLED else PACKAGES_DIR / "conf"
-SHIPPED = HARNESS / "shipped"
-"""Results folder with the shipped tables; exists in an installation only."""
-RESULTS = "results"
+SHIPPED = HARNESS / "shipped" if INSTALLED else PACKAGES_DIR / "results"
+"""The project's results; an installation has their tables and pages alone."""
+RESULTS = "outputs"
 """The default of `results_dir`, in the working folder."""
 PROGRAM = "kv-harness" if INSTALLED else "run.py"
 COMMAND = PROGRAM if INSTALLED else f"python {PROGRAM}"
 """What a user types before the settings of a run."""
 
 
-def shipped_table(name: str) -> Path | None:
-    """The file `tables/<name>` of the project's results on its default model; None where there is
-    none."""
-    results = SHIPPED if INSTALLED else PACKAGES_DIR / RESULTS
-    path = results / "tables" / name
-    return path if path.is_file() else None
+def shipped_beside(results_dir: str | Path) -> Path | None:
+    """The shipped results that are read together with those of `results_dir`; None for none.
+
+    They stand beside `./outputs`, and those of another model beside the folder of its name there.
+    """
+    own, here = Path(RESULTS).resolve(), Path(results_dir).resolve()
+    if not here.is_relative_to(own):
+        return None
+    shipped = SHIPPED / here.relative_to(own)
+    return shipped if shipped.is_dir() else None
 
 
 def table_to_read(results_dir: str | Path, name: str) -> Path | None:
-    """The file `tables/<name>` of a results folder, else the shipped one; None where neither
-    exists.
+    """The file `tables/<name>` of a results folder, else the shipped one that stands beside it.
 
-    A checkout has the shipped tables in `results`. An installation has them for `./results` and the
-    folders below it, until a run writes a table of its own there, which takes over the shipped
-    rows.
+    None where neither exists. A table that a run writes there has the shipped rows, too.
     """
-    path = Path(results_dir) / "tables" / name
-    if path.exists():
-        return path
-    default = Path(RESULTS).resolve()
-    here = Path(results_dir).resolve()
-    if not INSTALLED or not here.is_relative_to(default):
-        return None
-    shipped = SHIPPED / here.relative_to(default) / "tables" / name
-    return shipped if shipped.is_file() else None
+    own, shipped = Path(results_dir), shipped_beside(results_dir)
+    for folder in filter(None, (own, shipped)):
+        path = folder / "tables" / name
+        if path.exists():
+            return path
+    return None
+
+
+def tables_to_read(results_dir: str | Path) -> list[Path]:
+    """The files `tables/*.csv` of a results folder and the shipped ones that it lacks, by name."""
+    own, shipped = Path(results_dir), shipped_beside(results_dir)
+    found: dict[str, Path] = {}
+    for folder in filter(None, (shipped, own)):
+        for path in folder.glob("tables/*.csv"):
+            found[path.name] = path
+    return [found[name] for name in sorted(found)]
+
+
+def models_beside(results_dir: str | Path) -> list[str]:
+    """The folders within a results folder, and within the shipped results beside it, that have
+    tables: results of other models."""
+    names = set()
+    for folder in filter(None, (Path(results_dir), shipped_beside(results_dir))):
+        for path in folder.glob("*/tables/*.csv"):
+            names.add(path.parents[1].name)
+    return sorted(names)

@@ -143,6 +143,17 @@ def setting_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
+def literal(text: str) -> str:
+    """Text in which OmegaConf reads `${` as these letters, and not as another setting's value."""
+    return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
+
+
+def as_typed(text: str) -> str:
+    """The text of which `literal` made this one."""
+    escaped = re.compile(r"((?:\\\\)*)\\\$\{")
+    return escaped.sub(lambda found: found[1][: len(found[1]) // 2] + "${", text)
+
+
 def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The settings of a group in a composed run. Raises UserError where a plain value stands in its
     place."""

@@ -62,6 +62,8 @@ LABELS = {
     "disk+infinigen2": System("infinigen2", "disk"),
     "disk+infinigen2+rows": System("infinigen2", "disk", device_rows=2),
 }
+OF_EVERY_METHOD = "method.num_exempt_layers"
+"""The setting that every method has, which may be given beside any system."""
 LATE_LAYER = 2**30
 """Number of a layer that is none of a method's first ones."""
 COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
@@ -92,11 +94,14 @@ def with_system(
     if method != system.method:
         if "method" in given:
             raise _contradiction("method", method, label, system.method)
+        own = method_file(system.method)
         for name in given:
-            if name.startswith("method."):
+            if name == OF_EVERY_METHOD:
+                own["num_exempt_layers"] = settings["method"]["num_exempt_layers"]
+            elif name.startswith("method."):
                 stands = f"stands for method={system.method}; leave one of them out"
                 raise UserError(f"{name}: label={label} {stands}")
-        settings["method"] = method_file(system.method)
+        settings["method"] = own
     for name, wanted in system.settings().items():
         group, _, key = name.rpartition(".")
         node = settings[group] if group else settings
@@ -187,9 +192,10 @@ def check_live(config: RunConfig) -> None:
         crosses_none = f"no weights cross to placement={placement}; use placement=host"
         raise UserError(f"platform.weights_on_device={platform.weights_on_device}: {crosses_none}")
     _check_disk(config)
-    if platform.name == "cuda" and placement != "managed" and platform.device_gib is not None:
+    is_smaller_card = platform.name == "cuda" and platform.device_gib is not None
+    if is_smaller_card and placement != "managed" and config.kind != "capacity":
         setting = f"platform.device_gib={platform.device_gib:g}"
-        raise UserError(f"{setting}: is for placement=managed; leave it null")
+        raise UserError(f"{setting}: is for placement=managed and kind=capacity; leave it null")
 
 
 def _check_disk(config: RunConfig) -> None:

@@ -124,19 +124,21 @@ def measure_copy_rate(device: torch.device = CPU) -> float:
     """Payload bytes/s of plain copies, the median: within this machine's RAM, where each is read
     once and written once, or from pinned memory to another device, the ceiling of its link."""
 
-    def idle_s() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     source = torch.ones(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(COPIED, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(REPEATS + 1):
-        began = idle_s()
+        began = idle_s(device)
         target.copy_(source, non_blocking=True)
-        seconds.append(idle_s() - began)
+        seconds.append(idle_s(device) - began)
     return COPIED / statistics.median(seconds[1:])  # the first copy maps the pages
+
+
+def idle_s(device: torch.device) -> float:
+    """perf_counter once nothing is under way on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def measure_tuning(device: torch.device) -> Tuning:

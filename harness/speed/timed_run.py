@@ -53,10 +53,11 @@ import torch
 from torch import Tensor
 
 from harness.live.links import Links, Transfer
+from harness.live.memory import PinnedSlab
 from harness.live.session import LiveSession
 from harness.live.timeline import SEGMENTS, Timeline
 from harness.live.weights import StreamedWeights, streamed_weights
-from harness.model.attached import Attached
+from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.policies import fitted
 from harness.model.prompts import run_prompt
@@ -171,6 +172,7 @@ def time_run(
         if len(prompt.dense_s) != shape.repeats:
             raise ValueError(f"repeats={shape.repeats}: the prompt ran {len(prompt.dense_s)} times")
     timeline = Timeline(attached.device)
+    slabs: dict[torch.device, PinnedSlab] = {}
 
     def open_session() -> LiveSession:
         return LiveSession(
@@ -184,6 +186,7 @@ def time_run(
             device_rows=run.device_rows,
             prefetch=run.prefetch,
             pinned=run.pinned,
+            slabs=slabs,
             timeline=timeline,
         )
 
@@ -193,11 +196,16 @@ def time_run(
     repeats: list[_Repeat] = []
     left_s = shape.time_limit_s or math.inf
     with streamed as weights:
-        if isinstance(prompt, Tensor):
-            _warm_up(open_session, prompt)
-        while len(repeats) < shape.repeats and left_s > 0:
-            repeats.append(_time_repeat(open_session, weights, prompt, run, left_s))
-            left_s -= repeats[-1].decoding_s
+        try:
+            if isinstance(prompt, Tensor):
+                _warm_up(open_session, prompt)
+            while len(repeats) < shape.repeats and left_s > 0:
+                repeats.append(_time_repeat(open_session, weights, prompt, run, left_s))
+                left_s -= repeats[-1].decoding_s
+        finally:
+            for device, slab in slabs.items():
+                with launching_on(device):
+                    slab.close()
     dense_s = [0.0] * len(repeats)
     if isinstance(prompt, SharedPrompt) and not run.method.needs_inputs:  # else it runs anew
         dense_s = list(prompt.dense_s[: len(repeats)])

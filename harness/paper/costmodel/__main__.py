@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from harness.errors import exit_code
 from harness.paper.costmodel import published
 from harness.results.columns import LATENCY, render_csv
+from harness.settings.paths import RESULTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--platform", default=default, help=f"not with --calibrate (default {default})"
     )
     parser.add_argument(
-        "--results-dir", default="results", metavar="DIR", help="with --write (default results)"
+        "--results-dir", default=RESULTS, metavar="DIR", help="with --write (default %(default)s)"
     )
     args = parser.parse_args(argv)
 

@@ -16,7 +16,7 @@ Python, and the conflicts of a batch's sequences are not counted, so small batch
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ from harness.paper.costmodel.predict import (
     Work,
     block_ends,
 )
-from harness.replay.setup import codec_of
-from harness.settings.config import RunConfig
+from harness.replay.setup import LENGTHS, codec_of
+from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome
 from harness.settings.schema import build
 from methods.attention import Softmax
@@ -69,15 +69,19 @@ def run_modelled(config: RunConfig) -> Outcome:
             f"prompt_len={lengths.prompt_len} and gen_len={lengths.gen_len}: {shape.name} takes "
             f"at most {limit} tokens"
         )
-    geometry = _geometry(shape, config.model.shape["model_type"])
-    method = _sized(config, geometry)
     described = as_config(shape.name, config.model.shape)
     weight_bytes = WEIGHT_BYTES * count_weights(f"model {shape.name}", described)
-    model = _model_sizes(shape, geometry, method, weight_bytes, config.prefetch)
+    plan = plan_of_shape(config, shape, weight_bytes)
+    method = plan.method
+    if method.tokens_read(_rows_of(lengths)[-1], shape.num_layers - 1) is None:
+        raise UserError(
+            f"method={config.method_name}: how many tokens it reads depends on the text, which a "
+            "modelled machine has none of; give size=, or choose another method"
+        )
     host_gib = config.capacity.host_gib
     capacity = Capacity(
         f"platform={platform.name}",
-        Plan(model, method, codec_of(config), config.placement, config.device_rows),
+        plan,
         lengths.prompt_len,
         lengths.gen_len,
         int(platform.device_bytes),
@@ -99,6 +103,39 @@ def run_modelled(config: RunConfig) -> Outcome:
     return Outcome({"source": "modelled", "points": rows}, methods={"capacity": asdict(method)})
 
 
+def plan_of_shape(
+    config: RunConfig, shape: ModelShape, weight_bytes: int, dtype: torch.dtype = DTYPE
+) -> Plan:
+    """The session of a run, known by the model's shape alone. dtype: of weights and exact rows.
+    Raises UserError for a size that the method cannot have."""
+    assert config.model.shape is not None, "`shape` comes from there"
+    geometry = _geometry(shape, config.model.shape["model_type"])
+    method, codec = config.method, codec_of(config)
+    if config.size is not None and not config.size_is_measured:
+        method = sized_as_stored(
+            method,
+            codec,
+            geometry,
+            _rows_of(config.latency),
+            config.size,
+            nearest=config.sizing == "nearest",
+            preset=config.method_name,
+            lengths=LENGTHS[config.kind],
+            warns=False,
+        )
+    model = _model_sizes(shape, geometry, method, weight_bytes, config.prefetch)
+    return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.device_rows)
+
+
+def _rows_of(lengths: LatencyConfig) -> list[TokenCounts]:
+    """The decode rows of a run, on which a size is met."""
+    context = lengths.prompt_len + lengths.gen_len
+    rows = []
+    for cached in range(lengths.prompt_len, context - 1):
+        rows.append(TokenCounts(cached, lengths.prompt_len, context))
+    return rows
+
+
 def _geometry(shape: ModelShape, family: str) -> Geometry:
     return Geometry(
         num_layers=shape.num_layers,
@@ -108,32 +145,6 @@ def _geometry(shape: ModelShape, family: str) -> Geometry:
         scale=shape.head_dim**-0.5,
         family=family,
     )
-
-
-def _sized(config: RunConfig, geometry: Geometry) -> Method:
-    """The run's method with its size. Raises UserError where its reads depend on the text."""
-    lengths, method = config.latency, config.method
-    context = lengths.prompt_len + lengths.gen_len
-    rows = []
-    for cached in range(lengths.prompt_len, context - 1):
-        rows.append(TokenCounts(cached, lengths.prompt_len, context))
-    if config.size is not None and not config.size_is_measured:
-        method = sized_as_stored(
-            method,
-            codec_of(config),
-            geometry,
-            rows,
-            config.size,
-            nearest=config.sizing == "nearest",
-            preset=config.method_name,
-        )
-    last = geometry.num_layers - 1
-    if method.tokens_read(rows[-1], last) is None:
-        raise UserError(
-            f"method={config.method_name}: how many tokens it reads depends on the text, which a "
-            "modelled machine has none of; give size=, or choose another method"
-        )
-    return method
 
 
 def _model_sizes(

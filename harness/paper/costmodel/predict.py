@@ -111,6 +111,10 @@ class Efficiency(NamedTuple):
 FITTED = Efficiency(matmul=0.36, memory=0.81, row_fetch=0.83)
 """`published.fit` over all published numbers, to two digits."""
 
+EXEMPT_LAYERS = 2
+"""First layers that InfiniGen's artifact leaves to the full cache under every method (`layer_id >
+1` in `speedup/flexgen`, `i >= 2` in `accuracy/lm_eval`), whatever their own code does."""
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -143,12 +147,9 @@ class Scheme:
 
     @property
     def num_exempt_layers(self) -> int:
-        """First layers that read the full cache, for every method that selects or quantizes."""
-        return (
-            _method(self.system.method).num_exempt_layers
-            if self.system.method != "full" or self.int4
-            else 0
-        )
+        """First layers that read the full cache."""
+        reads_all = self.system.method == "full" and not self.int4
+        return 0 if reads_all else EXEMPT_LAYERS
 
     def tokens(self, cached: int, final_len: int) -> tuple[float, int]:
         """Tokens of `cached` that a decode step reads in a non-exempt layer, and those it keeps. T:
@@ -156,7 +157,7 @@ class Scheme:
         from methods.base import TokenCounts  # loads torch
 
         method = _method(self.system.method)
-        row, layer = TokenCounts(cached, prompt=cached, final=final_len), method.num_exempt_layers
+        row, layer = TokenCounts(cached, prompt=cached, final=final_len), EXEMPT_LAYERS
         read = method.tokens_read(row, layer)
         if read is None:
             read = min(

@@ -1,0 +1,114 @@
+"""Dense layers of each method that are best for a size on a model: `conf/tuned.yaml`.
+
+    python -m harness.results.tuned results results/qwen2.5-coder-0.5b
+
+writes the numbers of the models of these results folders into the file. They come from
+`grid=leaderboard`, which scores every method with 0, 1 and 2 dense layers on `offline`, the
+calibration text. Of the numbers with which a method has the size, that with the least KL counts.
+No other text is looked at, and grids read the file alone. So the texts of `grid=evidence` are
+scored with settings that were chosen without them.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.errors import UserError, exit_code
+from harness.files import write_atomic
+from harness.results.columns import TableRow, read_table
+from harness.results.fronts import has_its_size_on_text
+from harness.settings.paths import CONF_DIR
+
+FILE = CONF_DIR / "tuned.yaml"
+HEADER = """\
+# Dense layers of each method at a size, by model: of 0, 1 and 2 layers with which it has the
+# size, the number with the least KL on `offline`, the calibration text. Written by
+# `python -m harness.results.tuned RESULTS...` after `python run.py grid=leaderboard model=MODEL`.
+# A method or model that is not here has none.
+"""
+DenseLayers = dict[str, dict[str, dict[float, int]]]
+"""The number by model, method and size."""
+
+
+def read() -> DenseLayers:
+    """The numbers in `conf/tuned.yaml`."""
+    return yaml.safe_load(FILE.read_text(encoding="utf-8")) or {}
+
+
+def as_tuned(methods: Sequence[str], sizes: Sequence[float], model: str) -> list[list[Any]]:
+    """`${as_tuned:${grid.methods},[0.05,0.10],${model.name}}` in a grid: [method, size, dense
+    layers] of each method at each size."""
+    of_model = read().get(model, {})
+    cells = []
+    for method in methods:
+        for size in sizes:
+            number = of_model.get(method, {}).get(size, 0)
+            cells.append([method, f"nearest:{size}", number])
+    return cells
+
+
+def best_of(rows: Iterable[TableRow]) -> DenseLayers:
+    """The numbers with the least KL of the rows of a leaderboard."""
+    least: dict[tuple[str, str, float], float] = {}
+    found: DenseLayers = {}
+    for row in rows:
+        is_preset = row["exempt_layers"] is not None and not row["codec"]
+        if not is_preset or row["asked_size"] is None or not has_its_size_on_text(row):
+            continue
+        model, method, size = row["model"], row["method"], row["asked_size"]
+        kl = row["kl_nats"]
+        if kl is None or kl >= least.get((model, method, size), float("inf")):
+            continue
+        least[model, method, size] = kl
+        of_method = found.setdefault(model, {}).setdefault(method, {})
+        of_method[size] = int(row["exempt_layers"])
+    return found
+
+
+def write(sources: Sequence[Path]) -> Path:
+    """Write the numbers of the models in these results folders into `conf/tuned.yaml`.
+
+    A method of the file that the folders lack keeps its numbers. Raises UserError for a folder
+    without `tables/leaderboard.csv`.
+    """
+    numbers = read() if FILE.exists() else {}
+    for results in sources:
+        table = results / "tables" / "leaderboard.csv"
+        if not table.is_file():
+            raise UserError(f"{results}: has no tables/leaderboard.csv; run grid=leaderboard first")
+        for model, methods in best_of(read_table(table)).items():
+            of_model = numbers.setdefault(model, {})
+            for method, of_sizes in methods.items():
+                of_model[method] = of_model.get(method, {}) | of_sizes
+    write_atomic(FILE, HEADER + _rendered(numbers))
+    return FILE
+
+
+def _rendered(numbers: Mapping[str, Mapping[str, Mapping[float, int]]]) -> str:
+    """A line a method, sorted."""
+    lines = []
+    for model in sorted(numbers):
+        lines.append(f"{model}:")
+        for method in sorted(numbers[model]):
+            of_sizes = numbers[model][method]
+            shown = ", ".join(f"{size}: {of_sizes[size]}" for size in sorted(of_sizes))
+            lines.append(f"  {method}: {{{shown}}}")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the file and print its path; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.results.tuned", description="Write conf/tuned.yaml."
+    )
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS")
+    args = parser.parse_args(argv)
+    return exit_code(lambda: print(write(args.results)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
