@@ -3,6 +3,8 @@
 With the full cache all results are the bare model's. With a method they are those of `generate`, and of replay.
 """
 
+import copy
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
+from methods.full import Full
 
 NEW = 6
 PLAIN = {"calibration.num_tokens": 64, "platform.link_gbps": 1}
@@ -361,6 +364,73 @@ def test_what_is_wrong_with_a_text_is_one_line(act, said, model, attached):
     ids, _ = prompts(24)
     with attached(prefill_len=5), refused(said):
         act(model, ids)
+
+
+@pytest.mark.parametrize("call", ["forward", "generate", "decode"])
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda model: model.set_attn_implementation("eager"), "attention implementation 'eager': "),
+        (lambda model: setattr(model.config, "_attn_implementation", "sdpa"), "attention implementation 'sdpa': "),
+        (lambda model: model.to(torch.bfloat16), "moved to torch.bfloat16 on cpu while .* in torch.float32 on cpu"),
+        (lambda model: model.model.layers[2].self_attn.half(), "moved to torch.float16"),
+        (lambda model: model.compile(backend="eager"), "torch.compile: "),
+        (lambda model: model.model.layers[1].self_attn.compile(backend="eager"), "torch.compile: "),
+    ],
+)
+def test_a_model_that_is_changed_inside_the_block_is_refused_at_the_next_call(act, said, call):
+    network = tiny_model("llama", num_key_value_heads=2)
+    ids, _ = prompts(24)
+    own = network.config._attn_implementation
+    with attach(network) as attached, CachedModel(attached, Full()):
+        out = network(ids)
+        act(network)
+        with refused(said):
+            if call == "generate":
+                network.generate(ids, max_new_tokens=NEW)
+            elif call == "decode":
+                network(ids[:, :1], past_key_values=out.past_key_values)
+            else:
+                network(ids)
+    assert network.config._attn_implementation == own
+
+
+def test_a_compiled_wrapper_of_an_attached_model_is_refused():
+    network = tiny_model("llama", num_key_value_heads=2)
+    ids, _ = prompts(24)
+    with attach(network) as attached, CachedModel(attached, Full()):
+        with refused("torch.compile: an attached model runs a method's own code"):
+            torch.compile(network, backend="eager")(ids)
+        assert generated(network, ids, None).shape == (1, 24 + NEW)
+
+
+def test_a_model_without_a_generation_config_is_refused_and_a_changed_one_is_followed(monkeypatch, model, attached):
+    ids, _ = prompts(24)
+    bare = generated(model, ids, None)
+    with attached():
+        monkeypatch.setattr(model.generation_config, "suppress_tokens", bare[0, 24:25].tolist())
+        assert int(generated(model, ids, None)[0, 24]) != int(bare[0, 24])
+        monkeypatch.setattr(model, "generation_config", None)
+        with refused("model.generation_config=None: .*give the model a GenerationConfig"):
+            generated(model, ids, None)
+        monkeypatch.undo()
+        assert torch.equal(generated(model, ids, None), bare)
+
+
+@pytest.mark.parametrize("part", ["model", "model.model", "model.lm_head", "model.model.layers[0].self_attn", "cached"])
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_attached_model_is_neither_copied_nor_pickled(take, part, model, attached):
+    ids, _ = prompts(24)
+    bare = generated(model, ids, None)
+    with attached() as cached:
+        taken = eval(part, {"model": model, "cached": cached})
+        with refused("a copy or pickle of it would hold on to that cache; copy it before, or after the block"):
+            take(taken)
+        assert torch.equal(generated(model, ids, None), bare)
+    alone = copy.deepcopy(model)
+    with torch.no_grad():
+        alone.lm_head.weight.zero_()
+    assert torch.equal(generated(model, ids, None), bare) and pickle.loads(pickle.dumps(model)) is not model
 
 
 def goes_on(model, ids, rows=2, batch=1, **settings):

@@ -49,7 +49,7 @@ from harness.api.outputs import MethodCache, PartialLogits, Usage
 from harness.errors import UserError
 from harness.live.links import Links
 from harness.live.session import LiveSession
-from harness.model.attached import Attached, require_eager
+from harness.model.attached import IS_COPIED, Attached, require_eager
 from harness.model.calls import replaced_forward, replaced_method
 from harness.model.generation import Settings, require_count, short
 from harness.model.prompts import positions_of
@@ -146,6 +146,9 @@ class CachedModel:
         if name == "attached" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.attached.model, name)
+
+    def __getstate__(self) -> Any:
+        raise UserError(IS_COPIED)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call."""
