@@ -250,7 +250,7 @@ def _with_rope(described: PreTrainedConfig, metadata: Metadata) -> dict[str, Any
     As in llama.cpp, scaling holds for the layers without a window.
     """
     says = metadata.of_family
-    rope: dict[str, Any] = deepcopy(getattr(described, "rope_parameters", None)) or {}
+    rope: dict[str, Any] = deepcopy(getattr(described, "rope_parameters", None) or {})
     if not rope:
         for key in ROPE:
             if key in says:
