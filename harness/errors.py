@@ -83,7 +83,10 @@ def message(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line, or its type where it has none."""
+    """The message of an error in one line, or its type where it has none. That of the operating
+    system begins with the file that it is about."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return brief(printable(f"{error.filename}: {error.strerror}"))
     return brief(" ".join(message(error).split())) or type(error).__name__
 
 
@@ -170,11 +173,14 @@ def brief(message: str) -> str:
 
 
 def exit_code(command: Callable[[], None]) -> int:
-    """Run a command. Returns 0, or `USERS` after a refusal, which is printed on stderr."""
+    """Run a command. Returns 0, or `USERS` after a refusal, its own or the operating system's,
+    which is printed on stderr."""
     try:
         command()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        raise
+    except (UserError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return USERS
     return 0
 

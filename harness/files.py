@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-import tempfile
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -91,15 +91,18 @@ def replacing(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # another process removes it as well
                 if time.time() - other.stat().st_mtime > ABANDONED_S:
                     other.unlink()
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(descriptor)
-    scratch = Path(name)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    # Readable by whom the user's umask says; tempfile's are the owner's alone.
+    os.close(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield scratch
         with scratch.open("rb+") as stream:
             os.fsync(stream.fileno())
-        os.chmod(scratch, 0o644)  # mkstemp makes it readable by its owner only
         os.replace(scratch, path)
+    except OSError as error:
+        if error.filename is None:  # as where the disk is full
+            error.filename = str(path)
+        raise
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink()  # there only if something failed

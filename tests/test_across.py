@@ -503,6 +503,44 @@ def test_two_numbers_of_exempt_layers_are_two_lines(tmp_path):
     assert rows["Far, 2 exempt layers"]["exempt_numbers"] == "2"
 
 
+def of_text(**cells: Any) -> tuple[str, list[TableRow]]:
+    return TEXTS, window_rows("big", 1, ["Far"], text="a", **cells)
+
+
+def of_answers(**cells: Any) -> tuple[str, list[TableRow]]:
+    return ANSWERS, answer_rows("big", ["Far"], 1, **cells)
+
+
+IMPOSSIBLE = {
+    "kl_nats=-0.5: must be from 0 to inf": of_text(kl_nats=-0.5),
+    "size=2: must be from 0 to 1": of_text(size=2.0),
+    "place=1.5: must be from 0 to 1": of_text(place=1.5),
+    "asked_size=16: must be from 0 to 1": of_text(asked_size=16.0),
+    "window=-1: must be from 0 to inf": of_text(window=-1),
+    "device_frac=-0.1: must be from 0 to 1": of_answers(device_frac=-0.1),
+    "right=999 of asked=8": of_answers(right=999),
+    "asked=0: must be from 1 to inf": of_answers(right=0, asked=0),
+    "two rows of Far on big are the same": of_answers(task="one"),
+}
+
+
+@pytest.mark.parametrize("said", IMPOSSIBLE)
+def test_a_number_that_cannot_be_is_refused(said, tmp_path, capsys):
+    put(tmp_path, TEXTS, window_rows("big", 4))
+    put(tmp_path, *IMPOSSIBLE[said])
+    assert across.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"error: {tmp_path}/tables/evidence-") and said in error and "\n" not in error
+
+
+def test_a_model_without_texts_keeps_its_answers_and_is_named(results):
+    put(results / "further", TEXTS, [])
+    put(results / "further", ANSWERS, answer_rows("further"))
+    rows = [row for row in made(results, "across-models") if row["model"] == "further"]
+    assert {row["measure"] for row in rows} == {"answers"} and len(rows) > 3
+    assert "Not in the means: further" in (results / "across.md").read_text()
+
+
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     def refused(said: str) -> None:
         assert across.main([str(tmp_path)]) == 2

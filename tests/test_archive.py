@@ -91,6 +91,12 @@ def members(path: Path) -> dict[str, bytes]:
 # Writing
 
 
+def umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+
 def test_the_members_are_the_results_and_the_manifest_has_their_digests(results, packed, other, tmp_path):
     found = members(packed)
     manifest = json.loads(found.pop(archive.MANIFEST))
@@ -102,10 +108,19 @@ def test_the_members_are_the_results_and_the_manifest_has_their_digests(results,
     for path in other.rglob("*"):
         os.utime(path, (0, 0))
     archive.pack(other, again := tmp_path / "b.zip")
-    assert again.read_bytes() == packed.read_bytes() and again.stat().st_mode & 0o777 == 0o644
+    assert again.read_bytes() == packed.read_bytes() and again.stat().st_mode & 0o777 == 0o666 & ~umask()
     with zipfile.ZipFile(packed) as opened:
         modes = {(info.date_time, stat.S_IMODE(info.external_attr >> 16)) for info in opened.infolist()}
     assert modes == {(archive.EPOCH, 0o644)}
+
+
+def test_what_lies_behind_a_link_out_of_the_folder_is_left_out(other, tmp_path, caplog):
+    secret = tmp_path / "secret.csv"
+    secret.write_text("key\n")
+    (other / "tables" / "mine.csv").symlink_to(secret)
+    archive.pack(other, packed := tmp_path / "a.zip")
+    assert "tables/mine.csv" not in members(packed)
+    assert f"{other}/tables/mine.csv: a link out of the folder; left out of the archive" in caplog.messages
 
 
 def test_interrupted_and_damaged_records_and_old_reports_are_left_out(other, tmp_path, caplog):

@@ -1,5 +1,6 @@
 """Files and memory: digests, the cache folder, replacing in one step."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from harness import files
-from harness.errors import UserError
+from harness.errors import UserError, exit_code
 
 V2 = {
     "proc/self/cgroup": "0::/job/step\n",
@@ -89,6 +90,28 @@ def test_a_write_that_fails_or_is_cut_short_leaves_the_old_file(tmp_path, monkey
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     with pytest.raises(UserError, match=f"results_dir: {path}/x/y cannot be written \\(Not a directory\\)"):
         files.write_atomic(path / "x" / "y", "")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_file_is_readable_by_whom_the_umask_says(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        files.write_atomic(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_a_full_disk_names_the_file(tmp_path, capsys):
+    def write():
+        with files.replacing(tmp_path / "file"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert exit_code(write) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/file: No space left on device\n"
+    assert exit_code(lambda: Path("x" * 5000).is_file() or os.stat("x" * 5000)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: xxxx") and line.endswith(": File name too long")
 
 
 def test_scratch_files_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path):

@@ -16,13 +16,14 @@ import plots
 from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
+from harness.results.columns import read_table
 from plots import data, style
 from plots.drawing import DRAWINGS
 
 LABELS = (
     "NA", "nan", "null", "None", "-", " ", "a\nb", "a\r\nb", "$\\foo$", "$x", "a|b", "a\\|b", "x" * 300,
     "x" * 150 + "y" + "x" * 149, "_hidden", "x]", "a[b]", "*", "**", "`x`", "<b>", "%s", "{0}", "\x1b[2J", "a,b", '"q"',
-    "1.0", "True", "\\", "ü",
+    "1.0", "True", "\\", "ü", "=1+1", "+1", "-1x", "@cmd", "\tx", "'=1", "''", "[a](b://c.de)", "www.a.de", "x@y.de",
 )  # fmt: skip
 SIZES = {"size": 0.16, "size_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
 CHUNK = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": {"perplexity": 12.5, "perplexity_stderr": None}}
@@ -58,8 +59,11 @@ def markdown_cells(line: str) -> list[str]:
 @pytest.mark.parametrize("name", ["fig11", "latency"])
 def test_a_table_has_every_label_as_it_is(name, results):
     path = results / "tables" / f"{name}.csv"
+    assert {row["label"] for row in read_table(path)} == set(LABELS)
     with path.open(newline="") as stream:
-        assert {row["label"] for row in csv.DictReader(stream)} == set(LABELS)
+        cells = [cell for row in csv.reader(stream) for cell in row]
+    assert [cell for cell in cells if re.match(r"[=+@\t]|-\D*$", cell)] == [], "no spreadsheet computes one"
+    assert {"'=1+1", "'+1", "'-1x", "'@cmd", "'\tx", "''=1", "''"} <= set(cells)
     lines = [line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("| ")]
     header, *body = lines
     assert len(body) == len(LABELS)
@@ -67,6 +71,7 @@ def test_a_table_has_every_label_as_it_is(name, results):
     shown = {markdown_cells(line)[0] for line in body}
     assert {"NA", "$\\foo$", "a|b", "a\\|b", "a\\nb", "a\\r\\nb", "\\x1b[2J", "<b>", "`x`", "*"} <= shown
     assert not any("\x1b" in line for line in lines)
+    assert not any(re.search(r"[^\\]\]\(|[^\\]:/|www\.|\w@\w", line) for line in body), "no links"
 
 
 @pytest.mark.parametrize("name", ["fig11", "fig12", "fig14", "fig16a"])

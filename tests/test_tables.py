@@ -302,7 +302,7 @@ SHIPPED = [
 ]  # fmt: skip
 
 
-def test_a_run_of_ones_own_stands_beside_the_shipped_rows_and_replaces_the_one_it_repeats(shipped):
+def test_a_run_of_ones_own_stands_beside_the_shipped_rows_and_replaces_the_one_it_repeats(shipped, caplog):
     path = shipped / "tables" / "fig11.csv"
     before = path.read_bytes()
     assert values(shipped) == SHIPPED and path.read_bytes() == before
@@ -314,8 +314,11 @@ def test_a_run_of_ones_own_stands_beside_the_shipped_rows_and_replaces_the_one_i
     assert values(shipped) == [*SHIPPED[:2], *own]
     assert [line["label"] for line in sheet(path)] == ["Full cache", "H2O", "H2O \\*", "InfiniGen \\*", "Mine \\*"]
     assert "\\* One's own run; the other rows are shipped with the project." in page(shipped, "fig11")
+    assert caplog.messages == []
     shutil.rmtree(shipped / "runs")
     assert values(shipped) == SHIPPED[:2], "no row of a record that is gone"
+    (line,) = caplog.messages
+    assert "fig11.csv: these runs leave it, as their records are gone: H2O (" in line and "Mine (" in line
 
 
 def test_a_run_replaces_all_metrics_and_chunks_of_a_shipped_one_and_a_series_whole(tmp_path):

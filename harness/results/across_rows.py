@@ -132,6 +132,8 @@ def models_of(series: Iterable[Series]) -> Models:
         for model in dict.fromkeys(columns.values(one.windows, "model")):
             counts.setdefault(model, 0)
             counts[model] += one.asked_size is not None
+        for model in columns.values(one.answers, "model"):  # of which there may be no windows
+            counts.setdefault(model, 0)
     most = max(counts.values(), default=0)
     return Models(list(counts), [model for model in counts if 2 * counts[model] >= most])
 

@@ -78,11 +78,11 @@ def pack(results_dir: Path, target: Path) -> str:
     derived: list[Path] = []
     for pattern in DERIVED:
         derived += filter(Path.is_file, results_dir.glob(pattern))
-    derived.sort()
+    derived = sorted(path for path in derived if not _leads_out(path, results_dir))
     records = []
     num_left_out = 0
     for path in tqdm(sorted(results_dir.glob(RECORDS)), unit="record", delay=1, leave=False):
-        if _is_shared(path):
+        if _is_shared(path) and not _leads_out(path, results_dir):
             records.append(path)
         else:
             num_left_out += 1
@@ -107,6 +107,14 @@ def pack(results_dir: Path, target: Path) -> str:
         f"{target}: {len(records)} records{left_out}, {len(derived)} tables, figures and pages, "
         f"{target.stat().st_size / 2**20:.1f} MiB, sha256 {content_sha256(target)}"
     )
+
+
+def _leads_out(path: Path, results_dir: Path) -> bool:
+    """Whether a file of the folder lies elsewhere, behind a link; a warning says so."""
+    leads_out = not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(results_dir))
+    if leads_out:
+        log.warning("%s: a link out of the folder; left out of the archive", path)
+    return leads_out
 
 
 def _is_shared(record: Path) -> bool:
@@ -170,7 +178,8 @@ def _unpack(source: Path, folder: Path) -> None:
                 if path.match(RECORDS):
                     read_record(path)
     except OSError as error:
-        raise UserError(f"{source}: cannot be unpacked ({error.strerror or error})") from error
+        why = error.strerror or error
+        raise UserError(f"{source}: cannot be unpacked into {folder} ({why})") from error
     except DAMAGE as error:
         raise UserError(f"{source}: not an archive of results, or damaged ({error})") from error
 

@@ -8,6 +8,7 @@ torch nor pandas.
 import csv
 import io
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -406,6 +407,50 @@ NEEDED = {
     "across_claims": ("model", "claim", "measure", "asked_size", "verdict"),
 }  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
+IDENTITY = {
+    "accuracy": ("model", "method", "label", "settings", "task"),
+    "latency": (
+        "model", "platform", "source", "method", "label", "settings",
+        "batch_size", "prompt_len", "gen_len",
+    ),
+    "capacity": (
+        "model", "platform", "source", "method", "label", "settings",
+        "memory_bytes", "prompt_len", "gen_len",
+    ),
+    "analysis": ("model", "source", "metric", "series", "x_name", "num_samples"),
+    "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
+    "evidence_texts": (
+        "model", "method", "codec", "label", "asked_size", "exempt_layers", "seq_len", "text",
+    ),
+    "evidence_answers": (
+        "model", "method", "codec", "label", "asked_size", "exempt_layers", "task",
+    ),
+}  # fmt: skip
+"""Columns that identify what was measured, by shape of table. A chunk or a depth has the identity
+of its task."""
+
+ONCE = {
+    "board": (*IDENTITY["board"], "settings"),
+    "evidence_texts": (*IDENTITY["evidence_texts"], "window"),
+    "evidence_answers": (*IDENTITY["evidence_answers"], "context_id"),
+}
+"""By shape of table, the columns in which no two rows are equal."""
+ROUNDING = 1e-6
+"""By so much a share or a KL may lie outside of its range."""
+SHARES = {
+    "asked_size", "unmet_size", "hit_frac", "window_frac", "hit_rate", "link_utilisation", "place",
+    "top1_agreement", "answers", "acc", "acc_norm", "kv_recall", "passkey", "p", "p_holm",
+    "mcnemar_p",
+}  # fmt: skip
+"""Columns and metrics from 0 to 1."""
+SIZES = {"size", "device_frac", "resident_frac", "kv_recall_size", "passkey_size"}
+"""Columns from 0 on, and at most 1 beside an asked size. Elsewhere a codec of more than 16 bits has
+more."""
+NOT_NEGATIVE = re.compile(
+    r"kl_nats|perplexity.*|.*stderr|num_.*|.*_s|.*_bytes|.*_per_s|right|window|context_id|seq_len"
+    r"|batch_size|prompt_len|gen_len|exempt_layers|attention_error.*|tokens_evicted|gained|lost"
+)
+"""Columns and metrics from 0 on."""
 
 
 def _optional() -> Iterator[str]:
@@ -595,8 +640,22 @@ def typed(row: Mapping[str, str]) -> TableRow:
     """
     found: TableRow = {}
     for name, text in row.items():
-        found[name] = text if column(name).digits is None else _number(text)
+        found[name] = _words(text) if column(name).digits is None else _number(text)
     return found
+
+
+FORMULA = re.compile(r"'*[=+\-@\t\r]")
+"""How words begin that a spreadsheet takes for a formula. A CSV has them behind an apostrophe."""
+
+
+def as_cell(words: str) -> str:
+    """Words as a cell of a CSV that no spreadsheet computes."""
+    return f"'{words}" if FORMULA.match(words) else words
+
+
+def _words(cell: str) -> str:
+    """The words that `as_cell` wrote."""
+    return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
 
 
 NO_TABLE = "not a table of results"
@@ -621,6 +680,7 @@ def read_table(path: Path) -> list[TableRow]:
             table = [typed(row) for row in rows]
             check(TABLES[shape], table)
             _check_needed(NEEDED[shape], table)
+            _check_once(ONCE.get(shape, ()), table)
             return table
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {ANEW}") from error
@@ -639,8 +699,19 @@ def _check_needed(needed: Iterable[str], rows: Iterable[TableRow]) -> None:
                 raise ValueError(f"a row without {name}")
 
 
+def _check_once(key: Sequence[str], rows: Iterable[TableRow]) -> None:
+    """Raise ValueError for two rows of one identity: the second would count twice."""
+    found = set()
+    for row in rows:
+        identity = tuple(row.get(name) for name in key)
+        if key and identity in found:
+            raise ValueError(f"two rows of {row['label']} on {row['model']} are the same")
+        found.add(identity)
+
+
 def check(columns: Sequence[Column], rows: Iterable[TableRow]) -> None:
-    """Raise ValueError for words among numbers, or the reverse, and for an infinite number."""
+    """Raise ValueError for words among numbers, or the reverse, and for a number that its column
+    cannot have."""
     for row in rows:
         for column in columns:
             value, is_word = row.get(column.name), column.digits is None
@@ -648,6 +719,24 @@ def check(columns: Sequence[Column], rows: Iterable[TableRow]) -> None:
                 continue
             if isinstance(value, str) != is_word or not (is_word or math.isfinite(value)):
                 raise ValueError(f"{column.name}={value!r}"[:60])
+            if not is_word:
+                name = row["metric"] if column is VALUE and "metric" in row else column.name
+                _check_range(name, value, has_asked_size="asked_size" in row)
+        if (row.get("right") or 0) > row.get("asked", math.inf):
+            raise ValueError(f"right={row['right']} of asked={row['asked']}")
+
+
+def _check_range(name: str, value: float, *, has_asked_size: bool) -> None:
+    """Raise ValueError for a number that the column or metric `name` cannot have."""
+    least, most = -math.inf, math.inf
+    if name == "asked":
+        least = 1
+    elif name in SHARES or name in SIZES or NOT_NEGATIVE.fullmatch(name):
+        least = 0
+    if name in SHARES or (name in SIZES and has_asked_size):
+        most = 1
+    if not least - ROUNDING <= value <= most + ROUNDING:
+        raise ValueError(f"{name}={value:g}: must be from {least:g} to {most:g}")
 
 
 def render_csv(columns: Sequence[Column], rows: Sequence[TableRow]) -> str:
@@ -657,7 +746,12 @@ def render_csv(columns: Sequence[Column], rows: Sequence[TableRow]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, shown, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        cells = {}
+        for name in shown:
+            value = row.get(name)
+            cells[name] = as_cell(value) if isinstance(value, str) else value
+        writer.writerow(cells)
     return text.getvalue()
 
 

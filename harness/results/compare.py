@@ -17,7 +17,7 @@ import pandas as pd
 
 from harness.errors import UserError, exit_code, printable
 from harness.files import replacing
-from harness.results.columns import MISSING, column, quantity
+from harness.results.columns import MISSING, as_cell, column, quantity
 from harness.results.matched import (
     KEYS,
     MAX_NAMED,
@@ -168,6 +168,8 @@ def write_csv(path: Path, frame: pd.DataFrame) -> None:
     """
     both = frame[frame["_merge"] == "both"]
     both = both[[*KEYS, *VALUES]].assign(differs=both.causes.map(" ".join))
+    for name in KEYS:
+        both[name] = [as_cell(key) if isinstance(key, str) else key for key in both[name]]
     try:
         with replacing(path) as scratch:
             both.to_csv(scratch, index=False, lineterminator="\n")

@@ -23,7 +23,10 @@ HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, 2
 HEADING_PADDING = 2  # what tabulate adds to a heading
 WORD_LETTERS = 44
 """Longest text of a line in a terminal."""
-MARKUP = re.compile(r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)")
+MARKUP = re.compile(
+    r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)"
+    r"|\](?=[(\[])|:(?=//)|(?<=www)\.|@(?=[\w.-]+\.)"  # links, addresses
+)
 """Characters that Markdown would interpret."""
 OWN = "*"
 """Mark of one's own runs in a table that also has shipped rows."""

@@ -13,34 +13,13 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.files import free_path
-from harness.results.columns import ANEW, NO_TABLE, TableRow, read_table, shape_of
+from harness.results.columns import ANEW, IDENTITY, NO_TABLE, TableRow, read_table, shape_of
 from harness.settings.paths import shipped_beside
 
 log = logging.getLogger(__name__)
 
 SHIPPED_LINE = re.compile(r'(^|[,;\t"])yes($|[,;\t"])')
 """A line with the mark of a shipped row, whatever a spreadsheet put between the values."""
-IDENTITY = {
-    "accuracy": ("model", "method", "label", "settings", "task"),
-    "latency": (
-        "model", "platform", "source", "method", "label", "settings",
-        "batch_size", "prompt_len", "gen_len",
-    ),
-    "capacity": (
-        "model", "platform", "source", "method", "label", "settings",
-        "memory_bytes", "prompt_len", "gen_len",
-    ),
-    "analysis": ("model", "source", "metric", "series", "x_name", "num_samples"),
-    "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
-    "evidence_texts": (
-        "model", "method", "codec", "label", "asked_size", "exempt_layers", "seq_len", "text",
-    ),
-    "evidence_answers": (
-        "model", "method", "codec", "label", "asked_size", "exempt_layers", "task",
-    ),
-}  # fmt: skip
-"""Columns that identify what was measured, by shape of table. A chunk or a depth has the identity
-of its task."""
 
 
 def merged(path: Path, shape: str, own: Sequence[TableRow]) -> list[TableRow]:

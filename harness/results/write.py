@@ -11,6 +11,7 @@ same records give the same bytes. Rows that the project ships stay until one's o
 """
 
 import argparse
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -22,13 +23,15 @@ from harness.files import holding, write_atomic
 from harness.results import evidence_tables, leaderboard
 from harness.results.columns import TABLES, TableRow, rank, read_table, render_csv, shape_of
 from harness.results.pages import render_markdown, render_terminal
-from harness.results.record import Record, read_records
+from harness.results.record import Record, read_records, record_path
 from harness.results.samples import full_runs
 from harness.results.shipped import merged
 from harness.results.speed_figures import OF_FIGURE
 from harness.results.table_rows import Pairs, layer_rows, with_rows
 from harness.settings.kinds import find
 from harness.settings.schema import kind_of
+
+log = logging.getLogger(__name__)
 
 TableRows = Sequence[TableRow]
 ACROSS = "across"
@@ -64,6 +67,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         if shape == "capacity":
             return _write_capacity(path, _of_shape(pairs, shape))
         rows = _ordered(shape, merged(path, shape, _of_shape(pairs, shape)))
+        _say_what_is_gone(path, rows)
         _write(path, shape, rows)
         if experiment == TIMED_CELLS:
             _write_speed_figures(path, rows)
@@ -74,6 +78,22 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         if experiment == evidence_tables.NAME:
             _write_evidence(folder, [record for record, _ in pairs])
     return path
+
+
+def _say_what_is_gone(path: Path, rows: TableRows) -> None:
+    """Warn of the runs whose rows leave a table since their records were deleted."""
+    if not path.exists():
+        return
+    stay = {row["run_id"] for row in rows if not row.get("shipped")}
+    gone = {}
+    for row in read_table(path):
+        record = record_path(path.parents[1], row["experiment"], row["run_id"])
+        is_own = row["run_id"] and not row["shipped"]
+        if is_own and row["run_id"] not in stay and not record.exists():
+            gone[row["run_id"]] = row.get("label") or row["series"]
+    if gone:
+        runs = ", ".join(f"{label} ({run_id[:8]})" for run_id, label in gone.items())
+        log.warning("%s: these runs leave it, as their records are gone: %s", path, runs)
 
 
 def _write_evidence(folder: Path, records: Sequence[Record]) -> None:

@@ -62,7 +62,7 @@ from harness.run.parse import asks_status, parse
 from harness.settings import schema
 from harness.settings.kinds import find
 from harness.settings.paths import PROGRAM
-from harness.settings.schema import is_group, options, path_text, setting_of
+from harness.settings.schema import as_typed, is_group, options, path_text, setting_of
 from harness.settings.systems import LABELS
 
 Draw = Callable[[Path], Sequence[Path]]
@@ -105,7 +105,8 @@ class Jobs:
     folder. paths: records of the finished runs. gaps: what a grid left out, in lines. exit_code: a
     bug's, else the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker`
     gets as well. array: what is to run on a cluster. process: that in which the command began.
-    num_jobs: of the sweep. seconds: that each new run took. disk_is_full: a job said so.
+    num_jobs: of the sweep. seconds: that each new run took. disk_is_full: a job said so. swept:
+    settings that differ between the jobs of a sweep.
     """
 
     tracebacks: bool
@@ -121,6 +122,7 @@ class Jobs:
     num_jobs: int = 1
     seconds: list[float] = field(default_factory=list)
     disk_is_full: bool = False
+    swept: frozenset[str] = frozenset()
 
     def __call__(self, config: DictConfig) -> None:
         is_copy = os.getpid() != self.process
@@ -129,9 +131,10 @@ class Jobs:
         except KeyboardInterrupt:
             raise
         except SystemExit as end:  # a user's task is imported before its run begins
-            self.fail(UserError(f"sys.exit({end.code!r}) was called by a task or a method"))
+            called = UserError(f"sys.exit({end.code!r}) was called by a task or a method")
+            self.fail(called, self._swept_words())
         except BaseException as error:
-            self.fail(error)
+            self.fail(error, self._swept_words())
             if is_copy:
                 raise error if _is_users(error) else BugError(errors.describe(error)) from error
         finally:
@@ -187,6 +190,11 @@ class Jobs:
         for path in run_cells(plan.cells, plan.minutes, self.resources):
             self.paths.append(path)
 
+    def _swept_words(self) -> list[str]:
+        """What tells this job of a sweep from the others."""
+        given: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        return [as_typed(word) for word in given if setting_of(word) in self.swept]
+
     def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
         for word in overrides:
             if setting_of(word).startswith("grid."):
@@ -222,8 +230,9 @@ class Jobs:
             line += f"; {number} of {self.num_jobs}, {timedelta(seconds=round(left))} left"
         print(line, file=sys.stderr, flush=True)
 
-    def fail(self, error: BaseException) -> None:
-        """Say in one line on stderr what went wrong; nothing where nobody reads on."""
+    def fail(self, error: BaseException, job: Sequence[str] = ()) -> None:
+        """Say in one line on stderr what went wrong; nothing where nobody reads on. job: the words
+        that tell a job of a sweep from the others."""
         if _is_unread(error):
             self.exit_code = BROKEN_PIPE
             _mute()
@@ -240,8 +249,11 @@ class Jobs:
             bug = "" if isinstance(error, BugError) else f"{type(error).__name__}, a bug; "
             hint = f" ({bug}{TRACEBACKS}=1 shows where)"
         how = "unfinished" if unfinished else "error"
+        said = in_words(error)
+        words = " ".join(word for word in job if word not in said)
+        where = f"{words}: " if words else ""
         try:
-            print(f"{how}: {errors.printable(in_words(error))}{hint}", file=sys.stderr)
+            print(f"{how}: {errors.printable(where + said)}{hint}", file=sys.stderr)
         except (OSError, ValueError):  # stderr is closed, or on a full disk
             _mute()
 
@@ -281,6 +293,7 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     try:
         words = read_words(argv)
         jobs.num_jobs = _number_of_jobs(words)
+        jobs.swept = _swept(words)
         _run_hydra(jobs, words)
         if jobs.array is not None and jobs.array.jobs:
             code = jobs.array.run()
@@ -363,8 +376,6 @@ def in_words(error: BaseException) -> str:
         known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
         if known and str(cause.key) not in known:
             return f"unknown setting {cause.full_key}: {nearest(cause.key, known)}"
-    if isinstance(error, OSError) and error.filename:
-        return errors.brief(f"{error.filename}: {error.strerror}")
     return one_line(error)
 
 
@@ -428,6 +439,19 @@ def read_words(argv: Sequence[str]) -> list[str]:
         is_setting = "=" in word and not word.startswith("-")
         words.append(_checked(word, is_sweep) if is_setting else word)
     return _with_each_file(words) if is_sweep else words
+
+
+def _swept(words: Sequence[str]) -> frozenset[str]:
+    """The settings that a command line sweeps over."""
+    names = set()
+    for word in words:
+        if "=" not in word or word.startswith("-"):
+            continue
+        value = read_override(word).value()
+        is_one = isinstance(value, ChoiceSweep) and len(value.list) == 1
+        if isinstance(value, Sweep | Glob) and not is_one:
+            names.add(setting_of(word))
+    return frozenset(names)
 
 
 def _with_each_file(words: Sequence[str]) -> list[str]:
