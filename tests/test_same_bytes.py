@@ -67,7 +67,9 @@ def bytes_of_generate(case: Case, end: int, steps: int, options: dict[str, objec
     monkeypatch.setattr(speed, "prepare", lambda config, loaded, attached, rows: setup_of(attached, case))
     config = load(["experiment=generate", f"prompt={PROMPT}", f"max_new_tokens={NEW}", "platform.link_gbps=1"])
     config = replace(config, **options)
-    made = speed.run_generate(config, LoadedModel(tiny("gqa"), Ending(end), "tiny", 256, "f" * 64), lambda piece: None)
+    model = tiny("gqa")
+    monkeypatch.setattr(model.generation_config, "eos_token_id", end)
+    made = speed.run_generate(config, LoadedModel(model, Ending(end), "tiny", 256, "f" * 64), lambda piece: None)
     assert made.steps == steps
     return made.h2d_bytes, made.d2h_bytes
 

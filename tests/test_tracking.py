@@ -114,7 +114,7 @@ def test_an_outage_costs_a_line_and_what_it_missed_can_be_sent(runs, client, cap
     assert capsys.readouterr().err.startswith("error: tracker=mlflow: cannot be used (ConnectionError")
     client.down = False
     assert tracking.main(["mlflow"]) == 0
-    assert capsys.readouterr().out == "mlflow has all 1 finished runs of results\n"
+    assert capsys.readouterr().out == "mlflow has all 1 finished runs of outputs\n"
     assert [entry.key for entry in client.entries] == [record["run_id"]]
 
 
