@@ -203,12 +203,12 @@ CODED = 39 // 2 + 1 + 2 * 2
 PARTIAL_KEYS = 800 * 39 * 2 * (1920 + 128 + 128)
 """Of 800 heads and a layer: 39 of 128 columns of every key, and the projection to them."""
 KEPT = {
-    "offload+h2o": [3 * (800 * (204 + 204 + 2) * (4 + 4) + 20 * 2 * 8)],
+    "offload+h2o": [800 * (204 + 204 + 2) * (4 + 4) + 20 * 2 * 8],
     "infinigen+reuse": [PARTIAL_KEYS],
     "infinigen2": [3 * 800 * ((1920 + 128 + 2 * 128) * CODED + 39 * 2)],
 }
 """What the state takes in all layers behind its first: of H2O a number and a worth of each token that is kept, and of
-two slots, and limits. Of InfiniGen2 the keys' mean, too. All layers are under both."""
+two slots, and limits. Of InfiniGen2 the keys' mean, too, and all layers are under it."""
 
 
 @pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")

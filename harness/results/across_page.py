@@ -264,9 +264,9 @@ def _readme(
 
 def _ratios_by_model(
     of_models: Iterable[TableRow], size: float, seq_len: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | None]]:
     """By model and label the ratio to the oracle's KL over all texts at a size and a length."""
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float | None]] = {}
     for row in of_models:
         is_here = (row["asked_size"], row["seq_len"]) == (size, seq_len)
         if is_here and row["domain"] == ALL_TEXTS and row["model"] != ALL_MODELS:
@@ -275,7 +275,7 @@ def _ratios_by_model(
 
 
 def _readme_line(
-    row: TableRow, coded: TableRow, ratios: Mapping[str, Mapping[str, float]]
+    row: TableRow, coded: TableRow, ratios: Mapping[str, Mapping[str, float | None]]
 ) -> list[str]:
     """coded: the row of the same method over rows of 8 bits; {} where it did not run."""
     sizes = [_range(column, row) for column in (columns.SIZE, *_MEMORY)]
