@@ -430,7 +430,7 @@ IDENTITY = {
 of its task."""
 
 ONCE = {
-    "board": (*IDENTITY["board"], "settings"),
+    "board": (*IDENTITY["board"], "settings", "size", "exempt_choice"),
     "evidence_texts": (*IDENTITY["evidence_texts"], "window"),
     "evidence_answers": (*IDENTITY["evidence_answers"], "context_id"),
 }
