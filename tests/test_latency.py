@@ -270,7 +270,8 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
 
 
 def test_a_system_may_leave_first_layers_to_the_full_cache():
-    default, given = (load(["label=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"]))
+    timed = ["experiment=latency", "label=offload+h2o"]
+    default, given = (load([*timed, *more]) for more in ([], ["method.num_exempt_layers=2"]))
     assert default.method == H2O() and given.method == H2O(num_exempt_layers=2)
     assert default.label == given.label == "offload+h2o"
 

@@ -94,14 +94,14 @@ def with_system(
     if method != system.method:
         if "method" in given:
             raise _contradiction("method", method, label, system.method)
-        own = method_file(system.method)
+        of_system = method_file(system.method)
         for name in given:
             if name == OF_EVERY_METHOD:
-                own["num_exempt_layers"] = settings["method"]["num_exempt_layers"]
+                of_system["num_exempt_layers"] = settings["method"]["num_exempt_layers"]
             elif name.startswith("method."):
                 stands = f"stands for method={system.method}; leave one of them out"
                 raise UserError(f"{name}: label={label} {stands}")
-        settings["method"] = own
+        settings["method"] = of_system
     for name, wanted in system.settings().items():
         group, _, key = name.rpartition(".")
         node = settings[group] if group else settings
