@@ -113,7 +113,8 @@ class Benchmark:
     def run(self) -> int:
         """Run every part in turn; returns the exit code."""
         if self.trace is not None:
-            config = self.cell_config(*self.shapes[0], self.labels[0])
+            batch, prompt = self.shapes[0]
+            config = self.cell_config(batch, prompt, self.labels[0])
             self.attempt("trace", partial(self.apart, partial(trace_step, config, Path(self.trace))))
         else:
             for part in PARTS:
