@@ -124,17 +124,38 @@ OFFLINE = "data=offline has kv_recall, .*, graph_search alone; needs data=hub"
         ("toy_color", "hub", "tasks=toy_color: did you mean 'toy_colours'"),
         ("Passkey", "hub", "tasks=Passkey: did you mean 'passkey'"),
         ("broken", "hub", r"include_path=\S+: \S+broken.yaml cannot be read"),
+        ("toy_meant", "hub", r"include_path=\S+: \S+broken.yaml cannot be read"),
         ("arc_easy", "offline", f"tasks=arc_easy: {OFFLINE}, or data=local data.root=DIR with test"),
         ("niah_single_2", "offline", f"tasks=niah_single_2: {OFFLINE}(?!.*data=local)"),
         ("mmlu", "offline", "tasks=mmlu: .* data=local data.root=DIR with test.jsonl, .* in mmlu"),
     ],
 )
 def test_a_name_is_refused_in_one_line(name, data, message, folder):
-    if name == "broken":
-        (folder / "broken.yaml").write_text("task: [")
+    if name in ("broken", "toy_meant"):
+        (folder / "broken.yaml").write_text("task: toy_meant\ntag: [")
     with pytest.raises(UserError, match=f"^{message}") as error:
         load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", f"data={data}"])
     assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_broken_does_not_cost_the_folder(folder, root, loaded, caplog):
+    """A byte that is no text, an open bracket, and Python that is not there, beside three tasks."""
+    (folder / "bytes.yaml").write_bytes(b"task: caf\xe9")
+    (folder / "open.yaml").write_text("task: [")
+    (folder / "include.yaml").write_text("include: nowhere.yaml\ntask: toy_none")
+    config = settings("toy_colours", folder=folder, root=root, num_samples=2)
+    assert run_tasks(config, loaded).metrics["toy_colours"]["num_samples"] == 2
+    said = [message for message in caplog.messages if "it is left out" in message]
+    for name in ("bytes", "open", "include"):
+        assert sum(f"{name}.yaml cannot be read" in message for message in said) == 1
+
+
+def test_a_file_in_place_of_a_name_is_refused_with_both_settings(folder):
+    for file, named in (("toy_colours", "toy_colours"), ("toy", "toy"), ("nothing", "NAME")):
+        with pytest.raises(UserError) as error:
+            load(["experiment=tasks", f"tasks={folder}/{file}.yaml"])
+        said = f"tasks={folder}/{file}.yaml: is a file; tasks go by the name in it: "
+        assert str(error.value) == f"{said}include_path={folder} tasks=[{named}]"
 
 
 def test_a_group_that_cannot_be_resolved(folder):
@@ -239,18 +260,19 @@ def test_a_folder_comes_first_and_its_groups_may_hold_tasks(folder, root):
     assert all(leaf.config["dataset_path"] == "org/toy" for leaf in planned.tasks.values())
 
 
-@pytest.mark.parametrize("multiturn", [False, True])
+@pytest.mark.parametrize("multiturn", [False, True, None])
 def test_chat_templates_as_with_hflm(multiturn, folder, root, loaded):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
     loaded = replace(loaded, tokenizer=tokenizer)
     chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "system_instruction": "Be brief."}
     config = settings("toy_colours", folder=folder, root=root, task=chat, num_fewshot=2, num_samples=2)
-    theirs = stock(config, loaded, **chat)
+    by_command = chat | {"fewshot_as_multiturn": multiturn is not False}  # lm-eval's, where none is given
+    theirs = stock(config, loaded, **by_command)
     own = run_tasks(config, loaded).samples["toy_colours"]
     for mine, other in zip(own, theirs["samples"]["toy_colours"], strict=True):
         assert other["arguments"][0][0].startswith("[system] Be brief.\n[user] What is")
-        assert other["arguments"][0][0].count("[user]") == (3 if multiturn else 1)
+        assert other["arguments"][0][0].count("[user]") == (1 if multiturn is False else 3)
         assert mine["log_likelihoods"] == pytest.approx([answer[0] for answer in other["filtered_resps"]], abs=1e-3)
 
 

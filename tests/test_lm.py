@@ -278,6 +278,28 @@ def test_chat_templates(monkeypatch):
     assert lm.tokenizer_name == stock.tokenizer_name == "a__b"
 
 
+@pytest.mark.parametrize("given", ["r", "^J", 66, "86", None])
+def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
+    template = "[{{ enable_thinking | default('unset') }}] {{ messages[0].content }}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
+    options = {"pretrained": tiny("gqa"), "tokenizer": TOKENIZER, "batch_size": 1, "max_length": MAX_LENGTH}
+    asked = texts(*CONTEXTS, max_gen_toks=40, until=["x"])
+    for thinks in (None, False, True):
+        if thinks and given is None:
+            continue
+        stock = HFLM(**options, enable_thinking=thinks, think_end_token=given)
+        lm = language_model(enable_thinking=thinks, think_end_token=given)
+        turn = [{"role": "user", "content": "hello"}]
+        assert lm.apply_chat_template(turn) == stock.apply_chat_template(turn)
+        answers = lm.generate_until(asked)
+        assert answers == stock.generate_until(asked, disable_tqdm=True)
+        assert (answers == language_model().generate_until(asked)) == (given is None)
+        if thinks:
+            for kind, arguments in (("loglikelihood", ("a", " b")), ("loglikelihood_rolling", ("ab",))):
+                with pytest.raises(UserError, match="enable_thinking=true: task task scores texts"):
+                    getattr(lm, kind)(choices([arguments], kind=kind))
+
+
 # The full cache as HFLM
 
 

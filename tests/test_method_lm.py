@@ -139,6 +139,13 @@ def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tm
         assert answers(cache, method="full", temperature=0.5)[1] == 6, "a sampled run takes none"
 
 
+def test_thinking_is_set_as_of_hflm(model):
+    lm = harness.lm(model, method="full", enable_thinking=True, think_end_token="</think>")
+    assert (lm.config.task.enable_thinking, lm.config.task.think_end_token) == (True, "</think>")
+    with pytest.raises(UserError, match="enable_thinking=true: needs think_end_token"):
+        harness.lm(model, enable_thinking=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

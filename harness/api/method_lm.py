@@ -112,6 +112,8 @@ class MethodLM(LM):
             sampling=config.sampling,
             seed=config.seed,
             too_long=config.task.too_long,
+            enable_thinking=config.task.enable_thinking,
+            think_end_token=config.task.think_end_token,
         )
         lm.max_length = self.max_length
         lm.set_cache_hook(self.cache_hook)

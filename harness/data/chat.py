@@ -28,11 +28,13 @@ def chat_text(
     *,
     add_generation_prompt: bool = True,
     model: str = "",
+    **options: Any,
 ) -> str:
     """The turns as one text; without `add_generation_prompt` the last one is left open.
 
-    model: its name, for errors. Raises UserError for a template that takes longer than
-    `MOST_SECONDS`, or that makes no UTF-8 text. What the template itself raises comes as it is.
+    model: its name, for errors. options: of the template, such as enable_thinking. Raises UserError
+    for a template that takes longer than `MOST_SECONDS`, or that makes no UTF-8 text. What the
+    template itself raises comes as it is.
     """
     with _limited(MOST_SECONDS, f"model {model}: its chat template takes more than"):
         text = tokenizer.apply_chat_template(
@@ -40,6 +42,7 @@ def chat_text(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+            **options,
         )
     try:
         text.encode("utf-8")

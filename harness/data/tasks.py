@@ -53,6 +53,7 @@ from harness.data.rows import (
 from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import cache_dir, replacing, text_sha256
 from harness.model.shape import read_yaml
+from harness.model.sizes import warn_once
 from harness.settings.config import (
     OFFLINE_TASKS,
     REASONING_TASKS,
@@ -120,10 +121,23 @@ def check_names(names: Iterable[str], include_path: str | None) -> None:
     """Raise UserError for a name that neither the project, lm-eval nor the folder `include_path`
     knows."""
     others = [name for name in names if name not in TASKS]
-    known = packaged() | of_folder(include_path) if others else {}
+    for name in others:
+        if name.endswith((".yaml", ".yml")):
+            raise UserError(f"tasks={name}: is a file; {_as_a_name(Path(name))}")
+    known = packaged() | of_folder(include_path, others) if others else {}
     for name in others:
         if name not in known:
             raise UserError(f"tasks={name}: {nearest(name, dict.fromkeys((*TASKS, *known)))}")
+
+
+def _as_a_name(path: Path) -> str:
+    """How the task of a YAML file is asked for."""
+    task = "NAME"
+    with contextlib.suppress(Exception):  # the file is not there, or no YAML
+        own = load_yaml(path, resolve_func=False)
+        task = str(own.get("group") or own["task"])
+    folder = path.parent
+    return f"tasks go by the name in it: include_path={folder} tasks=[{task}]"
 
 
 def version() -> str:
@@ -168,15 +182,24 @@ def _entries(note: str) -> dict[str, Entry]:
     }
 
 
-def of_folder(folder: str | None) -> dict[str, Entry]:
-    """The tasks, groups and tags in the YAML of a user's own folder; UserError where a file there
-    is no YAML."""
+def of_folder(folder: str | None, names: Iterable[str]) -> dict[str, Entry]:
+    """The tasks, groups and tags in the YAML of a user's own folder.
+
+    A file there that cannot be read is left out, with a warning. UserError where it is called as
+    one of `names`, or holds one: it may be meant.
+    """
     if folder is None:
         return {}
     root = Path(folder).resolve()
     for path in sorted(root.rglob("*.yaml")):
-        with refused(f"include_path={folder}: {path} cannot be read"):
-            load_yaml(path, resolve_func=False)
+        try:
+            with refused(f"include_path={folder}: {path} cannot be read"):
+                load_yaml(path, resolve_func=False)
+        except UserError as error:
+            text = path.read_bytes().decode("utf-8", errors="replace")
+            if any(name == path.stem or name in text for name in names):
+                raise
+            warn_once(f"{error}; it is left out")
     return _index(root)
 
 
@@ -228,7 +251,7 @@ class _Planner(TaskFactory):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(meta=dict(config.task.metadata))
         self._config = config
-        self._folder = of_folder(config.task.include_path)
+        self._folder = of_folder(config.task.include_path, config.tasks)
         self._asked = ""
 
     def find(self, name: str) -> Leaf | Group | list[Leaf]:

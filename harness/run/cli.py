@@ -73,7 +73,7 @@ BROKEN_PIPE = 141
 """Exit code of a command whose reader has left: 128 + SIGPIPE, as a shell has it."""
 SAID_AFTER_S = 10.0
 """A run that takes so long is told on stderr, when it ends."""
-FREE_TEXT = ("prompt", "system_instruction", "question_marker")
+FREE_TEXT = ("prompt", "system_instruction", "question_marker", "think_end_token")
 """Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""
 SHOWN = 200
 """Letters of a command that a refusal repeats at most."""

@@ -313,6 +313,8 @@ def _run_task(
         generator=engine.generate,
         mean=config.scoring == "mean",
         too_long=too_long,
+        enable_thinking=config.task.enable_thinking,
+        think_end_token=config.task.think_end_token,
         sampling=config.sampling,
         seed=config.seed,
     )
@@ -328,7 +330,7 @@ def _run_task(
                 log_samples=True,
                 system_instruction=config.task.system_instruction,
                 apply_chat_template=config.task.apply_chat_template,
-                fewshot_as_multiturn=config.task.fewshot_as_multiturn,
+                fewshot_as_multiturn=config.task.has_example_turns,
             )
             logged = results["samples"][name]
             repeats.append(measured(results["results"][name], logged))

@@ -81,7 +81,8 @@ class ReplayLM(TemplateLM):
         mean: return a continuation's mean token log-probability, as the artifact does, instead of
         the sum. sampling, seed: of the answers that are generated.
         too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its
-        beginning.
+        beginning. enable_thinking: handed to the chat template; None: not. think_end_token: a text
+        or a token id; an answer is what follows its last occurrence.
 
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type
     after another; a text that was scored whole has one for each of its windows. `truncated` holds
@@ -104,6 +105,8 @@ class ReplayLM(TemplateLM):
         sampling: SamplingConfig = AS_THE_TASK,
         seed: int = 0,
         too_long: Literal["refuse", "truncate"] = "refuse",
+        enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
     ) -> None:
         super().__init__()
         if loaded.tokenizer is None:
@@ -128,6 +131,12 @@ class ReplayLM(TemplateLM):
         self._seed = seed
         self._planned: list[Request] = []
         self._too_long = too_long
+        self._template_options: dict[str, Any] = {}
+        if enable_thinking is not None:
+            self._template_options["enable_thinking"] = enable_thinking
+        self._think_end_token = think_end_token
+        if isinstance(think_end_token, str) and think_end_token.isdigit():  # as `HFLM` reads it
+            self._think_end_token = int(think_end_token)
         self._documents: list[Document] = []
         self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
         self._sentences: dict[Document, str] = {}
@@ -184,6 +193,7 @@ class ReplayLM(TemplateLM):
                 turns,
                 add_generation_prompt=add_generation_prompt,
                 model=self._name,
+                **self._template_options,
             )
 
         try:
@@ -204,6 +214,7 @@ class ReplayLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
         """As lm-eval's, noting which requests are choices of one document."""
+        self._refuse_thinking(requests)
         for request in requests:
             if request.args == ("", ""):
                 raise self._cannot_score(_document(request), (request.args, [], []))
@@ -241,6 +252,7 @@ class ReplayLM(TemplateLM):
     ) -> list[float]:
         """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a
         sequence of its own."""
+        self._refuse_thinking(requests)
         windows, planned = [], []
         for instance in requests:
             of_text = self._windows(_document(instance), instance.args[0])
@@ -314,10 +326,28 @@ class ReplayLM(TemplateLM):
         answers = []
         for request, asked in zip(requests, planned, strict=True):
             tokens = next(remaining[asked.document]).tokens
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            answers.append(postprocess_generated_text(text, list(asked.stops), None))
+            answers.append(self._answer(tokens, asked.stops))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
+
+    def _answer(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
+        """The text of an answer, without the thinking before it and from a stop on."""
+        end = self._think_end_token
+        if isinstance(end, int) and end in tokens:
+            last = len(tokens) - 1 - tokens[::-1].index(end)
+            tokens = tokens[last + 1 :]
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        if isinstance(end, int):
+            text, end = text.lstrip(), None
+        return postprocess_generated_text(text, list(stops), end)
+
+    def _refuse_thinking(self, requests: Sequence[Instance]) -> None:
+        """Of continuations and whole texts, before which no thinking comes."""
+        if requests and self._template_options.get("enable_thinking"):
+            raise UserError(
+                f"enable_thinking=true: task {requests[0].task_name} scores texts, before which "
+                "no model thinks; leave it out, or choose tasks whose answers are generated"
+            )
 
     def _write(self, planned: Sequence[Request]) -> None:
         """Generate every repeat's answers in one go, so that all share the work on a prompt."""

@@ -282,7 +282,9 @@ class TaskConfig:
     include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval,
     such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey, places of
     graph_search. apply_chat_template: prompts are turns of the tokenizer's chat template;
-    fewshot_as_multiturn: each example is a turn too. system_instruction: text before them.
+    fewshot_as_multiturn: each example is a turn too; None: as apply_chat_template. enable_thinking:
+    handed to the template; None: not. think_end_token: what ends the thinking, as text or token
+    id; an answer is what follows its last occurrence. system_instruction: text before the turns.
     question_marker: the text with which a question starts, where prefill=question ends the prompt;
     None: the task says where. too_long: what happens to a context beyond the model's limit;
     `truncate` leaves out its beginning, as lm-eval does.
@@ -291,7 +293,9 @@ class TaskConfig:
     include_path: FolderText | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     apply_chat_template: bool = False
-    fewshot_as_multiturn: bool = False
+    fewshot_as_multiturn: bool | None = None
+    enable_thinking: bool | None = None
+    think_end_token: Natural | Text | None = None
     system_instruction: Text | None = None
     question_marker: Text | None = None
     too_long: Literal["refuse", "truncate"] = "refuse"
@@ -300,6 +304,9 @@ class TaskConfig:
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             template = "needs apply_chat_template=true, whose turns the examples are"
             raise UserError(f"fewshot_as_multiturn=true: {template}")
+        if self.enable_thinking and self.think_end_token is None:
+            ends = "needs think_end_token, which ends the thinking, such as </think>"
+            raise UserError(f"enable_thinking=true: {ends}")
         if self.question_marker is not None and not self.question_marker.strip("\n "):
             wanted = "must hold a character that is no space"
             raise UserError(f"question_marker={self.question_marker!r}: {wanted}")
@@ -318,6 +325,14 @@ class TaskConfig:
         if type(places) is not int or not LEAST_PLACES <= places <= MOST_PLACES:
             allowed = f"must be from {LEAST_PLACES} to {MOST_PLACES}"
             raise UserError(f"metadata.places={places}: {allowed}")
+
+    @property
+    def has_example_turns(self) -> bool:
+        """Whether each example is a turn of its own: by default with a chat template, as on
+        lm-eval's command line."""
+        if self.fewshot_as_multiturn is None:
+            return self.apply_chat_template
+        return self.fewshot_as_multiturn
 
     @property
     def num_sentences(self) -> int | None:
