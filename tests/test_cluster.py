@@ -168,7 +168,7 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_waits_for_them(fake, runs, 
         ("cluster=slurm method.heavy_frac=2 method=h2o", "method.heavy_frac=2"),
         ("cluster=slurm grid=pair grid.share=1/2", "grid.share=1/2: cluster=slurm deals the cells itself"),
         ("cluster=slurm experiment=generate prompt=hi", "experiment=generate: writes no record"),
-        ("-m cluster=slurm cluster.cpus=1,2 method=h2o", "cluster: its settings are those of all jobs of a sweep"),
+        ("-m cluster=slurm cluster.cpus=1,2 method=h2o", "cluster.cpus=2: cluster: its settings are those of"),
         ("cluster=slurm cluster.partition=no", "cluster=slurm: sbatch refuses: invalid partition: no; Batch failed"),
     ],
 )

@@ -171,8 +171,8 @@ def test_the_lock_pins_every_dependency_within_its_range():
 # imports and names, beyond `make lint`
 
 METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
-METHODS -= {"full", "oracle", "random", *get_args(CodecName)}
-"""Names that stand for a method alone: `oracle` is a family in tables, weights and texts may be `random`, and codecs
+METHODS -= {"full", "oracle", "oracle-infinigen", "random", *get_args(CodecName)}
+"""Names that stand for a method alone: tables compare with the oracles, weights and texts may be `random`, and codecs
 are settings."""
 LISTS_OF_METHODS = ("api/interface.py", "settings/systems.py", "checks/families.py", "paper/", "report/")
 """Defaults of the Python interface, systems of speed runs, the check of families, and the paper's analyses."""

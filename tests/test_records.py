@@ -26,7 +26,7 @@ from harness.run.cli import main
 from harness.run.kinds import digests_of
 from harness.settings.kinds import Outcome
 from tests.composed import load
-from tests.runs import outcome, start
+from tests.runs import outcome, reading, start, tiny_loaded
 
 CODE = ("code:method", "code:harness")
 
@@ -375,25 +375,33 @@ def test_a_budget_that_is_never_reached_is_said(runs, caplog):
 
 
 @pytest.mark.parametrize(
-    ("words", "size", "said"),
+    ("words", "shares", "said"),
     [
-        ("method=quest", 1.0, "every decode row read the whole cache: the budget is never reached, so these are the "),
-        ("method=quest codec=int4", 0.4, None),
-        ("method=quest codec=bf16", 1.0, "these are the full cache's numbers under codec=bf16"),
-        ("method=quest", 0.999, None),
-        ("method=kivi", 1.0, "residual=128: no group of tokens was coded whole, so these are the full cache's numbers"),
-        ("method=kivi", 0.9, None),
-        ("method=full", 1.0, None),
-        ("method=full codec=bf16", 1.0, None),
+        (
+            "method=quest",
+            (1, 1.2),
+            "every decode row read the whole cache: the budget is never reached, so these are the ",
+        ),
+        ("method=quest codec=int4", (0.4, 1.1), None),
+        ("method=quest codec=bf16", (1.0, 1.2), "these are the full cache's numbers under codec=bf16"),
+        ("method=quest", (0.999, 1.2), None),
+        (
+            "method=kivi",
+            (0.0, 1.0),
+            "residual=128: no group of tokens was coded whole, so these are the full cache's numbers",
+        ),
+        ("method=kivi", (0.1, 0.9), None),
+        ("method=full", (1.0, 1.0), None),
+        ("method=full codec=bf16", (1.0, 1.0), None),
     ],
 )
-def test_a_method_that_read_the_whole_cache_says_so(words, size, said, runs, caplog):
+def test_a_method_that_read_the_whole_cache_says_so(words, shares, said, runs, caplog):
     """Whatever it does with tokens: one that retrieves, and a codec within its exact tokens."""
 
     def measure(config):
         measured = outcome(config)
         for task, entries in measured.metrics.items():
-            measured.metrics[task] = entries | {"size": size}
+            measured.metrics[task] = entries | dict(zip(("size", "device_frac"), shares, strict=True))
         return measured
 
     runs.measure = measure
@@ -402,3 +410,32 @@ def test_a_method_that_read_the_whole_cache_says_so(words, size, said, runs, cap
         assert not caplog.messages
     else:
         assert len(caplog.messages) == 2 and all(said in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("words", "reaches"),
+    [
+        ("method=kivi", "seq_len=400"),
+        ("method=quest method.read_tokens=48 method.page_size=16", "seq_len=160"),
+        ("method=shadowkv", "seq_len=200"),
+        ("method=duo", None),
+    ],
+)
+def test_a_short_text_is_read_whole_and_a_longer_one_is_not(words, reaches, monkeypatch, tmp_path, caplog):
+    """The shares that replay reports of it, and whether the numbers are the full cache's."""
+    line = ["experiment=perplexity", "num_windows=1", *words.split(), *reading(monkeypatch, tmp_path, tiny_loaded())]
+
+    def run_of(length: str) -> tuple[bool, float]:
+        caplog.clear()
+        folder = length.replace("=", "")
+        assert main([*line, length, f"results_dir={folder}"]) == 0
+        (record,) = records.read_all(tmp_path / folder)
+        (entries,) = record["metrics"].values()
+        said = [message for message in caplog.messages if "full cache's numbers" in message]
+        return bool(said), entries["kl_nats"]
+
+    said, kl_nats = run_of("seq_len=32")
+    assert said and kl_nats < 1e-5
+    if reaches is not None:
+        said, kl_nats = run_of(reaches)
+        assert not said and kl_nats > 1e-4

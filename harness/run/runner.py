@@ -244,14 +244,17 @@ def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
     """How the metrics of a task or text say that a budget was never reached; None if it was."""
     codec = "" if config.codec is None else f" under codec={config.codec_name}"
     numbers = f"the budget is never reached, so these are the full cache's numbers{codec}"
-    size = entries.get(columns.SIZE.name)
     if entries.get(columns.TOKENS_EVICTED.name) == 0:
         return f"no token was evicted: {numbers}"
-    if size is None or size < 1:
+    size, on_device = entries.get(columns.SIZE.name), entries.get(columns.DEVICE_FRAC.name)
+    if size is None or on_device is None:
         return None
+    # Tokens that stay on the device count there alone: of such a method a size of 0 says that all
+    # do, and of a codec that all are exact.
     if not config.method.reads_all:
-        return f"every decode row read the whole cache: {numbers}"
-    if config.codec is not None and config.residual:
+        if size >= 1 or (size == 0 and on_device >= 1):
+            return f"every decode row read the whole cache: {numbers}"
+    elif config.codec is not None and config.residual and on_device >= 1:
         return (
             f"residual={config.residual}: no group of tokens was coded whole, so these are the "
             "full cache's numbers or next to them"
