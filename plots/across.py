@@ -21,6 +21,8 @@ APART = "x"
 SHIFT = 0.18
 """Of the lines between a method's markers of two lengths."""
 RATIO_AXIS = "KL / oracle's KL"
+UNLISTED = style.Look(style.GREY, "o", "-")
+"""Of methods without a colour of their own: more than there are colours, and named on the axis."""
 
 
 def draw(tables: data.Tables, name: str) -> Figure | None:
@@ -46,7 +48,8 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     for seq_len, windows in most.groupby("seq_len").num_windows:
         of_length.append(f"{windows.max():.0f} windows of {seq_len:,.0f} tokens")
     counts = f"{most.num_models.max():.0f} models, " + ", ".join(of_length)
-    return style.finish(figure, f"{counts}; bars: 95 % interval, over places of the texts")
+    over = "models, as drawn from many" if most.num_models.max() > 1 else "places of the texts"
+    return style.finish(figure, f"{counts}; bars: 95 % interval, over {over}")
 
 
 def _draw_size(axes: Axes, rows: pd.DataFrame, lengths: list[float]) -> None:
@@ -56,7 +59,8 @@ def _draw_size(axes: Axes, rows: pd.DataFrame, lengths: list[float]) -> None:
     for _, row in rows.iterrows():
         place = lengths.index(row.seq_len)
         y = lines[row.label] + SHIFT * ((len(lengths) - 1) / 2 - place)
-        look = style.look(row.label)
+        method = row.label.partition(" + ")[0]  # without its codec
+        look = style.LOOKS.get(method, UNLISTED)
         marker = APART if row.is_apart else look.marker or "o"
         bar = None
         if not pd.isna(row.ratio_low):

@@ -23,10 +23,13 @@ COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
 LUMINANCE, LIGHT = np.array([0.21, 0.72, 0.07]), 0.45
 """Weights of red, green and blue, and the luminance from which a tile's text is black."""
 TILE_INCHES = (0.52, 0.24)
+FEWEST = 8
+"""Questions that a tile of one depth must have; with fewer, a tile is of all depths together."""
 
 
 def ruler(tables: data.Tables, name: str) -> Figure | None:
-    """The share of right answers by the prompt's length and the needle's depth.
+    """The share of right answers by the prompt's length and, where each depth of a needle has
+    questions enough, the depth.
 
     A column per method, a row per task of needles and, where a method's runs differ in further
     settings, such as `prefill`, per these. A tile holds the percentage and the number of questions:
@@ -43,6 +46,8 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
     distinct = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
     bands = sorted(distinct, key=lambda band: band[:2])
     labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
+    if rows.num_samples.median() < FEWEST:
+        rows = _over_depths(rows)
     num_depths = 100 // int((rows.end - rows.begin).min())
     width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
     height = len(bands) * (num_depths * TILE_INCHES[1] + 0.2) + 0.9
@@ -54,7 +59,7 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
         of_band = rows[(rows[BAND] == (model, setup, needle)).all(axis=1)]
         for label, axes in zip(labels, line, strict=True):
             _draw_needles(axes, of_band[of_band.label == label], lengths, num_depths)
-        words = ["depth (%)"]
+        words = ["depth (%)" if num_depths > 1 else "all depths"]
         parts = ((needle, needles), (setup, setups), (model, models))
         for part, others in parts:
             if part and len(others) > 1:
@@ -74,16 +79,30 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
         shrink=min(1.0, 2 / height),
         aspect=12,
     )
-    notes = [
-        "depth: where in the prompt the answer stands",
-        "n: questions (the fewer, the paler; hatched: none)",
-    ]
+    notes = ["n: questions (the fewer, the paler; hatched: none)"]
+    if num_depths > 1:
+        notes.insert(0, "depth: where in the prompt the answer stands")
     for others in (needles, models):
         if len(others) == 1:
             notes.insert(0, *others)
     if rows[data.OWN].any():
         notes.append(style.OWN_NOTE)
     return style.finish(figure, "; ".join(notes))
+
+
+def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each length in place of its depths, each question weighing alike."""
+    found = []
+    for _, of_length in rows.groupby(["label", *BAND, "length"], sort=False):
+        questions = of_length.num_samples
+        together = of_length.iloc[[0]].assign(
+            value=(of_length.value * questions).sum() / questions.sum(),
+            num_samples=questions.sum(),
+            begin=0,
+            end=100,
+        )
+        found.append(together)
+    return pd.concat(found, ignore_index=True)
 
 
 def _setups(rows: pd.DataFrame) -> pd.Series:
@@ -123,5 +142,8 @@ def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], num_d
     words_of_lengths = [f"{length:,}" for length in lengths]
     axes.set_xticks(range(len(lengths)), words_of_lengths, fontsize=5.5)
     depths = [f"{100 * edge // num_depths}" for edge in range(num_depths + 1)]
-    axes.set_yticks(np.arange(num_depths + 1) - 0.5, depths, fontsize=5.5)
+    if num_depths > 1:
+        axes.set_yticks(np.arange(num_depths + 1) - 0.5, depths, fontsize=5.5)
+    else:
+        axes.set_yticks([])
     axes.tick_params(length=2, pad=1.5)

@@ -28,6 +28,13 @@ TIMES = {
     "total_s": "speedup over offload,\nprefill + decode (x)",
     "decode_s": "speedup over offload,\ndecode alone (x)",
 }
+DECODE = "decode (the system's colour)"
+VALUE: Any = {"ha": "center", "va": "bottom", "fontsize": 6}
+"""Of the number above a bar."""
+MARKER_POINTS = 3.5
+"""Of a number above the paper's marker."""
+TEN = 10
+"""Seconds below which a bar's number has a decimal."""
 SEGMENTS = {
     "attention_s": (style.BLUE, ""),
     "ffn_s": (style.GREEN, "xx"),
@@ -45,6 +52,16 @@ def fig14(tables: data.Tables, name: str) -> Figure | None:
         points = data.published("fig14", "total_latency", panel, PAPER["fig14"])
         found = _stacked_times(axes, panel, points, in_legend=False)
         style.name_bars(axes, (x[0] for x in found.values()), found)
+        axes.bar([], [], label=DECODE, color=style.GREY, **style.BAR)
+        totals = data.pivot(panel, "batch_size", "total_s")
+        marked = points.set_index("series").value
+        for label, x in found.items():
+            seconds = totals[label].iloc[0]
+            if not pd.isna(seconds):
+                words = f"{seconds:,.1f}" if seconds < TEN else f"{seconds:,.0f}"
+                rise = MARKER_POINTS if label in marked.index else 1.5
+                top = max(seconds, marked.get(label, 0))
+                axes.annotate(words, (x[0], top), (0, rise), textcoords="offset points", **VALUE)
 
     return _draw_timed(_timed(tables, name), data.TIMED_SETUP, draw)
 

@@ -145,8 +145,10 @@ def look(label: str) -> Look:
         first = zlib.crc32(label.encode()) % len(OTHERS)
         in_turn = [*OTHERS[first:], *OTHERS[:first]]
         taken = set(_given.values())
+        colors = {other.color for other in taken}
         free = [other for other in in_turn if other not in taken]
-        _given[label] = (free or in_turn)[0]
+        in_new_color = [other for other in free if other.color not in colors]
+        _given[label] = (in_new_color or free or in_turn)[0]
     return _given[label]
 
 

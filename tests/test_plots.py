@@ -571,7 +571,8 @@ def test_an_ablation_is_drawn_by_what_is_read(results) -> None:
     assert colors == {name: style.LOOKS[name].color for name in ("InfiniGen", "InfiniGen2")}
 
 
-def test_needles_say_share_and_number_and_few_questions_are_pale(results) -> None:
+def test_needles_say_share_and_number_and_few_questions_are_pale(results, monkeypatch) -> None:
+    monkeypatch.setattr("plots.needles.FEWEST", 1)
     figure = draw("ruler", results)
     panels = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in panels[:2]] == ["Full cache\nsize 100 %", "H2O\nsize 16 %"]
@@ -586,6 +587,13 @@ def test_needles_say_share_and_number_and_few_questions_are_pale(results) -> Non
     np.testing.assert_allclose(first[:3], pale, err_msg="of seven questions")
     assert last[3] == 1 and h2o.images[0].get_array()[4, 0, 3] == 0, "a depth without questions stays empty"
     assert not nothing.texts, "the full cache's runs differ in no setting"
+
+
+def test_needles_of_few_questions_a_depth_are_one_tile_of_all_depths(results) -> None:
+    full, *_ = (axes for axes in draw("ruler", results).axes if axes.images)
+    share = (0 * 7 + 25 + 50 + 75 + 100) / 11
+    assert [text.get_text() for text in full.texts] == [f"{share:.0f}", "n = 11"]
+    assert full.get_ylabel() == "all depths" and not full.get_yticklabels()
 
 
 def test_figures_of_analyses(results) -> None:

@@ -237,7 +237,7 @@ def test_a_finished_run_is_recorded_whole_skipped_after_and_renamed(runs, capsys
     assert record["config"]["method"] == {
         "num_exempt_layers": 0, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
     }  # fmt: skip
-    assert record["settings"] == {"heavy_frac": 0.05, "prefill_len": 960}
+    assert record["settings"] == {"heavy_frac": 0.05}
     assert record["config"]["label"] == "H2O" and record["seconds"] > 0 and record["error"] is None
     assert record["inputs"].keys() == {*CODE, "model", "calibration", "corpus"}
     assert record["environment"]["device"] == "cpu" and record["environment"]["num_threads"] >= 1

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from harness.errors import UserError, reason
 from harness.files import free_path, text_sha256, write_atomic
 from harness.results.inputs import CODE, code
-from harness.settings.config import RunConfig
+from harness.settings.config import RunConfig, prompt_of_window
 from harness.settings.kinds import find, foreign_settings
 from harness.settings.schema import CONF_DIR
 
@@ -171,6 +171,8 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
         if name in left_out or group in left_out or value == defaults.get(name):
             continue
         if name.startswith(OF_SHEET):
+            continue
+        if name == "prefill_len" and value == prompt_of_window(config.seq_len):
             continue
         if name == "platform.host_gib" and not _host_decides(config.kind):
             continue

@@ -43,8 +43,6 @@ OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 ON_HOST = ("device_rows", "prefetch")
 """Those that need rows behind a link."""
 
-DECODED = 64
-"""Tokens of a window that are decoded, where `prefill_len` is not given."""
 NO_SETTINGS = {"export": "runs nothing", "cluster": "says where a command runs"}
 """What a command may say besides the settings of its runs, and why it is none of these."""
 AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
@@ -114,21 +112,13 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         "label_given": bool(label),
     }
     if settings.get("prefill_len") is None:
-        made["prefill_len"] = _prefill_len(settings.get("seq_len"))
+        seq_len = settings.get("seq_len")
+        # `build` refuses what is no number
+        made["prefill_len"] = configs.prompt_of_window(seq_len) if isinstance(seq_len, int) else 0
     sized = _size(settings.get("size"), chosen.method, cache_settings.get("codec"))
     checked = build(RunConfig, _taken_as_written(settings) | made | cache_settings | sized)
     _check_together(checked, kind, given)
     return checked if checked.label else replace(checked, label=_label(checked, kind, chosen.file))
-
-
-def _prefill_len(seq_len: object) -> int:
-    """The prompt of a window: all but its last `DECODED` tokens, and at least half of it.
-
-    A method that keeps all that is generated could read no small share after a short prompt.
-    """
-    if not isinstance(seq_len, int):
-        return 0  # `build` refuses it
-    return max(seq_len - DECODED, seq_len // 2)
 
 
 def asks_status(given: object) -> bool:

@@ -64,6 +64,8 @@ PLACES = 9
 LEAST_PLACES, MOST_PLACES = 6, 80
 """Places on a map of graph_search."""
 GROUP_SIZE = 64
+DECODED = 64
+"""Tokens of a window that are decoded, where `prefill_len` is not given."""
 PAPER_NUM_LAYERS = 32
 """Layers of OPT-6.7B (Figs 4, 5, 7) and of Llama-3-8B (Fig 20)."""
 SLOWEST_GBPS = 1e-3
@@ -525,6 +527,15 @@ def codec_words(
     if codec_layers:
         words += f"[{','.join(codec_layers)}]"
     return words
+
+
+def prompt_of_window(seq_len: int) -> int:
+    """Tokens of the prompt of a window of `seq_len` tokens, where `prefill_len` is not given: all
+    but its last `DECODED`, and at least half of it.
+
+    A method that keeps all that is generated could read no small share after a short prompt.
+    """
+    return max(seq_len - DECODED, seq_len // 2)
 
 
 @dataclass(frozen=True)
