@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer, word_tokenizer
 
 from harness.data import ruler
-from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
+from harness.data.ruler import MARKERS, NEEDLES, facts, make, num_tokens, rows_of
 from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.scoring.evaluation import run_tasks
@@ -75,7 +75,25 @@ def test_rows_are_the_first_of_lm_evals_own(task, tokenizer, tmp_path):
         own = fresh
     with contextlib.redirect_stdout(None):
         theirs = getattr(own, function)(max_seq_lengths=[LENGTH], pretrained=str(tmp_path))["test"]
-    assert len(theirs) == 500 and ours == theirs.to_list()[:3]
+    assert len(theirs) == 500 and ours == [ruler.as_upstream(task, row) for row in theirs.to_list()[:3]]
+
+
+def test_prompts_are_written_as_upstream_writes_them(tokenizer):
+    """Its `common_words_extraction.py` returns example, line break, list; its `variable_tracking.py` puts a space before
+    the worked example, and the template's last space stays."""
+    row = make("ruler_cwe", LENGTH, 1, 0, tokenizer)[0]
+    example, _, asked = row["input"].rpartition("\nBelow is a numbered list of words. ")
+    assert example.startswith("Below is a numbered list of words. ") and example == row["input_example"]
+    answers = re.search(r"list are:((?:\d+\. \w[\w-]*(?: \w[\w-]*)* ?){10})$", example)[1]
+    words = re.findall(r"\d+\. ((?:(?!\d+\.).)+?)(?= \d+\.|$)", answers)
+    listed = example.rpartition("\nQuestion:")[0]
+    counts = [len(re.findall(rf"\d+\. {re.escape(word)}(?= \d+\.|$)", listed)) for word in words]
+    assert len(words) == 10 and counts == [3] * 10, "the most common of the example are its answer"
+    assert asked.endswith("common words in the above list?") and row["gen_prefix"].startswith("Answer: The top 10")
+    assert num_tokens(f"{row['input']} {row['gen_prefix']}", tokenizer) + 120 <= LENGTH
+    row = make("ruler_vt", LENGTH, 1, 0, tokenizer)[0]
+    assert row["input"].startswith(" Memorize and track") and row["input"].count("Memorize and track") == 2
+    assert row["gen_prefix"].startswith("Answer: According to") and row["gen_prefix"].endswith("they are: ")
 
 
 @pytest.mark.parametrize("task", RULER_TASKS)
@@ -129,7 +147,7 @@ def test_a_task_prompts_and_scores(task, tokenizer):
     prompt, generation = made.instances[0].args
     doc = made.eval_docs[0]
     marker = prompt.rindex(MARKERS[task])
-    assert prompt.startswith(doc["input"].rstrip()) and prompt.endswith(doc["gen_prefix"]) and "until" in generation
+    assert prompt == f"{doc['input'].rstrip()} {doc['gen_prefix']}" and "until" in generation
     assert all(answer not in prompt[marker:] and answer in prompt[:marker] for answer in doc["outputs"])
     right = made.process_results(doc, [" " + ", ".join(doc["outputs"]).upper() + "\x01."])
     assert right == {str(LENGTH): 1.0} and made.process_results(doc, ["no"]) == {str(LENGTH): 0.0}

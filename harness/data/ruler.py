@@ -1,10 +1,11 @@
-"""RULER's six tasks that need no data (Hsieh et al., COLM 2024), as lm-eval has them.
+"""RULER's six tasks that need no data (Hsieh et al., COLM 2024).
 
 docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER.
 lm-eval's own functions make the rows: 500 a length, from Python's and numpy's global generators.
 Here a length has only the rows that are asked for, the first of lm-eval's 500, and begins with
 fresh generators: its rows depend on the task, the length, the seed and the tokenizer alone, which
-measures the prompts. They are kept in the cache folder.
+measures the prompts. `as_upstream` then puts back what lm-eval leaves out of RULER's own text. Rows
+are kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ VT_EXAMPLE_TOKENS = 500
 """Tokens that the worked example of ruler_vt may take, its answer included."""
 FWE_LEAST_TOKENS = 200
 """ruler_fwe has a coded word for every 50 tokens: noise, and the three that are asked for."""
+FORM = "as upstream"
+"""Part of the identity of rows, for a change of their text."""
 MARKERS = {task: "\nWhat" if task in NEEDLES else "\nQuestion:" for task in RULER_TASKS}
 """Text with which the question of a prompt starts, at its last occurrence."""
 
@@ -88,6 +91,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
             for length in lengths
         ],
         "num_fewshot": 0,
+        "target_delimiter": " ",  # lm-eval puts an empty line before the answer of ruler_cwe
     }, rows
 
 
@@ -158,9 +162,10 @@ def _score(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
 
 
 def digest() -> str:
-    """Identity of the rows besides settings and model: the versions of lm-eval and of its list of
-    words."""
-    return text_sha256(*(f"{package} {version(package)}" for package in ("lm_eval", "wonderwords")))
+    """Identity of the rows besides settings and model: their form, and the versions of lm-eval and
+    of its list of words."""
+    packages = (f"{package} {version(package)}" for package in ("lm_eval", "wonderwords"))
+    return text_sha256(FORM, *packages)
 
 
 def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
@@ -200,9 +205,10 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
         raise UserError(f"{too_short}, which needs {least}")
     with _lm_evals_start(seed):
         try:
-            rows = _make(task, length, count, tokenizer)
+            made = _make(task, length, count, tokenizer)
         except (ValueError, RuntimeError) as error:  # how lm-eval says that no needle fits
             raise UserError(f"{too_short}: no prompt fits") from error
+    rows = [as_upstream(task, row) for row in made]
     holds_answers = [
         row["outputs"] and all(answer in row["input"] for answer in row["outputs"]) for row in rows
     ]
@@ -233,6 +239,21 @@ def _make(task: str, length: int, count: int, tokenizer: Any) -> list[TaskRow]:
         template=module.TEMPLATE,
         num_samples=count,
     )
+
+
+def as_upstream(task: str, row: TaskRow) -> TaskRow:
+    """A row of lm-eval's with the text that RULER's own generator writes.
+
+    RULER puts a worked example before the list of `ruler_cwe`; lm-eval makes it, counts it into the
+    length, and leaves it out of the prompt. `ruler_vt` begins with a space there, before its
+    worked example, and ends with one, before the answer.
+    """
+    if task == "ruler_cwe":
+        example = row["input_example"]
+        return row | {"input": f"{example}\n{row['input']}"}
+    if task == "ruler_vt":
+        return row | {"input": f" {row['input']}", "gen_prefix": f"{row['gen_prefix']} "}
+    return row
 
 
 def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
