@@ -142,7 +142,9 @@ def page(
         few = "fewer than half of the methods ran there"
         note += f" Not in the means: {', '.join(left_out)}, since {few}."
     sheets = [*_readme(rows, of_models, readme), *across(rows)]
-    sheets += [*by_memory(rows), *claims_sheets(claims)]
+    sizes = {row["asked_size"] for row in rows}
+    of_sizes = [claim for claim in claims if claim["asked_size"] in sizes]
+    sheets += [*by_memory(rows), *claims_sheets(of_sizes)]
     return markdown("across models", note, sheets)
 
 
@@ -241,7 +243,8 @@ def _sizes(row: TableRow) -> list[str]:
 def _readme(
     rows: Sequence[TableRow], of_models: Sequence[TableRow], readme: Mapping[str, Any]
 ) -> Iterator[Sheet]:
-    """README's table at each length: its methods in its order, a ratio for each model."""
+    """README's table at each length: its methods in its order, a ratio for each model, and answers
+    where questions were asked."""
     here = _where(rows, "asked_size", readme["size"])
     for seq_len, of_length in columns.grouped(here, lambda row: row["seq_len"]).items():
         by_label = {row["label"]: row for row in of_length}
@@ -250,16 +253,20 @@ def _readme(
         header = ["label", "size (%)", *columns.headings(_MEMORY), columns.RATIO.heading]
         header += [f"on {model}" for model in ratios]
         header += [f"over rows of 8 bits: {columns.RATIO.heading}"]
-        header.append(columns.ANSWERS_DIFFERENCE.heading)
         lines = []
-        for label in readme["methods"]:
-            if label in by_label:
-                coded = by_label.get(f"{label} + int8", {})
-                lines.append(_readme_line(by_label[label], coded, ratios))
-        if lines and compared:
-            title = f"README rows: {_size_words(readme['size'])}, windows of {seq_len:,.0f} tokens"
-            notes = [_counts(compared[0]), _counts_of_answers(here)]
-            yield Sheet(title, header, lines, notes=notes)
+        shown = [by_label[label] for label in readme["methods"] if label in by_label]
+        for row in shown:
+            coded = by_label.get(f"{row['label']} + int8", {})
+            lines.append(_readme_line(row, coded, ratios))
+        if not lines or not compared:
+            continue
+        if any(row.get("answers") is not None for row in shown):
+            header.append(columns.ANSWERS_DIFFERENCE.heading)
+            for line, row in zip(lines, shown, strict=True):
+                line.append(_difference(row))
+        title = f"README rows: {_size_words(readme['size'])}, windows of {seq_len:,.0f} tokens"
+        notes = [_counts(compared[0]), _counts_of_answers(here)]
+        yield Sheet(title, header, lines, notes=notes)
 
 
 def _ratios_by_model(
@@ -283,7 +290,7 @@ def _readme_line(
     for of_model in ratios.values():
         ratio = of_model.get(row["label"])
         of_models.append(MISSING if ratio is None else show_ratio(ratio))
-    return [row["label"], *sizes, _ratio(row), *of_models, _ratio(coded), _difference(row)]
+    return [row["label"], *sizes, _ratio(row), *of_models, _ratio(coded)]
 
 
 def _counts_of_answers(rows: Sequence[TableRow]) -> str:
