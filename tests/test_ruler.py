@@ -79,8 +79,8 @@ def test_rows_are_the_first_of_lm_evals_own(task, tokenizer, tmp_path):
 
 
 def test_prompts_are_written_as_upstream_writes_them(tokenizer):
-    """Its `common_words_extraction.py` returns example, line break, list; its `variable_tracking.py` puts a space before
-    the worked example, and the template's last space stays."""
+    """`common_words_extraction.py` gives the example, a line break, and the list; `variable_tracking.py` puts a space
+    before the worked example, and the template's last space stays."""
     row = make("ruler_cwe", LENGTH, 1, 0, tokenizer)[0]
     example, _, asked = row["input"].rpartition("\nBelow is a numbered list of words. ")
     assert example.startswith("Below is a numbered list of words. ") and example == row["input_example"]

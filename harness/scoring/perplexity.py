@@ -51,6 +51,11 @@ CHUNK = 256
 FULL = Setup(Full(), codec=None, calibration=None)
 
 
+Reference = tuple[Tensor, Tensor]
+"""Of the full cache on the scored rows of a window: nll, fp64 [rows] on the CPU, and final hidden
+states [rows, hidden_size]."""
+
+
 class RowScores(NamedTuple):
     """Per scored row, fp64 [rows] on the CPU.
 
@@ -100,7 +105,7 @@ class Window:
 
 
 def run_perplexity(
-    config: RunConfig, loaded: LoadedModel, references: Memo[tuple[Tensor, Tensor]] | None = None
+    config: RunConfig, loaded: LoadedModel, references: Memo[Reference] | None = None
 ) -> Outcome:
     """All windows of `config` under its method.
 
@@ -132,12 +137,10 @@ def run_perplexity(
         ]
         setup = prepare(config, loaded, attached, lambda: rows)
         scored = []
+        is_full = setup.method.reads_all and setup.codec is None
+        score = _score_full if is_full else _score
         for window in bar(windows, desc="windows", unit="window"):
-            key = (tuple(window.ids), config.prefill_len)
-            full_nll, reference = references.get(
-                key, partial(full_pass, attached, window.ids, config.prefill_len)
-            )
-            scored.append(_score(attached, setup, window, config.prefill_len, full_nll, reference))
+            scored.append(score(attached, setup, window, config.prefill_len, references))
     outcome = summarize(scored, config)
     return replace(outcome, methods=dict.fromkeys(outcome.metrics, asdict(setup.method)))
 
@@ -147,26 +150,53 @@ def _score(
     setup: Setup,
     window: TextWindow,
     prefill_len: int,
-    full_nll: Tensor,
-    reference: Tensor,
+    references: Memo[Reference],
 ) -> Window:
+    """A window under a method, beside the full cache's pass over it, which runs if it is not
+    kept."""
+    key = (tuple(window.ids), prefill_len)
+    full_nll, reference = references.get(key, partial(full_pass, attached, window.ids, prefill_len))
     hidden, ids, session = _hidden(attached, setup, window.ids, prefill_len)
-    session.reads.check_fired()
     scores = score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference)
+    return _window(window, session, scores, full_nll)
+
+
+def _score_full(
+    attached: Attached,
+    setup: Setup,
+    window: TextWindow,
+    prefill_len: int,
+    references: Memo[Reference],
+) -> Window:
+    """A window under the full cache: one pass, which is kept for the methods that follow."""
+    hidden, ids, session = _hidden(attached, setup, window.ids, prefill_len)
+    key = (tuple(window.ids), prefill_len)
+    nll, _ = references.get(key, partial(_reference, attached, hidden, ids, prefill_len))
+    scores = RowScores(nll, kl=torch.zeros_like(nll), agrees=torch.ones_like(nll))
+    return _window(window, session, scores, nll)
+
+
+def _window(
+    window: TextWindow, session: ReplaySession, scores: RowScores, full_nll: Tensor
+) -> Window:
+    session.reads.check_fired()
     errors, exempt = session.attention_errors, session.method.num_exempt_layers
     return Window(window.place, scores, full_nll, session.reads, errors, exempt)
 
 
-@torch.inference_mode()
-def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> tuple[Tensor, Tensor]:
-    """The full cache's nll, fp64 [rows] on the CPU, and hidden states [rows, hidden_size] on a
-    window's scored rows."""
+def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> Reference:
+    """The full cache's pass over a window."""
     hidden, ids, _ = _hidden(attached, FULL, window, prefill_len)
-    chunks = zip(hidden.split(HEAD_CHUNK), ids[0, prefill_len + 1 :].split(HEAD_CHUNK), strict=True)
-    nll = torch.cat(
-        [_nll(attached.logits(rows).log_softmax(-1), targets) for rows, targets in chunks]
-    )
-    return nll.double().cpu(), hidden
+    return _reference(attached, hidden, ids, prefill_len)
+
+
+@torch.inference_mode()
+def _reference(attached: Attached, hidden: Tensor, ids: Tensor, prefill_len: int) -> Reference:
+    parts = []
+    targets = ids[0, prefill_len + 1 :]
+    for rows, following in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True):
+        parts.append(_nll(attached.logits(rows).log_softmax(-1), following))
+    return torch.cat(parts).double().cpu(), hidden
 
 
 def _hidden(
