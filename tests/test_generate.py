@@ -59,6 +59,13 @@ def test_full_prints_the_tokens_of_the_dense_model(tiny, capsys, settings):
     assert f"{len(text)} new tokens" in summary and "read 100.0% of the cache; source: emulated" in summary
 
 
+def test_a_text_waits_for_no_link_unless_its_rate_is_given(tiny, capsys):
+    """The rows move all the same, and are counted."""
+    text, summary = generated(capsys, "method=full", "platform.link_gbps=null")
+    assert text == greedy(tiny) and "source: measured" in summary and "MiB to the device" in summary
+    assert not Path("outputs/link.json").exists(), "nothing was measured for a link"
+
+
 METHODS = (
     "infinigen device_rows=1 codec=int8", "infinigen method.pool_frac=0.7", "h2o", "int4", "oracle placement=device",
 )  # fmt: skip

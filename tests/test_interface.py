@@ -11,9 +11,12 @@ from tokens import byte_tokenizer
 
 import harness
 from harness.errors import UserError
+from harness.model import dense_prompts
+from harness.model.dense_prompts import DensePrompts
 from harness.model.tiny import tiny_model
 from harness.results.record import read_all
 from harness.run.cli import main
+from tests.runs import calls_of
 
 PROMPT = "What is a cache?"
 SHORT = {"num_windows": 2, "seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1}
@@ -39,6 +42,23 @@ def test_generate_gives_the_models_own_text_and_its_bytes(model, network):
     assert (made.size, made.source, made.num_tokens) == (1.0, "emulated", 8) and made.h2d_bytes > 0
     assert str(made).startswith(PROMPT + made.text) and "tokens/s" in str(made)
     assert model.generate(PROMPT, method="infinigen", size=0.6, max_new_tokens=8).size < 0.7
+
+
+def test_methods_of_one_call_share_their_dense_prompts(model, network, tmp_path, monkeypatch):
+    """Also of a model in memory: each window's prompt runs once, and every number is that of methods that run alone."""
+    kept, asked = calls_of(monkeypatch, dense_prompts, "_mapped"), calls_of(monkeypatch, DensePrompts, "get")
+    methods = ["full", "quest", "h2o", "streaming"]
+    words = {"size": "nearest:0.6", "quiet": True}
+    together = model.perplexity(methods=methods, **words)
+    assert (len(kept), len(asked)) == (SHORT["num_windows"], 4 * SHORT["num_windows"])
+    alone = []
+    for method in methods:
+        one = harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / method), **SHORT)
+        alone.append(one.perplexity(methods=[method], **words))
+    assert len(asked) == 4 * SHORT["num_windows"], "one method alone keeps nothing"
+    shared = ["label", "perplexity", "kl_nats", "size"]
+    pd.testing.assert_frame_equal(together[shared], pd.concat(alone, ignore_index=True)[shared])
+    assert model.resources.loaded.prompts is None and not model.resources.shares_prompts
 
 
 def test_a_sampled_text_follows_its_seed_alone(model):

@@ -266,22 +266,26 @@ class Model:
         for method in _names("methods", methods):
             config = self.configured(method=method, size=size, **_with_given(run, settings))
             runs.append(Run.of(config, self.resources))
-        for number, todo in enumerate(runs, 1):
-            is_new = not todo.is_finished()
-            if is_new:
-                say(f"{todo.title}: running, {number} of {len(runs)}")
-            try:
-                with quietly(quiet):
-                    path = start(todo, self.resources, say=say)
-            except UserError as refusal:  # a prompt that is too short for it, which others take
-                log.warning("%s: no row, %s", todo.title, refusal)
-                refusals.append(refusal)
-                continue
-            report([path])
-            record = read_record(path)
-            if is_new:
-                say(f"{todo.title}: took {record['seconds']:.0f} s; {path}")
-            records.append(record)
+        self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
+        try:
+            for number, todo in enumerate(runs, 1):
+                is_new = not todo.is_finished()
+                if is_new:
+                    say(f"{todo.title}: running, {number} of {len(runs)}")
+                try:
+                    with quietly(quiet):
+                        path = start(todo, self.resources, say=say)
+                except UserError as refusal:  # a prompt that is too short for it, which others take
+                    log.warning("%s: no row, %s", todo.title, refusal)
+                    refusals.append(refusal)
+                    continue
+                report([path])
+                record = read_record(path)
+                if is_new:
+                    say(f"{todo.title}: took {record['seconds']:.0f} s; {path}")
+                records.append(record)
+        finally:
+            self.resources.end_sharing()
         if not records:
             raise refusals[0]
         return frame(records)

@@ -42,12 +42,13 @@ class Resources:
     windows, and texts decoded under the full cache, with which every method of a sweep is compared.
     prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, as in a
     grid or a sweep, so that the passes over prompts are kept, in up to half of the free room for
-    temporary files. run: number of the present run.
+    temporary files; `end_sharing` drops them. run: number of the present run.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
         self.loaded = loaded
         self._last: tuple[ModelConfig, LoadedModel] | None = None
+        self._sharing: LoadedModel | None = None
         self.references: Memo = Memo()
         self.prompts: Memo = Memo(limit=1)
         self.shares_prompts = False
@@ -59,24 +60,33 @@ class Resources:
 
     def model(self, config: ModelConfig) -> LoadedModel:
         """The model of `config`; runs with equal settings that follow one another share it."""
-        if self.loaded is not None:
-            return self.loaded
+        loaded = self.loaded or self._loaded_by(config)
+        if not self.shares_prompts or config.device != "cpu":
+            return loaded
+        if self._sharing is None:
+            from harness.model.dense_prompts import DensePrompts
+
+            half = disk_usage(gettempdir()).free // 2
+            self._sharing = replace(loaded, prompts=DensePrompts(half))
+        assert self._sharing.prompts is not None, "just made"
+        self._sharing.prompts.run = self.run
+        return self._sharing
+
+    def _loaded_by(self, config: ModelConfig) -> LoadedModel:
         if self._last is None or self._last[0] != config:
             from harness.model.load import load_model
 
             # Free memory for the next model.
-            self._last = None
+            self._last = self._sharing = None
             self.references = Memo()
             self.prompts = Memo(limit=1)
             self._last = (config, load_model(config))
-        loaded = self._last[1]
-        if self.shares_prompts and config.device == "cpu":
-            from harness.model.dense_prompts import DensePrompts
+        return self._last[1]
 
-            if loaded.prompts is None:
-                half = disk_usage(gettempdir()).free // 2
-                loaded = replace(loaded, prompts=DensePrompts(half))
-                self._last = (config, loaded)
-            assert loaded.prompts is not None, "just made"
-            loaded.prompts.run = self.run
-        return loaded
+    def end_sharing(self) -> None:
+        """Keep passes over prompts no longer, nor references of a model in memory, whose weights
+        may change before the next run."""
+        self.shares_prompts = False
+        self._sharing = None
+        if self.loaded is not None:
+            self.references = Memo()

@@ -9,6 +9,7 @@ prefills for itself, as does a run that streams weights.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -30,16 +31,24 @@ from harness.model.prompts import prompt_bytes
 from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.settings.config import LatencyConfig, RunConfig
-from harness.settings.kinds import Outcome
+from harness.settings.kinds import Outcome, find
 from harness.speed.link_rate import LinkRate, disk_rate, link_rate
 from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
 from methods.base import TokenCounts
 
 
 def source_of(config: RunConfig) -> str:
-    """What the times of a run are. On a CPU the link is emulated, unless it leads to a disk."""
+    """What the times of a run are. On a CPU the link is emulated, unless it leads to a disk, or
+    nothing waits for it."""
     is_real = config.platform.name == "cuda" or config.placement == "disk"
-    return "measured" if is_real else "emulated"
+    return "measured" if is_real or not waits_for_link(config) else "emulated"
+
+
+def waits_for_link(config: RunConfig) -> bool:
+    """Whether the rows of a run on a CPU take as long as over the emulated link: where the run is
+    there for its times, or its user sets the link's rate. Elsewhere they move at memory's speed."""
+    is_timed = find(config.kind).table in ("latency", "capacity")
+    return is_timed or config.platform.link_gbps is not None
 
 
 Prompts = Memo[SharedPrompt]
@@ -118,7 +127,10 @@ def two_memories(
         with disk_link, _device_memory(config, attached):
             yield disk_rate(disk), {attached.device: disk_link}
         return
-    rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
+    if attached.device.type == "cpu" and not waits_for_link(config):
+        rate = LinkRate(math.inf, None)
+    else:
+        rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
     bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
     devices = attached.devices if config.placement == "host" else []
     links = {}
