@@ -389,9 +389,7 @@ def test_a_run_with_more_windows_is_compared_and_the_setting_named(tmp_path, cap
     assert (change["num_contexts"], change["causes"]) == (3, ["settings"])
     with (tmp_path / "moved.csv").open(newline="") as stream:
         rows = [row for row in csv.DictReader(stream) if row["metric"] == "perplexity"]
-    assert sorted(row["settings"] for row in rows) == [
-        f"size={size}, prefill_len=960, num_windows=3 -> 6" for size in (0.1, 0.2)
-    ]
+    assert sorted(row["settings"] for row in rows) == [f"size={size}, num_windows=3 -> 6" for size in (0.1, 0.2)]
 
 
 def test_a_default_has_its_value_and_what_is_uncertain_is_not_matched(tmp_path):

@@ -259,12 +259,13 @@ def test_records_without_numbers_or_with_odd_ones_have_no_row(tmp_path, caplog):
 
 def test_settings_are_those_that_differ_from_the_defaults(tmp_path):
     told = {
-        "method=infinigen": "prefill_len=960",  # which follows from the length
-        "method=infinigen-coded": "prefill_len=960",
-        "method=infinigen method.alpha=4 method.skew=true": "alpha=4.0, prefill_len=960",
-        "method=h2o size=0.2 seq_len=512 num_windows=3": "size=0.2, seq_len=512, prefill_len=448, num_windows=3",
-        f"method=h2o codec=int4 corpus.path={__file__}": "codec=int4, prefill_len=960",
-        "method=int4": "prefill_len=960",
+        "method=infinigen": "",
+        "method=infinigen-coded": "",
+        "method=infinigen method.alpha=4 method.skew=true": "alpha=4.0",
+        "method=h2o size=0.2 seq_len=512 num_windows=3": "size=0.2, seq_len=512, num_windows=3",
+        f"method=h2o codec=int4 corpus.path={__file__}": "codec=int4",
+        "method=int4": "",
+        "method=int4 prefill_len=256": "prefill_len=256",
     }
     for overrides, expected in told.items():
         (row, *_) = rows_of(save_text(tmp_path, *overrides.split(), text=overrides), Baselines(()))
@@ -419,7 +420,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def test_a_page_has_units_and_errors(tmp_path):
     save_text(tmp_path, "method=h2o")
     assert sheet(tables.update(tmp_path, "perplexity")) == [{
-        "label": "H2O", "settings": "prefill_len=960", "size (%)": "16.0", "read on device (%)": "21.0",
+        "label": "H2O", "settings": MISSING, "size (%)": "16.0", "read on device (%)": "21.0",
         "kept on device (%)": "2.0", "offline perplexity": "12.500 ± 0.250",
         "offline full cache's perplexity": "11.000 ± 0.200",
         "offline KL (nats)": "0.0625 ± 0.0100", "offline top-1 agreement (%)": "87.5 ± 1.0",
@@ -447,12 +448,12 @@ def test_a_line_joins_runs_of_a_method_and_settings_on_texts_and_tasks(tmp_path)
 
 def test_a_terminal_has_a_line_per_method_and_settings_and_hides_no_run(tmp_path):
     chosen = [save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}") for alpha in (4, 6)]
-    chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", size=0.12)]
+    chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", "prefill_len=256", size=0.12)]
     text = tables.summary(chosen)
     of_four, of_six, of_text = sorted(text.splitlines()[-3:], key=lambda line: "prefill_len" in line)
     assert of_four.startswith("InfiniGen  alpha=4.0") and of_six.startswith("InfiniGen  alpha=6.0")
     assert of_four.endswith("-") and of_six.endswith("-") and "full cache's" not in text
-    assert of_text.startswith("InfiniGen  alpha=4.0, prefill_len=960") and "12.0" in of_text and "87.5 ± 1.0" in of_text
+    assert of_text.startswith("InfiniGen  alpha=4.0, prefill_len=256") and "12.0" in of_text and "87.5 ± 1.0" in of_text
     again = copy.deepcopy(chosen[0]) | {"run_id": "0", "settings_id": "0"}
     again["metrics"]["passkey"]["acc"] = 0.5
     text = tables.summary([chosen[0], again])

@@ -61,15 +61,19 @@ class Resources:
     def model(self, config: ModelConfig) -> LoadedModel:
         """The model of `config`; runs with equal settings that follow one another share it."""
         loaded = self.loaded or self._loaded_by(config)
-        if not self.shares_prompts or config.device != "cpu":
-            return loaded
+        if self.shares_prompts and config.device == "cpu":
+            if loaded.prompts is None:
+                loaded = self._with_prompts(loaded)
+            assert loaded.prompts is not None, "just made"
+            loaded.prompts.run = self.run
+        return loaded
+
+    def _with_prompts(self, loaded: LoadedModel) -> LoadedModel:
         if self._sharing is None:
             from harness.model.dense_prompts import DensePrompts
 
             half = disk_usage(gettempdir()).free // 2
             self._sharing = replace(loaded, prompts=DensePrompts(half))
-        assert self._sharing.prompts is not None, "just made"
-        self._sharing.prompts.run = self.run
         return self._sharing
 
     def _loaded_by(self, config: ModelConfig) -> LoadedModel:
