@@ -219,8 +219,10 @@ def _stream(
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
     prompt_weight_bytes = 0 if weights is None else weights.num_bytes
     for _ in generate(session, logits, [text]):
-        if text.tokens[-1] in text.rule.ends:  # no part of the text
-            text.tokens.pop()
+        newest = text.tokens[-1]
+        is_end = newest in text.rule.ends
+        if is_end and not tokenizer.decode([newest], skip_special_tokens=True):
+            text.tokens.pop()  # a special token is no part of the text; a full stop is
             break
         # Decoded behind the prompt's last token, as some tokenizers drop the space at the beginning
         # of a text; and without a character whose bytes are not all there yet.
