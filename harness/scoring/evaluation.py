@@ -145,11 +145,13 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
 
 
 def _contexts(requests: Sequence[Request]) -> dict[Any, int]:
-    """The number of the prompt of each question, in the order in which prompts occur."""
+    """The number of the prompt of each question, in the order in which prompts occur. Where choices
+    are asked for without a prompt, too, it is that of the question's first request."""
     numbers: dict[tuple[int, ...], int] = {}
-    contexts = {}
+    contexts: dict[Any, int] = {}
     for request in requests:
-        contexts[request.document[1]] = numbers.setdefault(request.prompt, len(numbers))
+        if request.document[1] not in contexts:
+            contexts[request.document[1]] = numbers.setdefault(request.prompt, len(numbers))
     return contexts
 
 

@@ -138,6 +138,7 @@ class ReplayLM(TemplateLM):
         if isinstance(think_end_token, str) and think_end_token.isdigit():  # as `HFLM` reads it
             self._think_end_token = int(think_end_token)
         self._documents: list[Document] = []
+        self._with_prompt: set[Document] = set()
         self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
         self._sentences: dict[Document, str] = {}
         self._rows: dict[Document, Any] = {}
@@ -219,6 +220,9 @@ class ReplayLM(TemplateLM):
             if request.args == ("", ""):
                 raise self._cannot_score(_document(request), (request.args, [], []))
         self._documents = [_document(request) for request in requests]
+        for request in requests:
+            if request.args[0].strip():
+                self._with_prompt.add(_document(request))
         self._note_documents(requests)
         return super().loglikelihood(requests, disable_tqdm=True)
 
@@ -296,8 +300,9 @@ class ReplayLM(TemplateLM):
         lines = []
         task = self.requests[0].document[0] if self.requests else None
         if self._first_cut:
-            dense = [request.prefill_len for request in self.requests]
-            whole = [request.context_len for request in self.requests]
+            cut = [request for request in self.requests if request.context_len > 1]
+            dense = [request.prefill_len for request in cut]
+            whole = [request.context_len for request in cut]
             lines.append(
                 f"{task}: the dense prompt ends before the question, after "
                 f"{_span(dense)} of {_span(whole)} tokens; {self._first_cut}"
@@ -542,7 +547,8 @@ class ReplayLM(TemplateLM):
         end = most
         if self._prefill.mode == "artifact":
             end = int(final_length * self._prefill.budget)
-        elif self._prefill.mode == "question":
+        elif self._prefill.mode == "question" and (text or document not in self._with_prompt):
+            # acc_mutual_info asks for the choices alone, too: their prompt has no word to cut at.
             end = self._question_token(document, text) - cut
             if end <= 0:
                 raise self._no_question(document, "nothing before the question is left")
