@@ -60,6 +60,21 @@ class HeldError(Exception):
     """Another process holds the lock."""
 
 
+def expanded(path: str, where: str) -> Path:
+    """A path with its `~` expanded. Raises UserError for a home folder that does not exist; where:
+    the setting that is named then."""
+    home, *below = Path(path).parts or ("",)
+    if not home.startswith("~"):
+        return Path(path)
+    try:
+        folder = Path(home).expanduser()
+    except RuntimeError:
+        folder = None
+    if folder is None or not folder.is_dir():  # of some users of a system, such as nobody
+        raise UserError(f"{where}={path}: there is no such home folder")
+    return folder.joinpath(*below)
+
+
 def cache_dir() -> Path:
     """The folder of copies and digests.
 
@@ -68,12 +83,8 @@ def cache_dir() -> Path:
     """
     for name, within in (("KV_HARNESS_CACHE", ""), ("XDG_CACHE_HOME", "kv-harness")):
         chosen = os.environ.get(name)
-        if not chosen:
-            continue
-        try:
-            return Path(chosen).expanduser() / within
-        except RuntimeError:
-            raise UserError(f"{name}={chosen}: there is no such home folder") from None
+        if chosen:
+            return expanded(chosen, name) / within
     return Path("~/.cache").expanduser() / "kv-harness"
 
 

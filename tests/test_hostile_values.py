@@ -1,8 +1,10 @@
 """Values of any kind in the Python interface: each is refused in one line that names the argument."""
 
 import math
+import pwd
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tokens import byte_tokenizer
 
 import harness
 from harness.errors import UserError
+from harness.files import cache_dir
 from harness.model.tiny import tiny_model
 
 PROMPT = "A cache keeps what will be read again. " * 4
@@ -45,9 +48,9 @@ def refusal(act) -> str:
 
 @pytest.mark.parametrize(
     "given",
-    [None, 5, 3.5, True, Anything(), b"x", [], {}, torch.nn.Linear(2, 2), "", "~nobody/x", "x" * 5000,
-     "a/" + "x" * 5000, "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/nonexistent",
-     Path("/nonexistent"), Path("a/b/c")],
+    [None, 5, 3.5, True, Anything(), b"x", [], {}, torch.nn.Linear(2, 2), "", "~nobody_of_this_name/x", "x" * 5000,
+     "a/" + "x" * 5000, "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/no_such_folder",
+     Path("/no_such_folder"), Path("a/b/c")],
     ids=lambda given: repr(given)[:12],
 )  # fmt: skip
 def test_what_is_no_model_is_refused(given):
@@ -142,6 +145,14 @@ def test_a_cache_in_no_home_folder_is_refused(name, monkeypatch, network, tmp_pa
     assert said == f"{name}=~nobody_of_this_name/x: there is no such home folder"
 
 
+def test_a_user_whose_home_folder_is_not_there_has_no_cache(monkeypatch):
+    monkeypatch.setattr(pwd, "getpwnam", lambda name: SimpleNamespace(pw_dir="/no_such_folder"))
+    monkeypatch.setenv("KV_HARNESS_CACHE", "~nobody/x")
+    assert refusal(cache_dir) == "KV_HARNESS_CACHE=~nobody/x: there is no such home folder"
+    monkeypatch.setenv("KV_HARNESS_CACHE", "~/x")
+    assert cache_dir() == Path.home() / "x"
+
+
 def test_a_tokenizer_that_panics_is_one_line(model, monkeypatch):
     class PanicException(BaseException):
         pass
@@ -152,3 +163,54 @@ def test_a_tokenizer_that_panics_is_one_line(model, monkeypatch):
     monkeypatch.setattr(type(model.loaded.tokenizer), "__call__", panics)
     assert "its tokenizer fails (called `Option::unwrap()` on a" in refusal(lambda: model.perplexity(methods=["full"]))
     assert "its tokenizer fails" in refusal(lambda: model.generate(PROMPT, method="full", max_new_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"grid": "paper"}, "grid='paper': is for the command line alone"),
+        ({"status": True}, "status=True: is for the command line alone"),
+        ({"model": "opt-13b"}, "model='opt-13b': the model is loaded"),
+        ({"model.dtype": "bfloat16"}, "model.dtype='bfloat16': the model is loaded"),
+        ({"results_dir": "a\0b"}, "results_dir=a\\x00b: no file can have such a name"),
+        ({"results_dir": "x" * 300}, f"results_dir={'x' * 300}: no file can have such a name"),
+    ],
+)
+def test_a_setting_that_a_call_would_not_heed_is_refused(settings, said, model):
+    acts = [lambda: model.perplexity(methods=["full"], **settings)]
+    if "model" not in settings:  # which Python itself refuses there
+        acts.append(lambda: harness.attach(model, method="full", **settings).__enter__())
+        acts.append(lambda: harness.lm(model, method="full", **settings))
+    for act in acts:
+        assert refusal(act).startswith(said)
+
+
+def test_a_model_is_loaded_with_no_settings_of_a_call(network, tmp_path):
+    network.save_pretrained(tmp_path / "model")
+    for name, value in {"method": "h2o", "size": 0.1, "experiment": "tasks", "prompt": "x"}.items():
+        expected = f"{name}={value!r}: each measurement is given it"
+        assert refusal(lambda: harness.load(tmp_path / "model", **{name: value})).startswith(expected)  # noqa: B023
+        assert refusal(lambda: harness.load(network, **{name: value})).startswith(expected)  # noqa: B023
+    assert refusal(lambda: harness.load(tmp_path / "model", **{"model.hub_id": "a/b"})).startswith("model.hub_id='a/b'")
+    assert "in memory" in refusal(lambda: harness.load(network, **{"model.dtype": "bfloat16"}))
+
+
+def test_a_text_that_a_model_is_loaded_with_holds_for_its_measurements(network, tmp_path):
+    text = tmp_path / "own.txt"
+    text.write_text(PROMPT * 20)
+    settings = SHORT | {"corpus.path": text, "results_dir": str(tmp_path / "results")}
+    model = harness.load(network, byte_tokenizer(), **settings)
+    model.perplexity(methods=["full"])
+    (table,) = (tmp_path / "results" / "tables").glob("perplexity.csv")
+    assert "own.txt" in table.read_text()
+
+
+def test_one_method_is_not_given_beside_several(model):
+    said = refusal(lambda: model.perplexity(methods=["full"], method="h2o"))
+    assert said == "method='h2o': is 'full' here; leave it out"
+
+
+def test_a_label_of_two_lines_is_reported_in_one(model, capsys):
+    model.perplexity(methods=["full"], label="a\nb\x1b[31m")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "perplexity a\\nb\\x1b[31m: running, 1 of 1" and "\x1b" not in "".join(lines)

@@ -30,6 +30,7 @@ from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.samples import Baselines
 from harness.results.sheet import MAX_WIDTH
 from harness.results.table_rows import rows_of
+from harness.settings import paths
 from tests.composed import load
 
 TASK_METRICS = {
@@ -262,6 +263,8 @@ def test_settings_are_those_that_differ_from_the_defaults(tmp_path):
         "method=infinigen": "",
         "method=infinigen-coded": "",
         "method=infinigen method.alpha=4 method.skew=true": "alpha=4.0",
+        "method=h2o prefill_len=960": "",  # as it follows from the length
+        "method=h2o prefill_len=256": "prefill_len=256",
         "method=h2o size=0.2 seq_len=512 num_windows=3": "size=0.2, seq_len=512, num_windows=3",
         f"method=h2o codec=int4 corpus.path={__file__}": "codec=int4",
         "method=int4": "",
@@ -556,3 +559,40 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
             path.unlink()
     tables.update(tmp_path, "latency")
     assert not list((tmp_path / "tables").glob("fig16b.*")), "a table without rows"
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value"),
+    [
+        ("perplexity", "detectable", "-1"), ("perplexity", "resident_frac", "-0.1"), ("fig11", "num_contexts", "-1"),
+        ("leaderboard", "kv_recall_difference", "2"), ("leaderboard", "passkey_num_contexts", "-1"),
+        ("across", "size_low", "-0.1"), ("across", "ratio", "-1"), ("across-models", "count", "-1"),
+        ("capacity", "largest_batch", "-1"), ("disk", "read_amplification", "-1"), ("attention_error", "value", "-1"),
+    ],
+)  # fmt: skip
+def test_a_number_that_its_column_cannot_have_is_refused(name, column, value, tmp_path):
+    with (paths.SHIPPED / "tables" / f"{name}.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert read_table(paths.SHIPPED / "tables" / f"{name}.csv")
+    row = next(row for row in rows if row[column])
+    row[column] = value
+    assert "must be from" in refusal_of(tmp_path, rows)
+
+
+@pytest.mark.parametrize("name", ["perplexity", "disk", "capacity", "attention_error", "leaderboard"])
+def test_a_row_that_stands_twice_is_refused(name, tmp_path):
+    with (paths.SHIPPED / "tables" / f"{name}.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert "are the same" in refusal_of(tmp_path, [*rows, rows[0]])
+
+
+def refusal_of(folder: Path, rows: Sequence[dict[str, str]]) -> str:
+    """What is said of a table of these lines."""
+    path = folder / "table.csv"
+    with path.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    with pytest.raises(UserError) as refused:
+        read_table(path)
+    return str(refused.value)

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -80,6 +80,7 @@ def load(
         _require_model(model)
         return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
     _require_no_tokenizer(tokenizer)
+    _refuse_given(settings, SOURCES, f"the model is {model!s} here")
     resources = Resources()
     chosen = Model(resources, _source(str(model)) | settings)
     config = chosen.configured()
@@ -103,12 +104,29 @@ def _source(model: str) -> dict[str, str]:
     )
 
 
+SOURCES = ("model", "model.path", "model.hub_id")
+"""Settings that choose a model, which `load` takes by place."""
+OF_A_COMMAND = ("grid", "status")
+"""Settings of a command line that no single run has."""
+OF_A_CALL = ("method", "size", "experiment", "prompt", "tasks")
+"""Settings that each measurement is given anew."""
+
+
+def _refuse_given(settings: Mapping[str, Any], names: Iterable[str], why: str) -> None:
+    """Raise UserError if one of these names is among the settings."""
+    for name in names:
+        if name in settings:
+            raise UserError(f"{name}={settings[name]!r}: {why}; leave it out")
+
+
 def _with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A function's own settings and those it was given; UserError where both name one."""
-    for name, value in sets.items():
-        if value is not None and name in given:
+    """A function's own settings, but None, and those it was given; UserError where both name
+    one."""
+    own = {name: value for name, value in sets.items() if value is not None}
+    for name, value in own.items():
+        if name in given:
             raise UserError(f"{name}={given[name]!r}: is {value!r} here; leave it out")
-    return {**sets, **given}
+    return {**own, **given}
 
 
 def _names(setting: str, names: object) -> list[str]:
@@ -133,6 +151,10 @@ class Model:
     """A loaded model. `harness.load` makes it."""
 
     def __init__(self, resources: Resources, settings: Mapping[str, Any]) -> None:
+        _refuse_given(settings, OF_A_CALL, "each measurement is given it")
+        if resources.loaded is not None:
+            models = [name for name in settings if name.partition(".")[0] == "model"]
+            _refuse_given(settings, models, "the model is the one in memory")
         self.resources = resources
         self.settings = dict(settings)
 
@@ -148,7 +170,10 @@ class Model:
                 f"size={size!r}: must be a share of the full cache such as 0.16 or 16%, or "
                 "nearest:0.16"
             )
+        models = [name for name in settings if name.partition(".")[0] == "model"]
+        _refuse_given(settings, models, "the model is loaded; harness.load takes it")
         given = self.settings | settings | {"size": size}
+        _refuse_given(given, OF_A_COMMAND, "is for the command line alone")
         words = [override(name, value) for name, value in given.items() if value is not None]
         loaded = self.resources.loaded
         if loaded is not None:
@@ -186,7 +211,7 @@ class Model:
             Text, TTFT, TPOT, tokens/s and bytes over the link, which `print` shows.
         """
         settings = _with_given({"experiment": "generate", "prompt": prompt}, settings)
-        prompt = settings["prompt"]
+        prompt = settings.get("prompt")
         if not isinstance(prompt, str):
             raise UserError(f"prompt={prompt!r}: must be text")
         config = self.configured(method=method, size=size, **settings)
@@ -264,7 +289,8 @@ class Model:
         refusals: list[UserError] = []
         runs = []
         for method in _names("methods", methods):
-            config = self.configured(method=method, size=size, **_with_given(run, settings))
+            settings_of_run = _with_given({"method": method, **run}, settings)
+            config = self.configured(size=size, **settings_of_run)
             runs.append(Run.of(config, self.resources))
         self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
         try:

@@ -430,6 +430,10 @@ IDENTITY = {
 of its task."""
 
 ONCE = {
+    "accuracy": (*IDENTITY["accuracy"], "metric", "run_id"),
+    "latency": (*IDENTITY["latency"], "run_id"),
+    "capacity": (*IDENTITY["capacity"], "batch_size", "run_id"),
+    "analysis": (*IDENTITY["analysis"], "layer", "x", "run_id"),
     "board": (*IDENTITY["board"], "settings", "size", "exempt_choice"),
     "evidence_texts": (*IDENTITY["evidence_texts"], "window"),
     "evidence_answers": (*IDENTITY["evidence_answers"], "context_id"),
@@ -447,10 +451,14 @@ SIZES = {"size", "device_frac", "resident_frac", "kv_recall_size", "passkey_size
 """Columns from 0 on, and at most 1 beside an asked size. Elsewhere a codec of more than 16 bits has
 more."""
 NOT_NEGATIVE = re.compile(
-    r"kl_nats|perplexity.*|.*stderr|num_.*|.*_s|.*_bytes|.*_per_s|right|window|context_id|seq_len"
-    r"|batch_size|prompt_len|gen_len|exempt_layers|attention_error.*|tokens_evicted|gained|lost"
+    r"kl_nats|perplexity.*|.*stderr|.*detectable|(.*_)?num_.*|count|degrees|.*_s|.*_bytes|.*_per_s"
+    r"|right|window|context_id|seq_len|context|(largest_|equal_)?batch(_size)?|kv_tokens|prompt_len"
+    r"|gen_len|exempt_layers|attention_error.*|tokens_evicted|gained|lost|read_amplification"
+    r"|(ratio|rank|size|device_frac|resident_frac)(_low|_high|_artifact)?"
 )
 """Columns and metrics from 0 on."""
+DIFFERENCES = {f"{name}_difference" for name in ("answers", "kv_recall", "passkey")}
+"""Differences of two shares: from -1 to 1."""
 
 
 def _optional() -> Iterator[str]:
@@ -705,7 +713,8 @@ def _check_once(key: Sequence[str], rows: Iterable[TableRow]) -> None:
     for row in rows:
         identity = tuple(row.get(name) for name in key)
         if key and identity in found:
-            raise ValueError(f"two rows of {row['label']} on {row['model']} are the same")
+            shown = row.get("label") or row.get("series")  # a line of an analysis is a series
+            raise ValueError(f"two rows of {shown} on {row['model']} are the same")
         found.add(identity)
 
 
@@ -731,6 +740,8 @@ def _check_range(name: str, value: float, *, has_asked_size: bool) -> None:
     least, most = -math.inf, math.inf
     if name == "asked":
         least = 1
+    elif name in DIFFERENCES:
+        least, most = -1, 1
     elif name in SHARES or name in SIZES or NOT_NEGATIVE.fullmatch(name):
         least = 0
     if name in SHARES or (name in SIZES and has_asked_size):

@@ -1,6 +1,5 @@
 """Pages of tables: the sheets that rows make. Rows of records and of a CSV give the same pages."""
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -214,7 +213,13 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     beside = (columns.UNMET_SIZE, *columns.OF_SOME_RUNS, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
     sizes = [columns.SIZE, *columns.with_values(beside, rows)]
     lines = []
+    hidden: dict[str, None] = {}
     for line in sorted(_lines(rows, shared), key=_order_of_line):
+        of_line = pairs_of_settings(line.settings)
+        for row in line.rows.values():
+            for pair in pairs_of_settings(row.get("settings")):
+                if pair not in of_line:
+                    hidden[pair] = None
         shown = [line.label, line.settings or columns.MISSING]
         for column in sizes:
             known = columns.having(line.rows.values(), column.name)
@@ -224,8 +229,7 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         lines.append(shown)
     header = [*columns.headings((columns.LABEL, columns.SETTINGS, *sizes)), *of_key.values()]
     scores = [heading for (_, metric), heading in of_key.items() if _is_among(SCORES, metric)]
-    notes = _note_on_settings(itertools.chain.from_iterable(shared.values()))
-    return Sheet(title, header, lines, scores=scores, notes=notes)
+    return Sheet(title, header, lines, scores=scores, notes=_note_on_settings(hidden))
 
 
 def _key(row: TableRow) -> Key:

@@ -20,7 +20,16 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, from_record, line_in, message, one_line, reason, to_record
+from harness.errors import (
+    UserError,
+    from_record,
+    line_in,
+    message,
+    one_line,
+    printable,
+    reason,
+    to_record,
+)
 from harness.files import HeldError, holding, stated_memory, until_settled
 from harness.model.resources import Resources
 from harness.results import columns, environment, inputs
@@ -63,12 +72,12 @@ class Run:
 
     @property
     def title(self) -> str:
-        """A few words for a progress line: experiment, shape, label, size."""
+        """A few words for a progress line, in one line: experiment, shape, label, size."""
         config = self.config
         words = [config.experiment, measurement_of(config.kind).shape(config), config.label]
         if config.size is not None and not config.label_given:
             words.append(f"at {config.size:g}")
-        return " ".join(filter(None, words))
+        return printable(" ".join(filter(None, words)))
 
     def is_finished(self) -> bool:
         """True if there is a finished record of it."""

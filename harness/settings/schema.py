@@ -8,12 +8,12 @@ it, its value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -32,6 +32,7 @@ from pydantic import (
 from pydantic.errors import PydanticUserError
 
 from harness.errors import UserError, nearest, one_line
+from harness.files import expanded
 from harness.settings.paths import CONF_DIR
 
 T = TypeVar("T")
@@ -164,17 +165,20 @@ def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def path_text(value: Any, where: str) -> str:
-    """A path with its `~` expanded. Raises UserError where it is empty, no text, or in an unknown
-    home folder."""
+    """A path with its `~` expanded. Raises UserError where it is empty, no text, in an unknown home
+    folder, or what no file system can hold."""
     text = _text(value)
     if not isinstance(text, str):
         raise UserError(f"{where}={value}: must be text")
     if not text:
         raise UserError(f"{where}=: is empty; must be a path, such as . for the present folder")
     try:
-        return str(Path(text).expanduser())
-    except RuntimeError:
-        raise UserError(f"{where}={text}: there is no such home folder") from None
+        os.lstat(text)
+    except (OSError, ValueError) as error:
+        # ValueError: for a null character.
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"{where}={text}: no file can have such a name") from None
+    return str(expanded(text, where))
 
 
 def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
