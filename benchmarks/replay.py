@@ -97,7 +97,8 @@ def windows(args: argparse.Namespace, cases: Sequence[str]) -> Iterator[dict[str
 def ratios(args: argparse.Namespace) -> None:
     """Print medians, spread and the ratio to full."""
     with windows(args, args.cases) as runs:
-        seconds, _ = in_turn(runs, args.rounds, warm_up=True)
+        times, _ = in_turn(runs, args.rounds, warm_up=True)
+    seconds = {case: [took.wall_s for took in of_case] for case, of_case in times.items()}
     print(f"window {args.seq_len}, prompt {args.prefill_len}, {torch.get_num_threads()} threads, {args.rounds} rounds")
     full = statistics.median(seconds["full"])
     for case, values in seconds.items():

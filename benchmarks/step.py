@@ -19,8 +19,8 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from benchmarks.live import keep_freed_memory, machine
-from benchmarks.timing import spread
+from benchmarks.machine import machine
+from benchmarks.timing import keep_freed_memory, spread
 from harness.errors import exit_code
 from harness.live.timeline import SEGMENTS
 from harness.model.attach import attach

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from living import calibration, token_batch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
@@ -36,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as real_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.live import random_model
 from harness import files
 from harness.live import memory, opening
 from harness.live import store as copies
@@ -537,5 +538,9 @@ def fake_gpu() -> Iterator[Trace]:
 
 @cache
 def fake_model(name: str, **overrides: Any) -> Any:
-    """A model of a shape under conf/model, fp16; call it inside `fake_gpu`."""
-    return random_model(name, CUDA, **overrides)
+    """A model of a shape under conf/model, random weights in fp16; call it inside `fake_gpu`."""
+    shape = yaml.safe_load((ROOT / "conf" / "model" / f"{name}.yaml").read_text())["shape"] | overrides
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    with CUDA:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)

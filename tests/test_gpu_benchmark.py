@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` on the CPU with a tiny model and under a fake GPU; the other timings of `benchmarks`."""
+"""`python -m benchmarks.gpu` on the CPU with a tiny model and under a fake GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ import pytest
 import torch
 from fake_cuda import CUDA, FakeSlab, fake_gpu
 
-from benchmarks import gpu, live
+from benchmarks import gpu
 from benchmarks.gpu_parts import apart, equal, rates, trace
 from harness.live import memory as pinned
 from harness.live.memory import Tuning
 from harness.results.record import read_record
 from harness.settings.config import LatencyConfig
-from harness.speed.timed_run import run_shared_prompt
 from tests.composed import load
-from tests.living import attach, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -300,16 +298,3 @@ def test_on_a_gpu_all_of_it_is_measured(tmp_path, monkeypatch):
     assert run(tmp_path, *tiny_cells, *gpu.TINY[1:], platform="cuda") == 0
     assert {each["metrics"]["source"] for each in records(tmp_path)} == {"measured"}
     assert "page-locking" in (tmp_path / "rates.csv").read_text()
-
-
-def test_our_step_is_timed_against_transformers(capsys):
-    model = tiny("gqa")
-    with attach(model) as attached:
-        prompt = run_shared_prompt(attached, torch.arange(3, 83).view(2, 40))
-    ratio = live.compare(model, prompt, LatencyConfig(2, 40, 5, 1, 2, 1), rounds=3)
-    printed = capsys.readouterr().out
-    assert printed.count("  round ") == 3 and f"ours is {ratio:.2f} times as fast in the median round (" in printed
-    with pytest.raises(SystemExit):
-        live.main(["--model", "opt"])
-    assert "--model opt: allowed: " in capsys.readouterr().err
-    assert live.random_model("opt-125m", torch.device("meta"), num_hidden_layers=2).config.num_hidden_layers == 2

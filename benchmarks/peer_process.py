@@ -1,0 +1,166 @@
+"""What a peer does, timed: decode steps of transformers' caches, and questions to kvpress's pipeline.
+
+kvpress asks for transformers < 5.3, so it runs under an interpreter of its own: `Peer` starts this file there and
+hands it calls. Nothing of this project's packages is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import Timed, Took, keep_freed_memory
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq", "kvpress": "kvpress"}
+"""The package of each peer."""
+
+
+# In the peers' process, or in this one
+
+
+def decode(model: Any, cache: Any, ids: Any, token: Any, warm_up: int, steps: int) -> Timed:
+    """Decode greedily on a transformers cache that holds a prompt.
+
+    ids: int [batch, prompt]; token: the first new one, int [batch]. The steps after `warm_up` are timed. The result is
+    the new tokens, a list for each sequence. A step is the forward pass that `generate` makes for every token.
+    """
+    import torch
+
+    found = [token]
+    with torch.inference_mode():
+        for step in range(warm_up + steps):
+            if step == warm_up:
+                began = Took.now()
+            logits = model(input_ids=found[-1][:, None], past_key_values=cache, use_cache=True).logits
+            found.append(logits[:, -1].argmax(-1))
+        took = Took.now().since(began)
+    return Timed(took, torch.stack(found, 1).tolist())
+
+
+class Worker:
+    """The calls that a peer's process answers, on the model in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+        self.pipeline: Any = None
+
+    def version(self, peer: str) -> str | None:
+        """The version of a peer's package; None if it is not installed."""
+        try:
+            return metadata.version(PACKAGES[peer])
+        except metadata.PackageNotFoundError:
+            return None
+
+    def decode(self, backend: str, ids: list[list[int]], warm_up: int, steps: int) -> Timed:
+        """Steps on a `QuantizedCache` of 4 bits; its prompt is not timed."""
+        import torch
+        from transformers import QuantizedCache
+
+        cache = QuantizedCache(backend, self.model.config, nbits=4)
+        prompt = torch.tensor(ids)
+        with torch.inference_mode():
+            logits = self.model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return decode(self.model, cache, prompt, logits[:, -1].argmax(-1), warm_up, steps)
+
+    def tokens(self, context: str, question: str) -> list[list[int]]:
+        """The tokens of a context and of a question, as the pipeline makes them."""
+        found = self._pipeline().preprocess(context, [question], "", 10**10)
+        return [found["context_ids"][0].tolist(), found["questions_ids"][0][0].tolist()]
+
+    def ask(self, context: str, question: str, presses: list[list[Any]], max_new_tokens: int) -> Timed:
+        """The answer under each press: (class, settings). A call of the pipeline each, tokenization included."""
+        import kvpress
+
+        pipeline, answers = self._pipeline(), []
+        began = Took.now()
+        for name, settings in presses:
+            press = getattr(kvpress, name)(**settings)
+            asked = pipeline(context, question=question, press=press, max_new_tokens=max_new_tokens)
+            answers.append(asked["answer"])
+        return Timed(Took.now().since(began), answers)
+
+    def _pipeline(self) -> Any:
+        if self.pipeline is None:
+            from kvpress import KVPressTextGenerationPipeline
+
+            self.pipeline = KVPressTextGenerationPipeline(model=self.model, tokenizer=self.tokenizer)
+        return self.pipeline
+
+
+def serve(folder: str, threads: int, keeps_memory: bool) -> None:
+    """Answer calls, a line of JSON each, until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print is no answer
+    if keeps_memory:
+        keep_freed_memory()  # before anything large is allocated
+    import torch
+
+    torch.set_num_threads(threads)
+    worker = Worker(folder)
+    for line in sys.stdin:
+        name, settings = json.loads(line)
+        try:
+            result = getattr(worker, name)(**settings)
+            answer = {"result": result, "timed": isinstance(result, Timed)}
+        except Exception as error:  # told to whoever asked
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+# In our process
+
+
+class PeerError(Exception):
+    """A call that failed in the peer's process."""
+
+
+class Peer:
+    """A process under the peers' interpreter. It starts at the first call."""
+
+    def __init__(self, python: str, folder: str, threads: int, keeps_memory: bool) -> None:
+        self.command = [python, "-m", "benchmarks.peer_process", folder, str(threads), str(int(keeps_memory))]
+        self.process: subprocess.Popen[str] | None = None
+
+    def call(self, name: str, **settings: Any) -> Any:
+        """A method of `Worker`. Raises PeerError where it fails, with the package's own words."""
+        if self.process is None:
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
+        assert self.process.stdin and self.process.stdout
+        try:
+            print(json.dumps([name, settings]), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise PeerError(f"{self.command[0]} ended with code {self.process.wait()}; its message is above")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{answer['error']} (under {self.command[0]})")
+        result = answer["result"]
+        return Timed(Took(*result[0]), result[1]) if answer["timed"] else result
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            assert self.process.stdin
+            self.process.stdin.close()
+            self.process.wait()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3])))
