@@ -179,12 +179,10 @@ def contains_zero(estimate: Estimate) -> bool:
 
 def test_p_is_that_of_students_t():
     for degrees, probability in itertools.product((1, 2, 5, 30), (0.9, 0.975, 0.9995)):
-        t = student.t_quantile(degrees, probability)
+        t = student.quantile(degrees, probability)
         assert student.two_sided_p(t, degrees) == pytest.approx(2 * (1 - probability), rel=1e-6)
         assert student.two_sided_p(-t, degrees) == student.two_sided_p(t, degrees)
     assert student.two_sided_p(0, 3) == 1 and student.two_sided_p(1e9, 30) == pytest.approx(0, abs=1e-12)
-    with pytest.raises(ValueError, match="degrees from 1 on"):
-        student.two_sided_p(1, 0)
 
 
 # Pairs and ranks

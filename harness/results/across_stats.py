@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from harness.results.student import CONFIDENCE_95, t_quantile, two_sided_p
+from harness.results.student import CONFIDENCE_95, quantile, two_sided_p
 
 LEVEL = 1 - CONFIDENCE_95
 """Of the tests, after Holm's correction over all pairs."""
@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
         """Of the 95 % interval."""
         if self.stderr is None or self.degrees is None:
             return None
-        return t_quantile(self.degrees, (1 + CONFIDENCE_95) / 2) * self.stderr
+        return quantile(self.degrees, (1 + CONFIDENCE_95) / 2) * self.stderr
 
     @property
     def p(self) -> float | None:

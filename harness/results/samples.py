@@ -98,9 +98,10 @@ def mcnemar_p(gained: int, lost: int) -> float:
 
     1 without any.
     """
+    from scipy.special import bdtr
+
     flipped = gained + lost
-    tail = sum(math.comb(flipped, count) for count in range(min(gained, lost) + 1))
-    return min(1.0, 2 * tail / 2**flipped)
+    return min(1.0, 2 * float(bdtr(min(gained, lost), flipped, 0.5)))
 
 
 def nll_difference(windows: Sequence[Sample]) -> Difference:
