@@ -37,6 +37,10 @@ from methods.compiled import kernels_for
 from methods.settings import least, setting, share
 
 INF = float("inf")
+LEAST_ROWS = 16
+"""Rows of a block from which on the slots in use are gathered."""
+GATHERED_SHARE = 0.75
+"""The largest share of the slots that is gathered."""
 
 
 @dataclass(frozen=True)
@@ -250,19 +254,25 @@ class WorthState(EvictingState):
         """The mask of the tokens that each row reads: bool [batch, num_kv_heads, rows, slots].
 
         positions: int [batch, rows], -1 for padding, which evicts nothing. The loop runs for every
-        row of a text, so it has few operations: it updates `hidden` alone; `tokens` and the mask
-        follow after the last row.
+        row of a text, so it has few operations, on the slots in use alone: it updates `hidden` and
+        the worth; `tokens` and the mask follow after the last row.
         """
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
         num_rows, slots = scores.shape[3:]
-        held, worth = self.tokens[layer][..., :slots], self.worth[layer][..., :slots]
+        held = self.tokens[layer][..., :slots]
+        worth_of_slots = worth = self.worth[layer][..., :slots]
         budget, recent = self.limits[layer].split(1, -1)
         evicts = (positions >= budget)[:, None]
+        used = _used_slots(held, num_rows)
+        tokens = held
+        if used is not None:
+            tokens, worth = held.gather(-1, used), worth_of_slots.gather(-1, used)
+            scores = scores.gather(-1, used[:, :, None, None].expand(*scores.shape[:4], -1))
         loss = mask_bias(~evicts).unsqueeze(-1).expand(-1, held.shape[1], -1, -1)
         safe = -mask_bias(
-            held.unsqueeze(2) <= (positions - recent)[:, None, :, None]
+            tokens.unsqueeze(2) <= (positions - recent)[:, None, :, None]
         )  # inf for a recent token
-        hidden = mask_bias(held != EMPTY)
+        hidden = mask_bias(tokens != EMPTY)
         victims = []
         for row in range(num_rows):
             probs = softmax.weights(scores[:, :, :, row : row + 1] + hidden[:, :, None, None])[
@@ -273,16 +283,24 @@ class WorthState(EvictingState):
             )
             victims.append((worth - hidden).add_(safe[:, :, row]).argmin(-1, keepdim=True))
             hidden.scatter_add_(-1, victims[-1], loss[:, :, row])
+        victim = torch.cat(victims, -1)
+        tokens = tokens.masked_fill(hidden == -INF, EMPTY)
+        if used is not None:
+            victim = used.gather(-1, victim)
+            worth_of_slots.scatter_(-1, used, worth)
         # The row after which each slot's token leaves. One more slot takes the victims of rows that
         # evict nothing.
         order = torch.arange(num_rows, dtype=torch.int32, device=held.device)
         leaves_after = held.new_full((*held.shape[:2], slots + 1), num_rows)
-        targets = torch.cat(victims, -1).masked_fill_(~evicts, slots)
+        targets = victim.masked_fill_(~evicts, slots)
         leaves_after.scatter_(-1, targets, order.expand(*held.shape[:2], -1))
         mask = (held.unsqueeze(2) < rows.positions[:, None, :, None]) & (
             leaves_after[..., None, :slots] >= order[:, None]
         )
-        held.masked_fill_(hidden == -INF, EMPTY)
+        if used is None:
+            held.copy_(tokens)
+        else:
+            held.scatter_(-1, used, tokens)
         return mask
 
     def _scan_by_kernels(
@@ -325,6 +343,22 @@ def least_worthy(
         ascending = second.gather(-1, worth.gather(-1, second).argsort(dim=-1, stable=True))
     first = torch.arange(worth.shape[-1], device=worth.device) < count.unsqueeze(-1)
     return torch.zeros_like(competes).scatter_(-1, ascending, first.expand_as(competes))
+
+
+def _used_slots(tokens: Tensor, num_rows: int) -> Tensor | None:
+    """The slots that hold a token, in ascending order: int64 [batch, num_kv_heads, most of a head].
+    A head with fewer has free ones behind them.
+
+    None where so few of the `tokens` [batch, num_kv_heads, slots] are free, or so few rows read
+    them, that a gather costs more than it saves.
+    """
+    if num_rows < LEAST_ROWS:
+        return None
+    is_free = tokens == EMPTY
+    most = int((~is_free).sum(-1).max())
+    if most > GATHERED_SHARE * tokens.shape[-1]:
+        return None
+    return is_free.byte().argsort(dim=-1, stable=True)[..., :most]
 
 
 def _like(index: Tensor, data: Tensor) -> Tensor:
