@@ -3,6 +3,7 @@ their records.
 
     model = harness.load("smollm2-135m")
     print(model.generate(open("my.txt").read(), method="infinigen", size=0.1))
+    frame = model.ask(open("my.txt").read(), [" Who?", " Why?"], method="snapkv", size=0.1)
     frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], size=0.16)
 
 Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`,

@@ -210,7 +210,7 @@ class _TensorFile:
         padding = -self.num_bytes % ALIGNMENT
         place = _Place(self.num_bytes + padding, tensor.dtype, tensor.shape, dense.stride())
         self.file.write(bytes(padding))
-        self.file.write(in_memory.view(torch.uint8).numpy())
+        self.file.write(in_memory.view(torch.uint8).numpy().data)
         self.num_bytes = place.start + tensor.nbytes
         return place
 
