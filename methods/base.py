@@ -91,8 +91,8 @@ class Method:
     `State.take_worth` gets it."""
     needs_inputs: ClassVar[bool] = False
     """True if `State.prompt` is to get the layer's attention module and its input
-    (`PromptRows.inputs`), for a rule that uses the module's weights. The prompt then runs for this
-    method alone. Not together with `rereads`."""
+    (`PromptRows.inputs`), for a rule that uses the module's weights. Not together with
+    `rereads`."""
     needs_indexer: ClassVar[bool] = False
     """True if it works on models with sparse attention of their own alone (`Geometry.index`)."""
     hides_own: ClassVar[bool] = False

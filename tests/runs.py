@@ -76,7 +76,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> 
     """The arguments of every call of a function from now on."""
     calls: list[tuple] = []
     function = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args: calls.append(args) or function(*args))
+    monkeypatch.setattr(module, name, lambda *args, **named: calls.append(args) or function(*args, **named))
     return calls
 
 

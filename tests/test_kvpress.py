@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Case
+from cases import CASES, Case
 from conftest import tiny
 from living import PROMPTS, TOLERANCE, largest_difference, live, open_live, replay, token_batch
 from test_leaderboard import SMALL, board
 
 from harness.checks.contract import Trial, live_is_replay, open_replay, padded_is_alone, size_is_its_closed_form
 from harness.errors import UserError
+from harness.model import dense_prompts
 from harness.model.attach import attach
 from harness.model.dense_prompts import DensePrompts
 from harness.model.prompts import run_prompt
@@ -32,6 +33,7 @@ from methods import kvpress
 from methods.base import EMPTY, TokenCounts
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
+from methods.full import Full
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, PromptEvictingState, SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
@@ -277,9 +279,39 @@ def test_a_method_gets_each_layers_module_and_input_wherever_its_prompt_runs():
         prompt = run_prompt(attached, ids[:, :columns], real[:, :columns])
         with closing(open_live(attached, PROJECTED)) as session:
             assert torch.equal(session.start(prompt), got.logits[:, 0])
+
+
+def test_runs_that_share_a_prompt_share_the_inputs_of_its_layers(monkeypatch):
+    """The prompt runs once more for the first method that needs them, and for none after it."""
+    cases = {"full": Case(Full()), "projected": PROJECTED, "snapkv": CASES["snapkv"]}
+    if choices():
+        for choice in "TOVAPress", "KnormPress", "CriticalAdaKVPress:ExpectedAttentionPress":
+            cases[choice] = Case(make(choice))
+    alone = {}
+    with attach(tiny("gqa")) as attached:
+        for name, case in cases.items():
+            alone[name] = replay(attached, case, PROMPTS["padded"]).logits
+    passes, run = [], dense_prompts._run_into_file
+    monkeypatch.setattr(
+        dense_prompts, "_run_into_file", lambda *args, **named: passes.append(named) or run(*args, **named)
+    )
     with attach(tiny("gqa"), DensePrompts(2**30)) as sharing:
-        for _ in range(2):
-            assert torch.equal(replay(sharing, PROJECTED, PROMPTS["padded"]).logits, expected.logits)
+        for name in (*cases, *cases):
+            assert torch.equal(replay(sharing, cases[name], PROMPTS["padded"]).logits, alone[name]), name
+        assert [named["has_inputs"] for named in passes] == [False, True]
+    small = DensePrompts(1000)
+    with attach(tiny("gqa"), small) as sharing:
+        assert torch.equal(replay(sharing, PROJECTED, PROMPTS["padded"]).logits, alone["projected"])
+    assert small.free == 1000, "what does not fit is not kept"
+    room = DensePrompts(2**30)
+    with attach(tiny("gqa"), room) as sharing:
+        replay(sharing, cases["full"], PROMPTS["padded"])
+    room.free = 0
+    del passes[:]
+    with attach(tiny("gqa"), room) as sharing:
+        assert torch.equal(replay(sharing, PROJECTED, PROMPTS["padded"]).logits, alone["projected"])
+        assert torch.equal(replay(sharing, cases["full"], PROMPTS["padded"]).logits, alone["full"])
+    assert not passes and room.free == 0, "a pass that has no room for its inputs stays as it is"
 
 
 def test_a_method_cannot_reread_and_have_inputs():

@@ -16,8 +16,10 @@ from harness.errors import UserError
 from harness.live.session import generate as live_texts
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.model.sizes import SHARES, ReadStats
 from harness.replay.session import ReplaySession
+from harness.scoring import answers
 from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.evaluation import ReplayEngine, decode_rows
 from harness.scoring.lm import Prefill, ReplayLM
@@ -545,6 +547,15 @@ def test_texts_show_no_trace_of_sharing_and_batches(name, prefill_len, monkeypat
     require_same_sums(reads, [each for _, each in alone])
     monkeypatch.setattr("harness.scoring.answers.CACHE_TOKENS", 100)
     assert written(requests, name)[0] == together
+
+
+def test_what_is_decoded_at_once_fits_into_half_of_the_free_memory(monkeypatch):
+    """Four copies of a token's queries, keys and values, and a layer's pass over it; not more where there is room."""
+    with attach(tiny("gqa")) as attached:
+        token_bytes = 4 * kept_bytes(attached, 1) + prompt_bytes(attached, 1)
+        for free, expected in ((2**50, 32_768), (2 * token_bytes * 9000, 8192), (2 * token_bytes * 8192, 8192), (0, 1)):
+            monkeypatch.setattr(answers, "available_bytes", lambda device, free=free: free)
+            assert answers.tokens_at_once(attached) == expected
 
 
 def test_each_piece_of_a_text_is_decoded_once(monkeypatch):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import inf
 
 import pytest
 import reference as plain
 import torch
 from cases import ASKED, CASES, WIDE, Case, smooth
-from living import PROMPTS, calibration, replay, tiny
+from living import PROMPTS, calibration, replay, tiny, token_batch
 from mixed_models import mixed
 from replaying import (
     LENGTH,
@@ -30,10 +30,10 @@ from replaying import (
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.dense_prompts import DensePrompts
-from harness.model.prompts import held_prompt
+from harness.model.prompts import PromptPass, held_prompt, positions_of, shared_prompt
 from harness.replay import decode_pass as passes
 from methods import attention
-from methods.base import Method
+from methods.base import LayerInputs, Method
 from methods.codec import Codec, LayerCodecs, SplitCodec, every_codec
 from methods.full import Full
 from methods.h2o import H2O
@@ -351,13 +351,36 @@ def test_a_prompt_that_no_run_asks_for_any_more_leaves_for_another(monkeypatch):
     monkeypatch.setattr(Attached, "forward", lambda *args, **named: passes.append(1) or forward(*args, **named))
     one, other = torch.tensor([[3, 5, 7, 9]]), torch.tensor([[4, 6, 8, 10]])
     real = torch.ones_like(one, dtype=torch.bool)
-    with attach(tiny("gqa")) as attached:
-        room = DensePrompts(2**20)
-        room.get(one, real, partial(held_prompt, attached, one, real, attached.new_cache()))
-        prompts = DensePrompts(2**20 - room.free)  # room for one of them
-        runs = [(one, True), (one, False), (other, True), (other, True), (other, False), (one, True)]
+    room = DensePrompts(2**20)
+    with attach(tiny("gqa"), room) as attached:
+        shared_prompt(attached, one, real, needs_inputs=False)
+    prompts = DensePrompts(2**20 - room.free)  # room for one of them
+    runs = [(one, True), (one, False), (other, None), (other, True), (other, False), (one, None)]
+    with attach(tiny("gqa"), prompts) as attached:
         for prompts.run, (asked, is_run) in enumerate(runs):
             del passes[:]
-            prompts.get(asked, real, partial(held_prompt, attached, asked, real, attached.new_cache()))
-            assert bool(passes) == is_run, f"run {prompts.run}"
+            kept = shared_prompt(attached, asked, real, needs_inputs=False)
+            assert (kept is None) == (is_run is None), "no room for it yet"
+            assert bool(passes) == bool(is_run), f"run {prompts.run}"
             assert prompts.free == 0
+
+
+@pytest.mark.parametrize("name", ["gqa", "phi3", "gpt_neox", "opt"])
+def test_a_kept_prompt_has_the_numbers_and_the_layout_of_the_pass(name):
+    """Layouts too: a product may sum in another order where its factors lie otherwise."""
+    ids, real = token_batch(PROMPTS["padded"])
+    with attach(tiny(name), DensePrompts(2**24)) as attached:
+        run, hidden = held_prompt(attached, ids, real, attached.new_cache())
+        for needs_inputs in False, True, False:
+            kept, of_columns = shared_prompt(attached, ids, real, needs_inputs=needs_inputs)
+            assert torch.equal(of_columns, hidden) and torch.equal(kept.hidden, run.hidden)
+            for layer, expected in zip(kept.layers, run.layers, strict=True):
+                for got, wanted in zip(layer.tensors(), expected.tensors(), strict=False):
+                    assert torch.equal(got, wanted) and got.stride() == wanted.stride()
+        inputs: list[LayerInputs] = []
+        handler = PromptPass(attached, real, lambda _, prompt: inputs.append(prompt.inputs), needs_inputs=True)
+        attached.forward(ids, positions_of(real), handler, attached.new_cache(), real)
+        for layer, expected in zip(kept.layers, inputs, strict=True):
+            assert layer.inputs.module is expected.module and torch.equal(layer.inputs.hidden, expected.hidden)
+            pairs = zip(layer.inputs.position_embeddings or (), expected.position_embeddings or (), strict=True)
+            assert all(torch.equal(got, wanted) for got, wanted in pairs)

@@ -3,6 +3,7 @@ their records.
 
     model = harness.load("smollm2-135m")
     print(model.generate(open("my.txt").read(), method="infinigen", size=0.1))
+    frame = model.ask(open("my.txt").read(), [" Who?", " Why?"], method="snapkv", size=0.1)
     frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], size=0.16)
 
 Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`,
@@ -47,6 +48,7 @@ from harness.run.runner import run as start
 from harness.scoring.progress import bar, quietly
 from harness.settings.config import NEW_TOKENS, ModelConfig, RunConfig
 from harness.settings.schema import options
+from harness.speed.ask import ask_all
 from harness.speed.generate import Generated, new_tokens_of, run_generate
 from harness.speed.latency import compute_threads, two_memories
 from methods.base import TokenCounts
@@ -142,6 +144,18 @@ def _names(setting: str, names: object) -> list[str]:
     return [str(name) for name in names]
 
 
+def _texts(questions: object) -> list[str]:
+    """The texts of a list of questions; UserError for anything else, and for none."""
+    if not isinstance(questions, Sequence) or isinstance(questions, str | bytes):
+        raise UserError(f"questions={questions!r}: must be a list of texts")
+    for question in questions:
+        if not isinstance(question, str):
+            raise UserError(f"questions: {question!r} is no text")
+    if not questions:
+        raise UserError("questions=[]: must hold at least one")
+    return list(questions)
+
+
 _EXAMPLES = {"methods": "full", "tasks": "kv_recall"}
 MAX_HUB_ID = 96
 """Letters of an id that the hub allows."""
@@ -222,6 +236,66 @@ class Model:
             steps = 1 + new_tokens_of(config, loaded, num_prompt)
             with bar(total=steps, desc="generate", unit="step") as shown:
                 return run_generate(config, loaded, lambda piece: shown.update())
+
+    def ask(
+        self,
+        context: str,
+        questions: Sequence[str],
+        method: str = "infinigen",
+        size: float | str | None = None,
+        prefill: str = "question",
+        quiet: bool = False,
+        **settings: Any,
+    ) -> pd.DataFrame:
+        """Ask several questions of one context, each by itself: none sees another.
+
+        The context runs once, the method reduces its cache once, and every question goes on from
+        there; between questions only what decode steps change is put back. Texts are taken as they
+        are: a chat template is the caller's.
+
+        Args:
+            context: text. questions: texts that follow it, such as "\\nQuestion: Who?\\nAnswer:".
+            method, size, settings: as of `generate`, such as max_new_tokens=32, placement="device".
+            prefill: "question": the cache is reduced before the question is known. "dense": the
+                question is part of the prompt, so that each runs the context anew.
+            quiet: show no progress bar.
+
+        Returns:
+            A frame with a line for each question: question, answer, num_tokens (of the answer),
+            size (share of the full cache that a decode step read, as measured; NaN without a step),
+            ttft_s (seconds to the first token of the answer: of the question's rows, or with
+            prefill="dense" of the whole prompt), decode_s (seconds of the other tokens) and
+            kv_bytes (of cache, method and buffers, on the device and in host memory).
+            `frame.attrs["context_s"]`: seconds of the context's pass; 0 with prefill="dense".
+
+        Raises:
+            UserError: a setting is wrong, a text has no tokens, or the model takes fewer tokens.
+        """
+        if prefill not in ("question", "dense"):
+            raise UserError(f"prefill={prefill!r}: allowed: 'question', 'dense'")
+        if not isinstance(context, str) or not context:
+            raise UserError(f"context={context!r}: must be text, and not empty")
+        questions = _texts(questions)
+        config = self.configured(
+            method=method,
+            size=size,
+            **_with_given({"experiment": "generate", "prompt": context}, settings),
+        )
+        with users_faults(config), quietly(quiet):
+            loaded = self.resources.model(config.model)
+            with bar(total=None, desc="ask", unit="step") as shown:
+                answers, context_s = ask_all(
+                    config,
+                    loaded,
+                    questions,
+                    is_known=prefill == "dense",
+                    begin=shown.reset,
+                    on_step=shown.update,
+                )
+        answered = pd.DataFrame(answers)
+        answered.insert(0, "question", questions)
+        answered.attrs["context_s"] = context_s
+        return answered
 
     def perplexity(
         self,

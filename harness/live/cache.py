@@ -18,7 +18,9 @@ exempt layers in parts (`harness.live.ahead`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ from methods.base import (
 )
 from methods.codec import FLOAT_DTYPES
 from methods.evicting import EvictingState
+from methods.prompt_evicting import PromptEvictingState
 
 
 @dataclass
@@ -87,6 +90,13 @@ class Fetcher:
     def device_bytes(self) -> int:
         """Bytes that stay on the device under every placement, buffers aside."""
         return 0
+
+    def fork(self, share: DeviceShare) -> Self:
+        """A fetcher of the same rows for a fork of its share, before any request."""
+        child = copy(self)
+        child.share = share
+        child.fetch = None
+        return child
 
     def request_first(self, count: int) -> None:
         """Request the first `count` slots of every head. Without a link they are read in place."""
@@ -203,6 +213,21 @@ class LayerCache:
         self.earlier: State | None = None
         self.last_query: Tensor | None = None
         self.index: IndexCall | None = None
+
+    def fork(self, share: DeviceShare) -> Self:
+        """A cache over the same slots for a fork of its share. `following` and `earlier` are set by
+        the session."""
+        child = copy(self)
+        child.share, child.batch = share, share.batch
+        child.state = None if self.state is None else share.state
+        child.fetcher = self.fetcher.fork(share)
+        return child
+
+    @property
+    def replaces_rows(self) -> bool:
+        """True if rows of decode steps take slots of the prompt's: the method evicts while it
+        decodes."""
+        return self.evicts and not isinstance(self.state, PromptEvictingState)
 
     @property
     def device_bytes(self) -> int:

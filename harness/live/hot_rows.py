@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import cache
+from typing import Self
 
 import numpy as np
 import torch
@@ -125,6 +126,12 @@ class HotFetcher(Fetcher):
         self.hot = HotRows(rooms, store.num_kv_heads, share.device)
         self.buffer = share.new_buffer(store, max(rooms))
         self.tokens = share.batch.tokens[:, None]
+
+    def fork(self, share: DeviceShare) -> Self:
+        child = super().fork(share)
+        child.hot = self.hot.fork(torch.arange(self.store.batch, device=share.device))
+        child.tokens = share.batch.tokens[:, None]
+        return child
 
     @property
     def device_bytes(self) -> int:

@@ -8,7 +8,8 @@ under every method and placement.
 
 from __future__ import annotations
 
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -134,6 +135,12 @@ class ResidualCache(LayerCache):
         if self.batch.is_padded:
             # Slots of a shorter sequence are read before they are written, and must be numbers.
             store.clear()
+
+    def fork(self, share: DeviceShare) -> Self:
+        child = super().fork(share)
+        child.keys, child.values = self.keys.clone(), self.values.clone()
+        child.rows = self.rows.clone()
+        return child
 
     @staticmethod
     def num_ring_rows(codec: SplitCodec) -> int:
@@ -279,6 +286,14 @@ class LocalCache:
         self.ring_rows = self.num_ring_rows(self.window, batch.tokens.shape[1])
         self.keys = self.values = torch.empty(0)
         self.tokens = batch.tokens.new_full((len(batch.tokens), self.ring_rows), EMPTY)
+
+    def fork(self, batch: TokenBatch) -> LocalCache:
+        """A copy for a fork of its batch."""
+        child = copy(self)
+        child.batch = batch
+        child.keys, child.values = self.keys.clone(), self.values.clone()
+        child.tokens = self.tokens.clone()
+        return child
 
     @staticmethod
     def num_ring_rows(window: Window, columns: int) -> int:

@@ -14,6 +14,8 @@ waits. Rows of the exempt layers, where the others read less, cross during the s
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
+from copy import copy
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.live import hot_rows, memory
 from harness.live.ahead import AheadPart
-from harness.live.cache import LayerCache
+from harness.live.cache import Fetcher, LayerCache
 from harness.live.links import Link, Links, LinkUse, leads_to_disk, link_of
 from harness.live.memory import PinnedSlab
 from harness.live.opening import Opening
@@ -68,7 +70,7 @@ class LiveSession:
     every token. reads: what the steps read on the device. bytes_needed: memory that was asked for;
     activations: the part of it that a pass takes.
     link_uses: how busy each link was, from the end of the prompt to that of the last step.
-    clock: when the prompt and each step ended.
+    clock: when the prompt and each step ended. is_fork: see `fork`.
     """
 
     def __init__(
@@ -123,19 +125,24 @@ class LiveSession:
         self.caches: list[LayerCache | LocalCache] = []
         self.stores: list[KVStore] = []
         self.parts: dict[LayerCache, AheadPart] = {}
-        self.reads = StepReads(
-            attached.geometry,
-            method.num_exempt_layers,
-            self.codec,
-            element_bytes=attached.dtype.itemsize,
-            device=attached.devices[0],
-            evicts=evicts(method),
-        )
+        self.reads = self._new_reads()
         self.clock = StepClock(attached.device)
         self.link_uses: list[LinkUse] = []
         self.model_cache = attached.new_cache()
         self.bytes_needed = memory.SessionBytes(0, 0)
         self.activations = 0
+        self.is_fork = False
+        self._prompt_rows: dict[KVStore, Tensor] = {}
+
+    def _new_reads(self) -> StepReads:
+        return StepReads(
+            self.attached.geometry,
+            self.method.num_exempt_layers,
+            self.codec,
+            element_bytes=self.attached.dtype.itemsize,
+            device=self.attached.devices[0],
+            evicts=evicts(self.method),
+        )
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
@@ -198,6 +205,59 @@ class LiveSession:
         for use in self.link_uses:
             use.mark()
         return logits
+
+    @torch.inference_mode()
+    def fork(self) -> LiveSession:
+        """A session that goes on from the end of this one's prompt, in the same slots. This one
+        decodes nothing itself.
+
+        Forks come one after another: close each before the next, which writes over its rows. The
+        method's state, windows and exact last tokens are copied; cached rows are not, but for those
+        of a method that evicts while it decodes, whose steps write over kept rows of the prompt.
+        All counts and times start anew. Raises ValueError under `placement=disk`, where no rows are
+        put back.
+        """
+        if self.steps:
+            raise RuntimeError("a session is forked before its first decode step")
+        if self.placement == "disk":
+            raise ValueError("placement=disk: a session is not forked there")
+        self._bring_back_prompt()
+        child = copy(self)
+        child.is_fork = True
+        child.shares = {device: share.fork() for device, share in self.shares.items()}
+        forked: dict[LayerCache, LayerCache] = {}
+        child.caches = []
+        for cache in self.caches:
+            if isinstance(cache, LocalCache):
+                child.caches.append(cache.fork(child.shares[cache.batch.real.device].batch))
+                continue
+            forked[cache] = cache.fork(child.shares[cache.share.device])
+            child.caches.append(forked[cache])
+        _chain([*forked.values()])
+        fetchers: dict[Fetcher, Fetcher] = {}
+        for cache, of_child in forked.items():
+            fetchers[cache.fetcher] = of_child.fetcher
+        child.parts = {forked[cache]: part.fork(fetchers) for cache, part in self.parts.items()}
+        child.model_cache = self.model_cache.fork(torch.arange(len(self.batch.prompts)))
+        child.reads = self._new_reads()
+        child.reads.slot_bytes = self.reads.slot_bytes
+        child.clock = StepClock(self.attached.device)
+        child.link_uses = [link.open_use() for link in self.links]
+        return child
+
+    def _bring_back_prompt(self) -> None:
+        """Write the prompt's rows over those of the last fork, where forks replace rows. The first
+        call keeps a copy of them."""
+        self.drain()
+        for cache in self.caches:
+            if not isinstance(cache, LayerCache) or not cache.replaces_rows:
+                continue
+            rows = cache.store.slots[:, :, : cache.slots_in_use()]
+            if cache.store in self._prompt_rows:
+                rows.copy_(self._prompt_rows[cache.store])
+            else:
+                memory.require_memory(rows.nbytes, rows.device, "a copy of the rows that are kept")
+                self._prompt_rows[cache.store] = rows.clone()
 
     def begin_turn(self, num_rows: int) -> None:
         """A further prompt of `num_rows` rows begins now, which decode steps append. The clock and
@@ -352,6 +412,12 @@ class LiveSession:
                 use.close()
             self.caches = []
             self.parts = {}
+            self._free()
+
+    def _free(self) -> None:
+        """Give memory and files back. Those of a fork are of the session that it comes from."""
+        if not self.is_fork:
+            self._prompt_rows = {}
             for store in self.stores:
                 store.free()
             for device, share in self.shares.items():
@@ -406,9 +472,7 @@ class LiveSession:
         self.caches = [opening.caches[layer] for layer in sorted(opening.caches)]
         fetching = [cache for cache in self.caches if isinstance(cache, LayerCache)]
         self.stores = [cache.store for cache in fetching]
-        for cache, following in zip(fetching, fetching[1:], strict=False):
-            cache.following = following
-            following.earlier = cache.state
+        _chain(fetching)
         for cache in fetching:
             if cache.policy.kind == "method":
                 self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
@@ -445,6 +509,13 @@ class LiveSession:
                 to_come += self.bytes_needed.managed
                 what += " and the managed cache"
             memory.require_memory(to_come, cache.store.device, what)
+
+
+def _chain(caches: Sequence[LayerCache]) -> None:
+    """Tell the layers that see every token, in their order, of one another."""
+    for cache, following in pairwise(caches):
+        cache.following = following
+        following.earlier = cache.state
 
 
 def workspace_tokens(real: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -77,6 +78,12 @@ class TokenBatch:
     def rows(self, steps: int) -> list[TokenCounts]:
         """As `BatchLengths.rows`."""
         return self.counts.rows(steps)
+
+    def fork(self) -> TokenBatch:
+        """A copy that goes on by itself."""
+        child = copy(self)
+        child.tokens = self.tokens.clone()
+        return child
 
     def advance(self) -> None:
         """End the step: its tokens are cached now."""
@@ -163,6 +170,21 @@ class DeviceShare:
         self.block_bytes = 0
         self.under_way: deque[Ticket] = deque(maxlen=LAYERS_UNDER_WAY)
 
+    def fork(self) -> DeviceShare:
+        """A copy that goes on by itself, in the same memory, but for the method's state. Its counts
+        start at zero."""
+        child = copy(self)
+        child.batch = self.batch.fork()
+        if self.state is not None:
+            every = torch.arange(len(self.batch.prompts), device=self.device)
+            child.state = self.state.fork(every, _num_slots(self.state))
+        child.free = list(self.free)
+        child.loaded, child.written = Traffic(), Traffic()
+        child.late, child.missed = Traffic(), Traffic()
+        child.block_bytes = 0
+        child.under_way = deque(maxlen=LAYERS_UNDER_WAY)
+        return child
+
     def wait_for_room(self) -> None:
         """Before another layer of the prompt is packed: wait until the rows of the layer
         `LAYERS_UNDER_WAY` before have left the device."""
@@ -173,3 +195,12 @@ class DeviceShare:
         """A buffer that lasts as long as the session."""
         self.buffers.append(store.new_buffer(num_rows))
         return self.buffers[-1]
+
+
+def _num_slots(state: State) -> int:
+    """Slots of the state's longest tensor, spare ones left out."""
+    most = 0
+    for name in state.slot_tensors:
+        for tensor in getattr(state, name).values():
+            most = max(most, tensor.shape[2] - state.spare_slots)
+    return most

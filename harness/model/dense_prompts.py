@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from harness.model.model_cache import ModelCache
 from methods.base import LayerInputs
+
+ALIGNMENT = 64
+"""A tensor in a file of prompts starts at a multiple of so many bytes, as torch's own allocations
+do, so that the same kernels run on it."""
 
 
 class LayerPrompt(NamedTuple):
@@ -28,15 +32,26 @@ class LayerPrompt(NamedTuple):
     index_keys: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """All but the inputs, which last no longer than the layer's turn."""
+        """All of its tensors, those of the inputs last."""
         found = [self.query, self.key, self.value]
-        return found if self.index_keys is None else [*found, self.index_keys]
+        if self.index_keys is not None:
+            found.append(self.index_keys)
+        if self.inputs is not None:
+            found.append(self.inputs.hidden)
+            found += self.inputs.position_embeddings or ()
+        return found
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> LayerPrompt:
-        """The layer of which these are the `tensors`."""
-        query, key, value, *index_keys = tensors
-        return cls(query, key, value, None, *index_keys)
+    def with_tensors(self, tensors: Sequence[Tensor]) -> LayerPrompt:
+        """This layer with others in the place of its `tensors`, in the same order."""
+        query, key, value, *others = tensors
+        index_keys, inputs = None, None
+        if self.index_keys is not None:
+            index_keys, *others = others
+        if self.inputs is not None:
+            hidden, *embeddings = others
+            pair = (embeddings[0], embeddings[1]) if embeddings else None
+            inputs = self.inputs._replace(hidden=hidden, position_embeddings=pair)
+        return LayerPrompt(query, key, value, inputs, index_keys)
 
 
 Keep = Callable[[int, LayerPrompt], None]
@@ -59,56 +74,87 @@ class PrefilledPrompt:
     model_cache: ModelCache
     worth: dict[str, dict[int, Tensor]] | None = None
 
-    def hand_to(self, keep: Keep) -> None:
-        """Give every layer to `keep`."""
+    def hand_to(self, keep: Keep, *, with_inputs: bool = False) -> None:
+        """Give every layer to `keep`. with_inputs: with its inputs, where they are there."""
         for layer, prompt in enumerate(self.layers):
-            keep(layer, prompt)
+            keep(layer, prompt if with_inputs else prompt._replace(inputs=None))
+
+
+RunPrompt = Callable[[Keep], tuple[Tensor, ModelCache]]
+"""Runs a prompt, whose layers it gives to `Keep`. Returns final hidden states of all columns
+[batch, prompt, hidden_size] and recurrent layers' states."""
+
+
+_Key = tuple[tuple[int, ...], bytes, bytes]
+"""A batch of prompts: its shape, its tokens, and which of them are real."""
 
 
 class DensePrompts:
     """Dense passes over prompts that several runs of a process share.
 
     They lie in files that are mapped into memory and deleted at once, so that the system keeps in
-    memory what it has room for, and nothing is left when the process ends.
+    memory what it has room for, and nothing is left when the process ends. A layer is written when
+    it has run, so that a pass holds one layer at a time.
 
-    most_bytes: of queries, keys and values that are kept. When they are full, prompts leave that
-    the last two runs did not ask for. A prompt for which there is still no room runs anew each
-    time: sweeps ask for their prompts in turns, so that any other would leave just before its next.
+    most_bytes: of tensors that are kept. When they are full, prompts leave that the last two runs
+    did not ask for. A prompt for which there is still no room runs anew each time: sweeps ask for
+    their prompts in turns, so that any other would leave just before its next.
     free: bytes of `most_bytes` that are left. run: number of the present run.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.free = most_bytes
         self.run = 0
-        self._kept: dict[tuple[Any, ...], _KeptPrompt] = {}
+        self._kept: dict[_Key, _KeptPrompt] = {}
 
     def get(
-        self, ids: Tensor, real: Tensor, run: Callable[[], tuple[PrefilledPrompt, Tensor]]
-    ) -> tuple[PrefilledPrompt, Tensor]:
+        self,
+        ids: Tensor,
+        real: Tensor,
+        num_bytes: int,
+        run: RunPrompt,
+        *,
+        needs_inputs: bool = False,
+    ) -> tuple[PrefilledPrompt, Tensor] | None:
         """The pass over left-padded prompts ids, real [batch, prompt], and final hidden states of
-        all their columns. run: makes both, where they are not kept."""
+        all their columns; None where there is no room for them.
+
+        num_bytes: about what their tensors take. run: runs them, where they are not kept.
+        needs_inputs: `run` gives the layers' inputs. A pass that was kept without them runs once
+        more and takes the place of the first.
+        """
         key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
-        if key not in self._kept:
-            prompt, hidden = run()
-            num_bytes = hidden.nbytes
-            for layer in prompt.layers:
-                num_bytes += sum(tensor.nbytes for tensor in layer.tensors())
-            if num_bytes > self.free:
-                self._drop_unused()
-            if num_bytes > self.free:
-                return prompt, hidden
-            self.free -= num_bytes
-            self._kept[key] = _mapped(prompt, hidden, num_bytes)
-        kept = self._kept[key]
+        before = self._kept.get(key)
+        if before is not None:
+            before.last_run = self.run
+            if before.has_inputs or not needs_inputs:
+                return before.prompt, before.hidden
+            self._drop(key)  # now, so that both do not take room at once
+        if num_bytes > self.free:
+            self._drop_unused()
+        if num_bytes > self.free:
+            if before is not None:
+                self._keep(key, before)
+            return None
+        kept = _run_into_file(ids, real, run, has_inputs=needs_inputs)
         kept.last_run = self.run
+        if before is not None:
+            kept.prompt.worth = before.prompt.worth
+        self._keep(key, kept)
         return kept.prompt, kept.hidden
+
+    def _keep(self, key: _Key, kept: _KeptPrompt) -> None:
+        self._kept[key] = kept
+        self.free -= kept.num_bytes
+
+    def _drop(self, key: _Key) -> None:
+        self.free += self._kept.pop(key).num_bytes
 
     def _drop_unused(self) -> None:
         """Forget the prompts that neither this run nor the one before has asked for."""
         for key, kept in list(self._kept.items()):
             if kept.last_run < self.run - 1:
-                self.free += kept.num_bytes
-                del self._kept[key]
+                self._drop(key)
 
 
 @dataclass
@@ -118,14 +164,86 @@ class _KeptPrompt:
     prompt: PrefilledPrompt
     hidden: Tensor
     num_bytes: int
+    has_inputs: bool
     last_run: int = 0
 
 
-def _mapped(prompt: PrefilledPrompt, hidden: Tensor, num_bytes: int) -> _KeptPrompt:
-    """The prompt, its tensors in a file without a name."""
-    with NamedTemporaryFile(suffix=".pt") as file:
-        torch.save([[layer.tensors() for layer in prompt.layers], hidden], file)
-        file.flush()
-        layers, hidden = torch.load(file.name, mmap=True, weights_only=True)
-    mapped = replace(prompt, layers=[*map(LayerPrompt.of, layers)], hidden=hidden[:, -1], worth={})
-    return _KeptPrompt(mapped, hidden, num_bytes)
+def _run_into_file(ids: Tensor, real: Tensor, run: RunPrompt, *, has_inputs: bool) -> _KeptPrompt:
+    """A prompt that runs now, its tensors in a file without a name."""
+    written: list[tuple[LayerPrompt, list[_Place]]] = []
+    with NamedTemporaryFile(suffix=".prompt") as named:
+        file = _TensorFile(named)
+
+        def keep(_: int, prompt: LayerPrompt) -> None:
+            places = file.write_layer(prompt)
+            emptied = prompt.with_tensors([torch.empty(0)] * len(places))
+            written.append((emptied, places))
+
+        hidden, model_cache = run(keep)
+        place_of_hidden = file.write(hidden)
+        mapped = file.mapped()
+    layers = []
+    for emptied, places in written:
+        layers.append(emptied.with_tensors([place.tensor(mapped) for place in places]))
+    hidden = place_of_hidden.tensor(mapped)
+    prompt = PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache, worth={})
+    return _KeptPrompt(prompt, hidden, file.num_bytes, has_inputs)
+
+
+class _TensorFile:
+    """Tensors that are written one after another into `file`, and mapped together at the end.
+
+    A tensor keeps the order of its elements in memory, since a product may sum in another order
+    where its factors lie otherwise. num_bytes: written so far.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.num_bytes = 0
+        self._embeddings: dict[int, tuple[Tensor, _Place]] = {}
+
+    def write(self, tensor: Tensor) -> _Place:
+        """Append a tensor."""
+        stride = torch.empty_like(tensor).stride()
+        dense = tensor if tensor.stride() == stride else tensor.clone()
+        in_memory = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+        padding = -self.num_bytes % ALIGNMENT
+        place = _Place(self.num_bytes + padding, tensor.dtype, tensor.shape, dense.stride())
+        self.file.write(bytes(padding))
+        self.file.write(in_memory.view(torch.uint8).numpy().data)
+        self.num_bytes = place.start + tensor.nbytes
+        return place
+
+    def write_layer(self, prompt: LayerPrompt) -> list[_Place]:
+        """Append the `tensors` of a layer. Position embeddings that layers share are written
+        once."""
+        shared = () if prompt.inputs is None else prompt.inputs.position_embeddings or ()
+        places = []
+        for tensor in prompt.tensors():
+            if not any(tensor is embedding for embedding in shared):
+                places.append(self.write(tensor))
+                continue
+            if id(tensor) not in self._embeddings:
+                self._embeddings[id(tensor)] = tensor, self.write(tensor)
+            places.append(self._embeddings[id(tensor)][1])
+        return places
+
+    def mapped(self) -> Tensor:
+        """All bytes that were written."""
+        self.file.flush()
+        return torch.from_file(self.file.name, shared=False, size=self.num_bytes, dtype=torch.uint8)
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in a file. start: its first byte, a multiple of `ALIGNMENT`."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self, mapped: Tensor) -> Tensor:
+        """The tensor in the bytes of the mapped file."""
+        num_bytes = self.shape.numel() * self.dtype.itemsize
+        flat = mapped[self.start : self.start + num_bytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)

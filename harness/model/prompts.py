@@ -100,6 +100,34 @@ def held_prompt(
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
+def shared_prompt(
+    attached: Attached, ids: Tensor, real: Tensor, *, needs_inputs: bool
+) -> tuple[PrefilledPrompt, Tensor] | None:
+    """As `held_prompt`, once for all runs that share it. None where runs share no prompts, or there
+    is no room for this one."""
+    if attached.prompts is None:
+        return None
+
+    def run(keep: Keep) -> tuple[Tensor, ModelCache]:
+        model_cache = attached.new_cache()
+        handler = PromptPass(attached, real, keep, needs_inputs=needs_inputs)
+        return attached.forward(ids, positions_of(real), handler, model_cache, real), model_cache
+
+    num_bytes = kept_bytes(attached, ids.numel(), with_inputs=needs_inputs)
+    return attached.prompts.get(ids, real, num_bytes, run, needs_inputs=needs_inputs)
+
+
+def kept_bytes(attached: Attached, num_tokens: int, *, with_inputs: bool = False) -> int:
+    """Bytes of all layers' queries, keys and values of so many tokens. with_inputs: of the inputs
+    of their modules, too."""
+    elements = 0
+    for layer in attached.layers:
+        elements += layer.num_heads * layer.head_dim + layer.num_kv_heads * layer.elements
+        if with_inputs:
+            elements += layer.call.hidden.shape[-1]
+    return num_tokens * elements * attached.dtype.itemsize
+
+
 class PassSizes(NamedTuple):
     """Elements of the tensors of one layer in a dense pass.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,14 @@ from harness.model.calls import Call
 from harness.model.dense_prompts import Keep, PrefilledPrompt
 from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_factor
-from harness.model.prompts import PromptPass, held_prompt, positions_of, prompt_bytes
+from harness.model.prompts import (
+    PromptPass,
+    held_prompt,
+    kept_bytes,
+    positions_of,
+    prompt_bytes,
+    shared_prompt,
+)
 from methods.base import Method, PromptRows, Repetition, RereadRows, State
 
 
@@ -41,25 +47,22 @@ def run_prompts(
     """Run left-padded prompts densely, or take a kept pass. Reread them if the method asks for it.
 
     ids, real: [batch, prompt]. keep: takes every layer, as they come or after the second reading,
-    with the layer's inputs where the method needs them. A pass that was kept has no inputs, so the
-    prompt then runs anew. Returns final hidden states of the dense pass [batch, prompt,
-    hidden_size].
+    with the layer's inputs where the method needs them. Returns final hidden states of the dense
+    pass [batch, prompt, hidden_size].
     """
-    if method.needs_inputs:
-        with_inputs = PromptPass(attached, real, keep, needs_inputs=True)
-        return attached.forward(ids, positions_of(real), with_inputs, model_cache, real)
+    needs_inputs = method.needs_inputs
     passes = planned(attached, method, ids, real) if method.rereads else []
-    if attached.prompts is not None:
-        run = partial(held_prompt, attached, ids, real, attached.new_cache())
-        prompt, hidden = attached.prompts.get(ids, real, run)
+    shared = shared_prompt(attached, ids, real, needs_inputs=needs_inputs)
+    if shared is not None:
+        prompt, hidden = shared
     elif method.rereads:
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:
-        handler = PromptPass(attached, real, keep)
+        handler = PromptPass(attached, real, keep, needs_inputs=needs_inputs)
         return attached.forward(ids, positions_of(real), handler, model_cache, real)
     if method.rereads:
         read_again(attached, method, states, prompt, passes)
-    prompt.hand_to(keep)
+    prompt.hand_to(keep, with_inputs=needs_inputs)
     return hidden
 
 
@@ -160,10 +163,7 @@ def _worth(
 
 def held_bytes(attached: Attached, num_tokens: int) -> int:
     """Bytes of all layers' queries, keys and values of so many tokens, and of a pass over them."""
-    elements = 0
-    for layer in attached.layers:
-        elements += layer.num_heads * layer.head_dim + layer.num_kv_heads * layer.elements
-    return num_tokens * elements * attached.dtype.itemsize + prompt_bytes(attached, num_tokens)
+    return kept_bytes(attached, num_tokens) + prompt_bytes(attached, num_tokens)
 
 
 def _require_positions(attached: Attached, method: Method, prompt: int, rows: int) -> None:

@@ -26,17 +26,24 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from harness.errors import UserError
+from harness.files import available_bytes
 from harness.model.attached import Attached
 from harness.model.generation import GenerationRule
+from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.model.sampling import Draft, write
 from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.settings.config import GREEDY, Sampling
 
-CACHE_TOKENS = 8192
-"""Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in
-fp16 on Llama-2-7B."""
+CACHE_TOKENS = 32_768
+"""Sequences times columns decoded at once, at most, so that a machine with more memory gets the
+same batches. Where they do not fit into memory there are fewer: `tokens_at_once`."""
+COPIES = 4
+"""Of the rows of a batch that memory is counted for: the prompts', their branches', the requests',
+and what a method's state holds."""
+MEMORY_SHARE = 0.5
+"""Of the memory that is free, which a batch may take."""
 PROMPT_TOKENS = 1024
 """Prompts times columns of one prefill, for scores: enough rows to keep the matrix products busy;
 more only pad."""
@@ -170,7 +177,8 @@ def share(requests: Sequence[Request]) -> list[SharedPrompt]:
 class PromptBatch:
     """A batch of prompts after their prefill, whose branches are decoded slice by slice.
 
-    root: the session of the prompts; its `reads` are those of the prefill.
+    root: the session of the prompts; its `reads` are those of the prefill. most_tokens: sequences
+    times columns of a slice.
     """
 
     def __init__(
@@ -179,8 +187,10 @@ class PromptBatch:
         requests: Sequence[Request],
         attached: Attached,
         setup: Setup,
+        most_tokens: int,
     ) -> None:
         self.requests = requests
+        self.most_tokens = most_tokens
         self.device = attached.device
         self.branches: list[tuple[int, Branch]] = []
         requests_of_prompt = []
@@ -203,7 +213,7 @@ class PromptBatch:
             own = sum(len(request.rows) > len(item[1].shared) for request in members)
             return max(1, own), self.num_columns + max(request.num_rows for request in members)
 
-        yield from batches(self.branches, size, CACHE_TOKENS)
+        yield from batches(self.branches, size, self.most_tokens)
 
     def decode_shared(
         self, branches: Sequence[tuple[int, Branch]], more_columns: int = 0
@@ -234,6 +244,20 @@ class PromptBatch:
     def tensor(self, values: list[int]) -> Tensor:
         """The values on the model's device."""
         return torch.tensor(values, device=self.device)
+
+
+def tokens_at_once(attached: Attached) -> int:
+    """Sequences times columns that are decoded at once: `CACHE_TOKENS`, or its half, quarter, ...
+    that fits into the free memory of every device, so that a few MiB more or less change nothing.
+
+    Counted are `COPIES` of the rows of all layers and a layer's dense pass.
+    """
+    token_bytes = COPIES * kept_bytes(attached, 1) + prompt_bytes(attached, 1)
+    free = min(available_bytes(device) for device in attached.devices)
+    most = CACHE_TOKENS
+    while most > 1 and most * token_bytes > MEMORY_SHARE * free:
+        most //= 2
+    return most
 
 
 def batches(
@@ -280,8 +304,9 @@ def score(
     """
     scores: dict[int, Score] = {}
     reads = ReadStats()
+    most_tokens = tokens_at_once(attached)
     for group in batches(share(requests), lambda prompt: (1, len(prompt.ids)), PROMPT_TOKENS):
-        batch = PromptBatch(group, requests, attached, setup)
+        batch = PromptBatch(group, requests, attached, setup, most_tokens)
         reads += batch.root.reads
         for branches in batch.slices():
             decoded = _decode_choices(batch, branches)
@@ -423,8 +448,9 @@ def generate(
         rows = max(requests[branch.requests[0]].num_rows for branch in prompt.branches)
         return len(prompt.branches), len(prompt.ids) + rows
 
-    for group in batches(share(requests), size, CACHE_TOKENS):
-        batch = PromptBatch(group, requests, attached, setup)
+    most_tokens = tokens_at_once(attached)
+    for group in batches(share(requests), size, most_tokens):
+        batch = PromptBatch(group, requests, attached, setup, most_tokens)
         reads += batch.root.reads
         for branches in batch.slices():
             answers = []

@@ -36,7 +36,6 @@ from harness.live.needs import Plan, sizes_of
 from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.dense_prompts import LayerPrompt
 from harness.model.load import LoadedModel
 from harness.model.policies import fitted
 from harness.model.resources import Memo
@@ -263,7 +262,7 @@ def _repeated(shared: SharedPrompt, batch: int, repeats: int) -> SharedPrompt:
     layers = []
     for layer in prompt.layers:
         of_batch = [tensor.expand(batch, *tensor.shape[1:]) for tensor in layer.tensors()]
-        layers.append(LayerPrompt.of(of_batch))
+        layers.append(layer.with_tensors(of_batch))
     repeated = replace(
         prompt,
         ids=prompt.ids.expand(batch, -1),

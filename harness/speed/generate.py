@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from harness.data.text import prompt_ids
 from harness.errors import UserError
+from harness.live.links import Links
 from harness.live.session import LiveSession, generate
 from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.generation import ENDLESS, GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.model.sampling import Draft
-from harness.replay.setup import prepare
+from harness.replay.setup import Setup, prepare
 from harness.results.columns import MISSING
 from harness.results.step_stats import StepStats, stats_of
 from harness.settings.config import NEW_TOKENS, RunConfig
@@ -128,9 +131,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             f"prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}: must be "
             f"at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
         )
-    settings = config.sampling.rule().settings
-    if loaded.random_ids is not None:  # no token ends a text
-        settings |= dict(ENDLESS)
+    continuation = new_draft(config, loaded, ids, max_new_tokens)
 
     def decode_rows() -> list[TokenCounts]:
         return [TokenCounts(cached, len(ids), total) for cached in range(len(ids), total - 1)]
@@ -144,30 +145,11 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 attached, link, platform.weights_on_device, pinned=platform.pinned
             ) as weights,
         ):
-            session = LiveSession(
-                attached,
-                setup.method,
-                max_new_tokens=max_new_tokens,
-                codec=setup.codec,
-                placement=config.placement,
-                link=link,
-                calibration=setup.calibration,
-                device_rows=config.device_rows,
-                prefetch=config.prefetch,
-                pinned=platform.pinned,
-            )
+            session = new_session(config, attached, setup, link, max_new_tokens)
             # Where ids stand for no words, the prompt is shown as its ids too.
             prompt = config.prompt if loaded.random_ids is None else loaded.random_ids.decode(ids)
             with closing(session):
                 write(prompt)
-                rule = GenerationRule(
-                    loaded.model,
-                    ids,
-                    tokenizer=loaded.tokenizer,
-                    max_new_tokens=max_new_tokens,
-                    **settings,
-                )
-                continuation = Draft(ids, rule, f"{config.seed}/0/0")
                 streamed = _stream(session, ids, continuation, loaded.reader, write, weights)
                 return Generated(
                     **vars(stats_of(session)),
@@ -195,6 +177,72 @@ def new_tokens_of(config: RunConfig, loaded: LoadedModel, num_prompt: int) -> in
     return min(of_model or NEW_TOKENS, loaded.max_length - num_prompt)
 
 
+def new_session(
+    config: RunConfig, attached: Attached, setup: Setup, link: Links | None, max_new_tokens: int
+) -> LiveSession:
+    """A session of the run's method and placement, before its prompt."""
+    return LiveSession(
+        attached,
+        setup.method,
+        max_new_tokens=max_new_tokens,
+        codec=setup.codec,
+        placement=config.placement,
+        link=link,
+        calibration=setup.calibration,
+        device_rows=config.device_rows,
+        prefetch=config.prefetch,
+        pinned=config.platform.pinned,
+    )
+
+
+def new_draft(
+    config: RunConfig, loaded: LoadedModel, ids: Sequence[int], max_new_tokens: int
+) -> Draft:
+    """A text to come after `ids`: as `config.sampling` says, and else as the model's generation
+    config does."""
+    settings = config.sampling.rule().settings
+    if loaded.random_ids is not None:  # no token ends a text
+        settings |= dict(ENDLESS)
+    rule = GenerationRule(
+        loaded.model,
+        ids,
+        tokenizer=loaded.tokenizer,
+        max_new_tokens=max_new_tokens,
+        **settings,
+    )
+    return Draft(ids, rule, f"{config.seed}/0/0")
+
+
+def write_text(
+    session: LiveSession,
+    logits: Tensor,
+    text: Draft,
+    before: Sequence[int],
+    tokenizer: Any,
+    write: Callable[[str], Any],
+) -> str:
+    """Decode a text to its end, and write it as it grows. Returns all of it.
+
+    logits: [1, vocab], for its first token. before: the tokens in front of it; the last one counts.
+    """
+    last = list(before[-1:])
+    spelled_before = str(tokenizer.decode(last))
+    shown = ""
+    for _ in generate(session, logits, [text]):
+        newest = text.tokens[-1]
+        is_end = newest in text.rule.ends
+        if is_end and not tokenizer.decode([newest], skip_special_tokens=True):
+            text.tokens.pop()  # a special token is no part of the text; a full stop is
+            break
+        # Decoded behind the prompt's last token, as some tokenizers drop the space at the beginning
+        # of a text; and without a character whose bytes are not all there yet.
+        so_far = str(tokenizer.decode([*last, *text.tokens])).removeprefix(spelled_before)
+        so_far = so_far.rstrip("\ufffd")
+        write(so_far.removeprefix(shown))
+        shown = so_far
+    return shown
+
+
 class _Streamed(NamedTuple):
     """A text that has been written. Fields as in `Generated`."""
 
@@ -213,23 +261,9 @@ def _stream(
 ) -> _Streamed:
     """Write the text as it grows."""
     prompt = torch.tensor([ids], device=session.attached.device)
-    last = list(ids[-1:])
-    before = str(tokenizer.decode(last))
-    shown = ""
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
     prompt_weight_bytes = 0 if weights is None else weights.num_bytes
-    for _ in generate(session, logits, [text]):
-        newest = text.tokens[-1]
-        is_end = newest in text.rule.ends
-        if is_end and not tokenizer.decode([newest], skip_special_tokens=True):
-            text.tokens.pop()  # a special token is no part of the text; a full stop is
-            break
-        # Decoded behind the prompt's last token, as some tokenizers drop the space at the beginning
-        # of a text; and without a character whose bytes are not all there yet.
-        so_far = str(tokenizer.decode([*last, *text.tokens])).removeprefix(before)
-        so_far = so_far.rstrip("\ufffd")
-        write(so_far.removeprefix(shown))
-        shown = so_far
+    shown = write_text(session, logits, text, ids, tokenizer, write)
     weight_bytes = 0 if weights is None else weights.num_bytes
     return _Streamed(
         text=shown,

@@ -1,0 +1,219 @@
+"""Questions to one context (`Model.ask`): the context runs once, its cache is reduced once, and
+each question goes on from there.
+
+    1. context     one dense pass, of which the method keeps what it will read
+    2. question    its tokens are decode rows on a fork of the session (`LiveSession.fork`), and so
+                   are those of its answer
+    3. the next    goes on from the context again, and sees nothing of the question before
+
+A question that the method is to know (`prefill=dense`) is a part of its prompt, as in
+`harness.speed.generate`: each question then runs the context and reduces the cache for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.data.text import prompt_ids
+from harness.errors import UserError, printable
+from harness.live.session import LiveSession
+from harness.live.weights import streamed_weights
+from harness.model.attach import attach
+from harness.model.load import LoadedModel
+from harness.replay.setup import prepare
+from harness.results.step_stats import stats_of
+from harness.settings.config import RunConfig
+from harness.speed.generate import new_draft, new_session, new_tokens_of, write_text
+from harness.speed.latency import compute_threads, two_memories
+from methods.base import TokenCounts
+
+LETTERS = 60
+"""Of a question that an error shows."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model says to one question.
+
+    answer: its text; num_tokens: of it. size: share of the full cache that a decode
+    step read, mean over the steps of question and answer; None without a step. ttft_s: seconds from
+    the question to the first token of its answer: of the question's rows, or of context and
+    question where it is known. decode_s: seconds of all later tokens; None of an answer of one.
+    kv_bytes: of cache, method and buffers, on the device and in host memory.
+    """
+
+    answer: str
+    num_tokens: int
+    size: float | None
+    ttft_s: float | None
+    decode_s: float | None
+    kv_bytes: int
+
+
+class _Question(NamedTuple):
+    """A question as tokens. ids: of context and question. num_prompt: first ones that run densely,
+    before the method reduces the cache."""
+
+    ids: tuple[int, ...]
+    num_prompt: int
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens that run densely."""
+        return self.ids[: self.num_prompt]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Tokens that are decode rows."""
+        return self.ids[self.num_prompt :]
+
+
+class _Group(NamedTuple):
+    """Questions that go on from one cache; room: for tokens behind its prompt."""
+
+    questions: list[_Question]
+    room: int
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens of the context, or of context and question."""
+        return self.questions[0].prompt
+
+
+def _encoded(context: str, question: str, tokenizer: Any, *, is_known: bool) -> _Question:
+    """A question's tokens, those of context and question as one text.
+
+    An unknown question begins with the first token that the context alone does not have, which may
+    begin with the context's last letters. Raises UserError where there is no token of either.
+    """
+    of_context = prompt_ids(context, tokenizer)
+    ids = prompt_ids(context + question, tokenizer)
+    if is_known and ids:
+        return _Question(tuple(ids), len(ids))
+    num_equal = 0
+    for own, whole in zip(of_context, ids, strict=False):
+        if own != whole:
+            break
+        num_equal += 1
+    if not num_equal:
+        raise UserError("context: makes no tokens that could be kept; give a longer text")
+    if num_equal == len(ids):
+        shown = printable(question[:LETTERS])
+        raise UserError(f"questions: {shown!r} makes no tokens; give a text")
+    return _Question(tuple(ids), num_equal)
+
+
+def ask_all(
+    config: RunConfig,
+    loaded: LoadedModel,
+    texts: Sequence[str],
+    *,
+    is_known: bool,
+    begin: Callable[[int], Any],
+    on_step: Callable[[], Any],
+) -> tuple[list[Answer], float]:
+    """Ask questions of the context `config.prompt`, each by itself. Returns the answers in their
+    order, and the seconds of the context's pass, 0 where questions are known.
+
+    The answers to unknown questions have the T of the longest: a method may keep a share of T.
+    begin: takes the number of steps at most, once; on_step: called after each. Raises UserError for
+    a model without a tokenizer, texts without tokens, and sequences beyond the model's limit.
+    """
+    assert config.prompt is not None, "the context"
+    if config.placement == "disk" and not is_known:
+        raise UserError(
+            "placement=disk: questions cannot go on from one cache there; allowed: host, device, "
+            "managed, or prefill='dense'"
+        )
+    questions = []
+    for text in texts:
+        questions.append(_encoded(config.prompt, text, loaded.reader, is_known=is_known))
+    longest = max(len(question.ids) for question in questions)
+    max_new_tokens = new_tokens_of(config, loaded, longest)
+    if max_new_tokens < 1 or longest + max_new_tokens > loaded.max_length:
+        raise UserError(
+            f"context and question of {longest} tokens and max_new_tokens={max_new_tokens}: must "
+            f"be at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
+        )
+    groups = _grouped(questions, max_new_tokens)
+    num_steps = 0
+    for group in groups:
+        num_steps += 1  # the prompt's pass
+        for question in group.questions:
+            num_steps += len(question.rows) + max_new_tokens
+    begin(num_steps)
+
+    def decode_rows() -> list[TokenCounts]:
+        counts = []
+        for group in groups:
+            final = len(group.prompt) + group.room
+            for question in group.questions:
+                last = len(question.ids) + max_new_tokens - 1
+                for cached in range(question.num_prompt, last):
+                    counts.append(TokenCounts(cached, question.num_prompt, final))
+        return counts
+
+    drafts = {}
+    for question in questions:
+        drafts[question] = new_draft(config, loaded, question.ids, max_new_tokens)
+    answers: dict[_Question, Answer] = {}
+    context_s = 0.0
+
+    def answer(session: LiveSession, logits: Tensor, question: _Question) -> None:
+        """Write the answer behind a question's last token, whose logits [1, vocab] are given."""
+        draft = drafts[question]
+        before = question.ids
+        text = write_text(session, logits, draft, before, loaded.reader, lambda _: on_step())
+        stats = stats_of(session)
+        answers[question] = Answer(
+            answer=text,
+            num_tokens=len(draft.tokens),
+            size=session.reads.size if session.steps else None,
+            ttft_s=stats.ttft_s,
+            decode_s=stats.decode_s,
+            kv_bytes=(stats.device_kv_bytes or 0) + (stats.host_kv_bytes or 0),
+        )
+
+    with attach(loaded.model) as attached, compute_threads(attached.device):
+        setup = prepare(config, loaded, attached, decode_rows)
+        platform = config.platform
+        with (
+            two_memories(config, attached) as (_, link),
+            streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned),
+        ):
+            for group in groups:
+                session = new_session(config, attached, setup, link, group.room)
+                with closing(session):
+                    ids = torch.tensor([group.prompt], device=attached.device)
+                    logits = session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
+                    on_step()
+                    if is_known:
+                        answer(session, logits, group.questions[0])
+                        continue
+                    context_s += session.clock.ttft_s
+                    for question in group.questions:
+                        with closing(session.fork()) as fork:
+                            fork.begin_turn(len(question.rows))
+                            for token in question.rows:
+                                logits = fork.decode_step(ids.new_tensor([token]))
+                                on_step()
+                            answer(fork, logits, question)
+    return [answers[question] for question in questions], context_s
+
+
+def _grouped(questions: Sequence[_Question], max_new_tokens: int) -> list[_Group]:
+    """The questions of each cache: those whose prompts are equal, each question once."""
+    by_prompt: dict[tuple[int, ...], list[_Question]] = {}
+    for question in dict.fromkeys(questions):
+        by_prompt.setdefault(question.prompt, []).append(question)
+    groups = []
+    for of_prompt in by_prompt.values():
+        longest = max(len(question.rows) for question in of_prompt)
+        groups.append(_Group(of_prompt, longest + max_new_tokens))
+    return groups
