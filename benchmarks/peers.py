@@ -406,7 +406,7 @@ def decode_full(bench: Bench) -> Iterator[Comparison]:
             for layer, states in enumerate(prompt.prompt.layers):
                 cache.update(states.key, states.value, layer)
             token = model.get_output_embeddings()(prompt.prompt.hidden).argmax(-1)
-            return decode(model, cache, prompt.prompt.ids, token, bench.sizes.warm_up, bench.sizes.steps)
+            return decode(model, cache, token, bench.sizes.warm_up, bench.sizes.steps)
 
         contestants = {OURS: partial(live_steps, bench, prompt, config), peer: theirs}
         times, tokens = paired(bench, "decode", case, contestants)
