@@ -24,11 +24,11 @@ PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq", "kvpress": "kvpress"}
 # In the peers' process, or in this one
 
 
-def decode(model: Any, cache: Any, ids: Any, token: Any, warm_up: int, steps: int) -> Timed:
+def decode(model: Any, cache: Any, token: Any, warm_up: int, steps: int) -> Timed:
     """Decode greedily on a transformers cache that holds a prompt.
 
-    ids: int [batch, prompt]; token: the first new one, int [batch]. The steps after `warm_up` are timed. The result is
-    the new tokens, a list for each sequence. A step is the forward pass that `generate` makes for every token.
+    token: the first new one, int [batch]. The steps after `warm_up` are timed. The result is the new tokens, a list for
+    each sequence. A step is the forward pass that `generate` makes for every token.
     """
     import torch
 
@@ -54,6 +54,7 @@ class Worker:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
         self.pipeline: Any = None
+        self.prompt: Any = None
 
     def version(self, peer: str) -> str | None:
         """The version of a peer's package; None if it is not installed."""
@@ -65,13 +66,19 @@ class Worker:
     def decode(self, backend: str, ids: list[list[int]], warm_up: int, steps: int) -> Timed:
         """Steps on a `QuantizedCache` of 4 bits; its prompt is not timed."""
         import torch
-        from transformers import QuantizedCache
+        from transformers import DynamicCache, QuantizedCache
 
+        if self.prompt is None or self.prompt[0] != ids:  # its dense pass serves all rounds and backends
+            dense = DynamicCache(config=self.model.config)
+            with torch.inference_mode():
+                logits = self.model(torch.tensor(ids), past_key_values=dense, logits_to_keep=1).logits
+            self.prompt = ids, dense, logits[:, -1].argmax(-1)
+        _, dense, token = self.prompt
         cache = QuantizedCache(backend, self.model.config, nbits=4)
-        prompt = torch.tensor(ids)
         with torch.inference_mode():
-            logits = self.model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        return decode(self.model, cache, prompt, logits[:, -1].argmax(-1), warm_up, steps)
+            for index, layer in enumerate(dense.layers):
+                cache.update(layer.keys, layer.values, index)
+        return decode(self.model, cache, token, warm_up, steps)
 
     def tokens(self, context: str, question: str) -> list[list[int]]:
         """The tokens of a context and of a question, as the pipeline makes them."""
