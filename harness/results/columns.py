@@ -430,10 +430,6 @@ IDENTITY = {
 of its task."""
 
 ONCE = {
-    "accuracy": (*IDENTITY["accuracy"], "metric", "run_id"),
-    "latency": (*IDENTITY["latency"], "run_id"),
-    "capacity": (*IDENTITY["capacity"], "batch_size", "run_id"),
-    "analysis": (*IDENTITY["analysis"], "layer", "x", "run_id"),
     "board": (*IDENTITY["board"], "settings", "size", "exempt_choice"),
     "evidence_texts": (*IDENTITY["evidence_texts"], "window"),
     "evidence_answers": (*IDENTITY["evidence_answers"], "context_id"),
@@ -713,8 +709,7 @@ def _check_once(key: Sequence[str], rows: Iterable[TableRow]) -> None:
     for row in rows:
         identity = tuple(row.get(name) for name in key)
         if key and identity in found:
-            shown = row.get("label") or row.get("series")  # a line of an analysis is a series
-            raise ValueError(f"two rows of {shown} on {row['model']} are the same")
+            raise ValueError(f"two rows of {row['label']} on {row['model']} are the same")
         found.add(identity)
 
 
