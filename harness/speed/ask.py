@@ -26,6 +26,7 @@ from harness.live.session import LiveSession
 from harness.live.weights import streamed_weights
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.model.sampling import Draft
 from harness.replay.setup import prepare
 from harness.results.step_stats import stats_of
 from harness.settings.config import RunConfig
@@ -159,9 +160,7 @@ def ask_all(
                     counts.append(TokenCounts(cached, question.num_prompt, final))
         return counts
 
-    drafts = {}
-    for question in questions:
-        drafts[question] = new_draft(config, loaded, question.ids, max_new_tokens)
+    drafts: dict[_Question, Draft] = {}
     answers: dict[_Question, Answer] = {}
     context_s = 0.0
 
@@ -187,6 +186,8 @@ def ask_all(
             two_memories(config, attached) as (_, link),
             streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned),
         ):
+            for question in questions:
+                drafts[question] = new_draft(config, loaded, question.ids, max_new_tokens)
             for group in groups:
                 session = new_session(config, attached, setup, link, group.room)
                 with closing(session):

@@ -131,7 +131,6 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             f"prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}: must be "
             f"at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
         )
-    continuation = new_draft(config, loaded, ids, max_new_tokens)
 
     def decode_rows() -> list[TokenCounts]:
         return [TokenCounts(cached, len(ids), total) for cached in range(len(ids), total - 1)]
@@ -150,6 +149,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             prompt = config.prompt if loaded.random_ids is None else loaded.random_ids.decode(ids)
             with closing(session):
                 write(prompt)
+                continuation = new_draft(config, loaded, ids, max_new_tokens)
                 streamed = _stream(session, ids, continuation, loaded.reader, write, weights)
                 return Generated(
                     **vars(stats_of(session)),
