@@ -284,10 +284,8 @@ class WorthState(EvictingState):
             victims.append((worth - hidden).add_(safe[:, :, row]).argmin(-1, keepdim=True))
             hidden.scatter_add_(-1, victims[-1], loss[:, :, row])
         victim = torch.cat(victims, -1)
-        tokens = tokens.masked_fill(hidden == -INF, EMPTY)
         if used is not None:
             victim = used.gather(-1, victim)
-            worth_of_slots.scatter_(-1, used, worth)
         # The row after which each slot's token leaves. One more slot takes the victims of rows that
         # evict nothing.
         order = torch.arange(num_rows, dtype=torch.int32, device=held.device)
@@ -297,10 +295,10 @@ class WorthState(EvictingState):
         mask = (held.unsqueeze(2) < rows.positions[:, None, :, None]) & (
             leaves_after[..., None, :slots] >= order[:, None]
         )
-        if used is None:
-            held.copy_(tokens)
-        else:
+        tokens.masked_fill_(hidden == -INF, EMPTY)
+        if used is not None:  # what was gathered goes back
             held.scatter_(-1, used, tokens)
+            worth_of_slots.scatter_(-1, used, worth)
         return mask
 
     def _scan_by_kernels(

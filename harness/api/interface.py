@@ -121,6 +121,11 @@ def _refuse_given(settings: Mapping[str, Any], names: Iterable[str], why: str) -
             raise UserError(f"{name}={settings[name]!r}: {why}; leave it out")
 
 
+def _of_model(settings: Mapping[str, Any]) -> list[str]:
+    """The names among the settings that are of the model."""
+    return [name for name in settings if name.partition(".")[0] == "model"]
+
+
 def _with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """A function's own settings, but None, and those it was given; UserError where both name
     one."""
@@ -167,8 +172,7 @@ class Model:
     def __init__(self, resources: Resources, settings: Mapping[str, Any]) -> None:
         _refuse_given(settings, OF_A_CALL, "each measurement is given it")
         if resources.loaded is not None:
-            models = [name for name in settings if name.partition(".")[0] == "model"]
-            _refuse_given(settings, models, "the model is the one in memory")
+            _refuse_given(settings, _of_model(settings), "the model is the one in memory")
         self.resources = resources
         self.settings = dict(settings)
 
@@ -184,8 +188,8 @@ class Model:
                 f"size={size!r}: must be a share of the full cache such as 0.16 or 16%, or "
                 "nearest:0.16"
             )
-        models = [name for name in settings if name.partition(".")[0] == "model"]
-        _refuse_given(settings, models, "the model is loaded; harness.load takes it")
+        why = "the model is loaded; harness.load takes it"
+        _refuse_given(settings, _of_model(settings), why)
         given = self.settings | settings | {"size": size}
         _refuse_given(given, OF_A_COMMAND, "is for the command line alone")
         words = [override(name, value) for name, value in given.items() if value is not None]

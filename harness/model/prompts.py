@@ -80,6 +80,22 @@ def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt
     return held_prompt(attached, ids, real, attached.new_cache())[0]
 
 
+def dense_pass(
+    attached: Attached,
+    ids: Tensor,
+    real: Tensor,
+    model_cache: ModelCache,
+    keep: Keep,
+    *,
+    needs_inputs: bool = False,
+) -> Tensor:
+    """Run left-padded prompts, ids and real [batch, prompt]. `keep` takes each layer as it comes.
+    Returns final hidden states [batch, prompt, hidden_size]. needs_inputs: with the layers'
+    inputs."""
+    handler = PromptPass(attached, real, keep, needs_inputs=needs_inputs)
+    return attached.forward(ids, positions_of(real), handler, model_cache, real)
+
+
 def held_prompt(
     attached: Attached, ids: Tensor, real: Tensor, model_cache: ModelCache
 ) -> tuple[PrefilledPrompt, Tensor]:
@@ -95,8 +111,7 @@ def held_prompt(
         query, key, value = alone(prompt.query), alone(prompt.key), alone(prompt.value)
         layers.append(LayerPrompt(query, key, value, index_keys=prompt.index_keys))
 
-    handler = PromptPass(attached, real, keep)
-    hidden = attached.forward(ids, positions_of(real), handler, model_cache, real)
+    hidden = dense_pass(attached, ids, real, model_cache, keep)
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
@@ -110,8 +125,8 @@ def shared_prompt(
 
     def run(keep: Keep) -> tuple[Tensor, ModelCache]:
         model_cache = attached.new_cache()
-        handler = PromptPass(attached, real, keep, needs_inputs=needs_inputs)
-        return attached.forward(ids, positions_of(real), handler, model_cache, real), model_cache
+        hidden = dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
+        return hidden, model_cache
 
     num_bytes = kept_bytes(attached, ids.numel(), with_inputs=needs_inputs)
     return attached.prompts.get(ids, real, num_bytes, run, needs_inputs=needs_inputs)

@@ -24,10 +24,9 @@ from harness.model.dense_prompts import Keep, PrefilledPrompt
 from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_factor
 from harness.model.prompts import (
-    PromptPass,
+    dense_pass,
     held_prompt,
     kept_bytes,
-    positions_of,
     prompt_bytes,
     shared_prompt,
 )
@@ -58,8 +57,7 @@ def run_prompts(
     elif method.rereads:
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:
-        handler = PromptPass(attached, real, keep, needs_inputs=needs_inputs)
-        return attached.forward(ids, positions_of(real), handler, model_cache, real)
+        return dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
     if method.rereads:
         read_again(attached, method, states, prompt, passes)
     prompt.hand_to(keep, with_inputs=needs_inputs)

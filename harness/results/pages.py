@@ -212,14 +212,9 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     shared = {key: _shared_settings(of_column) for key, of_column in by_key.items()}
     beside = (columns.UNMET_SIZE, *columns.OF_SOME_RUNS, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
     sizes = [columns.SIZE, *columns.with_values(beside, rows)]
+    ordered = sorted(_lines(rows, shared), key=_order_of_line)
     lines = []
-    hidden: dict[str, None] = {}
-    for line in sorted(_lines(rows, shared), key=_order_of_line):
-        of_line = pairs_of_settings(line.settings)
-        for row in line.rows.values():
-            for pair in pairs_of_settings(row.get("settings")):
-                if pair not in of_line:
-                    hidden[pair] = None
+    for line in ordered:
         shown = [line.label, line.settings or columns.MISSING]
         for column in sizes:
             known = columns.having(line.rows.values(), column.name)
@@ -229,7 +224,7 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         lines.append(shown)
     header = [*columns.headings((columns.LABEL, columns.SETTINGS, *sizes)), *of_key.values()]
     scores = [heading for (_, metric), heading in of_key.items() if _is_among(SCORES, metric)]
-    return Sheet(title, header, lines, scores=scores, notes=_note_on_settings(hidden))
+    return Sheet(title, header, lines, scores=scores, notes=_note_on_settings(_left_out(ordered)))
 
 
 def _key(row: TableRow) -> Key:
@@ -254,6 +249,17 @@ def _lines(rows: Sequence[TableRow], shared: Mapping[Key, Sequence[str]]) -> lis
         else:
             lines.append(line)
     return lines
+
+
+def _left_out(lines: Iterable[_Line]) -> list[str]:
+    """Settings of rows that their lines do not show, each once."""
+    found: dict[str, None] = {}
+    for line in lines:
+        shown = pairs_of_settings(line.settings)
+        for row in line.rows.values():
+            hidden = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shown]
+            found |= dict.fromkeys(hidden)
+    return list(found)
 
 
 def _run_of(row: TableRow) -> tuple[str, ...]:

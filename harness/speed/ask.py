@@ -30,7 +30,13 @@ from harness.model.sampling import Draft
 from harness.replay.setup import prepare
 from harness.results.step_stats import stats_of
 from harness.settings.config import RunConfig
-from harness.speed.generate import new_draft, new_session, new_tokens_of, write_text
+from harness.speed.generate import (
+    new_draft,
+    new_session,
+    new_tokens_of,
+    require_length,
+    write_text,
+)
 from harness.speed.latency import compute_threads, two_memories
 from methods.base import TokenCounts
 
@@ -87,13 +93,15 @@ class _Group(NamedTuple):
         return self.questions[0].prompt
 
 
-def _encoded(context: str, question: str, tokenizer: Any, *, is_known: bool) -> _Question:
-    """A question's tokens, those of context and question as one text.
+def _encoded(
+    context: str, of_context: Sequence[int], question: str, tokenizer: Any, *, is_known: bool
+) -> _Question:
+    """A question's tokens, those of context and question as one text. of_context: of the context
+    alone.
 
     An unknown question begins with the first token that the context alone does not have, which may
     begin with the context's last letters. Raises UserError where there is no token of either.
     """
-    of_context = prompt_ids(context, tokenizer)
     ids = prompt_ids(context + question, tokenizer)
     if is_known and ids:
         return _Question(tuple(ids), len(ids))
@@ -132,16 +140,14 @@ def ask_all(
             "placement=disk: questions cannot go on from one cache there; allowed: host, device, "
             "managed, or prefill='dense'"
         )
+    context, reader = config.prompt, loaded.reader
+    of_context = prompt_ids(context, reader)
     questions = []
     for text in texts:
-        questions.append(_encoded(config.prompt, text, loaded.reader, is_known=is_known))
+        questions.append(_encoded(context, of_context, text, reader, is_known=is_known))
     longest = max(len(question.ids) for question in questions)
     max_new_tokens = new_tokens_of(config, loaded, longest)
-    if max_new_tokens < 1 or longest + max_new_tokens > loaded.max_length:
-        raise UserError(
-            f"context and question of {longest} tokens and max_new_tokens={max_new_tokens}: must "
-            f"be at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
-        )
+    require_length("context and question", longest, max_new_tokens, loaded)
     groups = _grouped(questions, max_new_tokens)
     num_steps = 0
     for group in groups:
@@ -168,7 +174,7 @@ def ask_all(
         """Write the answer behind a question's last token, whose logits [1, vocab] are given."""
         draft = drafts[question]
         before = question.ids
-        text = write_text(session, logits, draft, before, loaded.reader, lambda _: on_step())
+        text = write_text(session, logits, draft, before, reader, lambda _: on_step())
         stats = stats_of(session)
         answers[question] = Answer(
             answer=text,

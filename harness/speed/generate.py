@@ -126,11 +126,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
     ids = prompt_ids(config.prompt, loaded.reader)
     max_new_tokens = new_tokens_of(config, loaded, len(ids))
     total = len(ids) + max_new_tokens
-    if not ids or max_new_tokens < 1 or total > loaded.max_length:
-        raise UserError(
-            f"prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}: must be "
-            f"at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
-        )
+    require_length("prompt", len(ids), max_new_tokens, loaded)
 
     def decode_rows() -> list[TokenCounts]:
         return [TokenCounts(cached, len(ids), total) for cached in range(len(ids), total - 1)]
@@ -175,6 +171,17 @@ def new_tokens_of(config: RunConfig, loaded: LoadedModel, num_prompt: int) -> in
         return config.max_new_tokens
     of_model = Settings(loaded.model, {}).num_new_tokens(num_prompt)
     return min(of_model or NEW_TOKENS, loaded.max_length - num_prompt)
+
+
+def require_length(what: str, num_tokens: int, max_new_tokens: int, loaded: LoadedModel) -> None:
+    """Raise UserError where there are no tokens or no new ones, or more than the model takes. what:
+    the text of `num_tokens`, in words."""
+    total = num_tokens + max_new_tokens
+    if num_tokens < 1 or max_new_tokens < 1 or total > loaded.max_length:
+        raise UserError(
+            f"{what} of {num_tokens} tokens and max_new_tokens={max_new_tokens}: must be "
+            f"at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
+        )
 
 
 def new_session(
