@@ -273,17 +273,23 @@ class WorthState(EvictingState):
             tokens.unsqueeze(2) <= (positions - recent)[:, None, :, None]
         )  # inf for a recent token
         hidden = mask_bias(tokens != EMPTY)
-        victims = []
-        for row in range(num_rows):
-            probs = softmax.weights(scores[:, :, :, row : row + 1] + hidden[:, :, None, None])[
-                :, :, :, 0
-            ]
-            self.observe(
-                worth, probs * rows.real[:, None, row, None, None] if rows.padded else probs
-            )
-            victims.append((worth - hidden).add_(safe[:, :, row]).argmin(-1, keepdim=True))
-            hidden.scatter_add_(-1, victims[-1], loss[:, :, row])
-        victim = torch.cat(victims, -1)
+        victims = torch.empty((num_rows, *held.shape[:2], 1), dtype=torch.int64, device=held.device)
+        visible_scores = scores.new_empty((*scores.shape[:3], 1, scores.shape[-1]))
+        standing = torch.empty_like(worth)
+        is_real = rows.real.float().unbind(1)
+        hidden_of_head = hidden[:, :, None, None]
+        # Parts of all rows at once: an index in the loop takes as long as an operation.
+        of_rows = scores.split(1, 3), safe.unbind(2), loss.unbind(2), victims.unbind(), is_real
+        for score, is_safe, lost, victim, real in zip(*of_rows, strict=True):
+            torch.add(score, hidden_of_head, out=visible_scores)
+            probs = softmax.weights(visible_scores).squeeze(3)
+            if rows.padded:
+                probs = probs * real[:, None, None, None]
+            self.observe(worth, probs)
+            torch.sub(worth, hidden, out=standing).add_(is_safe)
+            torch.argmin(standing, -1, keepdim=True, out=victim)
+            hidden.scatter_add_(-1, victim, lost)
+        victim = victims.movedim(0, -2).squeeze(-1)
         if used is not None:
             victim = used.gather(-1, victim)
         # The row after which each slot's token leaves. One more slot takes the victims of rows that

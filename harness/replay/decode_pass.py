@@ -509,7 +509,7 @@ class _Block:
             scores = torch.where(coded, scores, exact_scores)
         # Without padding all earlier columns are visible.
         first = 0 if self.decode.is_padded else self.first_own
-        scores[..., first:].masked_fill_(self._hidden(first)[:, None, None], float("-inf"))
+        hide(scores[..., first:], ~self._hidden(first)[:, None, None])
         if exact is not None:
             self._own(scores).copy_(self._own_scores(exact[0]))
         self._scores = scores
