@@ -1,5 +1,5 @@
 # Every target makes .venv and installs the locked packages by itself: once, and again when a lock changes.
-#   make accuracy MODEL=llama2-7b DATA=hub      the paper's grid for one model
+#   make accuracy MODEL=llama2-7b DATA=hub      the paper's settings for one model
 #   make accuracy ARGS="results_dir=/tmp/r"     further settings, passed on as they are
 #   make speedup PLATFORM=cuda MODEL=opt-13b WEIGHTS=random      the paper's shapes on a GPU
 #   make paper DATA_ROOT=DIR                    all figures and tables on the default model, in under 75 minutes
@@ -8,7 +8,7 @@
 #   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub ARGS="cluster=slurm cluster.jobs=8"
 # As two processes of one machine, which is for accuracy only, as timed cells want it to themselves:
 #   OMP_NUM_THREADS=1 .venv/bin/python run.py -m hydra/launcher=joblib hydra.launcher.n_jobs=2 \
-#     grid=accuracy grid.share=1/2,2/2
+#     experiment=accuracy sweep.share=1/2,2/2
 #   make leaderboard METHOD=./my_method.py      a method of one's own beside the shipped ones; CODEC=./my_codec.py a codec
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
@@ -34,17 +34,14 @@ WEIGHTS ?= pretrained
 ARGS ?=
 DATA_ROOT ?=
 RESULTS ?= outputs
-NAME ?=
-TO ?= .
-A ?=
-B ?=
-GRID = $(if $(filter offline,$(DATA)),accuracy,accuracy-paper)
-SPEED_GRID = $(if $(filter cpu,$(PLATFORM)),speedup,speedup-paper)
+E ?=
+ACCURACY = $(if $(filter offline,$(DATA)),accuracy,accuracy-paper)
+SPEEDUP = $(if $(filter cpu,$(PLATFORM)),speedup,speedup-paper)
 
-# The small grid's accuracy cells stay with the offline data: DATA_ROOT is for what needs more.
+# The small model's accuracy runs stay with the offline data: DATA_ROOT is for what needs more.
 SMALL := $(filter smollm2-135m,$(MODEL))
-LOCAL_DATA = $(if $(SMALL),,data=local data.root=$(DATA_ROOT)) grid.data_root=$(DATA_ROOT)
-OTHER_DATA = $(if $(filter hub,$(DATA)),data=hub data.root=null grid.data_root=hub,data=$(DATA))
+LOCAL_DATA = $(if $(SMALL),,data=local data.root=$(DATA_ROOT)) sweep.data_root=$(DATA_ROOT)
+OTHER_DATA = $(if $(filter hub,$(DATA)),data=hub data.root=null sweep.data_root=hub,data=$(DATA))
 PAPER_DATA = $(if $(DATA_ROOT),$(LOCAL_DATA),$(OTHER_DATA))
 UNFINISHED := 75
 
@@ -58,7 +55,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test wheel-check accuracy speedup disk capacity leaderboard turns long evidence across paper method calibrate modelled plots report status export compare clean
+.PHONY: help setup mlflow lint test wheel-check accuracy speedup run leaderboard evidence across paper plots report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,45 +78,36 @@ test: $(STAMP)  ## run the tests
 wheel-check: $(STAMP)  ## install the wheel into a fresh environment, run README's lines there, in two minutes
 	$(PY) -m tests.installed
 
-accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, PLATFORM=, ARGS=)
-	$(PY) run.py grid=$(GRID) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) $(ARGS)
+accuracy: $(STAMP)  ## the accuracy half, its tables and figures (MODEL=, DATA=, PLATFORM=, ARGS=)
+	$(PY) run.py experiment=$(ACCURACY) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) $(ARGS)
 
-speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
-	$(PY) run.py grid=$(SPEED_GRID) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
+speedup: $(STAMP)  ## the speed half, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
+	$(PY) run.py experiment=$(SPEEDUP) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
 
-disk: $(STAMP)  ## the cache on a local disk, measured: tables/disk.md and its figure (MODEL=, RESULTS=, ARGS=)
-	$(PY) run.py grid=disk model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
-
-capacity: $(STAMP)  ## how many sequences fit, and tokens/s there: three modelled machines, an emulated device (RESULTS=, ARGS=)
-	$(PY) run.py grid=capacity results_dir=$(RESULTS) $(ARGS)
+run: $(STAMP)  ## any experiment of conf/experiment, all of its runs (E=disk, MODEL=, RESULTS=, ARGS=)
+	$(PY) run.py experiment=$(E) model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
 
 # A method or codec of one's own alone, which stands beside the rows that are there; the full cache's answers go with it.
 OWN = $(if $(METHOD)$(CODEC),method=$(or $(METHOD),full) $(if $(CODEC),codec=$(CODEC)))
 
 leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: leaderboard.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
-	@code=0; $(if $(OWN),$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
-	$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
-	$(if $(OWN),$(PY) run.py grid=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
-	$(PY) run.py grid=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
+	@code=0; $(if $(OWN),$(PY) run.py experiment=leaderboard model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
+	$(PY) run.py experiment=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
+	$(if $(OWN),$(PY) run.py experiment=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
+	$(PY) run.py experiment=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
 	$(PY) -m harness.report --results-dir $(RESULTS); \
 	exit $$code
 
-turns: $(STAMP)  ## several questions to one cache, known to the method or not: tables/turns.md (MODEL=, RESULTS=, ARGS=)
-	$(PY) run.py grid=turns model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
-
-long: $(STAMP)  ## contexts of 4,096 and 8,192 tokens, 1.5 hours: tables/long.md (MODEL=qwen2.5-coder-0.5b, RESULTS=, ARGS=)
-	$(PY) run.py grid=long model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
-
 evidence: $(STAMP)  ## every method on three texts and two tasks, hours a model: tables/evidence.md (MODEL=, DATA_ROOT=, RESULTS=, ARGS=)
-	$(PY) run.py grid=evidence model=$(MODEL) results_dir=$(RESULTS) $(if $(DATA_ROOT),grid.data_root=$(DATA_ROOT)) $(ARGS)
+	$(PY) run.py experiment=evidence model=$(MODEL) results_dir=$(RESULTS) $(if $(DATA_ROOT),sweep.data_root=$(DATA_ROOT)) $(ARGS)
 
-across: $(STAMP)  ## one table over the models of grid=evidence: across.md, its figure, the report (RESULTS=)
+across: $(STAMP)  ## one table over the models of experiment=evidence: across.md, its figure, the report (RESULTS=)
 	$(PY) -m harness.results.across "$(RESULTS)" $(ARGS)
 	$(PY) -m plots --results-dir "$(RESULTS)"
 	$(PY) -m harness.report --results-dir "$(RESULTS)"
 
 paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)
-	@code=0; $(PY) run.py grid=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \
+	@code=0; $(PY) run.py experiment=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \
 		results_dir=$(RESULTS) $(ARGS) || code=$$?; \
 	[ $$code = 0 ] || [ $$code = $(UNFINISHED) ] || exit $$code; \
 	$(PY) -m harness.paper.costmodel --write --results-dir $(RESULTS); \
@@ -127,30 +115,11 @@ paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= o
 	$(PY) -m harness.report --results-dir $(RESULTS); \
 	exit $$code
 
-method: $(STAMP)  ## a file for a method of your own, which works as it is (NAME=my_method)
-	@$(PY) -m harness.run.new_method $(NAME)
-
-calibrate: $(STAMP)  ## compare the cost model with every published latency, speedup and throughput
-	$(PY) -m harness.paper.costmodel --calibrate
-
-modelled: $(STAMP)  ## the cost model's table and all figures, for the paper's machine (RESULTS=)
-	$(PY) -m harness.paper.costmodel --write --results-dir "$(RESULTS)" $(ARGS)
-	$(PY) -m plots --results-dir "$(RESULTS)" $(ARGS)
-
 plots: $(STAMP)  ## draw all figures again from the tables of a results folder (RESULTS=)
 	$(PY) -m plots --results-dir "$(RESULTS)" $(ARGS)
 
 report: $(STAMP)  ## report.html, one file with all tables and figures there are (RESULTS= a folder or an archive, ARGS=)
 	$(PY) -m harness.report --results-dir "$(RESULTS)" $(ARGS)
-
-status: $(STAMP)  ## what is done, running, failed and interrupted (RESULTS=); of a grid also missing (ARGS="grid=paper")
-	@$(PY) run.py status=true "results_dir='$(RESULTS)'" $(ARGS)
-
-export: $(STAMP)  ## the results as one archive to share, outputs.zip (RESULTS=, TO= a folder or FILE.zip)
-	@$(PY) run.py "export='$(TO)'" "results_dir='$(RESULTS)'"
-
-compare: $(STAMP)  ## which numbers moved between two results, folders or archives (A=, B=, ARGS="--csv FILE")
-	@$(PY) -m harness.results.compare "$(A)" "$(B)" $(ARGS)
 
 clean:  ## remove caches and build leftovers (.venv and results stay)
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -2,7 +2,7 @@
 
     python run.py method=infinigen model=llama2-7b
     python run.py -m method=full,h2o,int4,infinigen
-    python run.py grid=accuracy
+    python run.py experiment=accuracy
 
 `harness.run.cli.main` does the work; `harness.__main__` prepares for signals around it.
 """

@@ -37,11 +37,11 @@ class UserError(ValueError):
 
 
 class UnfinishedError(UserError):
-    """A grid's time is spent. Nothing is wrong, and the same command goes on."""
+    """A sweep's time is spent. Nothing is wrong, and the same command goes on."""
 
 
 class BugError(RuntimeError):
-    """A bug that a child process or a grid cell reported."""
+    """A bug that a child process or a run of a sweep reported."""
 
 
 class Terminated(KeyboardInterrupt):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -96,11 +97,15 @@ def reading(monkeypatch: pytest.MonkeyPatch, folder: Path, loaded: LoadedModel) 
     return [f"corpus.path={file}", f"calibration.path={file}", "calibration.num_tokens=80"]
 
 
-def own_grids(monkeypatch: pytest.MonkeyPatch, conf: Path) -> Callable[[str, str], object]:
-    """Put a copy in place of `conf/`; what is returned adds a grid to it, by name and text."""
+def own_experiments(monkeypatch: pytest.MonkeyPatch, conf: Path) -> Callable[[str, str], object]:
+    """Put a copy in place of `conf/`; what is returned adds an experiment to it, by name and the text of its sweep."""
     shutil.copytree(CONF_DIR, conf)
     monkeypatch.setattr("harness.settings.schema.CONF_DIR", conf)
-    return lambda name, text: (conf / "grid" / f"{name}.yaml").write_text(text)
+
+    def add(name: str, text: str) -> None:
+        (conf / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\nsweep:\n{indent(text, '  ')}\n")
+
+    return add
 
 
 def start(overrides: Sequence[str], resources: Resources | None = None) -> Path:

@@ -64,7 +64,7 @@ def plain_estimate(
 
 
 def layout(places_of_models: Sequence[int], num_texts: int = 3) -> tuple[list[str], list[str], list[int]]:
-    """Models, texts and places: with fewer places every second of the others', as grid=evidence lays them."""
+    """Models, texts and places: with fewer places every second of the others', as experiment=evidence lays them."""
     found = []
     most = max(places_of_models)
     for (number, count), text in itertools.product(enumerate(places_of_models), range(num_texts)):
@@ -545,14 +545,14 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
         error = capsys.readouterr().err.strip()
         assert re.search(said, error) and "\n" not in error, error
 
-    refused(r"no tables/evidence-texts.csv in it or in a folder within it; `.*grid=evidence` makes one")
+    refused(r"no tables/evidence-texts.csv in it or in a folder within it; `.*experiment=evidence` makes one")
     put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], method="tova", run_id="2")])
     refused(r"label=Far: two methods have it \(h2o, tova\); give each its own")
     path = tmp_path / "tables" / f"{TEXTS}.csv"
     path.write_text(path.read_text().replace("0.15", "much", 1))
     refused(r"evidence-texts.csv: not a table of results")
     path.write_text(columns.render_csv(columns.EVIDENCE_ANSWERS, answer_rows("big")))
-    refused(r"evidence-texts.csv: not a table of grid=evidence \(it has other columns\)")
+    refused(r"evidence-texts.csv: not a table of experiment=evidence \(it has other columns\)")
     assert across.main([str(tmp_path / "none")]) == 2 and "no such results folder" in capsys.readouterr().err
     assert not (tmp_path / "across.md").exists()
 
@@ -658,7 +658,7 @@ def test_the_claims_of_the_project_name_methods_that_there_are():
     for found in across_claims.claims_of(says["claims"]):
         named |= {found.label, found.other}
     labels = {load([f"method={path.stem}"]).label for path in (CONF_DIR / "method").glob("*.yaml")}
-    over_int8 = compose(["grid=evidence"]).grid.over_int8
+    over_int8 = compose(["experiment=evidence"]).sweep.over_int8
     labels |= {load([f"method={name}", "codec=int8", "group_size=16"]).label for name in over_int8}
     assert named <= labels
 

@@ -105,14 +105,14 @@ def test_help_says_of_every_setting_its_default_range_and_meaning():
     for name in ("method", "cluster", "experiment", "kind"):
         plain.pop(name, None)
     plain["model"].pop("shape")
-    plain.pop("grid")
+    plain.pop("sweep")
     for name, default in flat(plain).items():
         words = settings.pop(name)
         written = str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
         assert words[0] == written, name
         at = words.index("Allowed:")
         assert at > 1 and words[at - 1].endswith(".") and len(words) > at + 1, f"{name} has meaning and range"
-    assert set(settings) == {"model.shape", "codec_settings", "grid.share"}
+    assert set(settings) == {"model.shape", "codec_settings", "sweep.share"}
     assert "a whole number, at least 1, at most 1,000,000; or null" in " ".join(run_help(config).split())
 
 
@@ -131,7 +131,7 @@ REFUSED = {
     "seed": "seed: must be NAME=VALUE",
     "seed=${nothing}": "seed=${nothing}: must be a whole number",
     "method.alpha=${no.such}": "method.alpha=${no.such}: must be a number",
-    "--config-dir=/nonexistent": "--config-dir=/nonexistent: settings are read from the project's conf/ alone; a file",
+    "--config-dir=/nonexistent": "--config-dir=/nonexistent: settings are read from the project's conf/ alone; your",
     "--config-dir /nonexistent": "--config-dir: settings are read from",
     "-cn other": "-cn: settings are read from",
     "hydra.run.dir=/tmp/x": "hydra.run.dir=/tmp/x: is no setting of a run; results go to results_dir=; allowed of",
@@ -154,8 +154,8 @@ REFUSED = {
     "-m label=a,b": "label=a,b: names the same run several times; a sweep takes systems alone: ideal, ",
     "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
     "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
-    "grid.share=1/2": "grid.share=1/2: needs grid=NAME",
-    "grid=./nothing.yaml": "grid=./nothing.yaml: there is no file ./nothing.yaml; allowed: ablation, accuracy",
+    "sweep.share=1/2": "sweep.share=1/2: needs an experiment that is many runs",
+    "experiment=./nothing.yaml": "experiment=./nothing.yaml: there is no file ./nothing.yaml; allowed: ablation",
     "label=offlod+int4 experiment=latency": "label=offlod+int4: is no system; did you mean 'offload+int4'",
     "method=full label=offlod experiment=latency": "label=offlod: is no system; did you mean 'offload'",
     "method=infinigen method.alpha=4 size=0.16": "method.alpha=4.0: size=0.16 sets it; leave one of them out",
@@ -235,8 +235,8 @@ def test_a_name_with_a_line_break_is_refused_in_one_line(runs, capsys):
 
 
 def test_a_grid_without_a_method_is_refused(runs, capsys):
-    assert main(["grid=long", "grid.methods=null", "status=true"]) == 2
-    assert capsys.readouterr().err.splitlines()[1:] == ["error: grid.cells: method=None: must be one name"]
+    assert main(["experiment=long", "sweep.methods=null", "status=true"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == ["error: sweep.runs: method=None: must be one name"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -17,12 +17,12 @@ from harness.errors import UserError
 from harness.run import cluster
 from harness.run.cli import main
 from harness.run.cluster import Cluster, Job, JobArray
-from tests.runs import own_grids
+from tests.runs import own_experiments
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified\n"
 UNREACHABLE = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
-COMPOSING = "grid=pair: composing its cells\n"
+COMPOSING = "experiment=pair: composing its runs\n"
 
 
 @dataclass
@@ -58,8 +58,8 @@ class FakeSlurm:
 
 @pytest.fixture
 def fake(runs, monkeypatch, tmp_path_factory) -> FakeSlurm:
-    """With a grid `pair` of two cells."""
-    own_grids(monkeypatch, tmp_path_factory.mktemp("conf") / "conf")("pair", "cells: [{method: [full, h2o]}]")
+    """With a sweep `pair` of two cells."""
+    own_experiments(monkeypatch, tmp_path_factory.mktemp("conf") / "conf")("pair", "runs: [{method: [full, h2o]}]")
     fake = FakeSlurm()
     monkeypatch.setattr(cluster, "call", fake)
     monkeypatch.setattr(cluster, "POLL_S", 0)
@@ -67,7 +67,7 @@ def fake(runs, monkeypatch, tmp_path_factory) -> FakeSlurm:
 
 
 def jobs_of(*more: str) -> int:
-    return main(["cluster=slurm", "cluster.jobs=2", "grid=pair", *more])
+    return main(["cluster=slurm", "cluster.jobs=2", "experiment=pair", *more])
 
 
 def logs() -> Path:
@@ -80,7 +80,7 @@ def test_a_grid_is_dealt_to_jobs_and_reported_as_one(fake, runs, capsys):
     assert jobs_of("num_windows=2") == 0
     assert [(config.method_name, config.num_windows) for config in runs.configs] == [("full", 2), ("h2o", 2)]
     (script,) = fake.scripts
-    assert "grid.share=1/2 ;;" in script and "grid.share=2/2 ;;" in script and "cluster" not in script
+    assert "sweep.share=1/2 ;;" in script and "sweep.share=2/2 ;;" in script and "cluster" not in script
     printed = capsys.readouterr()
     begin = f"job 1, 2 of 2 parts; scancel 1 ends it; logs: {logs()}/1_*.log\n"
     assert f"{begin}job 1_[1-2]: PENDING (Priority)\njob 1_1: RUNNING node7\njob 1_2: RUNNING node7\n" in printed.out
@@ -166,7 +166,7 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_waits_for_them(fake, runs, 
         ("cluster=slurm cluster.minutes=4", "cluster.minutes=4: must be at least 5"),
         ("cluster=slurm cluster.minute=9", "unknown setting cluster.minute: did you mean 'minutes'?"),
         ("cluster=slurm method.heavy_frac=2 method=h2o", "method.heavy_frac=2"),
-        ("cluster=slurm grid=pair grid.share=1/2", "grid.share=1/2: cluster=slurm deals the cells itself"),
+        ("cluster=slurm experiment=pair sweep.share=1/2", "sweep.share=1/2: cluster=slurm deals the cells itself"),
         ("cluster=slurm experiment=generate prompt=hi", "experiment=generate: writes no record"),
         ("-m cluster=slurm cluster.cpus=1,2 method=h2o", "cluster.cpus=2: cluster: its settings are those of"),
         ("cluster=slurm cluster.partition=no", "cluster=slurm: sbatch refuses: invalid partition: no; Batch failed"),

@@ -36,7 +36,9 @@ NEEDED = {
     [
         (path.parent.name, path.stem)
         for path in sorted(CONF_DIR.glob("*/*.yaml"))
-        if path.parent.name not in ("grid", "cluster") and "kind: modelled" not in path.read_text()
+        if path.parent.name != "cluster"
+        and "kind: modelled" not in path.read_text()
+        and (path.parent.name != "experiment" or "\nkind: " in path.read_text())
     ],
 )
 def test_every_choice_composes(group, choice):
@@ -46,6 +48,11 @@ def test_every_choice_composes(group, choice):
     assert group != "model" or config.model.shape["model_type"]
     said = OmegaConf.load(CONF_DIR / group / f"{choice}.yaml").get("experiment", choice)  # figures of speed share one
     assert chosen.get(group, said) == said
+
+
+def test_an_experiment_that_lists_others_is_no_run():
+    with pytest.raises(UserError, match="^experiment=accuracy: its runs are of other experiments"):
+        load(["experiment=accuracy"])
 
 
 @pytest.mark.parametrize("choice", options("method"))
@@ -327,7 +334,7 @@ def test_a_value_that_cannot_be_is_refused_in_one_line_that_names_its_setting(co
 
 def test_every_setting_refuses_a_wrong_type():
     keys = flat(OmegaConf.to_container(composed()))
-    others = ("grid.", "model.shape.", "method.name", "method._target_")
+    others = ("sweep.", "model.shape.", "method.name", "method._target_")
     for key in ("model.shape", *(key for key in keys if not key.startswith(others))):
         config = composed()
         OmegaConf.set_struct(config, False)

@@ -129,8 +129,8 @@ def runs_of(words: list[str]) -> list[list[str]]:
     """The runs of a command line: one, or with `-m` each combination that a sweep has."""
     for word in words:
         assert not word.startswith("hydra/") or word == "hydra/launcher=joblib"
-        assert not word.startswith("grid.share") or re.fullmatch(r"grid\.share=(\d+/\d+,?)+", word)
-    elsewhere = ("-m", "hydra", "cluster", "+cluster", "grid.share")
+        assert not word.startswith("sweep.share") or re.fullmatch(r"sweep\.share=(\d+/\d+,?)+", word)
+    elsewhere = ("-m", "hydra", "cluster", "+cluster", "sweep.share")
     settings = OverridesParser.create().parse_overrides([each for each in words if not each.startswith(elsewhere)])
     assert "-m" in words or not any(each.is_sweep_override() for each in settings), "a sweep needs -m"
     return BasicSweeper.split_arguments(settings, None)[0]
@@ -158,9 +158,9 @@ def own_codec() -> str:
 
 
 def check_run(arguments: list[str]) -> None:
-    """The settings of every run are accepted; of a grid, those that hold for all of its cells, and its own.
+    """The settings of every run are accepted; of a sweep, those that hold for all of its cells, and its own.
 
-    The cells are those of `tests/test_grid.py`.
+    The cells are those of `tests/test_sweep.py`.
     """
     arguments = [word for word in arguments if word != "--help"]
     if arguments[:1] == ["lm-eval"]:
@@ -193,13 +193,12 @@ def check_lm_eval(arguments: list[str]) -> None:
 
 @cache
 def accept(overrides: tuple[str, ...]) -> None:
-    """Compose and check one run, or what a grid is started with."""
-    given = tuple(override for override in overrides if not override.startswith("grid"))
-    if given == overrides:
-        load(given)
+    """Compose and check one run, or what a sweep is started with."""
+    sweep = compose(overrides).sweep
+    if sweep is None or not sweep.keys() & {"runs", "experiments"}:
+        load(overrides)
     else:
-        assert compose(overrides).grid.keys() & {"cells", "grids"}
-        accept(given)
+        accept(tuple(override for override in overrides if not override.startswith(("sweep", "experiment"))))
 
 
 def check_module(module: str, arguments: list[str]) -> None:
@@ -308,7 +307,7 @@ def test_a_command_in_a_sentence_is_true(document, command):
 
 @pytest.mark.parametrize(
     "text", ["make nothing", "make test COLOUR=red", "python run.py method=h2p", "python run.py seed=1,2",
-             "python run.py grid=none", "python -m harness.nothing", "rm -r results"],
+             "python run.py experiment=none", "python -m harness.nothing", "rm -r results"],
 )  # fmt: skip
 def test_a_wrong_command_is_found(text):
     with pytest.raises((Exception, pytest.fail.Exception)):

@@ -48,8 +48,8 @@ def started(tmp_path: Path, body: str) -> subprocess.Popen:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [(["method=./mine.py"], True), (["-m", "method=h2o,mine.Mine"], True), (["codec=/a/my.py"], True),
-     (["grid=./my.yaml"], True), (["include_path=./tasks"], True), (["+include_path=tasks/"], True),
-     (["method=h2o", "grid=accuracy", "results_dir=./mine"], False), (["--help"], False), ([], False)],
+     (["experiment=./my.yaml"], True), (["include_path=./tasks"], True), (["+include_path=tasks/"], True),
+     (["method=h2o", "experiment=accuracy", "results_dir=./mine"], False), (["--help"], False), ([], False)],
 )  # fmt: skip
 def test_a_command_with_code_of_ones_own_is_known_by_its_words(words, expected):
     assert runs_own_code(words) == expected
@@ -164,13 +164,13 @@ def test_a_grid_on_a_full_disk_says_so_once(runs, small, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    finished = main(["grid=accuracy"])
+    finished = main(["experiment=accuracy"])
     assert finished == 0
     (record,) = list(Path("outputs/runs/fig12").glob("*/record.json"))[:1]
     record.unlink()
     capsys.readouterr()
     monkeypatch.setattr(files.os, "replace", full)
-    assert main(["grid=accuracy"]) == 2
+    assert main(["experiment=accuracy"]) == 2
     refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(refusals) == 1 and "No space left on device" in refusals[0]
 

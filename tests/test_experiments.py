@@ -1,4 +1,4 @@
-"""Every experiment of conf/ runs, on one tiny model in this process; every grid's labels are those its figure reads.
+"""Every experiment of conf/ runs, on one tiny model in this process; every sweep's labels are those its figure reads.
 
 A new file in conf/experiment is a new test by itself.
 """
@@ -28,7 +28,7 @@ from harness.results.columns import (
 )
 from harness.run.cli import main
 from harness.run.compose import compose
-from harness.run.grid import read_plan
+from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from harness.settings.schema import CONF_DIR
@@ -37,7 +37,12 @@ from plots.data import Tables
 from plots.drawing import DRAWINGS
 from tests.runs import reading, tiny_loaded
 
-FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
+FILES = {
+    path.stem: file
+    for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))
+    if "kind" in (file := OmegaConf.load(path))
+}
+"""Those that may be one run; the others list runs of these."""
 KINDS = {name: node.kind for name, node in FILES.items()}
 NUM_QUESTIONS = 8
 TOY = {
@@ -76,7 +81,7 @@ def texts(loaded, monkeypatch, tmp_path) -> list[str]:
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if find(kind).keeps_record])
 def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     rate = ["platform.link_gbps=1"] if KINDS[name] == "latency" and name != "disk" else []
-    assert main([f"experiment={name}", *texts, *rate, *TOY[KINDS[name]]]) == 0
+    assert main([f"experiment={name}", "sweep=null", *texts, *rate, *TOY[KINDS[name]]]) == 0
     assert capsys.readouterr().out.startswith("smollm2-135m")
     columns, value = COLUMNS.get(KINDS[name], (ACCURACY, "value"))
     table = FILES[name].experiment  # the figures of speed share one
@@ -94,14 +99,14 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     assert (drawn is not None) == (name in DRAWINGS and name not in OF_SEVERAL_RUNS)
 
 
-# Grids and the figures made for them
+# Sweeps and the figures made for them
 
 
 @cache
-def cells_of(grid: str) -> tuple[RunConfig, ...]:
-    root = ["grid.data_root=."] if "data_root" in compose([f"grid={grid}"]).grid else []
-    given = [f"grid={grid}", *root]
-    return read_plan(compose(given).grid, given).cells
+def cells_of(experiment: str) -> tuple[RunConfig, ...]:
+    root = ["sweep.data_root=."] if "data_root" in compose([f"experiment={experiment}"]).sweep else []
+    given = [f"experiment={experiment}", *root]
+    return read_plan(compose(given).sweep, given).cells
 
 
 def row_of(cell: RunConfig, **values: Any) -> dict[str, Any]:
@@ -118,7 +123,7 @@ def drawn_x(axes: Axes) -> dict[str, list[float]]:
     return {name: list(line[0].get_xdata(orig=False)) for name, line in lines(axes).items()}
 
 
-def test_table2_has_a_bar_for_every_cell_of_its_grid(tmp_path):
+def test_table2_has_a_bar_for_every_cell_of_its_sweep(tmp_path):
     cells = cells_of("table2")
     ours, *_ = drawn("table2", tmp_path, [score_of(cell, "perplexity") for cell in cells]).axes
     assert bar_heights(ours) == {"InfiniGen": [0.5] * len(cells)}
@@ -131,7 +136,7 @@ def test_table2_has_a_bar_for_every_cell_of_its_grid(tmp_path):
         assert ("artifact" in pool) == (cell.method.eviction == "artifact")
 
 
-def test_fig17_has_both_halves_of_every_setting_of_its_grid(tmp_path):
+def test_fig17_has_both_halves_of_every_setting_of_its_sweep(tmp_path):
     tasks, timed = ([cell for cell in cells_of("fig17") if cell.kind == kind] for kind in ("tasks", "latency"))
     write(tmp_path, "fig17", [score_of(cell, "acc", "kv_recall") for cell in tasks])
     write(tmp_path, "fig17-latency", [row_of(cell, decode_s=1.0) for cell in timed])

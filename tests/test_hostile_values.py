@@ -168,7 +168,7 @@ def test_a_tokenizer_that_panics_is_one_line(model, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"grid": "paper"}, "grid='paper': is for the command line alone"),
+        ({"sweep": "paper"}, "sweep='paper': is for the command line alone"),
         ({"status": True}, "status=True: is for the command line alone"),
         ({"model": "opt-13b"}, "model='opt-13b': the model is loaded"),
         ({"model.dtype": "bfloat16"}, "model.dtype='bfloat16': the model is loaded"),

@@ -485,13 +485,13 @@ def test_press_and_version_belong_to_a_run(monkeypatch):
 
 @needs_kvpress
 def test_a_press_stands_on_the_leaderboard(own_folder, monkeypatch, capsys):
-    """As `make leaderboard METHOD=kvpress:AdaKVPress:KnormPress` starts its first grid, on a toy."""
+    """As `make leaderboard METHOD=kvpress:AdaKVPress:KnormPress` starts its first sweep, on a toy."""
     file = letters(own_folder, monkeypatch, 1000)
     tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("toy")
     byte_tokenizer().save_pretrained("toy")
     settings = ["model.path=toy", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
     for method in ("full", "kvpress:AdaKVPress:KnormPress"):
-        assert main(["grid=leaderboard", *settings, f"method={method}"]) == 0, capsys.readouterr().err
+        assert main(["experiment=leaderboard", *settings, f"method={method}"]) == 0, capsys.readouterr().err
     rows = [row for row in board(Path("outputs")) if row["label"] == "kvpress: AdaKV of Knorm"]
     asked = {(row["asked_size"], row["exempt_layers"]) for row in rows}
     assert asked >= {*product((0.05, 0.1, 0.16), range(3))} and {row["method"] for row in rows} == {

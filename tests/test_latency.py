@@ -1,4 +1,4 @@
-"""Speed runs: what is counted and timed, every label, refusals, grids in child processes, interruptions."""
+"""Speed runs: what is counted and timed, every label, refusals, sweeps in child processes, interruptions."""
 
 import csv
 import json
@@ -28,8 +28,8 @@ from harness.results.record import settings_id
 from harness.run import cells
 from harness.run.cli import main
 from harness.run.compose import compose
-from harness.run.grid import read_plan
 from harness.run.runner import Run
+from harness.run.sweep import read_plan
 from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed import latency as speed
@@ -414,8 +414,8 @@ def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch, tmp_path):
     ("platform", "labels", "left_out"), [("cpu", ON_A_LINK, 16), ("cuda", [*ON_A_LINK, "uvm", "uvm+h2o"], 0)]
 )
 def test_speed_grids_time_every_label_at_every_shape(platform, labels, left_out):
-    chosen = ["grid=speedup-paper", "grid.fixed_fetch=64", f"platform={platform}"]
-    plan = read_plan(compose(chosen).grid, chosen)
+    chosen = ["experiment=speedup-paper", "sweep.fixed_fetch=64", f"platform={platform}"]
+    plan = read_plan(compose(chosen).sweep, chosen)
     configs = plan.cells
     shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in configs}
     assert len(configs) == len(shapes) * len(labels)
@@ -435,16 +435,16 @@ def card(monkeypatch, gib):
     [
         (None, [], [("uvm", 16), ("uvm", 20)], "need 52.8 GiB, and the card has 48.0; lower batch_size"),
         (80, [], [("uvm", 16), ("uvm", 20)], "need 60.0 GiB, and the card has 48.0; lower batch_size"),
-        (80, ["grid.device_gib=null"], [], ""),
-        (40, ["grid.device_gib=null"], [("uvm", 12), ("uvm", 16), ("uvm", 20)], "and the card has 40.0"),
+        (80, ["sweep.device_gib=null"], [], ""),
+        (40, ["sweep.device_gib=null"], [("uvm", 12), ("uvm", 16), ("uvm", 20)], "and the card has 40.0"),
     ],
 )
 def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, reason):
     """OPT-13B: 23.9 GiB of weights; 1.6 GiB of cache and 0.2 of activations for each sequence of 2,048 tokens."""
     if gib is not None:
         card(monkeypatch, gib)
-    chosen = ["grid=speedup-paper", "platform=cuda", "model=opt-13b", "model.weights=random", *more]
-    plan = read_plan(compose(chosen).grid, chosen)
+    chosen = ["experiment=speedup-paper", "platform=cuda", "model=opt-13b", "model.weights=random", *more]
+    plan = read_plan(compose(chosen).sweep, chosen)
     managed = {(config.label, config.latency.batch_size) for config in plan.cells if config.placement == "managed"}
     every = {(label, batch) for label in ("uvm", "uvm+h2o") for batch in (4, 8, 12, 16, 20)}
     assert every - managed == set(left_out)

@@ -1,4 +1,4 @@
-"""The leaderboard: its grid, its rows, its pages and marks, the fronts, and the fastest method within a limit of KL."""
+"""The leaderboard: its sweep, rows, pages and marks, the fronts, and the fastest method within a limit of KL."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from harness.results import tuned
 from harness.results import write as tables
 from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table
 from harness.results.fastest import fastest
-from harness.results.fronts import GRID, REFERENCES, fronts
+from harness.results.fronts import REFERENCES, fronts
 from harness.results.leaderboard import complete
 from harness.results.leaderboard import write as write_leaderboard
 from harness.results.pages import sheets_of
@@ -30,9 +30,9 @@ from harness.results.samples import clustered_stderr
 from harness.results.step_time import step_of, step_seconds
 from harness.run import cli, new_method
 from harness.run.compose import choices, compose
-from harness.run.grid import read_plan
+from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
-from harness.settings.schema import options
+from harness.settings.schema import CONF_DIR, options
 from plots import data, style
 from plots.leaderboard import draw as draw_leaderboard
 from tests.composed import load
@@ -100,12 +100,12 @@ def row_of(rows: list[TableRow], label: str, size: float | None = 0.16) -> Table
     return row
 
 
-# The grid
+# The sweep
 
 
 @contextmanager
 def choosing(*few: str):
-    """Grids of all methods with a few of them, as composing all takes a while."""
+    """Sweeps over all methods with a few of them, as composing all takes a while."""
     OmegaConf.register_new_resolver("choices", lambda _, *without: [x for x in few if x not in without], replace=True)
     try:
         yield
@@ -117,19 +117,20 @@ def choosing(*few: str):
 def plan():
     """The leaderboard's plan with a few of the methods."""
     with choosing("full", "int4", "oracle", "quest"):
-        yield read_plan(compose(["grid=leaderboard"]).grid, ["grid=leaderboard"])
+        yield read_plan(compose(["experiment=leaderboard"]).sweep, ["experiment=leaderboard"])
 
 
-def test_every_method_is_in_the_grid_and_the_frontier_measures_as_it_does():
-    frontier, leaderboard = (OmegaConf.load(GRID.with_stem(name)) for name in ("frontier", "leaderboard"))
-    cells = OmegaConf.to_container(leaderboard)["cells"]
-    assert [cell["method"] for cell in cells] == ["full", "${grid.methods}"]
+def test_every_method_is_in_the_sweep_and_the_frontier_measures_as_it_does():
+    experiments = CONF_DIR / "experiment"
+    names = "frontier", "leaderboard", "leaderboard-tasks"
+    frontier, leaderboard, tasks = (OmegaConf.load(experiments / f"{name}.yaml").sweep for name in names)
+    cells = OmegaConf.to_container(leaderboard)["runs"]
+    assert [cell["method"] for cell in cells] == ["full", "${sweep.methods}"]
     asked = OmegaConf.to_container(leaderboard)
     assert asked["methods"] == "${choices:method,full,dsa,random,triattention}"
     assert choices("method") == options("method") and set(REFERENCES.values()) <= set(options("method"))
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
-    tasks = OmegaConf.load(GRID.with_stem("leaderboard-tasks")).settings
-    own = {name: value for name, value in {**leaderboard.settings, **tasks}.items() if name not in OF_TASKS}
+    own = {name: value for name, value in {**leaderboard.settings, **tasks.settings}.items() if name not in OF_TASKS}
     assert dict(frontier.settings) == own | {"method.num_exempt_layers": 0}
 
 
@@ -160,8 +161,8 @@ def test_tasks_and_steps_are_of_the_best_and_the_papers_number_of_exempt_layers(
     rows += [exempt(quest, 0, 0.1), exempt(quest, 1, 0.2), exempt(quest, 2, 0.3)]
     rows += [exempt(quest, 0, 0.1, asked_size=0.05, size=0.05), exempt(quest, 2, 0.3, **far)]
     write_leaderboard(other, rows)
-    asked = ["grid=leaderboard-tasks", f"results_dir={other}"]
-    plan = read_plan(compose(asked).grid, asked)
+    asked = ["experiment=leaderboard-tasks", f"results_dir={other}"]
+    plan = read_plan(compose(asked).sweep, asked)
 
     def of(kind: str) -> list[tuple[Any, ...]]:
         cells = [cell for cell in plan.cells if cell.kind == kind]
@@ -204,11 +205,11 @@ def test_evidence_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
     file = tmp_path / "tuned.yaml"
     file.write_text("qwen2.5-coder-0.5b: {quest: {0.05: 2, 0.1: 1}}\nsmollm2-135m: {sparq: {0.1: 2}}\n")
     monkeypatch.setattr(tuned, "FILE", file)
-    asked = ["grid=evidence", "model=qwen2.5-coder-0.5b", "grid.data_root=.", "grid.methods=[quest]"]
-    asked += ["grid.long.methods=[quest]", "grid.over_int8=[oracle,quest]", "grid.long_over_int8=[quest]"]
-    asked += ["grid.tasks_over_int8=[oracle]"]
+    asked = ["experiment=evidence", "model=qwen2.5-coder-0.5b", "sweep.data_root=.", "sweep.methods=[quest]"]
+    asked += ["sweep.long.methods=[quest]", "sweep.over_int8=[oracle,quest]", "sweep.long_over_int8=[quest]"]
+    asked += ["sweep.tasks_over_int8=[oracle]"]
     with choosing("full", "quest", "int4", "sparq"):
-        cells = read_plan(compose(asked).grid, asked).cells
+        cells = read_plan(compose(asked).sweep, asked).cells
     quest = [("quest", 0.05, 2), ("quest", 0.1, 1)]
     oracle = [("oracle", 0.05, 0), ("oracle", 0.1, 0)]
     plain = [*quest, ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
@@ -246,17 +247,17 @@ def what_runs(cell: RunConfig) -> tuple[Any, ...]:
     [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("qwen2.5-coder-1.5b", (4, 32))],
 )
 def test_slower_models_get_fewer_windows_and_questions(model, counts):
-    grid = compose(["grid=evidence", f"model={model}"]).grid
-    assert (grid.windows, grid.questions) == counts
-    assert compose(["grid=evidence", f"model={model}", "grid.windows=3"]).grid.windows == 3
+    sweep = compose(["experiment=evidence", f"model={model}"]).sweep
+    assert (sweep.windows, sweep.questions) == counts
+    assert compose(["experiment=evidence", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
 
 
 def test_an_entry_is_lenient_only_where_it_says_so():
     cell = {"method": ["full", "oracle"], "experiment": "latency"}
     with pytest.raises(UserError, match="Oracle selects by the true scores"):
-        read_plan(OmegaConf.create({"cells": [cell]}), [])
+        read_plan(OmegaConf.create({"runs": [cell]}), [])
     unknown = cell | {"method": "full", "method.none": 1}
-    lenient = read_plan(OmegaConf.create({"cells": [each | {"where_allowed": True} for each in (cell, unknown)]}), [])
+    lenient = read_plan(OmegaConf.create({"runs": [each | {"where_allowed": True} for each in (cell, unknown)]}), [])
     assert [each.method_name for each in lenient.cells] == ["full"] and len(lenient.left_out) == 2
 
 
@@ -485,12 +486,12 @@ def test_what_cannot_be_answered_is_one_line(other, tmp_path, capsys):
     for asked, message in (
         (["max_kl=0.1"], "link_gbps=null: must be above 0"),
         (["link_gbps=1", "max_kl=0"], "max_kl=0: must be above 0"),
-        (["link_gbps=1", "max_kl=1", "model=opt-125m"], "opt-125m in it; `python run.py grid=leaderboard` adds"),
+        (["link_gbps=1", "max_kl=1", "model=opt-125m"], "opt-125m in it; `python run.py experiment=leaderboard` adds"),
     ):
         assert ask(other, *asked) == 2
         assert message in capsys.readouterr().err
     assert ask(tmp_path / "none", "link_gbps=1", "max_kl=1") == 2
-    assert "there is none yet; `python run.py grid=leaderboard` makes it" in capsys.readouterr().err
+    assert "there is none yet; `python run.py experiment=leaderboard` makes it" in capsys.readouterr().err
     (other / "tables" / "leaderboard.csv").write_text("a,b\n1,2\n")
     assert ask(other, "link_gbps=1", "max_kl=1") == 2
     assert "not a table of results" in capsys.readouterr().err
@@ -517,10 +518,10 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     assert new_method.main(["page_means"]) == 0
     Path("mine.py").write_text(CODEC_HEAD + CODEC)
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
-    for grid, own in product(
+    for experiment, own in product(
         ("leaderboard", "leaderboard-tasks"), (["method=full"], ["method=./page_means.py", "codec=./mine.py"])
     ):
-        assert cli.main([f"grid={grid}", *settings, *own]) == 0, capsys.readouterr().err
+        assert cli.main([f"experiment={experiment}", *settings, *own]) == 0, capsys.readouterr().err
     rows = [row for row in board(Path("outputs")) if row["model"] == "smollm2-135m"]
     mine = {row["label"]: row for row in rows if row["shipped"] != "yes"}
     label = "Page means + mine"

@@ -42,7 +42,7 @@ def tables() -> dict[str, str]:
 
 
 def whole_grid(configs) -> list[Path]:
-    """A grid as the command line runs and reports it."""
+    """A sweep as the command line runs and reports it."""
     paths = list(cells.run_cells(configs))
     runner.report(paths)
     return paths
@@ -138,7 +138,7 @@ def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog
 
 
 def test_shares_of_a_grid_run_as_jobs(tmp_path):
-    """One cell of conf/grid/choices.yaml exempts all four layers of a tiny model, which no other job notices."""
+    """One cell of conf/experiment/choices.yaml exempts all four layers of a tiny model, which no other job notices."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     tiny_model("llama", num_key_value_heads=2).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
@@ -146,9 +146,9 @@ def test_shares_of_a_grid_run_as_jobs(tmp_path):
     text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
     toy = [f"model.path={tmp_path / 'model'}", "size=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
     toy += [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
-    launcher = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "grid.share=1/2,2/2"]
+    launcher = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "sweep.share=1/2,2/2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, str(ROOT / "run.py"), *launcher, "grid=choices", *toy]
+    command = [sys.executable, str(ROOT / "run.py"), *launcher, "experiment=choices", *toy]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     found = records.read_records(tmp_path / "outputs", "choices")
     statuses = {record["config"]["label"]: record["status"] for record in found}

@@ -183,7 +183,7 @@ def test_a_section_says_what_there_is(page):
     assert text.startswith("fig11: Accuracy against size measured make accuracy H2O reads")
     assert "smollm2-135m" in text and "75.0 ± 6.2" in text and "Also from table perplexity" in text
     text = page.text("fig15-modelled")
-    assert "modelled make modelled" in text and "opt-13b on a6000-pcie3, modelled" in text
+    assert "modelled python -m harness.paper.costmodel --write" in text and "opt-13b on a6000-pcie3, modelled" in text
     assert "opt-13b infinigen batch size 20 tokens per s 41.99 1/s quoted 42.91 1.02" in text
     text = page.text("environment")
     assert "finished runs 6, 9 minutes in total" in text and "python 3.11.7" in text and "memory 16 GiB" in text
@@ -307,7 +307,9 @@ def test_the_command_prints_the_path_or_one_line(tmp_path, results, capsys):
     assert capsys.readouterr().out == f"{results / 'report.html'}\n"
     assert (results / "report.html").read_bytes() == before, "the same results give the same bytes"
     assert report_main(["--results-dir", str(tmp_path)]) == 2
-    message = f"error: results_dir={tmp_path}: neither table nor figure; `python run.py grid=accuracy` makes some\n"
+    message = (
+        f"error: results_dir={tmp_path}: neither table nor figure; `python run.py experiment=accuracy` makes some\n"
+    )
     assert capsys.readouterr().err == message
     (tmp_path / "tables").mkdir()
     shutil.copy(results / "tables" / "fig11.csv", tmp_path / "tables")

@@ -86,7 +86,7 @@ def test_a_failed_run_is_sent_with_its_error_and_a_skipped_one_not_at_all(runs, 
 
 def test_one_that_cannot_be_used_is_refused_before_any_work(runs, client, small, capsys):
     client.down = True
-    for command in (ONE, ("grid=accuracy",)):
+    for command in (ONE, ("experiment=accuracy",)):
         assert main(*command) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert said == "error: tracker=mlflow: cannot be used (ConnectionError: no server at that address)"
@@ -126,11 +126,11 @@ def drawn(folder: Path) -> list[Path]:
 
 
 def test_a_grid_is_an_entry_a_cell_and_one_of_its_figures(runs, client, small):
-    assert main("grid=accuracy", draw=drawn) == 0
+    assert main("experiment=accuracy", draw=drawn) == 0
     *cells, figures = client.entries
     assert [entry.tags["method"] for entry in cells] == ["full", "h2o", "int4"] and client.checks == 1
     assert figures.files == {"figures": [Path("outputs/fig12.png")]} and figures.status == "finished"
-    assert main("grid=accuracy", draw=drawn) == 0
+    assert main("experiment=accuracy", draw=drawn) == 0
     assert [entry.key for entry in client.entries[4:]] == [figures.key], "the tracker knows that it has them"
     assert client.checks == 1
 

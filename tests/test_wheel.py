@@ -63,7 +63,7 @@ def test_shipped_rows_stand_in_the_default_results(results_dir, site_packages, t
     if results_dir == "outputs":
         assert done.returncode == 0 and " ms a step over 0.2 GB/s" in done.stdout, done.stderr
     else:
-        assert done.returncode == 2 and "`kv-harness grid=leaderboard` makes it" in done.stderr
+        assert done.returncode == 2 and "`kv-harness experiment=leaderboard` makes it" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -108,7 +108,7 @@ def _source(model: str) -> dict[str, str]:
 
 SOURCES = ("model", "model.path", "model.hub_id")
 """Settings that choose a model, which `load` takes by place."""
-OF_A_COMMAND = ("grid", "status")
+OF_A_COMMAND = ("sweep", "status")
 """Settings of a command line that no single run has."""
 OF_A_CALL = ("method", "size", "experiment", "prompt", "tasks")
 """Settings that each measurement is given anew."""

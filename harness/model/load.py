@@ -370,7 +370,7 @@ def _require_finite(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
 
 def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
     """Raise UserError where the config.json beside the weights, `found`, says another family or
-    size than `config.shape`, by which grids and estimates go."""
+    size than `config.shape`, by which sweeps and estimates go."""
     if not config.shape:
         return
     expected = _of_decoder(config.name, config.shape)

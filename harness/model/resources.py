@@ -41,7 +41,7 @@ class Resources:
     loaded: a model in memory, which then is the model of every run. references: dense passes of
     windows, and texts decoded under the full cache, with which every method of a sweep is compared.
     prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, as in a
-    grid or a sweep, so that the passes over prompts are kept, in up to half of the free room for
+    sweep, so that the passes over prompts are kept, in up to half of the free room for
     temporary files; `end_sharing` drops them. run: number of the present run.
     """
 

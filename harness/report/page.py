@@ -85,7 +85,7 @@ def _render(folder: Path) -> str:
     sections = {section.entry.name: section for section in sections_of(folders, entries)}
     if not sections:
         nothing = f"results_dir={folder}: neither table nor figure"
-        raise UserError(f"{nothing}; `{COMMAND} grid=accuracy` makes some")
+        raise UserError(f"{nothing}; `{COMMAND} experiment=accuracy` makes some")
     pages: dict[str, list[Section]] = {}
     for section in sections.values():
         pages.setdefault(section.entry.page, []).append(section)

@@ -96,12 +96,12 @@ def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
     for page, named in REGISTRY["pages"].items():
         for name, fields in named.items():
             title, tables = fields["title"], tuple(fields.get("tables", [name]))
-            command = fields.get("command", f"python run.py grid={name}")
+            command = fields.get("command", f"python run.py experiment={name}")
             entries.append(Entry(name, title, command, tables, page))
             by = fields.get("modelled")
             if by:
                 twin = name + MODELLED
-                command = "make modelled" if by is True else by
+                command = "python -m harness.paper.costmodel --write" if by is True else by
                 entries.append(Entry(twin, f"{title}, modelled", command, (twin,), page))
     known, found = set(), set()
     for entry in entries:

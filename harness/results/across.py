@@ -2,10 +2,10 @@
 
     python -m harness.results.across results
 
-It is made of the tables of `grid=evidence` alone (`harness/results/evidence_tables.py`), of the
-named results and of the folders within them. A method or a model of one's own needs no more than
-its own run of `grid=evidence`. Of two runs of one method on one model the results named first
-count.
+It is made of the tables of `experiment=evidence` alone (`harness/results/evidence_tables.py`), of
+the named results and of the folders within them. A method or a model of one's own needs no more
+than its own run of `experiment=evidence`. Of two runs of one method on one model the results named
+first count.
 
 `across_rows.py` makes the rows, `across_claims.py` those of the claims in `across.yaml`, and
 `across_page.py` the pages.

@@ -1,4 +1,4 @@
-"""Pages of the tables across models, and of the tables of `grid=evidence` that they are made of.
+"""Pages of the tables across models, and of the tables of `experiment=evidence` behind them.
 
 `page` is `across.md`. `page_of_table` is the page of one table; the report shows the same sheets.
 """
@@ -471,7 +471,7 @@ def _verdicts_on(label: str, rows: Iterable[TableRow]) -> tuple[int, int, list[s
     return closer, farther, alike
 
 
-# The tables of `grid=evidence`
+# The tables of `experiment=evidence`
 
 
 def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
@@ -590,7 +590,7 @@ def page_of_table(name: str, rows: Sequence[TableRow]) -> str:
     """The page of a table made across models; without rows it says so."""
     if not rows:
         return markdown(
-            name, f"Nothing was compared yet; `{COMMAND} grid=evidence` measures it.", []
+            name, f"Nothing was compared yet; `{COMMAND} experiment=evidence` measures it.", []
         )
     shape = shape_of_row(rows[0])
     assert shape is not None, "a table across models"

@@ -1,4 +1,4 @@
-"""`${on_the_leaderboard:...}`: cells of grids that measure further what the leaderboard has
+"""`${on_the_leaderboard:...}`: runs of sweeps that measure further what the leaderboard has
 found."""
 
 from typing import Any
@@ -11,7 +11,7 @@ from harness.settings.schema import options
 
 
 def cells_of_tasks(results_dir: str, size: float | None = None) -> list[list[Any]]:
-    """`${on_the_leaderboard:${results_dir}}` in a grid: [method, size, exempt layers] of each row
+    """`${on_the_leaderboard:${results_dir}}` in a sweep: [method, size, exempt layers] of each row
     that a page shows.
 
     size: takes the place of every asked size. A number of exempt layers that is not a method's

@@ -1,5 +1,5 @@
-"""The plain tables of `grid=evidence`: a row for each window of a text, and for each context of a
-task.
+"""The plain tables of `experiment=evidence`: a row for each window of a text, and for each context
+of a task.
 
 `harness.results.across` makes the table across models of these alone. Results without their records
 can thus be shipped, joined and extended. `rows_of_records` makes the tables, `read` reads those of
@@ -143,7 +143,7 @@ def read(sources: Sequence[Path]) -> Evidence:
     if not runs[TEXTS]:
         named = ", ".join(map(str, sources))
         none = f"no tables/{TEXTS}.csv in it or in a folder within it"
-        raise UserError(f"{named}: {none}; `{COMMAND} grid=evidence` makes one")
+        raise UserError(f"{named}: {none}; `{COMMAND} experiment=evidence` makes one")
     joined = []
     for of_table in runs.values():
         joined.append(list(itertools.chain.from_iterable(of_table.values())))
@@ -160,8 +160,10 @@ def _runs_in(folder: Path, name: str) -> dict[tuple[Any, ...], list[TableRow]]:
     path = table_to_read(folder, f"{name}.csv")
     rows = [] if path is None else read_table(path)
     if rows and shape_of(tuple(rows[0])) != SHAPES[name]:
-        made = f"`{COMMAND} grid=evidence` makes it anew"
-        raise UserError(f"{path}: not a table of grid=evidence (it has other columns); {made}")
+        made = f"`{COMMAND} experiment=evidence` makes it anew"
+        raise UserError(
+            f"{path}: not a table of experiment=evidence (it has other columns); {made}"
+        )
     return columns.grouped(rows, partial(identity, SHAPES[name]))
 
 

@@ -51,10 +51,10 @@ def _timed_rows(results_dir: str | Path, model: str) -> list[TableRow]:
     path = table_to_read(results_dir, f"{NAME}.csv")
     if path is None:
         missing = Path(results_dir) / "tables" / f"{NAME}.csv"
-        raise UserError(f"{missing}: there is none yet; `{COMMAND} grid=leaderboard` makes it")
+        raise UserError(f"{missing}: none yet; `{COMMAND} experiment=leaderboard` makes it")
     rows = read_table(path)
     if rows and shape_of(tuple(rows[0])) not in ("board", None):
-        raise UserError(f"{path}: not a leaderboard; `{COMMAND} grid=leaderboard` makes it anew")
+        raise UserError(f"{path}: no leaderboard; `{COMMAND} experiment=leaderboard` makes it anew")
     timed = []
     for row in rows:
         is_timed = all(row[name] is not None for name in NEEDED)
@@ -62,7 +62,7 @@ def _timed_rows(results_dir: str | Path, model: str) -> list[TableRow]:
             timed.append(row)
     if not timed:
         none = f"{path}: no timed method of {model} in it"
-        raise UserError(f"{none}; `{COMMAND} grid=leaderboard` adds them")
+        raise UserError(f"{none}; `{COMMAND} experiment=leaderboard` adds them")
     return timed
 
 

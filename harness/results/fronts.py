@@ -14,8 +14,9 @@ from harness.results.columns import BoardMetric, TableRow
 from harness.results.student import ONE_SIGMA, critical_value
 from harness.settings.paths import CONF_DIR
 
-GRID = CONF_DIR / "grid" / "leaderboard.yaml"
-REFERENCES: Mapping[str, str] = yaml.safe_load(GRID.read_text(encoding="utf-8"))["references"]
+EXPERIMENT = CONF_DIR / "experiment" / "leaderboard.yaml"
+SWEEP = yaml.safe_load(EXPERIMENT.read_text(encoding="utf-8"))["sweep"]
+REFERENCES: Mapping[str, str] = SWEEP["references"]
 """Methods that every other should lie between at equal size: `upper`, `lower`."""
 COSTS = {metric.front: metric.column.name for metric in columns.BOARD_METRICS if metric.front}
 """Columns of the costs, by the front's name."""

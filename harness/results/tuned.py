@@ -3,10 +3,10 @@
     python -m harness.results.tuned results results/qwen2.5-coder-0.5b
 
 writes the numbers of the models of these results folders into the file. They come from
-`grid=leaderboard`, which scores every method with 0, 1 and 2 dense layers on `offline`, the
+`experiment=leaderboard`, which scores every method with 0, 1 and 2 dense layers on `offline`, the
 calibration text. Of the numbers with which a method has the size, that with the least KL counts.
-No other text is looked at, and grids read the file alone. So the texts of `grid=evidence` are
-scored with settings that were chosen without them.
+No other text is looked at, and sweeps read the file alone. So the texts of `experiment=evidence`
+are scored with settings that were chosen without them.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from harness.settings.paths import CONF_DIR
 FILE = CONF_DIR / "tuned.yaml"
 HEADER = """\
 # Dense layers of each method at a size, by model: of 0, 1 and 2 layers with which it has the
-# size, the number with the least KL on `offline`, the calibration text. Written by
-# `python -m harness.results.tuned RESULTS...` after `python run.py grid=leaderboard model=MODEL`.
+# size, the number with the least KL on `offline`, the calibration text. Written by `python -m
+# harness.results.tuned RESULTS...` after `python run.py experiment=leaderboard model=MODEL`.
 # A method or model that is not here has none.
 """
 DenseLayers = dict[str, dict[str, dict[float, int]]]
@@ -40,7 +40,7 @@ def read() -> DenseLayers:
 
 
 def as_tuned(methods: Sequence[str], sizes: Sequence[float], model: str) -> list[list[Any]]:
-    """`${as_tuned:${grid.methods},[0.05,0.10],${model.name}}` in a grid: [method, size, dense
+    """`${as_tuned:${sweep.methods},[0.05,0.10],${model.name}}` in a sweep: [method, size, dense
     layers] of each method at each size."""
     of_model = read().get(model, {})
     cells = []
@@ -79,7 +79,9 @@ def write(sources: Sequence[Path]) -> Path:
     for results in sources:
         table = results / "tables" / "leaderboard.csv"
         if not table.is_file():
-            raise UserError(f"{results}: has no tables/leaderboard.csv; run grid=leaderboard first")
+            raise UserError(
+                f"{results}: has no tables/leaderboard.csv; run experiment=leaderboard first"
+            )
         for model, methods in best_of(read_table(table)).items():
             of_model = numbers.setdefault(model, {})
             for method, of_sizes in methods.items():

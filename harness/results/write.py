@@ -97,7 +97,7 @@ def _say_what_is_gone(path: Path, rows: TableRows) -> None:
 
 
 def _write_evidence(folder: Path, records: Sequence[Record]) -> None:
-    """The windows and answers of `grid=evidence`; a table without rows is not written."""
+    """The windows and answers of `experiment=evidence`; a table without rows is not written."""
     for name, own in evidence_tables.rows_of_records(records).items():
         path, shape = folder / f"{name}.csv", evidence_tables.SHAPES[name]
         rows = _ordered(shape, merged(path, shape, own))

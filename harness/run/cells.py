@@ -1,7 +1,8 @@
-"""The cells of a grid are run one after another; those that are timed, in a process of their own.
+"""The runs of a sweep, its cells, one after another; those that are timed, in a process of their
+own.
 
 A cell that fails does not stop the others; one that is finished is not run again; one whose
-experiment has used up its minutes is put off to the next start. Processes that run the same grid
+experiment has used up its minutes is put off to the next start. Processes that run the same sweep
 share its cells: a cell that one of them runs is left to it, and waited for in the end.
 
 Timed cells run in a child process, so that memory and threads start clean. The cells of one shape
@@ -156,7 +157,7 @@ def run_cells(
 
 
 def _first_of(failures: Sequence[tuple[str, Exception]], num_cells: int, more: str) -> Exception:
-    """The error of a grid with failed cells: it says the first bug, else the first failure."""
+    """The error of a sweep with failed cells: it says the first bug, else the first failure."""
     bugs = [failure for failure in failures if not is_users(failure[1])]
     failure, cause = (bugs or failures)[0]
     which = "first bug" if bugs else "first"

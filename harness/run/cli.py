@@ -1,6 +1,6 @@
 """The command line: Hydra reads it, and a refusal is one line.
 
-Exit codes: 0; 2 for what a user can put right; 1 for a bug of ours; 75 for a grid that put cells
+Exit codes: 0; 2 for what a user can put right; 1 for a bug of ours; 75 for a sweep that put runs
 off, since their minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM,
 which ends a run in the same way; 141 where the reader of the output has left (`| head`).
 HYDRA_FULL_ERROR=1 shows tracebacks.
@@ -55,10 +55,10 @@ from harness.results import archive
 from harness.run import runner, status, tracking
 from harness.run.cells import run_cells
 from harness.run.cluster import JobArray
-from harness.run.compose import override, read_override, sweep
-from harness.run.grid import read_plan
+from harness.run.compose import as_sweep, override, read_override
 from harness.run.kinds import measurement_of
 from harness.run.parse import asks_status, parse
+from harness.run.sweep import read_plan
 from harness.settings import schema
 from harness.settings.kinds import find
 from harness.settings.paths import PROGRAM
@@ -102,8 +102,8 @@ class Jobs:
     error back.
 
     tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results
-    folder. paths: records of the finished runs. gaps: what a grid left out, in lines. exit_code: a
-    bug's, else the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker`
+    folder. paths: records of the finished runs. gaps: what a sweep left out, in lines. exit_code: a
+    bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures, which `tracker`
     gets as well. array: what is to run on a cluster. process: that in which the command began.
     num_jobs: of the sweep. seconds: that each new run took. disk_is_full: a job said so. swept:
     settings that differ between the jobs of a sweep.
@@ -144,7 +144,7 @@ class Jobs:
     def _execute(self, config: DictConfig, is_copy: bool) -> None:
         typed = HydraConfig.get().overrides.task
         given: Any = OmegaConf.to_container(typed, resolve=False)  # `${...}` as typed
-        grid = HydraConfig.get().runtime.choices.get("grid")
+        is_many = bool(config.sweep and (config.sweep.keys() & {"runs", "experiments"}))
         if config.export is not None:
             for word in given:
                 if setting_of(word) not in ("export", "results_dir"):
@@ -153,13 +153,13 @@ class Jobs:
             print(archive.export(Path(path_text(config.results_dir, "results_dir")), config.export))
             return
         if config.get("cluster") is not None:
-            array = JobArray.of(config, Path(grid or config.experiment).stem)
+            array = JobArray.of(config, Path(HydraConfig.get().runtime.choices["experiment"]).stem)
             cluster = f"cluster={array.cluster.name}"
             if is_copy:
                 raise UserError(f"{cluster}: starts processes itself; leave hydra/launcher out")
-            if config.grid is not None and config.grid.share is not None:
+            if config.sweep is not None and config.sweep.share is not None:
                 deals = f"{cluster} deals the cells itself, cluster.jobs=N"
-                raise UserError(f"grid.share={config.grid.share}: {deals}")
+                raise UserError(f"sweep.share={config.sweep.share}: {deals}")
             if self.array is not None and self.array.cluster != array.cluster:
                 of_all = "its settings are those of all jobs of a sweep"
                 raise UserError(f"cluster: {of_all}, so none of them can vary")
@@ -168,15 +168,16 @@ class Jobs:
             config.cluster = None
             given = [word for word in given if setting_of(word).partition(".")[0] != "cluster"]
         asked = asks_status(config.status)
-        if grid is None:
+        if not is_many:
             if asked:
                 print(status.render(status.of_folder(config.results_dir)))
             else:
                 self._run_one(config, given)
             return
         # It takes seconds.
-        print(f"grid={grid}: composing its cells", file=sys.stderr, flush=True)
-        plan = read_plan(config.grid, given)
+        experiment = HydraConfig.get().runtime.choices["experiment"]
+        print(f"experiment={experiment}: composing its runs", file=sys.stderr, flush=True)
+        plan = read_plan(config.sweep, given)
         if asked:
             print(status.render(status.of_runs(map(runner.Run.of, plan.cells))))
             return
@@ -197,8 +198,8 @@ class Jobs:
 
     def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
         for word in overrides:
-            if setting_of(word).startswith("grid."):
-                raise UserError(f"{word}: needs grid=NAME")
+            if setting_of(word).startswith("sweep."):
+                raise UserError(f"{word}: needs an experiment that is many runs")
         # The other jobs of a sweep most often ask for the same prompts.
         self.resources.shares_prompts |= HydraConfig.get().mode == RunMode.MULTIRUN
         checked = parse(config, overrides)
@@ -279,7 +280,7 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     """Run a command line as a shell would; returns the exit code and raises nothing.
 
     resources: shared by its runs, for a caller that starts several. draw: makes the figures of a
-    results folder once a grid has run, and returns their paths.
+    results folder once a sweep has run, and returns their paths.
     """
     # They may be closed, or of ASCII: any text can be printed, `\\xfc` for `ü`.
     for name in ("stdout", "stderr"):
@@ -434,7 +435,7 @@ def read_words(argv: Sequence[str]) -> list[str]:
     words = []
     for word in argv:
         if word.startswith(CONFIG_FLAGS):
-            own = "a file of your own is chosen by its path, method=./FILE.py or grid=./FILE.yaml"
+            own = "your own files are chosen by path, method=./FILE.py or experiment=./FILE.yaml"
             raise UserError(f"{word}: settings are read from the project's conf/ alone; {own}")
         is_setting = "=" in word and not word.startswith("-")
         words.append(_checked(word, is_sweep) if is_setting else word)
@@ -505,7 +506,7 @@ def _checked(word: str, is_sweep: bool) -> str:
         systems = f"a sweep takes systems alone: {', '.join(LABELS)}"
         raise UserError(f"{word}: names the same run several times; {systems}")
     if "${" in typed and isinstance(value, ChoiceSweep):
-        return sweep(sets, choices)
+        return as_sweep(sets, choices)
     if "${" in typed and not is_other:
         return override(sets, value)
     return word

@@ -1,8 +1,8 @@
 """A command as jobs of a cluster: `cluster=slurm` submits its runs, waits, and reports as here.
 
-    python run.py cluster=slurm cluster.jobs=8 grid=paper model=opt-6.7b platform=cuda data=hub
+    python run.py cluster=slurm cluster.jobs=8 experiment=paper model=opt-6.7b platform=cuda
 
-A job is one share of a grid, or one combination of a sweep. Finished ones are not submitted.
+A job is one share of a sweep, or one combination of `-m`. Finished ones are not submitted.
 `outputs/jobs` has a folder for each command: `job.sh`, which anybody can read and submit, `array`,
 the number that Slurm gave it, and a log for each job. Started again while its jobs live, the
 command waits for them.
@@ -27,8 +27,8 @@ from pydantic import Field
 
 from harness.errors import BUG, UNFINISHED, USERS, UserError
 from harness.files import text_sha256, write_atomic
-from harness.run.grid import share_of
 from harness.run.runner import Run, relabel
+from harness.run.sweep import share_of
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from harness.settings.paths import INSTALLED, PACKAGES_DIR, PROGRAM
@@ -42,7 +42,7 @@ POLL_S = 10.0
 RUN = ("-P", "-m", "harness") if INSTALLED else (str(PACKAGES_DIR / PROGRAM),)
 """What Python starts in a job. -P: as for `kv-harness`, packages are not looked for in the working
 folder."""
-SHARE = "grid.share="
+SHARE = "sweep.share="
 REASONS = ("error: ", "unfinished: ", "slurmstepd: error: ")
 """How lines of a log begin that say why a job ended."""
 
@@ -104,7 +104,7 @@ class JobArray:
         self.jobs.append(Job(typed, tuple(map(Run.of, configs))))
 
     def deal(self, overrides: Sequence[str], cells: Sequence[RunConfig]) -> None:
-        """Add a grid as `cluster.jobs` jobs."""
+        """Add a sweep as `cluster.jobs` jobs."""
         for number in range(1, self.cluster.jobs + 1):
             share = f"{number}/{self.cluster.jobs}"
             self.add([*overrides, SHARE + share], share_of(cells, share))

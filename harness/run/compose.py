@@ -30,7 +30,7 @@ from harness.settings.schema import is_group, literal, options, path_text
 
 
 def choices(group: str, *without: str) -> list[str]:
-    """`${choices:method,full}` in a grid: the choices of a group but those named."""
+    """`${choices:method,full}` in a sweep: the choices of a group but those named."""
     return [name for name in options(group) if name not in without]
 
 
@@ -53,10 +53,10 @@ def read_override(text: str) -> Override:
 def override(name: str, value: Any) -> str:
     """`name=value` as Hydra reads it on a command line. Text is text: `${` in it is no other
     setting. Raises UserError for a value that no setting can have."""
-    return sweep(name, [value])
+    return as_sweep(name, [value])
 
 
-def sweep(name: str, values: Sequence[Any]) -> str:
+def as_sweep(name: str, values: Sequence[Any]) -> str:
     """`name=value,value` as `override` writes one."""
     try:
         word = f"{name}={','.join(map(_as_word, values))}"
@@ -98,7 +98,7 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
 
 
 class Composer:
-    """`compose` for the cells of a grid, six times as fast.
+    """`compose` for the runs of a sweep, six times as fast.
 
     Hydra composes each choice of files once, without the method's. The method's file and the values
     then go into a copy. Whatever is not that plain, or is refused, Hydra composes itself.

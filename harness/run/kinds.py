@@ -42,7 +42,7 @@ def _check_one_answer(config: RunConfig) -> None:
 
 def _check_managed(config: RunConfig) -> None:
     """Raise UserError where the weights and a managed cache are more than the run's card has, as
-    far as the model's shape tells: before the weights are loaded, and before a grid begins. The
+    far as the model's shape tells: before the weights are loaded, and before a sweep begins. The
     session asks again, for all that it needs (`harness.live.memory.require_managed`)."""
     import torch
 

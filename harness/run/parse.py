@@ -64,15 +64,18 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """Check a composed configuration and freeze it.
 
     Args:
-        config: what Hydra composed.
+        config: what Hydra composed; `sweep` is not looked at.
         overrides: the user's own. They tell a given `model.hub_id` from that of the chosen entry.
 
     Raises:
         UserError: a setting that is unknown, of a wrong type, out of range or contradicts another.
     """
-    settings = _plain(config)
+    settings = _plain(OmegaConf.masked_copy(config, [key for key in config if key != "sweep"]))
     given = set(map(setting_of, overrides))
     _refuse_no_settings(settings)
+    if "kind" not in settings and "experiment" not in settings:
+        chosen_file = next(word for word in overrides if setting_of(word) == "experiment")
+        raise UserError(f"{chosen_file}: its runs are of other experiments; it is none by itself")
     # `build` says that the kind is missing.
     kind = find(settings["kind"]) if "kind" in settings else Kind()
     times_steps = kind.table in ("latency", "capacity")
@@ -146,7 +149,7 @@ def _refuse_no_settings(settings: Mapping[str, Any]) -> None:
 def _taken_as_written(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `RunConfig` has under the same name, and unknown ones, for `build` to
     refuse."""
-    read = {"grid", "status", *NO_SETTINGS, "codec_settings", *OF_THE_CODEC, *DEFAULTS}
+    read = {"sweep", "status", *NO_SETTINGS, "codec_settings", *OF_THE_CODEC, *DEFAULTS}
     for cls in AT_TOP:
         read.update(field.name for field in fields(cls))
     return {name: value for name, value in settings.items() if name not in read}

@@ -4,7 +4,7 @@
 
 A run whose record is finished is not repeated. One that fails leaves a record that says why, and is
 repeated at the next start. `Resources` keep the model for the next run of the process, so that a
-sweep or a grid loads it once.
+sweep loads it once.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def run(
     """Do one run, unless its record is finished. One process at a time does. Returns the record's
     path.
 
-    since: of a cell, when its grid began, in seconds since the epoch. Then a run in another process
-    is not waited for, a failure there since then is a failure here, and nothing is printed. say:
-    prints a line.
+    since: of a cell, when its sweep began, in seconds since the epoch. Then a run in another
+    process is not waited for, a failure there since then is a failure here, and nothing is
+    printed. say: prints a line.
 
     Raises:
         UserError: wrong input, an unwritable results folder, too little memory (which setting to

@@ -64,7 +64,7 @@ class MLflow:
     """How many of each one request may carry."""
     DEFAULTS = {
         "MLFLOW_DISABLE_TELEMETRY": "true",  # a thread that talks to a server, beside what is timed
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # 7 would hold up every run of a grid for minutes
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # 7 would hold up every run of a sweep for minutes
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     }
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from harness.errors import STOPS, USERS
 
-OWN_CODE = ("method", "codec", "grid", "include_path")
-"""Settings that name code of the user's own, or a grid that may name such code."""
+OWN_CODE = ("method", "codec", "experiment", "include_path")
+"""Settings that name code of the user's own, or an experiment that may name such code."""
 MARKS = ("/", ".", ":")
 """In the value of a setting, what no name of this project's has."""
 ENDED = b"ended"

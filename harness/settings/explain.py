@@ -59,7 +59,7 @@ OTHER_RANGES = {
     "metadata.max_seq_lengths": f"a list of different whole numbers{OR_NULL}",
     "metadata.num_sentences": f"a whole number, at least 0{OR_NULL}",
     "metadata.places": f"{configs.LEAST_PLACES} to {configs.MOST_PLACES}{OR_NULL}",
-    "grid.share": f"K/N{OR_NULL}",
+    "sweep.share": f"K/N{OR_NULL}",
     "status": "true or false",
     "export": f"a file that ends with .zip, or a folder{OR_NULL}",
     "model.shape": "settings of transformers",

@@ -10,8 +10,8 @@ other is a class in a file or a package of the user's, or a press of kvpress; so
 
 The settings are the fields of the dataclass. The name of an own method is the file's; if the class
 is named, `file.Class` or the dotted path. Hydra asks `MethodSource` for every `method=NAME`, so
-each choice goes everywhere: sweeps, grids, `--cfg job`. A file of the user's is run only if it is
-named. Hydra asks for `grid=DIR/my_grid.yaml` in the same way. A codec is no group of Hydra's:
+each choice goes everywhere: sweeps, `--cfg job`. A file of the user's is run only if it is
+named. Hydra asks for `experiment=DIR/mine.yaml` in the same way. A codec is no group of Hydra's:
 `harness.run.parse` asks `find_codec`.
 """
 
@@ -42,7 +42,7 @@ from harness.errors import UserError, line_in, nearest, reason
 from harness.settings.paths import CONF_DIR, HARNESS
 from harness.settings.schema import as_typed, literal, options
 
-GROUP, GRIDS = "method/", "grid/"
+GROUP, EXPERIMENTS = "method/", "experiment/"
 PRESS = "kvpress:"
 """Before the name of a press of kvpress (`methods.kvpress`)."""
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)
@@ -303,8 +303,8 @@ def _literal(value: Any) -> Any:
 
 
 class MethodSource(ConfigSource):
-    """To Hydra, a folder of configurations that has a whole file for every method, and the grids of
-    the user's."""
+    """To Hydra, a folder of configurations that has a whole file for every method, and the
+    experiments of the user's."""
 
     @staticmethod
     def scheme() -> str:
@@ -312,10 +312,11 @@ class MethodSource(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         config_path = as_typed(config_path)
-        if config_path.startswith(GRIDS):
-            node = OmegaConf.load(Path(config_path.removeprefix(GRIDS)).expanduser())
+        if config_path.startswith(EXPERIMENTS):
+            node = OmegaConf.load(Path(config_path.removeprefix(EXPERIMENTS)).expanduser())
+            package = "_global_"
         else:
-            choice = config_path.removeprefix(GROUP)
+            choice, package = config_path.removeprefix(GROUP), None
             try:
                 _, settings = find(choice) if is_own(choice) else shipped(choice)
                 node = OmegaConf.create(_literal(settings))
@@ -324,14 +325,14 @@ class MethodSource(ConfigSource):
                     f"method={choice}: a setting's default is no number, text or list: {error}"
                 ) from error
         return ConfigResult(
-            provider=self.provider, path=self.full_path(), config=node, header={"package": None}
+            provider=self.provider, path=self.full_path(), config=node, header={"package": package}
         )
 
     def is_config(self, config_path: str) -> bool:
         config_path = as_typed(config_path)
-        if config_path.startswith(GRIDS):
-            grid = Path(config_path.removeprefix(GRIDS)).expanduser()
-            return grid.suffix == ".yaml" and grid.is_file()
+        if config_path.startswith(EXPERIMENTS):
+            file = Path(config_path.removeprefix(EXPERIMENTS)).expanduser()
+            return file.suffix == ".yaml" and file.is_file()
         if not config_path.startswith(GROUP):
             return False
         choice = config_path.removeprefix(GROUP)

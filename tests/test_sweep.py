@@ -1,4 +1,4 @@
-"""Grids: cells, overrides, going on where an interrupted one stopped, and what is reported in the end."""
+"""Sweeps: runs, overrides, going on where an interrupted one stopped, and what is reported in the end."""
 
 import os
 import signal
@@ -19,12 +19,12 @@ from harness.model.resources import Resources
 from harness.results import record as records
 from harness.run import cli, status
 from harness.run.compose import Composer, compose
-from harness.run.grid import Plan, read_plan
 from harness.run.kinds import digests_of
 from harness.run.runner import Run, run
+from harness.run.sweep import Plan, read_plan
 from harness.settings.schema import CONF_DIR
 from tests.composed import load
-from tests.runs import outcome, own_grids
+from tests.runs import outcome, own_experiments
 
 
 def main(argv):
@@ -32,22 +32,22 @@ def main(argv):
     return cli.main(argv, draw=lambda folder: [folder / "figures" / "fig11.png"])
 
 
-def made(grid, *overrides):
-    return read_plan(OmegaConf.create({"grid": grid}).grid, overrides).cells
+def made(sweep, *overrides):
+    return read_plan(OmegaConf.create({"sweep": sweep}).sweep, overrides).cells
 
 
 def read(*overrides) -> Plan:
-    return read_plan(compose(overrides).grid, overrides)
+    return read_plan(compose(overrides).sweep, overrides)
 
 
 def test_alternatives_are_combined_and_the_last_key_varies_fastest():
     """Settings that are named together vary together."""
     pairs = {"method": "h2o", "method.heavy_frac method.recent_frac": [[0.25, 0.5], [0.125, 0.0]]}
-    first, second = made({"cells": [pairs]})
+    first, second = made({"runs": [pairs]})
     assert (first.method.heavy_frac, first.method.recent_frac) == (0.25, 0.5)
     assert (second.method.heavy_frac, second.method.recent_frac) == (0.125, 0.0)
     entry = {"method": ["full", "h2o"], "seq_len": 512, "tasks": [["kv_recall"], ["passkey", "kv_recall"]]}
-    assert [(c.method_name, c.seq_len, c.tasks) for c in made({"cells": [entry]})] == [
+    assert [(c.method_name, c.seq_len, c.tasks) for c in made({"runs": [entry]})] == [
         ("full", 512, ("kv_recall",)),
         ("full", 512, ("passkey", "kv_recall")),
         ("h2o", 512, ("kv_recall",)),
@@ -83,65 +83,66 @@ def test_many_are_composed_as_each_alone():
 
 @pytest.mark.parametrize("label", ["alpha=1, 80 %", r"it's {a} [b]\'c\\", "null"])
 def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
-    assert [config.label for config in made({"cells": [{"method": "full", "label": label}]})] == [label]
+    assert [config.label for config in made({"runs": [{"method": "full", "label": label}]})] == [label]
 
 
-GRID = {
+SWEEP = {
     "settings": {"num_windows": 3},
-    "cells": [{"method": ["full", "h2o"]}, {"method": "int4", "seq_len": 2048}],
+    "runs": [{"method": ["full", "h2o"]}, {"method": "int4", "seq_len": 2048}],
 }
 
 
 def test_the_command_line_wins_over_what_the_grid_does_not_vary():
-    configs = made(GRID, "grid=x", "num_windows=1", "seq_len=300", "results_dir=/r")
+    configs = made(SWEEP, "experiment=x", "num_windows=1", "seq_len=300", "results_dir=/r")
     assert {(c.num_windows, c.seq_len, c.results_dir) for c in configs} == {(1, 300, "/r")}
-    assert [c.seq_len for c in made(GRID)] == [1024, 1024, 2048]
-    with pytest.raises(UserError, match="seq_len=7: the grid varies seq_len itself"):
-        made({"cells": [{"seq_len": [300, 400]}]}, "seq_len=7")
+    assert [c.seq_len for c in made(SWEEP)] == [1024, 1024, 2048]
+    with pytest.raises(UserError, match="seq_len=7: the sweep varies seq_len itself"):
+        made({"runs": [{"seq_len": [300, 400]}]}, "seq_len=7")
 
 
 def test_a_method_limits_a_grid_of_methods_to_itself():
-    named = made(GRID, "method=int4")
+    named = made(SWEEP, "method=int4")
     assert [(cell.method_name, cell.seq_len) for cell in named] == [("int4", 2048)]
     cells = [{"method": ["full", "h2o"]}, {"method": "infinigen", "method.alpha": [4, 5]}]
-    assert [cell.method_name for cell in made({"cells": cells}, "method=quest")] == ["quest"]
+    assert [cell.method_name for cell in made({"runs": cells}, "method=quest")] == ["quest"]
 
 
 @pytest.mark.parametrize(
-    ("grid", "message"),
+    ("sweep", "message"),
     [
-        ({}, "grid.cells: must be a list"),
-        ({"cells": ["method"]}, "grid.cells=method: must be a group of settings"),
-        ({"grids": ["acuracy"]}, "grid.grids=acuracy: did you mean 'accuracy'"),
+        ({}, "sweep.runs: must be a list"),
+        ({"runs": ["method"]}, "sweep.runs=method: must be a group of settings"),
+        ({"experiments": ["acuracy"]}, "sweep.experiments=acuracy: did you mean 'accuracy'"),
         (
-            {"cells": [{}], "minutes": {"fig12": 5}},
-            "grid.minutes.fig12: no cell is of that experiment; allowed: perplexity$",
+            {"runs": [{}], "minutes": {"fig12": 5}},
+            "sweep.minutes.fig12: no run is of that experiment; allowed: perplexity$",
         ),
-        ({"cells": [{}], "minutes": {"fig11": 0}}, "grid.minutes=0: must be above 0"),
+        ({"runs": [{}], "minutes": {"fig11": 0}}, "sweep.minutes=0: must be above 0"),
         *(
-            ({"cells": [{}], "share": share}, f"grid.share={share}: must be K/N with K from 1 to N")
+            ({"runs": [{}], "share": share}, f"sweep.share={share}: must be K/N with K from 1 to N")
             for share in ("9/8", "0/2", "2")
         ),
-        ({"settings": [1], "cells": [{"method": "full"}]}, "grid.settings=.* must be a group of settings"),
-        ({"cells": [{"seq_len prefill_len": [512, 64]}]}, "seq_len prefill_len needs a list of lists of 2 values"),
-        ({"cells": [{"method": "full"}, {"num_windows": 0}]}, "num_windows=0: must be at least 1"),
+        ({"settings": [1], "runs": [{"method": "full"}]}, "sweep.settings=.* must be a group of settings"),
+        ({"runs": [{"seq_len prefill_len": [512, 64]}]}, "seq_len prefill_len needs a list of lists of 2 values"),
+        ({"runs": [{"method": "full"}, {"num_windows": 0}]}, "num_windows=0: must be at least 1"),
     ],
 )
-def test_refuses_a_malformed_grid(grid, message):
+def test_refuses_a_malformed_sweep(sweep, message):
     with pytest.raises(UserError, match=message):
-        made(grid)
+        made(sweep)
 
 
-GRIDS = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "grid").glob("*.yaml"))}
+FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
+SWEEPS = {name: file.sweep for name, file in FILES.items() if "sweep" in file}
 
 
-@pytest.mark.parametrize("name", [name for name, grid in GRIDS.items() if "grids" not in grid])
-def test_every_grid_composes_and_repeats_nothing(name, monkeypatch):
-    """With the hub's data, so that no entry is left out. A grid of grids is tested by its parts."""
+@pytest.mark.parametrize("name", [name for name, sweep in SWEEPS.items() if "experiments" not in sweep])
+def test_every_sweep_composes_and_repeats_nothing(name, monkeypatch):
+    """With the hub's data, so that no entry is left out. A sweep of sweeps is tested by its parts."""
     monkeypatch.setattr("harness.data.rows.revision", lambda *_, **__: "1")
-    root = ["grid.data_root=hub"] if "data_root" in GRIDS[name] else []
-    texts = ["grid.texts=[README.md]"] if name == "confirm" else []  # files of its own
-    plan = read(f"grid={name}", "data=hub", "data.root=null", *root, *texts)
+    root = ["sweep.data_root=hub"] if "data_root" in SWEEPS[name] else []
+    texts = ["sweep.texts=[README.md]"] if name == "confirm" else []  # files of its own
+    plan = read(f"experiment={name}", "data=hub", "data.root=null", *root, *texts)
     digests = digests_of(plan.cells[0])
     ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.cells)
     assert max(ids.values()) == 1 and not any("is not given" in reason for _, reason in plan.left_out)
@@ -153,39 +154,39 @@ OPT = [(2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6)], [(2048, 4)]
 
 @pytest.mark.parametrize(("model", "expected"), [("llama2-7b", LLAMA), ("pythia-1.4b", OPT)])
 def test_paper_grid_follows_the_family(model, expected):
-    every = read("grid=accuracy-paper", f"model={model}", "data=hub").cells
+    every = read("experiment=accuracy-paper", f"model={model}", "data=hub").cells
     chosen = [c for c in every if c.method_name == "infinigen"]
     fig11 = [(c.method.alpha, c.method.max_fetch_frac) for c in chosen if c.experiment == "fig11"]
     fig12 = [(c.seq_len, c.method.alpha) for c in chosen if c.experiment == "fig12"]
     assert (fig11, fig12) == expected
 
 
-# grids of grids
+# sweeps of sweeps
 
 
 @pytest.fixture
 def library(monkeypatch, tmp_path):
-    return own_grids(monkeypatch, tmp_path / "conf")
+    return own_experiments(monkeypatch, tmp_path / "conf")
 
 
-def test_a_grid_may_consist_of_grids(library):
-    library("inner", "cells: [{method: infinigen, method.alpha: '${grid.alpha}'}]\nalpha: 4")
-    library("other", "cells: [{method: [full, h2o], num_windows: '${grid.windows}'}]\nwindows: 2")
-    library("outer", "cells: [{method: oracle}]\ngrids: [inner, other]\nalpha: 5")
-    for given, alpha in ([], 5), (["grid.alpha=9"], 9):
-        plan = read("grid=outer", "seed=3", *given)
+def test_a_sweep_may_consist_of_sweeps(library):
+    library("inner", "runs: [{method: infinigen, method.alpha: '${sweep.alpha}'}]\nalpha: 4")
+    library("other", "runs: [{method: [full, h2o], num_windows: '${sweep.windows}'}]\nwindows: 2")
+    library("outer", "runs: [{method: oracle}]\nexperiments: [inner, other]\nalpha: 5")
+    for given, alpha in ([], 5), (["sweep.alpha=9"], 9):
+        plan = read("experiment=outer", "seed=3", *given)
         assert [config.method_name for config in plan.cells] == ["oracle", "infinigen", "full", "h2o"]
         assert plan.cells[1].method.alpha == alpha and {config.seed for config in plan.cells} == {3}
         assert [config.num_windows for config in plan.cells[2:]] == [2, 2]
-    library("snake", "grids: [snake]")
-    with pytest.raises(UserError, match="grid.grids=snake: contains itself"):
-        read("grid=snake")
+    library("snake", "experiments: [snake]")
+    with pytest.raises(UserError, match="sweep.experiments=snake: contains itself"):
+        read("experiment=snake")
 
 
 NEEDY = """
 settings: {experiment: fig11, tasks: [passkey]}
-cells:
-  - when: ${grid.data_root}
+runs:
+  - when: ${sweep.data_root}
     method: [full, h2o]
   - method: int4
     experiment: fig12
@@ -195,33 +196,33 @@ data_root: null
 
 def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_path):
     library("needy", NEEDY)
-    library("outer", "grids: [needy]\ndata_root: null")
-    plan = read("grid=outer")
+    library("outer", "experiments: [needy]\ndata_root: null")
+    plan = read("experiment=outer")
     assert [config.method_name for config in plan.cells] == ["int4"]
-    gap = "left out, as grid.data_root is not given: cells of fig11 (2)"
+    gap = "left out, as sweep.data_root is not given: cells of fig11 (2)"
     assert plan.gaps() == [gap]
-    given = read("grid=outer", "grid.data_root=DIR")
+    given = read("experiment=outer", "sweep.data_root=DIR")
     assert [config.method_name for config in given.cells] == ["full", "h2o", "int4"] and not given.gaps()
-    assert main(["grid=outer"]) == 0
+    assert main(["experiment=outer"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
 
 
-def test_the_outer_grid_says_how_many_minutes(library):
-    library("inner", "cells: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
-    library("outer", "grids: [inner]\nminutes: {fig11: 7, fig12: null}")
-    assert read("grid=outer").minutes == {"fig11": 7, "fig12": None, "fig13": 5}
-    assert read("grid=outer", "grid.minutes.fig11=9").minutes["fig11"] == 9
+def test_the_outer_sweep_says_how_many_minutes(library):
+    library("inner", "runs: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
+    library("outer", "experiments: [inner]\nminutes: {fig11: 7, fig12: null}")
+    assert read("experiment=outer").minutes == {"fig11": 7, "fig12": None, "fig13": 5}
+    assert read("experiment=outer", "sweep.minutes.fig11=9").minutes["fig11"] == 9
 
 
 def test_shares_are_disjoint_and_make_the_whole():
     cells = [{"method": ["full", "h2o", "int4", "oracle", "infinigen"]}]
-    shares = [[c.method_name for c in made({"cells": cells, "share": f"{k}/3"})] for k in (1, 2, 3)]
+    shares = [[c.method_name for c in made({"runs": cells, "share": f"{k}/3"})] for k in (1, 2, 3)]
     assert shares == [["full", "oracle"], ["h2o", "infinigen"], ["int4"]]
-    assert made({"cells": cells, "share": "7/7"}) == []
+    assert made({"runs": cells, "share": "7/7"}) == []
     entry = {"experiment": "latency", "label": ["ideal", "offload"], "batch_size": [1, 2, 3]}
     for k in (1, 2):
-        labels = Counter(config.latency.batch_size for config in made({"cells": [entry], "share": f"{k}/2"}))
+        labels = Counter(config.latency.batch_size for config in made({"runs": [entry], "share": f"{k}/2"}))
         assert set(labels.values()) == {2}, "cells timed at one shape stay in one share"
 
 
@@ -234,8 +235,8 @@ def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, 
 
     runs.measure = last_a_minute
     monkeypatch.setattr("harness.run.cells.time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
-    library("timed", "cells: [{experiment: [fig11, fig12], method: [full, h2o, int4]}]\nminutes: {fig11: 1.5}")
-    assert main(["grid=timed"]) == UNFINISHED
+    library("timed", "runs: [{experiment: [fig11, fig12], method: [full, h2o, int4]}]\nminutes: {fig11: 1.5}")
+    assert main(["experiment=timed"]) == UNFINISHED
     ran = [(config.experiment, config.method_name) for config in runs.configs]
     every = [(figure, method) for figure in ("fig11", "fig12") for method in ("full", "h2o", "int4")]
     assert ran == [cell for cell in every if cell != ("fig11", "int4")]
@@ -245,19 +246,19 @@ def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, 
     assert printed.err.endswith(said)
     assert "H2O" in Path("outputs/tables/fig11.md").read_text(), "what ran is in the tables"
     runs.configs.clear()
-    assert main(["grid=timed"]) == 0
+    assert main(["experiment=timed"]) == 0
     assert [(config.experiment, config.method_name) for config in runs.configs] == [("fig11", "int4")]
 
 
-# a grid from start to end
+# a sweep from start to end
 
 
 def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
-    assert main(["grid=accuracy"]) == 0
+    assert main(["experiment=accuracy"]) == 0
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
     assert {config.num_windows for config in runs.configs} == {2}
     printed = capsys.readouterr()
-    assert printed.err.startswith("grid=accuracy: composing its cells\n"), "which takes seconds"
+    assert printed.err.startswith("experiment=accuracy: composing its runs\n"), "which takes seconds"
     assert printed.out.count("size (%)") == 1
     assert printed.out.endswith("\n1 files of figures are in outputs/figures\n")
     assert "3/3" in printed.err, "the progress bar"
@@ -275,7 +276,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     runs.measure = interrupt
     before = {each: signal.getsignal(each) for each in errors.STOPS}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    assert errors.interruptible(lambda: main(["grid=accuracy"])) == code
+    assert errors.interruptible(lambda: main(["experiment=accuracy"])) == code
     for each, handler in before.items():
         signal.signal(each, handler)
     page, printed = Path("outputs/tables/fig12.md").read_text(), capsys.readouterr()
@@ -289,9 +290,9 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     assert row(text, "fig12")[:-1] == ["1", "0", "0", "1", "1"], "INT4's cell was never begun"
     runs.measure = outcome
     runs.configs.clear()
-    assert main(["grid=accuracy"]) == 0
+    assert main(["experiment=accuracy"]) == 0
     assert [config.method_name for config in runs.configs] == ["h2o", "int4"]
-    assert list(Path("outputs/runs").glob("grids/*")) == []
+    assert list(Path("outputs/runs").glob("sweeps/*")) == []
     printed = capsys.readouterr().out
     assert "1 of 3 cells were finished before, skipped" in printed and "interrupted before, run again" in printed
     assert "Full cache" in printed
@@ -311,7 +312,7 @@ def test_a_failing_cell_does_not_stop_the_grid_and_is_named(error, code, end, ru
         raise error if config.method_name == "int4" else UserError("h2o is not well")
 
     runs.measure = fail
-    assert main(["grid=accuracy"]) == code
+    assert main(["experiment=accuracy"]) == code
     printed = capsys.readouterr()
     failed = ["failed: fig12 H2O: h2o is not well", f"failed: fig12 INT4: {describe(error)}"]
     said = [line for line in printed.out.splitlines() if line.startswith("failed")]

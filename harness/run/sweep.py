@@ -1,27 +1,31 @@
-"""A grid is many runs, its cells, from `conf/grid/<name>.yaml` or a file of one's own.
+"""An experiment may be a sweep: many runs, in the `sweep:` of `conf/experiment/NAME.yaml` or of a
+file of one's own.
 
-    python run.py grid=accuracy results_dir=/tmp/results
+    python run.py experiment=ablation results_dir=/tmp/results
+    python run.py experiment=ablation sweep=null        # one run, with the file's other settings
 
-settings: {num_windows: 3}            # for every cell of this file; the command line wins
-cells:
-  - method: infinigen                 # one value, or
-    method.alpha: [4, 5, 6]           # a list of alternatives: a cell for each combination of them
-    experiment: [fig11, fig12]        # the last key varies fastest
-  - method: h2o                       # settings named together vary together
-    method.heavy_frac method.recent_frac: [[0.25, 0.25], [0.125, 0.125]]
-  - when: ${grid.data_root}           # where this is null, the entry is left out, and that is said
-    data: local
-    data.root: ${grid.data_root}
-  - method: ${choices:method,full}    # every file of a group but those named
-    where_allowed: true               # a refused cell is left out, and that is said
-data_root: null                       # a setting of the grid's own: grid.data_root=DIR
-grids: [speedup, table2]              # further grids, whose cells follow; `data_root` replaces
-                                      # a setting of that name there
-minutes: {fig11: 12}                  # by experiment, for one start: later cells are put off
+seq_len: 2048                         # settings of the file hold for runs of this experiment
+sweep:
+  settings: {num_windows: 3}          # for all runs, of others too; the command line wins
+  runs:
+    - method: infinigen               # one value, or
+      method.alpha: [4, 5, 6]         # a list of alternatives: a run for each combination of them
+      experiment: [fig11, fig12]      # the last key varies fastest; left out: this experiment
+    - method: h2o                     # settings named together vary together
+      method.heavy_frac method.recent_frac: [[0.25, 0.25], [0.125, 0.125]]
+    - when: ${sweep.data_root}        # where this is null, the entry is left out, and that is said
+      data: local
+      data.root: ${sweep.data_root}
+    - method: ${choices:method,full}  # every file of a group but those named
+      where_allowed: true             # a refused run is left out, and that is said
+  data_root: null                     # a setting of the sweep's own: sweep.data_root=DIR
+  experiments: [speedup, table2]      # further sweeps, whose runs follow; `data_root` replaces a
+                                      # setting of that name there
+  minutes: {fig11: 12}                # by experiment, for one start: later runs are put off
 
-A run that a file names twice is one cell. `grid.share=K/N` is the K-th of N shares of any grid, for
-as many processes that know nothing of one another. The cells timed at one shape stay together, as
-they share a process and its prefill.
+A run that a file names twice is one run. `sweep.share=K/N` is the K-th of N shares of any sweep,
+for as many processes that know nothing of one another. The runs timed at one shape stay together,
+as they share a process and its prefill.
 """
 
 from __future__ import annotations
@@ -50,11 +54,11 @@ from harness.settings.systems import OF_EVERY_METHOD
 
 @dataclass(frozen=True)
 class Keywords:
-    """What every grid may have; any other key is a setting of the grid's own."""
+    """What every sweep may have; any other key is a setting of the sweep's own."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    cells: tuple[Mapping[str, Any], ...] = ()
-    grids: tuple[str, ...] = ()
+    runs: tuple[Mapping[str, Any], ...] = ()
+    experiments: tuple[str, ...] = ()
     minutes: Mapping[str, Positive | None] = field(default_factory=dict)
     share: Text | None = None
 
@@ -68,9 +72,9 @@ OmegaConf.register_new_resolver("on_the_leaderboard", cells_of_tasks, replace=Tr
 
 @dataclass
 class Plan:
-    """cells: checked, none has run. left_out: experiment and reason of each cell that `when` or
-    `where_allowed` leaves out. minutes: by experiment, what its cells may take in one start; None,
-    or not named: as long as it takes."""
+    """cells: the runs, checked, none of which has begun. left_out: experiment and reason of each
+    that `when` or `where_allowed` leaves out. minutes: by experiment, what its runs may take in one
+    start; None, or not named: as long as it takes."""
 
     cells: list[RunConfig] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
@@ -88,27 +92,28 @@ class Plan:
 
 
 def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
-    """All cells of a grid and of the grids in it, or a share of them, checked before the first of
-    them runs.
+    """All runs of a sweep and of the sweeps in it, or a share of them, checked before the first of
+    them begins.
 
     Args:
-        node: the chosen `conf/grid/*.yaml`, composed.
-        overrides: the user's; they hold for every cell, and win over what a grid sets without
+        node: `sweep` of the chosen `conf/experiment/*.yaml`, composed.
+        overrides: the user's; they hold for every run, and win over what a sweep sets without
         varying it.
 
     Raises:
-        UserError: a malformed grid, one with every cell left out, a wrong setting in any cell, or
-                an override of what the cells vary.
+        UserError: a malformed sweep, one with every run left out, a wrong setting in any run, or
+                an override of what the runs vary.
     """
     plan = Plan()
-    _read(plan, node, overrides, (), Composer())
+    name = next((word for word in overrides if setting_of(word) == "experiment"), "")
+    _read(plan, node, overrides, (name.partition("=")[2],), Composer())
     if not plan.cells:
         raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
     known = {config.experiment: None for config in plan.cells} | dict(plan.left_out)
     for name in plan.minutes:
         if name not in known:
             raise UserError(
-                f"grid.minutes.{name}: no cell is of that experiment; {nearest(name, known)}"
+                f"sweep.minutes.{name}: no run is of that experiment; {nearest(name, known)}"
             )
     if (share := node.get("share")) is not None:
         plan.cells = share_of(plan.cells, str(share))
@@ -124,7 +129,7 @@ def share_of(cells: Sequence[RunConfig], share: str) -> list[RunConfig]:
     match = re.fullmatch(r"(\d+)/(\d+)", share)
     number, shares = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= shares:
-        raise UserError(f"grid.share={share}: must be K/N with K from 1 to N, such as 2/8")
+        raise UserError(f"sweep.share={share}: must be K/N with K from 1 to N, such as 2/8")
     own_groups = groups(cells, lambda config: config)[number - 1 :: shares]
     return list(itertools.chain.from_iterable(own_groups))
 
@@ -136,8 +141,8 @@ def _read(
     within: tuple[str, ...],
     composer: Composer,
 ) -> None:
-    """Add the cells of one file to `plan`, then those of the grids in it. within: the names of the
-    grids around it."""
+    """Add the runs of one file to `plan`, then those of the sweeps in it. within: the names of the
+    experiments around it, and its own."""
     written: Any = OmegaConf.to_container(node, resolve=False)
     if "${model.shape." in str(written):
         # A model of the user's own has its shape, not the chosen entry's.
@@ -146,24 +151,29 @@ def _read(
         if model.shape is None:
             with open_dict(config):
                 config.model.shape = shape_mapping(model)
-    grid: Any = OmegaConf.to_container(node, resolve=True)
-    keywords = {name: grid[name] for name in KEYWORDS & grid.keys() if grid[name] is not None}
-    asked = build(Keywords, keywords, "grid")
-    if not asked.cells and not asked.grids:
-        raise UserError("grid.cells: must be a list of cells; see harness/run/grid.py")
+    sweep: Any = OmegaConf.to_container(node, resolve=True)
+    keywords = {name: sweep[name] for name in KEYWORDS & sweep.keys() if sweep[name] is not None}
+    asked = build(Keywords, keywords, "sweep")
+    if not asked.runs and not asked.experiments:
+        raise UserError("sweep.runs: must be a list of runs; see harness/run/sweep.py")
+
+    # Its runs are of this experiment, if it is more than a list of runs of others.
+    settings_of_all = dict(asked.settings)
+    if node._get_root().get("kind") is not None:
+        settings_of_all = {"experiment": within[-1], **settings_of_all}
 
     given: dict[str, str] = {}
     for word in overrides:
         name = setting_of(word)
-        if name.partition(".")[0] != "grid":
+        if name.partition(".")[0] not in ("sweep", "experiment"):
             given[name] = word
     cells: list[tuple[dict[str, Any], bool]] = []  # with whether it may be refused
-    for entry, source in zip(asked.cells, written.get("cells") or (), strict=True):
+    for entry, source in zip(asked.runs, written.get("runs") or (), strict=True):
         settings = dict(entry)
         condition, where_allowed = settings.pop("when", True), settings.pop("where_allowed", False)
         for cell in _combinations(settings):
             if condition is None:
-                experiment = _experiment_of({**asked.settings, **cell})
+                experiment = _experiment_of({**settings_of_all, **cell})
                 missing = str(source["when"]).strip("${}")
                 plan.left_out.append((experiment, f"{missing} is not given"))
             else:
@@ -173,17 +183,18 @@ def _read(
     for key in given:
         values = {str(cell[key]) for cell, _ in cells if key in cell}
         if len(values) > 1:
-            raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
+            instead = "leave it out, or sweep=null for one run"
+            raise UserError(f"{given[key]}: the sweep varies {key} itself; {instead}")
     configs: list[RunConfig] = []
     for cell, where_allowed in cells:
-        settings = {**asked.settings, **cell}
+        settings = {**settings_of_all, **cell}
         for key, value in settings.items():
             if is_group(key) and not isinstance(value, str):
-                raise UserError(f"grid.cells: {key}={value}: must be one name")
+                raise UserError(f"sweep.runs: {key}={value}: must be one name")
         fixed = {key: value for key, value in settings.items() if key not in given}
         try:
             words = [override(key, value) for key, value in fixed.items()]
-            config = load([*words, *given.values()], composer)
+            config = load([*words, *given.values(), "sweep=null"], composer)
         except (UserError, HydraException) as error:
             if not where_allowed:
                 raise
@@ -191,21 +202,21 @@ def _read(
             continue
         if not find(config.kind).keeps_record:
             no_record = f"experiment={config.experiment} writes no record"
-            raise UserError(f"grid.cells: {no_record}, so it is no cell")
+            raise UserError(f"sweep.runs: {no_record}, so it is no run of a sweep")
         if config not in configs:
             configs.append(config)
     plan.cells += configs
 
-    for name in asked.grids:
-        if name not in options("grid"):
-            raise UserError(f"grid.grids={name}: {nearest(name, options('grid'))}")
+    for name in asked.experiments:
+        if name not in options("experiment"):
+            raise UserError(f"sweep.experiments={name}: {nearest(name, options('experiment'))}")
         if name in within:
-            raise UserError(f"grid.grids={name}: contains itself")
-        part = compose([f"grid={name}", *given.values()]).grid
-        for key in grid.keys() & part.keys() - KEYWORDS:
-            part[key] = grid[key]
+            raise UserError(f"sweep.experiments={name}: contains itself")
+        part = compose([f"experiment={name}", *given.values()]).sweep
+        for key in sweep.keys() & part.keys() - KEYWORDS:
+            part[key] = sweep[key]
         _read(plan, part, overrides, (*within, name), composer)
-    plan.minutes |= asked.minutes  # the outer grid's word holds
+    plan.minutes |= asked.minutes  # the outer sweep's word holds
 
 
 def _experiment_of(settings: Mapping[str, Any]) -> str:
@@ -215,7 +226,7 @@ def _experiment_of(settings: Mapping[str, Any]) -> str:
 def _of_method(
     cells: list[tuple[dict[str, Any], bool]], method: str
 ) -> list[tuple[dict[str, Any], bool]]:
-    """The cells of one method, of a grid that varies it. Another method takes the place of each
+    """The cells of one method, of a sweep that varies it. Another method takes the place of each
     that has no setting of its own, but for the number of exempt layers, which every method has."""
     names = {str(cell["method"]) for cell, _ in cells if "method" in cell}
     if len(names) < 2:
@@ -247,7 +258,7 @@ def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             values = item if len(names) > 1 else [item]
             if not isinstance(values, list) or len(values) != len(names):
                 needed = f"{key} needs a list of lists of {len(names)} values"
-                raise UserError(f"grid.cells: {needed}, not {value}")
+                raise UserError(f"sweep.runs: {needed}, not {value}")
             axis.append(dict(zip(names, values, strict=True)))
         axes.append(axis)
     for chosen in itertools.product(*axes):
