@@ -4,11 +4,7 @@
 #   make speedup PLATFORM=cuda MODEL=opt-13b WEIGHTS=random      the paper's shapes on a GPU
 #   make paper DATA_ROOT=DIR                    all figures and tables on the default model, in under 75 minutes
 #   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub             the same with the paper's parameters, on one GPU
-# The same as eight jobs of Slurm; the command waits for them and goes on where they stopped (docs/sharing.md):
-#   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub ARGS="cluster=slurm cluster.jobs=8"
-# As two processes of one machine, which is for accuracy only, as timed cells want it to themselves:
-#   OMP_NUM_THREADS=1 .venv/bin/python run.py -m hydra/launcher=joblib hydra.launcher.n_jobs=2 \
-#     experiment=accuracy sweep.share=1/2,2/2
+# As jobs of Slurm, or as several processes of one machine: docs/sharing.md, "A cluster".
 #   make leaderboard METHOD=./my_method.py      a method of one's own beside the shipped ones; CODEC=./my_codec.py a codec
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter

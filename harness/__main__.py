@@ -10,7 +10,6 @@ It lies above all other modules: it hands the figures of `plots` to `harness`, w
 import sys
 
 from harness.errors import USERS, interruptible, missing
-from harness.run.watched import watched
 
 OWN = ("harness", "methods", "plots")
 """The packages of this project."""
@@ -40,7 +39,7 @@ def main() -> int:
 
 def command() -> int:
     """Run the words of this process; returns the exit code."""
-    return watched(lambda: interruptible(main), sys.argv[1:])
+    return interruptible(main)
 
 
 if __name__ == "__main__":

@@ -209,3 +209,40 @@ def interruptible(command: Callable[[], int]) -> int:
     finally:
         for stop_signal in STOPS:
             signal.signal(stop_signal, signal.SIG_DFL)
+
+
+@contextmanager
+def launchers_stop() -> Iterator[None]:
+    """In a job that a launcher started: the launcher's signal that the job's time is over ends the
+    run as SIGTERM does, then the launcher's own handler is called, which may start the job again.
+
+    Raises:
+        UnfinishedError: it does not start again.
+        SystemExit: it does.
+    """
+    signals: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        raise Terminated
+
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        handler = signal.getsignal(number)
+        if callable(handler):
+            handlers[number] = handler
+            signal.signal(number, end)
+    try:
+        yield
+    except Terminated:
+        if not signals:
+            raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in signals:
+        try:
+            handlers[number](number, None)
+        except Exception as error:
+            over = f"the job's time is over ({one_line(error)})"
+            raise UnfinishedError(f"{over}; the same command goes on") from error

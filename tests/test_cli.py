@@ -102,7 +102,7 @@ def test_help_says_of_every_setting_its_default_range_and_meaning():
             rest = itertools.takewhile(lambda later: later.startswith("    "), lines[number + 1 :])
             settings[found[1]] = " ".join([line.removeprefix(found[1]), *rest]).split()
     plain = OmegaConf.to_container(config, resolve=False)
-    for name in ("method", "cluster", "experiment", "kind"):
+    for name in ("method", "experiment", "kind"):
         plain.pop(name, None)
     plain["model"].pop("shape")
     plain.pop("sweep")
@@ -145,7 +145,8 @@ REFUSED = {
     "seed=\udcff": "seed=\\udcff: is not UTF-8 text",
     f"seed={'9' * 5000}": "seed=9",
     f"tasks={'[' * 3000}{']' * 3000}": "tasks=[",
-    "hydra/launcher=x": "hydra/launcher=x: ",
+    "hydra/launcher=x": "hydra/launcher=x: starts the jobs of a sweep, which needs -m",
+    "-m hydra/launcher=x": "hydra/launcher=x: ",
     "method=null": "method=null: must be one name; allowed: adakv, ",
     "method=[full,h2o]": "method=[full,h2o]: must be one name",
     "model={name:x}": "model={name:x}: must be one name",
@@ -221,7 +222,7 @@ def test_text_is_text_and_no_other_settings_value(text, runs):
     ours = read_words(words)
     assert [read_override(word).value() for word in read_words([as_typed(word) for word in ours])] == [
         read_override(word).value() for word in ours
-    ], "as a job of a cluster reads them again"
+    ], "as they are read again from what is shown of them"
 
 
 def test_a_sweep_over_texts(runs):

@@ -26,7 +26,7 @@ PRESETS = (
 
 
 NEEDED = {
-    "local": ["data.root=."], "frontier": ["link_gbps=25", "max_kl=0.05"], "capacity": ["platform.device_gib=1"],
+    "local": ["data.root=."], "capacity": ["platform.device_gib=1"],
 }  # fmt: skip
 """What a file of conf/ cannot do without."""
 
@@ -36,8 +36,7 @@ NEEDED = {
     [
         (path.parent.name, path.stem)
         for path in sorted(CONF_DIR.glob("*/*.yaml"))
-        if path.parent.name != "cluster"
-        and "kind: modelled" not in path.read_text()
+        if "kind: modelled" not in path.read_text()
         and (path.parent.name != "experiment" or "\nkind: " in path.read_text())
     ],
 )
@@ -279,8 +278,6 @@ COUNTS = {
 """Whole numbers, and the first below what is allowed."""
 NUMBERS = {
     "size": (0, 1.01, "inf"),
-    "link_gbps": (0, -1, "inf", 10**10),
-    "max_kl": (0, -1, "inf"),
     "time_limit_s": (0, -1, "inf"),
     "analysis.kept_frac": (0, 1.5, "inf"),
     "platform.link_gbps": (0, -1, 1e-9, "inf"),

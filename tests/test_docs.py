@@ -28,10 +28,9 @@ from harness.checks import methods_page
 from harness.model.tiny import tiny_model
 from harness.run import samples_command
 from harness.run.cli import main
-from harness.run.cluster import Cluster
 from harness.run.compose import compose
 from harness.run.parse import OF_THE_FILE, method_file
-from harness.settings.schema import CONF_DIR, build
+from harness.settings.schema import CONF_DIR
 from methods.base import Method, State, TokenCounts
 from methods.selection import SelectingBy
 from tests.composed import load
@@ -128,9 +127,9 @@ def check_make(arguments: list[str]) -> None:
 def runs_of(words: list[str]) -> list[list[str]]:
     """The runs of a command line: one, or with `-m` each combination that a sweep has."""
     for word in words:
-        assert not word.startswith("hydra/") or word == "hydra/launcher=joblib"
+        assert not word.startswith("hydra/") or word in ("hydra/launcher=joblib", "hydra/launcher=submitit_slurm")
         assert not word.startswith("sweep.share") or re.fullmatch(r"sweep\.share=(\d+/\d+,?)+", word)
-    elsewhere = ("-m", "hydra", "cluster", "+cluster", "sweep.share")
+    elsewhere = ("-m", "hydra", "+hydra", "sweep.share")
     settings = OverridesParser.create().parse_overrides([each for each in words if not each.startswith(elsewhere)])
     assert "-m" in words or not any(each.is_sweep_override() for each in settings), "a sweep needs -m"
     return BasicSweeper.split_arguments(settings, None)[0]
@@ -170,9 +169,6 @@ def check_run(arguments: list[str]) -> None:
         samples_command.parser().parse_args(arguments[1:])
         return
     arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
-    asked = [word for word in arguments if word.lstrip("+").startswith("cluster")]
-    if asked:
-        build(Cluster, compose(asked).cluster, "cluster")
     own = str(ROOT / "harness" / "run" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
     placed = [word.replace("./my_codec.py", own_codec()) if "my_codec" in word else word for word in placed]

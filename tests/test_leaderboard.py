@@ -1,4 +1,4 @@
-"""The leaderboard: its sweep, rows, pages and marks, the fronts, and the fastest method within a limit of KL."""
+"""The leaderboard: its sweep, its rows, its pages and marks, and the fronts."""
 
 import math
 import re
@@ -21,7 +21,6 @@ from harness.report.explorer import explorer
 from harness.results import tuned
 from harness.results import write as tables
 from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table
-from harness.results.fastest import fastest
 from harness.results.fronts import REFERENCES, fronts
 from harness.results.leaderboard import complete
 from harness.results.leaderboard import write as write_leaderboard
@@ -465,39 +464,6 @@ def test_the_upper_reference_is_on_no_front(results):
     assert "Oracle" not in labels and labels["Full cache"] == "size, step time"
     (sheet,) = sheets_of(board(results, "frontier"))
     assert sheet.title.endswith("not beaten in size or in step time")
-
-
-def ask(results: Path, *asked: str) -> int:
-    return cli.main(["experiment=frontier", f"results_dir={results}", *asked])
-
-
-def test_the_fastest_within_the_limit_is_one_line(results, capsys):
-    assert ask(results, "link_gbps=25", "max_kl=0.1") == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(
-        "InfiniGen (method=infinigen size=0.16 method.num_exempt_layers=2): 2.0 ms a step over 25 GB/s, modelled"
-    )
-    assert "measured compute (2.0 ms) and bytes (1.00 MiB); KL 0.0500 ± 0.0125 nats, measured" in line
-    assert ask(results, "link_gbps=25", "max_kl=0.01") == 0
-    assert capsys.readouterr().out.startswith("Full cache (method=full): 8.0 ms")
-
-
-def test_what_cannot_be_answered_is_one_line(other, tmp_path, capsys):
-    for asked, message in (
-        (["max_kl=0.1"], "link_gbps=null: must be above 0"),
-        (["link_gbps=1", "max_kl=0"], "max_kl=0: must be above 0"),
-        (["link_gbps=1", "max_kl=1", "model=opt-125m"], "opt-125m in it; `python run.py experiment=leaderboard` adds"),
-    ):
-        assert ask(other, *asked) == 2
-        assert message in capsys.readouterr().err
-    assert ask(tmp_path / "none", "link_gbps=1", "max_kl=1") == 2
-    assert "there is none yet; `python run.py experiment=leaderboard` makes it" in capsys.readouterr().err
-    (other / "tables" / "leaderboard.csv").write_text("a,b\n1,2\n")
-    assert ask(other, "link_gbps=1", "max_kl=1") == 2
-    assert "not a table of results" in capsys.readouterr().err
-    row = {"label": "H2O", "size": 0.25, "kl_nats": 0.3, "compute_s": 1.0, "link_bytes": 1.0, "late_bytes": 0.0}
-    with pytest.raises(UserError, match=r"max_kl=0.1: no method has it; the closest, H2O at size 25.0%, has 0.3000"):
-        fastest([row, row | {"label": "Streaming", "kl_nats": 0.5}], 1.0, 0.1)
 
 
 # One's own method or codec beside the shipped ones

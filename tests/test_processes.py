@@ -137,19 +137,31 @@ def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog
     assert caplog.text.count("outputs: its file system has no locks; start one process at a time") == 1
 
 
-def test_shares_of_a_grid_run_as_jobs(tmp_path):
-    """One cell of conf/experiment/choices.yaml exempts all four layers of a tiny model, which no other job notices."""
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    tiny_model("llama", num_key_value_heads=2).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    text = tmp_path / "text.txt"
+LAUNCHERS = {
+    "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"],
+}
+
+
+def launched(launcher: str, folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """A sweep of accuracy of a tiny model, whose jobs a launcher of Hydra starts."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher")
+    tiny_model("llama", num_key_value_heads=2).save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    text = folder / "text.txt"
     text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
-    toy = [f"model.path={tmp_path / 'model'}", "size=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
+    toy = [f"model.path={folder / 'model'}", "size=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
     toy += [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
-    launcher = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "sweep.share=1/2,2/2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, str(ROOT / "run.py"), *launcher, "experiment=choices", *toy]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(folder / "cache")}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(ROOT / "run.py"), "-m", *LAUNCHERS[launcher], *words, *toy]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_shares_of_a_grid_run_as_jobs(launcher, tmp_path):
+    """One cell of conf/experiment/choices.yaml exempts all four layers of a tiny model, which no other job notices."""
+    done = launched(launcher, tmp_path, "experiment=choices", "sweep.share=1/2,2/2")
     found = records.read_records(tmp_path / "outputs", "choices")
     statuses = {record["config"]["label"]: record["status"] for record in found}
     (failed,) = (label for label, status in statuses.items() if status != "finished")
@@ -159,6 +171,68 @@ def test_shares_of_a_grid_run_as_jobs(tmp_path):
     assert own == set(statuses) - {failed}, "of both jobs"
     said = f"error: 1 of [34] cells failed; the first, choices {failed}: .*must be < 4 layers"
     assert done.returncode == 2 and re.match(said, done.stderr.splitlines()[-1]), done.stderr
+    assert re.search(r"\[HYDRA\]\s+#1 : ", done.stdout), "which jobs began"
+
+
+ONCE = """from dataclasses import dataclass
+import os, signal
+from pathlib import Path
+from methods.prompt_evicting import PromptEvicting, PromptEvictingState
+
+class State(PromptEvictingState):
+    def prompt_worth(self, layer, query, key, value, rows):
+        if not Path("began").exists():
+            Path("began").touch()
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return value.float().norm(dim=-1)
+
+@dataclass(frozen=True)
+class Once(PromptEvicting):
+    kept_frac: float = 0.5
+    title = "Once"
+    state = State
+"""
+"""Sends submitit's signal that the job's time is over, in the first job alone."""
+
+
+def test_a_job_whose_time_is_over_begins_again(tmp_path):
+    (tmp_path / "once.py").write_text(ONCE)
+    done = launched("submitit", tmp_path, "method=./once.py")
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("outputs/runs/.sweep/.submitit/*/*_log.out")
+    said = log.read_text()
+    assert "Requeued job" in said and "perplexity Once: interrupted before, run again" in said
+    (record,) = records.read_records(tmp_path / "outputs", "perplexity")
+    assert record["status"] == "finished"
+
+
+def test_a_launchers_signal_ends_a_run_before_its_handler_is_called():
+    events = []
+
+    def again(number, frame):
+        events.append("handler")
+        sys.exit(144)
+
+    def over(number, frame):
+        raise RuntimeError("too many times")
+
+    before = signal.signal(signal.SIGUSR2, again)
+    try:
+        with pytest.raises(SystemExit), errors.launchers_stop():
+            try:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            except errors.Terminated:
+                events.append("run ended")
+                raise
+        assert events == ["run ended", "handler"] and signal.getsignal(signal.SIGUSR2) is again
+        signal.signal(signal.SIGUSR2, over)
+        said = r"job's time is over \(too many times\); the same command"
+        with pytest.raises(errors.UnfinishedError, match=said), errors.launchers_stop():
+            os.kill(os.getpid(), signal.SIGUSR2)
+        with pytest.raises(errors.Terminated), errors.launchers_stop():
+            raise errors.Terminated  # of SIGTERM
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 # killed, or out of disk, at every write

@@ -56,17 +56,6 @@ assert describe()["commit"] is None
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("results_dir", ["outputs", "mine"])
-def test_shipped_rows_stand_in_the_default_results(results_dir, site_packages, tmp_path):
-    asked = ["-m", "harness", "experiment=frontier", "link_gbps=0.2", "max_kl=0.05", f"results_dir={results_dir}"]
-    done = in_an_installation(site_packages, tmp_path, *asked)
-    if results_dir == "outputs":
-        assert done.returncode == 0 and " ms a step over 0.2 GB/s" in done.stdout, done.stderr
-    else:
-        assert done.returncode == 2 and "`kv-harness experiment=leaderboard` makes it" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_table_of_ones_own_takes_over_the_shipped_rows(site_packages, tmp_path):
     code = """
 from harness.results.columns import read_table

@@ -1,4 +1,4 @@
-"""A model of step time: seconds of a decode step at another size, or over another link.
+"""A model of step time: seconds of a decode step at another size.
 
 Each method is timed at one size. Seconds of compute stay as timed, bytes over the link grow with
 the size. As in live decoding, tokens that are selected a layer ahead are transferred during

@@ -54,7 +54,6 @@ from harness.model.resources import Resources
 from harness.results import archive
 from harness.run import runner, status, tracking
 from harness.run.cells import run_cells
-from harness.run.cluster import JobArray
 from harness.run.compose import as_sweep, override, read_override
 from harness.run.kinds import measurement_of
 from harness.run.parse import asks_status, parse
@@ -82,8 +81,9 @@ LONGEST_NAME = 250
 CONFIG_FLAGS = ("--config", "-cp", "-cn", "-cd", "--experimental-rerun")
 """Flags of Hydra that read settings from another folder than `conf/`, which a run would follow in
 part."""
+LAUNCHER = "hydra/launcher"
 HYDRA_SETTINGS = (
-    "hydra/launcher",
+    LAUNCHER,
     "hydra.launcher",
     "hydra/sweeper",
     "hydra.sweeper",
@@ -98,15 +98,15 @@ class Jobs:
     """Called by Hydra once, or for each job of a sweep (`-m`). A job that fails does not stop the
     others.
 
-    A launcher with processes of its own calls a copy there: each writes the tables and brings its
-    error back.
+    A launcher with processes of its own, on this machine or a cluster, calls a copy there. Each
+    copy writes the tables and brings its error back.
 
     tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results
     folder. paths: records of the finished runs. gaps: what a sweep left out, in lines. exit_code: a
     bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures, which `tracker`
-    gets as well. array: what is to run on a cluster. process: that in which the command began.
-    num_jobs: of the sweep. seconds: that each new run took. disk_is_full: a job said so. swept:
-    settings that differ between the jobs of a sweep.
+    gets as well. is_copy: in a process that a launcher started. num_jobs: of the sweep.
+    seconds: that each new run took. disk_is_full: a job said so. swept: settings that differ
+    between the jobs of a sweep.
     """
 
     tracebacks: bool
@@ -117,17 +117,29 @@ class Jobs:
     exit_code: int = 0
     draws: bool = False
     tracker: str = tracking.NONE
-    array: JobArray | None = None
-    process: int = field(default_factory=os.getpid)
+    is_copy: bool = False
     num_jobs: int = 1
     seconds: list[float] = field(default_factory=list)
     disk_is_full: bool = False
     swept: frozenset[str] = frozenset()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"is_copy": True}
+
     def __call__(self, config: DictConfig) -> None:
-        is_copy = os.getpid() != self.process
+        if not self.is_copy:
+            self._try(config)
+            return
+        with errors.launchers_stop():
+            try:
+                self._try(config)
+            finally:
+                self.report()
+
+    def _try(self, config: DictConfig) -> None:
+        """Do one job. Its error is printed, and a copy raises it for the first process as well."""
         try:
-            self._execute(config, is_copy)
+            self._execute(config)
         except KeyboardInterrupt:
             raise
         except SystemExit as end:  # a user's task is imported before its run begins
@@ -135,13 +147,10 @@ class Jobs:
             self.fail(called, self._swept_words())
         except BaseException as error:
             self.fail(error, self._swept_words())
-            if is_copy:
+            if self.is_copy:
                 raise error if _is_users(error) else BugError(errors.describe(error)) from error
-        finally:
-            if is_copy:
-                self.report()
 
-    def _execute(self, config: DictConfig, is_copy: bool) -> None:
+    def _execute(self, config: DictConfig) -> None:
         typed = HydraConfig.get().overrides.task
         given: Any = OmegaConf.to_container(typed, resolve=False)  # `${...}` as typed
         is_many = bool(config.sweep and (config.sweep.keys() & {"runs", "experiments"}))
@@ -152,21 +161,6 @@ class Jobs:
                     raise UserError(f"{word}: export={config.export} runs nothing; {allowed}")
             print(archive.export(Path(path_text(config.results_dir, "results_dir")), config.export))
             return
-        if config.get("cluster") is not None:
-            array = JobArray.of(config, Path(HydraConfig.get().runtime.choices["experiment"]).stem)
-            cluster = f"cluster={array.cluster.name}"
-            if is_copy:
-                raise UserError(f"{cluster}: starts processes itself; leave hydra/launcher out")
-            if config.sweep is not None and config.sweep.share is not None:
-                deals = f"{cluster} deals the cells itself, cluster.jobs=N"
-                raise UserError(f"sweep.share={config.sweep.share}: {deals}")
-            if self.array is not None and self.array.cluster != array.cluster:
-                of_all = "its settings are those of all jobs of a sweep"
-                raise UserError(f"cluster: {of_all}, so none of them can vary")
-            if self.array is None:
-                self.array = array
-            config.cluster = None
-            given = [word for word in given if setting_of(word).partition(".")[0] != "cluster"]
         asked = asks_status(config.status)
         if not is_many:
             if asked:
@@ -185,9 +179,6 @@ class Jobs:
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
-        if self.array is not None:
-            self.array.deal(given, plan.cells)
-            return
         for path in run_cells(plan.cells, plan.minutes, self.resources):
             self.paths.append(path)
 
@@ -203,9 +194,6 @@ class Jobs:
         # The other jobs of a sweep most often ask for the same prompts.
         self.resources.shares_prompts |= HydraConfig.get().mode == RunMode.MULTIRUN
         checked = parse(config, overrides)
-        if self.array is not None:
-            self.array.add(overrides, [checked])
-            return
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
             run = runner.Run.of(checked)
@@ -296,12 +284,8 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
         jobs.num_jobs = _number_of_jobs(words)
         jobs.swept = _swept(words)
         _run_hydra(jobs, words)
-        if jobs.array is not None and jobs.array.jobs:
-            code = jobs.array.run()
-            jobs.exit_code = jobs.exit_code or code
-            jobs.paths += [run.path for run in jobs.array.finished()]
     except KeyboardInterrupt as stop:
-        print(f"interrupted; {stop}" if stop.args else errors.INTERRUPTED, file=sys.stderr)
+        print(errors.INTERRUPTED, file=sys.stderr)
         jobs.exit_code = errors.code_of_stop(stop)
         jobs.draws = False  # whoever stops a process may kill it soon
     except SystemExit as end:  # of --help, or of an unknown flag
@@ -333,6 +317,9 @@ def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
     """Hand a command line to Hydra, which calls `jobs`. Whatever Hydra raises by itself is a
     UserError: it knows nothing but what the user typed."""
     typed = errors.shortened(shlex.join(argv), SHOWN)
+    if any(word.startswith(f"{LAUNCHER}=") for word in argv):
+        # Hydra says which jobs begin, and where their logs are.
+        argv = [*argv, "hydra/hydra_logging=default"]
     conf = str(schema.CONF_DIR)
     command = hydra.main(version_base="1.3", config_path=conf, config_name="config")(jobs)
     before, full = sys.argv, os.environ.get(TRACEBACKS)
@@ -343,6 +330,9 @@ def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
     except Exception as error:
         if _is_users(error) or isinstance(error, BugError):
             raise
+        if type(error).__name__ == "UncompletedJobError":  # submitit's
+            said = errors.shortened(one_line(error), 2 * SHOWN)
+            raise UserError(f"a job has ended without a result: {said}") from error
         raise UserError(f"{typed}: Hydra refuses it ({errors.reason(error)})") from error
     finally:
         sys.argv = before
@@ -494,6 +484,8 @@ def _checked(word: str, is_sweep: bool) -> str:
     if name.startswith("hydra") and not name.startswith(HYDRA_SETTINGS):
         allowed = f"results go to results_dir=; allowed of Hydra's: {', '.join(HYDRA_SETTINGS)}"
         raise UserError(f"{word}: is no setting of a run; {allowed}")
+    if name == LAUNCHER and not is_sweep:
+        raise UserError(f"{word}: starts the jobs of a sweep, which needs -m")
     if isinstance(value, ChoiceSweep) and not is_sweep:
         raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
     values = value.list if isinstance(value, ChoiceSweep) else [value]

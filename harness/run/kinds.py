@@ -381,26 +381,6 @@ class Analysis(Measurement):
         return run_analysis(config, resources.model(config.model))
 
 
-class Frontier(Measurement):
-    """`kind=frontier`: the fastest setting of `tables/leaderboard.csv` over a link, within a bound
-    of KL."""
-
-    def check(self, config: RunConfig) -> None:
-        for name, unit in (("link_gbps", "10^9 bytes/s"), ("max_kl", "nats")):
-            if getattr(config, name) is None:
-                raise UserError(f"{name}=null: must be above 0, in {unit}")
-
-    def needs_weights(self, config: RunConfig) -> bool:
-        return False
-
-    def run(self, config: RunConfig, resources: Any) -> Outcome:
-        from harness.results.fastest import answer
-
-        assert config.link_gbps is not None and config.max_kl is not None
-        print(answer(config.results_dir, config.model.name, config.link_gbps, config.max_kl))
-        return Outcome({})
-
-
 MEASUREMENTS: dict[str, Measurement] = {
     "perplexity": Perplexity(),
     "tasks": Tasks(),
@@ -411,7 +391,6 @@ MEASUREMENTS: dict[str, Measurement] = {
     "generate": Generate(),
     "contract": Contract(),
     "analysis": Analysis(),
-    "frontier": Frontier(),
 }
 
 

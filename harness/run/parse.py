@@ -43,8 +43,8 @@ OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 ON_HOST = ("device_rows", "prefetch")
 """Those that need rows behind a link."""
 
-NO_SETTINGS = {"export": "runs nothing", "cluster": "says where a command runs"}
-"""What a command may say besides the settings of its runs, and why it is none of these."""
+NO_SETTINGS = {"export": "runs nothing"}
+"""Options that are not run settings, with the words of their refusal."""
 AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
 """Classes whose settings stand at the top of `conf/config.yaml`, not in a group."""
 

@@ -115,10 +115,6 @@ KINDS = {
         table="analysis",
         code=("paper/analysis.py",),
     ),
-    "frontier": Kind(
-        depends_on=("link_gbps", "max_kl"),
-        keeps_record=False,
-    ),
 }
 
 
