@@ -266,7 +266,7 @@ class Benchmark:
 
     def cell_config(self, batch: int, prompt: int, label: str) -> RunConfig:
         """Settings of a cell."""
-        of_cell = [f"label={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"results_dir={self.out}"]
+        of_cell = [f"system={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"results_dir={self.out}"]
         slow = [] if LABELS[label].pinned else PAGEABLE_STEPS
         return load([*self.settings, *slow, *of_cell])
 

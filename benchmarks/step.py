@@ -28,7 +28,7 @@ from harness.model.load import load_model
 from harness.replay.setup import Setup, prepare
 from harness.run.compose import load
 from harness.settings.config import RunConfig
-from harness.settings.systems import LABELS
+from harness.settings.schema import options
 from harness.speed.latency import compute_threads, decode_rows, prompt_ids, two_memories
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 
@@ -42,7 +42,7 @@ def config_of(label: str, settings: Sequence[str]) -> RunConfig:
     """The run of a system, or of a method by its name, with its own settings after commas. The ideal has none of
     `NOT_IDEAL`."""
     label, *own = label.split(",")
-    named = f"label={label}" if label in LABELS else f"method={label}"
+    named = f"system={label}" if label in options("system") else f"method={label}"
     sized = [] if label == IDEAL else [f"size={SIZE}"]
     common = ["experiment=latency", "batch_size=8", "repeats=1", "timed_steps=16", named, *sized]
     given = [setting for setting in settings if label != IDEAL or not setting.startswith(NOT_IDEAL)]

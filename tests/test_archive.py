@@ -36,7 +36,7 @@ SIZES = {"size": 0.2, "size_artifact": 0.1, "device_frac": 0.25, "resident_frac"
 HITS = (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 OTHER_HITS = (0.0, *HITS[1:])
 NLLS = (2.0, 2.5, 3.0)
-CELL = ["experiment=latency", "label=offload"]
+CELL = ["experiment=latency", "system=offload"]
 
 
 def save_task(results: Path, method: str, hits: tuple[float, ...] = HITS, **fields: Any) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
         "_check_refused",
         lambda session, shared: opened.append(len(shared.prompt.real)) or refused(session, shared),
     )
-    for words in (["label=ideal"], ["label=offload"], ["label=infinigen2+rows"]):
+    for words in (["system=ideal"], ["system=offload"], ["system=infinigen2+rows"]):
         assert main(["experiment=capacity", *texts[1:], *SHORT, "gen_len=60", *device, *words]) == 0
     capsys.readouterr()
     with Path("outputs/tables/capacity.csv").open(newline="") as stream:
@@ -215,7 +215,7 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
 
 def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeypatch, tmp_path, capsys):
     texts = reading(monkeypatch, tmp_path, tiny_loaded())
-    words = ["experiment=latency", *texts[1:], *SHORT, "label=ideal", "platform.device_gib=0.003", "batch_size=400"]
+    words = ["experiment=latency", *texts[1:], *SHORT, "system=ideal", "platform.device_gib=0.003", "batch_size=400"]
     assert main(words) == 2
     line = capsys.readouterr().err.strip()
     assert line.startswith("error: platform.device_gib=0.003: the weights take") and "\n" not in line
@@ -292,7 +292,7 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
     cards: list[float | None] = []
     loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256))
-    words = ["experiment=capacity", "platform=cuda", "label=offload", "model.weights=random", "prompt_len=40"]
+    words = ["experiment=capacity", "platform=cuda", "system=offload", "model.weights=random", "prompt_len=40"]
     words += ["gen_len=4", "timed_steps=1", "calibration.num_tokens=40"]
     words += ["capacity.max_batch=20", f"platform.device_gib={'null' if gib is None else gib}"]
     outcome = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded)
@@ -323,9 +323,9 @@ H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
         ([*H100, "method=oracle", "size=0.1"], "placement=host: Oracle selects by the true scores"),
         ([*H100, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
         ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
-        ([*H100, "label=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
-        ([*H100, "label=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for device_rows"),
-        ([*H100, "label=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
+        ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
+        ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for device_rows"),
+        ([*H100, "system=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
         (["platform=cuda", "method=full", "model.device=map"], "model.device=map: kind=capacity is about one device"),
         (
             ["platform=cuda", "method=full", "platform.weights_on_device=0.5"],
@@ -371,8 +371,8 @@ def test_a_modelled_run_makes_rows(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["experiment=capacity", "platform=rtx4090-pcie4", "model=llama3.1-8b", "gen_len=128", "timed_steps=4"]
     for more in (["prompt_len=8064"], ["prompt_len=130944"]):
-        for label in ("label=ideal", "label=offload"):
-            assert main([*words, *more, label, "capacity.host_gib=512"]) == 0
+        for system in ("system=ideal", "system=offload"):
+            assert main([*words, *more, system, "capacity.host_gib=512"]) == 0
     assert "modelled" in capsys.readouterr().out
     rows = columns.read_table(Path("outputs/tables/capacity-modelled.csv"))
     assert not Path("outputs/tables/capacity.csv").exists()

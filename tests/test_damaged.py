@@ -74,7 +74,7 @@ def results(tmp_path_factory) -> Path:
     windows = {"windows": [{"nll": 2.5, "nll_full": 2.4}, {"nll": 2.6, "nll_full": 2.5}]}
     text = {"offline": {"perplexity": 12.5, "perplexity_stderr": 0.5, "num_samples": 2, "size": 0.2}}
     save(folder, ["experiment=fig12", "method=h2o"], text, chunks=[CHUNK], samples=windows)
-    save(folder, ["experiment=latency", "label=offload"], LATENCY_METRICS)
+    save(folder, ["experiment=latency", "system=offload"], LATENCY_METRICS)
     point = {"series": "a", "metric": "bytes", "value": 2.0**30, "stderr": None, "num_samples": 1}
     point |= {"x_name": "layer", "x": 3.0, "layer": 3}
     save(folder, ["experiment=table1"], {"source": "measured", "points": [point, point | {"x": 4.0, "layer": 4}]})

@@ -31,6 +31,7 @@ from harness.run.compose import compose
 from harness.run.runner import Run
 from harness.run.sweep import read_plan
 from harness.settings.config import LatencyConfig
+from harness.settings.schema import options
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed import latency as speed
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
@@ -241,24 +242,30 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
         timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE, weights_on_device=0.7))
 
 
-def test_labels_stand_for_their_settings():
+def chosen(label: str) -> str:
+    """The word that chooses a system, which a local disk may hold too."""
+    name = "offload" + label.removeprefix("disk") if label in ("disk", "disk+int4") else label.removeprefix("disk+")
+    return f"system={name}"
+
+
+def test_systems_are_named_after_what_they_are():
     assert set(LABELS) - set(COUNTED) == {"uvm", "uvm+h2o"}
+    assert {chosen(label) for label in LABELS} == {f"system={name}" for name in options("system")}
     for label, system in LABELS.items():
         platform = "cpu" if label in COUNTED else "cuda"
-        config = load(["experiment=latency", f"platform={platform}", f"label={label}"])
+        on_disk = ["experiment=disk"] if label in ON_A_DISK else ["experiment=latency"]
+        config = load([*on_disk, f"platform={platform}", chosen(label)])
+        assert config.label == label and not config.label_given
         assert isinstance(config.method, METHODS[system.method]), label
         assert (config.placement, config.codec) == (system.placement, system.codec)
         assert (config.device_rows, config.prefetch) == (system.device_rows, system.prefetch)
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
-        words = {"method": system.method} | system.settings()
-        given = [f"{name}={'null' if value is None else value}" for name, value in words.items()]
-        assert load(["experiment=latency", f"platform={platform}", *given]).label == label
-    assert load(["experiment=latency", *ON_CUDA, "label=uvm", "platform.device_gib=48"]).platform.device_gib == 48
+    assert load(["experiment=latency", *ON_CUDA, "system=uvm", "platform.device_gib=48"]).platform.device_gib == 48
 
 
 def test_a_share_of_the_weights_is_another_run_of_the_same_system():
     share = "platform.weights_on_device=0.7"
-    whole, some = (load(["experiment=latency", "label=offload", *settings]) for settings in ([], [share]))
+    whole, some = (load(["experiment=latency", "system=offload", *settings]) for settings in ([], [share]))
     assert settings_id(whole, {}) != settings_id(some, {})
     assert load(["experiment=latency", "method=full", share]).label == whole.label == some.label
     all_steps = load(["experiment=latency", "timed_steps=null", "gen_len=128", "warmup_steps=3"]).latency
@@ -269,7 +276,9 @@ def test_a_share_of_the_weights_is_another_run_of_the_same_system():
     ("overrides", "label"),
     [
         (["method=infinigen", "method.alpha=7"], "infinigen"),
-        (["label=offload+h2o", "method=h2o", "method.heavy_frac=0.05"], "offload+h2o"),
+        (["system=offload+h2o", "method=h2o", "method.heavy_frac=0.05"], "offload+h2o"),
+        (["system=offload", "method=h2o"], "offload+h2o"),
+        (["system=offload+int4", "method=quest"], "quest+int4 (host)"),
         (["method=streaming", "codec=int8", "placement=device"], "streaming+int8 (device)"),
         (["method=streaming", "platform=cuda", "placement=managed"], "streaming (managed)"),
     ],
@@ -280,7 +289,7 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
 
 def test_a_system_may_leave_first_layers_to_the_full_cache():
     default, given = (
-        load(["experiment=latency", "label=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"])
+        load(["experiment=latency", "system=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"])
     )
     assert default.method == H2O() and given.method == H2O(num_exempt_layers=2)
     assert default.label == given.label == "offload+h2o"
@@ -298,16 +307,14 @@ ON_CUDA = ["platform=cuda"]
         (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
         (["platform.link_gbps=0"], "platform.link_gbps=0: must be above 0"),
         ([*ON_CUDA, "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
-        (["label=ideal", "placement=host"], "placement=host: label=ideal stands for placement=device"),
-        (["label=offload", "method=h2o"], "method=h2o: label=offload stands for method=full"),
-        (["label=offload", "method.alpha=3"], "method.alpha: label=offload stands for method=full"),
+        (["label=ideal"], "label=ideal: names a system; a system is chosen by system=NAME, and this run is infinigen"),
+        (["system=ideal", "placement=host", "label=ideal"], "label=ideal: .* this run is offload"),
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
         (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
         ([*ON_CUDA, "placement=managed", "device_rows=2"], "device_rows=2: placement=managed fetches no"),
         ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
-        ([*ON_CUDA, "label=uvm", "placement=device"], "placement=device: label=uvm stands for placement=managed"),
-        ([*ON_CUDA, "label=uvm", "platform.device_gib=0"], "platform.device_gib=0: must be above 0"),
-        ([*ON_CUDA, "label=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),
+        ([*ON_CUDA, "system=uvm", "platform.device_gib=0"], "platform.device_gib=0: must be above 0"),
+        ([*ON_CUDA, "system=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),
         (
             ["platform.device_gib=48", "platform.weights_on_device=0.5"],
             "platform.device_gib=48 and platform.weights_on_",
@@ -341,7 +348,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
         return run_shared_prompt(attached, ids, repeats)
 
     monkeypatch.setattr(speed, "run_shared_prompt", run_once)
-    assert main(["-m", *CELL, f"label={','.join(ON_A_LINK)}"]) == 0
+    assert main(["-m", *CELL, f"system={','.join(ON_A_LINK)}"]) == 0
     with Path("outputs/tables/latency.csv").open(newline="") as stream:
         rows = {row["label"]: row for row in csv.DictReader(stream)}
     assert set(rows) == set(ON_A_LINK)
@@ -388,7 +395,7 @@ def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, ca
 def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     labels = ["offload", "infinigen", "offload-pageable"]
-    configs = [load([*TINY, *CELL, f"label={label}"]) for label in labels]
+    configs = [load([*TINY, *CELL, f"system={label}"]) for label in labels]
     paths = list(cells.run_cells(configs))
     assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
     dense = {tuple(json.loads(path.read_text())["samples"]["dense_s"]) for path in paths}
@@ -401,7 +408,7 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
 def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cells, "_child", die)
-    configs = [load(["experiment=latency", f"label={label}"]) for label in ("ideal", "offload")]
+    configs = [load(["experiment=latency", f"system={label}"]) for label in ("ideal", "offload")]
     runs = [Run.of(config) for config in configs]
     outcomes = list(cells.run_apart(runs, time.time()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
@@ -454,7 +461,7 @@ def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, rea
 
 
 def test_a_managed_cell_is_refused_before_its_weights_are_loaded(monkeypatch):
-    cell = ["experiment=latency", *ON_CUDA, "model=opt-13b", "label=uvm", "prompt_len=1920", "gen_len=128"]
+    cell = ["experiment=latency", *ON_CUDA, "model=opt-13b", "system=uvm", "prompt_len=1920", "gen_len=128"]
     load([*cell, "batch_size=20"])  # no card is known
     card(monkeypatch, 24)
     with pytest.raises(UserError, match="^placement=managed: weights, the KV .* need 31.1 GiB, and the card has 24.0;"):
@@ -469,7 +476,7 @@ def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(mon
     texts = reading(monkeypatch, tmp_path, tiny_loaded())
     shown = SimpleNamespace(total=2**20, available=2**18)
     monkeypatch.setattr(files.psutil, "virtual_memory", lambda: shown)
-    cell = ["experiment=latency", *texts[1:], "label=offload", "batch_size=2", "prompt_len=40", "gen_len=6"]
+    cell = ["experiment=latency", *texts[1:], "system=offload", "batch_size=2", "prompt_len=40", "gen_len=6"]
     cell += ["timed_steps=1", "calibration.num_tokens=40", "platform.link_gbps=1"]
     assert main(cell) == 2
     refusal = capsys.readouterr().err.strip()

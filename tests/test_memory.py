@@ -459,8 +459,8 @@ def test_a_time_limit_ends_a_cell_with_the_steps_it_has(anywhere, monkeypatch, l
 
 def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     config = load([
-        "experiment=latency", "platform=cuda", "label=uvm+h2o", "model.weights=random", "batch_size=2", "prompt_len=20",
-        "gen_len=6", "timed_steps=1", "platform.device_gib=48", f"results_dir={tmp_path}",
+        "experiment=latency", "platform=cuda", "system=uvm+h2o", "model.weights=random", "batch_size=2",
+        "prompt_len=20", "gen_len=6", "timed_steps=1", "platform.device_gib=48", f"results_dir={tmp_path}",
     ])  # fmt: skip
     cards = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)

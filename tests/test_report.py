@@ -77,7 +77,7 @@ def results(tmp_path_factory) -> Path:
     save_task(folder, "method=infinigen", **RAN | {"status": "failed", "error": "UserError: out of memory"})
     save_text(folder, "method=h2o", **RAN | {"environment": RAN["environment"] | {"commit": "def", "dirty": False}})
     for label in ("offload", "infinigen"):
-        save(folder, ["experiment=latency", f"label={label}"], LATENCY_METRICS, text=label, **RAN)
+        save(folder, ["experiment=latency", f"system={label}"], LATENCY_METRICS, text=label, **RAN)
     for experiment in ("fig11", "perplexity", "latency"):
         tables.update(folder, experiment)
     write(folder, "leaderboard", [place("A"), place(HOSTILE, size=0.2)])

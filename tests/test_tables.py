@@ -184,7 +184,7 @@ def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):
 
 def test_a_timed_cell_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path):
     segments = {"attention_s": 1, "ffn_s": 2, "prediction_s": None, "transfer_s": 4, "other_s": 0}
-    save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS | segments)
+    save(tmp_path, ["experiment=latency", "system=offload"], LATENCY_METRICS | segments)
     (row,) = update(tmp_path, "latency")
     assert tuple(row) == tuple(name for name in names(LATENCY) if name not in OPTIONAL), "without empty new columns"
     shown = ("label", "ttft_s", "h2d_bytes", "link_bytes_per_s", "source", "attention_s", "prediction_s", "size")
@@ -199,7 +199,7 @@ def test_tables_and_records_of_former_columns_are_read_under_the_present_names(t
     """A shipped table that is older than `ttft_s`, and beside it a run of one's own."""
     new_numbers = {"tpot_p99_s": 0.08, "link_utilisation": 0.5, "hit_rate": 0.25, "ttft_spread_s": None}
     segments = dict.fromkeys(names(SEGMENTS))
-    save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS | segments)
+    save(tmp_path, ["experiment=latency", "system=offload"], LATENCY_METRICS | segments)
     path = tables.update(tmp_path, "latency")
     tables.ship(tmp_path)
     shutil.rmtree(tmp_path / "runs")
@@ -210,8 +210,8 @@ def test_tables_and_records_of_former_columns_are_read_under_the_present_names(t
     path.write_text(text)
     former = {former: LATENCY_METRICS[present] for former, present in RENAMED.items()}
     others = {name: value for name, value in LATENCY_METRICS.items() if name not in RENAMED.values()}
-    save(tmp_path, ["experiment=latency", "label=ideal"], others | former | segments)
-    save(tmp_path, ["experiment=latency", "label=infinigen"], LATENCY_METRICS | segments | new_numbers)
+    save(tmp_path, ["experiment=latency", "system=ideal"], others | former | segments)
+    save(tmp_path, ["experiment=latency", "system=infinigen"], LATENCY_METRICS | segments | new_numbers)
     rows = {row["label"]: row for row in update(tmp_path, "latency")}
     assert {row["ttft_s"] for row in rows.values()} == {"2.0"} and len(rows) == 3
     assert {row["tpot_p95_s"] for row in rows.values()} == {"0.07"}
@@ -228,7 +228,7 @@ def test_a_size_that_was_not_met_has_a_column(tmp_path):
     rows = update(tmp_path, "perplexity")
     assert {(row["method"], row["unmet_size"]) for row in rows} == {("h2o", "0.1"), ("quest", "")}
     assert "size asked for (%)" in page(tmp_path, "perplexity")
-    save(tmp_path, ["experiment=latency", "label=infinigen", asked], LATENCY_METRICS)  # ran at .2
+    save(tmp_path, ["experiment=latency", "system=infinigen", asked], LATENCY_METRICS)  # ran at .2
     (row,) = update(tmp_path, "latency")
     assert row["unmet_size"] == "0.1" and "size asked for (%)" in page(tmp_path, "latency")
 
@@ -400,7 +400,7 @@ def test_shipped_rows_that_a_damaged_table_had_are_counted(shipped, caplog):
 
 
 def test_a_table_of_another_kind_of_run_is_set_aside(tmp_path, caplog):
-    save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS)
+    save(tmp_path, ["experiment=latency", "system=offload"], LATENCY_METRICS)
     latency = tables.update(tmp_path, "latency").read_text()
     save_task(tmp_path)
     path = tables.update(tmp_path, "fig11")
@@ -509,7 +509,7 @@ def save_and_read(folder: Path) -> str:
 def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path):
     save_task(tmp_path, "method=h2o")
     save_text(tmp_path, "experiment=fig11", "kind=perplexity", "method=h2o")
-    save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS)
+    save(tmp_path, ["experiment=latency", "system=offload"], LATENCY_METRICS)
     point = {"series": "a", "metric": "bytes", "value": 2.0**30, "stderr": None, "num_samples": 1}
     places = ({"x_name": "layer", "x": 3.0, "layer": 3}, {"x_name": None, "x": None, "layer": None})
     save(tmp_path, ["experiment=table1"], {"source": "measured", "points": [point | place for place in places]})
@@ -532,7 +532,7 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
     def save_cells(*shapes: tuple[int, int], model: str = "smollm2-135m", **fields: str) -> None:
         for batch, prompt in shapes:
             for label in ("ideal", "offload"):
-                given = [f"label={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"model={model}"]
+                given = [f"system={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"model={model}"]
                 metrics = LATENCY_METRICS | fields | {"batch_size": batch, "prompt_len": prompt}
                 save(tmp_path, ["experiment=latency", *given], metrics, text=str(fields))
 

@@ -36,7 +36,7 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
     emulated = rate.bytes_per_s if device.type == "cpu" else None
     with attach(model.to(device)) as attached, open_link(device, bytes_per_s=emulated, tuning=rate.tuning) as link:
         for label in labels:
-            config = load(["experiment=latency", f"label={label}"])
+            config = load(["experiment=latency", f"system={label}"])
             method, codec = config.method, codec_of(config)
             ids = torch.arange(256) % VOCAB_SIZE
             calibration = calibrate(attached, method, ids.tolist()) if method.needs_calibration else None

@@ -62,7 +62,6 @@ from harness.settings import schema
 from harness.settings.kinds import find
 from harness.settings.paths import PROGRAM
 from harness.settings.schema import as_typed, is_group, options, path_text, setting_of
-from harness.settings.systems import LABELS
 
 Draw = Callable[[Path], Sequence[Path]]
 """Draws the figures of a results folder; returns their paths."""
@@ -494,9 +493,10 @@ def _checked(word: str, is_sweep: bool) -> str:
     chooses = isinstance(value, ChoiceSweep) or not is_other
     if is_group(name) and chooses and not all(map(_is_file_name, choices)):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
-    if name == "label" and isinstance(value, ChoiceSweep) and not {*choices} <= {*LABELS}:
-        systems = f"a sweep takes systems alone: {', '.join(LABELS)}"
-        raise UserError(f"{word}: names the same run several times; {systems}")
+    if name == "label" and isinstance(value, ChoiceSweep):
+        raise UserError(
+            f"{word}: names the same run several times; a sweep over systems is system="
+        )
     if "${" in typed and isinstance(value, ChoiceSweep):
         return as_sweep(sets, choices)
     if "${" in typed and not is_other:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, printable
 from harness.run.parse import method_file, parse
-from harness.settings import own_method, schema, systems
+from harness.settings import own_method, schema
 from harness.settings.config import RunConfig
 from harness.settings.explain import method_help, run_help
 from harness.settings.paths import PROGRAM
@@ -38,7 +38,6 @@ OmegaConf.register_new_resolver("choices", choices, replace=True)
 OmegaConf.register_new_resolver("method_help", method_help, replace=True)
 OmegaConf.register_new_resolver("run_help", lambda *, _root_: run_help(_root_), replace=True)
 OmegaConf.register_new_resolver("program", lambda: PROGRAM, replace=True)
-OmegaConf.register_new_resolver("systems", lambda: ", ".join(systems.LABELS), replace=True)
 OmegaConf.register_new_resolver(
     "results_dir", lambda given: path_text(given, "results_dir"), replace=True
 )

@@ -82,8 +82,6 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     latency = _repeated(configs.LatencyConfig, settings, counts=times_steps)
     sampling = _repeated(configs.SamplingConfig, settings, counts=not times_steps)
     task = _task(settings)
-    if kind.live:
-        settings = systems.with_system(settings, given, method_file)
     platform = _platform(settings, kind)
     model = _model(group(settings, "model"), platform.name, given)
     data = build(configs.DataConfig, group(settings, "data"), "data")
@@ -121,7 +119,10 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     sized = _size(settings.get("size"), chosen.method, cache_settings.get("codec"))
     checked = build(RunConfig, _taken_as_written(settings) | made | cache_settings | sized)
     _check_together(checked, kind, given)
-    return checked if checked.label else replace(checked, label=_label(checked, kind, chosen.file))
+    made_label = _label(checked, kind, chosen.file)
+    if kind.live:
+        systems.check_label(checked.label, made_label)
+    return checked if checked.label else replace(checked, label=made_label)
 
 
 def asks_status(given: object) -> bool:

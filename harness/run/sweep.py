@@ -23,7 +23,7 @@ sweep:
                                       # setting of that name there
   minutes: {fig11: 12}                # by experiment, for one start: later runs are put off
 
-A run that a file names twice is one run. `sweep.share=K/N` is the K-th of N shares of any sweep,
+A run that is named twice is one run. `sweep.share=K/N` is the K-th of N shares of any sweep,
 for as many processes that know nothing of one another. The runs timed at one shape stay together,
 as they share a process and its prefill.
 """
@@ -203,7 +203,7 @@ def _read(
         if not find(config.kind).keeps_record:
             no_record = f"experiment={config.experiment} writes no record"
             raise UserError(f"sweep.runs: {no_record}, so it is no run of a sweep")
-        if config not in configs:
+        if config not in configs and config not in plan.cells:
             configs.append(config)
     plan.cells += configs
 

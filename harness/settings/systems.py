@@ -1,20 +1,19 @@
-"""The systems that speed runs compare: one word each, and the settings it stands for.
+"""The systems that speed runs compare: `conf/system` makes them, and each has a name here.
 
 All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only
 offload-pageable runs as the InfiniGen artifact ran its FlexGen baseline, and uvm leaves the
 transfers to CUDA's driver. disk and what begins so read a local disk. Imports no torch.
 
-    python run.py experiment=latency label=offload+int4
+    python run.py experiment=latency system=offload+int4
+    python run.py experiment=disk system=offload+int4       # disk+int4
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
-from harness.errors import UserError, nearest, question
+from harness.errors import UserError
 from harness.settings.config import BEHIND_LINK, Placement, PlatformConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -33,14 +32,6 @@ class System:
     prefetch: bool = False
     overlap: bool = True
     pinned: bool = True
-
-    def settings(self) -> dict[str, Any]:
-        """The same as settings of the command line, besides the method."""
-        exact: dict[str, Any] = dict.fromkeys(("value_codec", "codec_layers", "rotation"))
-        exact |= {"key_groups": "token", "residual": 0}
-        link = {"platform.overlap": self.overlap, "platform.pinned": self.pinned}
-        rows = {"device_rows": self.device_rows, "prefetch": self.prefetch}
-        return {"placement": self.placement, "codec": self.codec, **rows, **exact, **link}
 
 
 LABELS = {
@@ -73,46 +64,12 @@ ON_A_DISK = tuple(label for label, system in LABELS.items() if system.placement 
 """Systems that a GPU does not have."""
 
 
-def with_system(
-    settings: dict[str, Any], given: set[str], method_file: Callable[[str], dict[str, Any]]
-) -> dict[str, Any]:
-    """The settings of a composed run, and what its label stands for if it names a system.
-
-    given: names of the settings on the command line. method_file: reads the YAML of a method by
-    name. Raises UserError for a given setting that contradicts the label, or an unknown label
-    without a method.
-    """
-    label = settings.get("label")
-    if label not in LABELS:
-        has_method = any(name.partition(".")[0] == "method" for name in given)
-        if label and (not has_method or question(label, LABELS, 0.8)):
-            own = "or give method= and a label of its own"
-            raise UserError(f"label={label}: is no system; {nearest(label, LABELS)}; {own}")
-        return settings
-    settings = deepcopy(settings)
-    system, method = LABELS[label], settings["method"]["name"]
-    if method != system.method:
-        if "method" in given:
-            raise _contradiction("method", method, label, system.method)
-        preset = method_file(system.method)
-        for name in given:
-            if name == OF_EVERY_METHOD:
-                preset["num_exempt_layers"] = settings["method"]["num_exempt_layers"]
-            elif name.startswith("method."):
-                stands = f"stands for method={system.method}; leave one of them out"
-                raise UserError(f"{name}: label={label} {stands}")
-        settings["method"] = preset
-    for name, wanted in system.settings().items():
-        group, _, key = name.rpartition(".")
-        node = settings[group] if group else settings
-        if name in given and node[key] != wanted:
-            raise _contradiction(name, node[key], label, wanted)
-        node[key] = wanted
-    return settings
-
-
-def _contradiction(name: str, value: object, label: str, wanted: object) -> UserError:
-    return UserError(f"{name}={value}: label={label} stands for {name}={wanted}; give one of them")
+def check_label(label: str, made: str) -> None:
+    """Raise UserError where a run would have the name of a system that it is not. made: the name
+    of what it is."""
+    if label in LABELS and label != made:
+        chosen = f"a system is chosen by system=NAME, and this run is {made}"
+        raise UserError(f"label={label}: names a system; {chosen}")
 
 
 def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:

@@ -15,7 +15,7 @@ reads a prompt and what the allocator loses. Where memory does not suffice, batc
 tried until the largest that runs is found.
 
     python run.py experiment=capacity method=h2o placement=device platform.device_gib=0.75
-    python run.py experiment=capacity platform=cuda model=opt-13b model.weights=random label=ideal
+    python run.py experiment=capacity platform=cuda model=opt-13b model.weights=random system=ideal
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ On the CPU, where a prefill takes up to a minute, the dense passes of a shape, o
 run once in a process for all its runs, and one core is left to the link. Under CUDA every run
 prefills for itself, as does a run that streams weights.
 
-    python run.py experiment=latency label=infinigen batch_size=8
+    python run.py experiment=latency system=infinigen batch_size=8
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 arithmetic of a live session, and tokens/s of decode steps at that batch and below, by the cost
 model.
 
-    python run.py experiment=capacity platform=h100-pcie5 model=llama3.1-8b label=infinigen2
+    python run.py experiment=capacity platform=h100-pcie5 model=llama3.1-8b system=infinigen2
 
 Bytes are those that a live session would have in half precision (`harness.live.needs`). A step is
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
