@@ -227,11 +227,11 @@ def launchers_stop() -> Iterator[None]:
         raise Terminated
 
     handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        handler = signal.getsignal(number)
+    for user_signal in (signal.SIGUSR1, signal.SIGUSR2):
+        handler = signal.getsignal(user_signal)
         if callable(handler):
-            handlers[number] = handler
-            signal.signal(number, end)
+            handlers[user_signal] = handler
+            signal.signal(user_signal, end)
     try:
         yield
     except Terminated:

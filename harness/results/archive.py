@@ -1,22 +1,16 @@
-"""A results folder as one file to share: a zip archive with the sha256 of its members.
-
-    runs/<experiment>/<run_id>/record.json   finished and failed runs, with their inputs' sha256
-    tables/*.csv, tables/*.md, figures/*.png, figures/*.svg, *.md, findings.yaml
-    MANIFEST.json                            {"schema", "sha256": {name: hex digits}}
+"""A results folder as one file to share: a zip archive of its records, tables, figures and pages.
 
     with opened(Path("results.zip")) as folder:
         ...    # as in a results folder
 
-An archive may come from a stranger. `opened` trusts no name, link or size in it, and refuses a
-member that differs from the manifest.
+An archive may come from a stranger. `opened` trusts no name, link or size in it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
+import re
 import struct
 import tempfile
 import zipfile
@@ -34,10 +28,14 @@ from harness.results.record import BAD_VALUE_ERRORS, read_record
 from harness.settings.paths import shipped_beside
 from harness.settings.schema import path_text
 
-SCHEMA = 2
-MANIFEST = "MANIFEST.json"
 RECORDS = "runs/*/*/record.json"
 DERIVED = ("tables/*.csv", "tables/*.md", "figures/*.png", "figures/*.svg", "*.md", "findings.yaml")
+NAME = r"(?!\.\.?/)[^/\\]+"
+MEMBER = re.compile(
+    rf"runs/{NAME}/{NAME}/record\.json|tables/{NAME}\.(csv|md)|figures/{NAME}\.(png|svg)"
+    rf"|{NAME}\.md|findings\.yaml"
+)
+"""Names of the members: those of `RECORDS` and `DERIVED`, none of which leads out of a folder."""
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """Time of every member: the earliest that a zip archive can hold."""
 MAX_BYTES = 2 * 2**30
@@ -75,33 +73,25 @@ def pack(results_dir: Path, target: Path) -> str:
     Raises:
         UserError: there is nothing to share, or `target` cannot be written.
     """
+    found = _inside(results_dir, RECORDS)
+    records = list(filter(_is_shared, tqdm(found, unit="record", delay=1, leave=False)))
     derived: list[Path] = []
     for pattern in DERIVED:
-        derived += filter(Path.is_file, results_dir.glob(pattern))
-    derived = sorted(path for path in derived if not _leads_out(path, results_dir))
-    records = []
-    num_left_out = 0
-    for path in tqdm(sorted(results_dir.glob(RECORDS)), unit="record", delay=1, leave=False):
-        if _is_shared(path) and not _leads_out(path, results_dir):
-            records.append(path)
-        else:
-            num_left_out += 1
+        derived += _inside(results_dir, pattern)
     if not records and not derived:
         nothing = "nothing to share, neither finished run nor table"
         raise UserError(f"results_dir={results_dir}: {nothing}")
-    digests: dict[str, str] = {}
     try:
         with replacing(target) as scratch, zipfile.ZipFile(scratch, "w") as archive:
             for path in (*records, *derived):
-                name, data = path.relative_to(results_dir).as_posix(), path.read_bytes()
-                _add(archive, name, data)
-                digests[name] = sha256(data)
-            manifest = {"schema": SCHEMA, "sha256": digests}
-            text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
-            _add(archive, MANIFEST, text.encode())
+                info = zipfile.ZipInfo(path.relative_to(results_dir).as_posix(), EPOCH)
+                info.compress_type = zipfile.ZIP_DEFLATED
+                info.create_system, info.external_attr = 3, 0o644 << 16  # a plain file of Unix
+                archive.writestr(info, path.read_bytes())
     except OSError as error:
         where = error.filename or target
         raise UserError(f"export={target}: {where}: {error.strerror or error}") from error
+    num_left_out = len(found) - len(records)
     left_out = f" ({num_left_out} interrupted or damaged left out)" if num_left_out else ""
     return (
         f"{target}: {len(records)} records{left_out}, {len(derived)} tables, figures and pages, "
@@ -109,12 +99,15 @@ def pack(results_dir: Path, target: Path) -> str:
     )
 
 
-def _leads_out(path: Path, results_dir: Path) -> bool:
-    """Whether a file of the folder lies elsewhere, behind a link; a warning says so."""
-    leads_out = not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(results_dir))
-    if leads_out:
-        log.warning("%s: a link out of the folder; left out of the archive", path)
-    return leads_out
+def _inside(results_dir: Path, pattern: str) -> list[Path]:
+    """The files of a pattern, but those behind a link out of the folder; a warning names these."""
+    inside = []
+    for path in sorted(filter(Path.is_file, results_dir.glob(pattern))):
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(results_dir)):
+            inside.append(path)
+        else:
+            log.warning("%s: a link out of the folder; left out of the archive", path)
+    return inside
 
 
 def _is_shared(record: Path) -> bool:
@@ -124,18 +117,6 @@ def _is_shared(record: Path) -> bool:
     except UserError as error:
         log.warning("%s; left out of the archive", error)
         return False
-
-
-def sha256(data: bytes) -> str:
-    """A member's digest in the manifest, 64 hex digits."""
-    return hashlib.sha256(data).hexdigest()
-
-
-def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    info = zipfile.ZipInfo(name, EPOCH)
-    info.compress_type = zipfile.ZIP_DEFLATED
-    info.create_system, info.external_attr = 3, 0o644 << 16  # a plain Unix file on every system
-    archive.writestr(info, data)
 
 
 @contextmanager
@@ -165,71 +146,42 @@ def opened(source: Path) -> Iterator[Path]:
 
 
 def _unpack(source: Path, folder: Path) -> None:
+    """Write the members as plain files. zipfile unpacks no more bytes of one than its header
+    says."""
+    damaged = "not an archive of results, or damaged"
     try:
         with zipfile.ZipFile(source) as archive:
-            _check_members(source, archive)
-            for name, expected in _manifest(source, archive).items():
-                data = _read(source, archive, name)
-                if sha256(data) != expected:
-                    raise UserError(f"{source}: {name} is not what the manifest says")
+            _check_members(source, archive.infolist())
+            for name in archive.namelist():
+                damaged = f"{name} is damaged"
                 path = folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+                path.write_bytes(archive.read(name))
                 if path.match(RECORDS):
                     read_record(path)
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"{source}: cannot be unpacked into {folder} ({why})") from error
     except DAMAGE as error:
-        raise UserError(f"{source}: not an archive of results, or damaged ({error})") from error
+        raise UserError(f"{source}: {damaged} ({error})") from error
 
 
-def _check_members(source: Path, archive: zipfile.ZipFile) -> None:
+def _check_members(source: Path, members: list[zipfile.ZipInfo]) -> None:
     """Raise UserError for a member that must not be unpacked, or occurs twice, and for too many
     bytes in all."""
     names: set[str] = set()
-    for info in archive.infolist():
+    for info in members:
         name = info.filename
-        stays_below = not {"", ".", ".."} & {*name.split("/")} and "\\" not in name
-        if not stays_below or not name.isprintable() or name != info.orig_filename:
-            raise UserError(f"{source}: unsafe name of a member, {info.orig_filename!r}")
+        if not MEMBER.fullmatch(name) or not name.isprintable() or name != info.orig_filename:
+            raise UserError(f"{source}: {info.orig_filename!r} is no name of an archive of results")
         if info.compress_type not in COMPRESSIONS:
             raise UserError(f"{source}: {name} is compressed in another way than by deflate")
         if S_ISLNK(info.external_attr >> 16):
-            words = "is a link; an archive of results has plain files only"
-            raise UserError(f"{source}: {name} {words}")
+            raise UserError(f"{source}: {name} is a link; only plain files are read")
         if name in names:
             raise UserError(f"{source}: {name} is in it twice")
         names.add(name)
-    unpacked = sum(info.file_size for info in archive.infolist())
+    unpacked = sum(info.file_size for info in members)
     if unpacked > MAX_BYTES:
         limit = f"more than the {MAX_BYTES:,} that are read"
         raise UserError(f"{source}: {unpacked:,} bytes unpacked, {limit}")
-
-
-def _manifest(source: Path, archive: zipfile.ZipFile) -> dict[str, str]:
-    """sha256 by name, of exactly the members of the archive."""
-    names = set(archive.namelist())
-    if MANIFEST not in names:
-        raise UserError(f"{source}: not an archive of results, it has no {MANIFEST}")
-    try:
-        manifest = json.loads(_read(source, archive, MANIFEST))
-        schema, digests = manifest["schema"], dict(manifest["sha256"])
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise UserError(f"{source}: {MANIFEST} is damaged") from error
-    if schema != SCHEMA:
-        raise UserError(f"{source}: of schema {schema!r}; this version reads {SCHEMA}")
-    different = {*digests, MANIFEST} ^ names
-    if different:
-        name = min(different)
-        what = "missing" if name in digests else "not in the manifest"
-        raise UserError(f"{source}: {name} is {what}")
-    return digests
-
-
-def _read(source: Path, archive: zipfile.ZipFile, name: str) -> bytes:
-    """A member, of which zipfile unpacks no more bytes than its header says."""
-    try:
-        return archive.read(name)
-    except DAMAGE as error:
-        raise UserError(f"{source}: {name} is damaged ({error})") from error

@@ -1,175 +1,258 @@
 """Compare two results, folders or archives: which numbers moved, and by how many standard errors.
 
-`harness.results.matched` matches the numbers; here they are shown.
-
     python -m harness.results.compare before.zip after.zip --csv moved.csv
+
+A number of A is matched with the number of B of the same `KEYS`; of several such runs the newest
+counts. If both were measured on the same questions, windows or prompts, the standard error is that
+of the paired difference, else that of two independent numbers. Speed is compared by ratio.
 """
+
+from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
-from harness.errors import UserError, exit_code, printable
+from harness.errors import UserError, exit_code, printable, shortened
 from harness.files import replacing
-from harness.results.columns import MISSING, as_cell, column, quantity
-from harness.results.matched import (
-    KEYS,
-    MAX_NAMED,
-    MAX_WIDTH,
-    OTHER_SETTINGS,
-    VALUES,
-    compare,
-)
-from harness.results.pages import pairs_of_settings
-from harness.results.sheet import aligned
+from harness.results import columns
+from harness.results.archive import opened
+from harness.results.columns import MISSING, TableRow
+from harness.results.record import CODE, Record, read_all
+from harness.results.samples import Measured, paired, samples_of
+from harness.results.table_rows import with_rows
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+NAMES = (
+    "experiment", "platform", "source", "model", "method", "label", "settings", "task",
+    "batch_size", "prompt_len", "gen_len", "series", "layer", "x_name", "x",
+)  # fmt: skip
+"""Columns that say what a number was measured of."""
+KEYS = [*NAMES, "metric"]
+VALUES = ["before", "after", "difference", "stderr", "z", "pairs", "ratio", "differs"]
+"""z: the difference in standard errors. pairs: questions or windows that both were measured on.
+ratio: B / A, of speed. differs: what else differs between the two runs, in words."""
 WORDS = (
     "label", "task", "series", "batch_size", "prompt_len", "gen_len", "layer", "x",
     "experiment", "settings",
 )  # fmt: skip
-"""The columns of `NAMES` that people read; also the model if there are several."""
-MAX_SHOWN = 40
-OUTSIDE_MARK = "*"
+"""The names that people read, in their order; also the model if there are several."""
+SIZES = (columns.SIZE, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
+INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
+"""Words for the inputs that are neither code nor data."""
+MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
+MAX_NAMED, MAX_SHOWN, MAX_WIDTH = 3, 40, 120
 
-Change = Mapping[Any, Any]
-"""A row of the frame."""
+
+def compare(before: Path, after: Path) -> pd.DataFrame:
+    """Match the numbers of two results folders or archives.
+
+    Returns:
+        A row per number of either: `KEYS`, `VALUES`, moved (it is not equal), and _merge: "both",
+        "left_only" (A) or "right_only" (B). The largest change in standard errors comes first.
+
+    Raises:
+        UserError: one cannot be read or has no finished run, or the two have no run in common.
+    """
+    first, second = _read(before), _read(after)
+    frame = first.merge(second, how="outer", on=KEYS, suffixes=("_a", "_b"), indicator=True)
+    changes = []
+    for row in frame.to_dict("records"):
+        change = dict.fromkeys((*VALUES, "moved")) | {"differs": "", "moved": False}
+        if row["_merge"] == "both":
+            change |= _change(row["number_a"], row["number_b"])
+        changes.append(change)
+    if not (frame["_merge"] == "both").any():
+        only_a, only_b = _runs(first), _runs(second)
+        raise UserError(f"no run is in both: A has {only_a}; B has {only_b}")
+    frame = frame[[*KEYS, "_merge"]].join(type(frame)(changes))
+    for name in ("before", "after", "difference", "stderr", "z", "pairs", "ratio"):
+        frame[name] = frame[name].astype(float)
+    largest = frame[["before", "after"]].abs().max(axis=1)
+    order = frame.assign(by_z=frame["z"].abs(), by_share=frame["difference"].abs() / largest)
+    order = order.sort_values(["by_z", "by_share"], ascending=False, kind="stable")
+    return frame.loc[order.index].reset_index(drop=True)
+
+
+def _read(source: Path) -> pd.DataFrame:
+    """The numbers of a folder or an archive. Raises UserError where there is no finished run."""
+    import pandas as pd
+
+    with opened(source) as folder:
+        numbers = list(_numbers(folder))
+    if not numbers:
+        none = "no finished run in it, and tables alone do not say what was run"
+        raise UserError(f"{source}: {none}")
+    return pd.DataFrame(numbers, dtype=object).drop_duplicates(KEYS, keep="last")
+
+
+def _numbers(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every number of a folder's finished runs, the oldest first: `KEYS`, and as `number` its
+    metric, value, stderr, row and record."""
+    pairs = with_rows(read_all(folder), weights=False)
+    for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
+        for row in rows:
+            names = {}
+            for name in NAMES:
+                value = row.get(name)
+                names[name] = "" if value is None else value
+            for metric, value, stderr in _metrics(row):
+                if isinstance(value, int | float):
+                    number = {"metric": metric, "value": value, "stderr": stderr}
+                    number |= {"row": row, "record": record}
+                    yield names | {"metric": metric, "number": number}
+
+
+def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and standard error of the numbers of a table row.
+
+    Each column of a timed cell, else the value and, of a whole task or text, the sizes.
+    """
+    if "metric" not in row:
+        for column in columns.LATENCY:
+            if column.digits is not None and column.name not in NAMES:
+                yield column.name, row.get(column.name), None
+        return
+    yield row["metric"], row["value"], row.get("stderr")
+    if "task" in row and not columns.is_part(row):
+        for column in SIZES:
+            yield column.name, row.get(column.name), None
+
+
+def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """`VALUES` and `moved` of a number of both."""
+    first, second = before["value"], after["value"]
+    differs = _what_differs(before["record"], after["record"])
+    stderr, num_pairs = _spread(before, after, same_data="data" not in differs)
+    of_speed = "metric" not in before["row"]
+    return {
+        "before": first,
+        "after": second,
+        "difference": second - first,
+        "stderr": stderr,
+        "z": (second - first) / stderr if stderr else None,
+        "pairs": num_pairs,
+        "ratio": second / first if of_speed and first else None,
+        "differs": " ".join(differs),
+        "moved": not math.isclose(first, second, rel_tol=1e-9, abs_tol=1e-12),
+    }
+
+
+def _what_differs(one: Record, two: Record) -> list[str]:
+    """In words, what differs between two runs: code, weights, calibration, data, precision,
+    environment."""
+    words = []
+    for name, digest in one["inputs"].items():
+        if two["inputs"].get(name, digest) != digest:
+            words.append("code" if name.startswith(CODE) else INPUTS.get(name, "data"))
+    if one["config"]["model"].get("dtype") != two["config"]["model"].get("dtype"):
+        words.append("precision")
+    if columns.picked(one["environment"], MACHINE) != columns.picked(two["environment"], MACHINE):
+        words.append("environment")
+    return list(dict.fromkeys(words))
+
+
+def _spread(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, same_data: bool
+) -> tuple[float | None, int | None]:
+    """The standard error of the difference, and the number of pairs if it is of pairs."""
+    if same_data:
+        found = paired(_measured(after), _measured(before), after["metric"])
+        if found:
+            return found.stderr, found.num_pairs
+    if before["stderr"] is None or after["stderr"] is None:
+        return None, None
+    return math.hypot(before["stderr"], after["stderr"]), None
+
+
+def _measured(number: Mapping[str, Any]) -> Measured:
+    """A number and its samples; of a chunk of a text, or where the run keeps none, without any."""
+    row = number["row"]
+    if "task" not in row or columns.is_part(row):
+        return Measured(number["value"], [])
+    return Measured(number["value"], samples_of(number["record"], row["task"]))
+
+
+# For a terminal
 
 
 def text_of(frame: pd.DataFrame) -> str:
-    """For a terminal: the most significant changes, and the numbers of one of the two alone."""
+    """The numbers that moved, the largest change first, and what one of the two has alone."""
     both = frame[frame["_merge"] == "both"]
-    moved = both[both.distance >= 0]
-    names = (*WORDS, "model") if both.model.nunique() > 1 else WORDS
+    moved = both[both["moved"].astype(bool)]
     lines = [f"{len(both)} numbers in both: {len(both) - len(moved)} equal, {len(moved)} moved"]
-    lines += _lines_on_settings(both)
     for name, side in (("A", "left_only"), ("B", "right_only")):
         alone = frame[frame["_merge"] == side]
         if len(alone):
-            lines.append(f"only in {name}: {len(alone)} numbers, of")
-            lines += _lines_on_owners(alone, names)
+            lines.append(f"only in {name}: {len(alone)} numbers, of {_runs(alone)}")
     if len(moved):
-        outside = f"beyond the 95 % interval, marked {OUTSIDE_MARK}: {int(moved.outside.sum())}"
-        lines.append(f"{outside} (of many numbers 1 in 20 by chance)")
-    causes = Counter(itertools.chain.from_iterable(moved.causes))
-    if causes:
-        words = ", ".join(f"{cause} ({count})" for cause, count in causes.items())
-        lines.append(f"of what moved differ: {words}")
-    everywhere = {cause for cause, count in causes.items() if count == len(moved)}
-    known = moved.standard_errors.notna()
-    of_speed = moved.of_speed.astype(bool)
-    for title, changes in (
-        ("moved, by standard errors", moved[known]),
-        ("moved, without a standard error", moved[~known & ~of_speed]),
-        ("of speed, by ratio", moved[~known & of_speed]),
-    ):
-        if len(changes):
-            lines += ["", *_table(title, changes.to_dict("records"), names, everywhere)]
-    return "\n".join(lines)
+        words = WORDS if both["model"].nunique() == 1 else (*WORDS, "model")
+        shown = [_shown(change, words) for change in moved.head(MAX_SHOWN).to_dict("records")]
+        sides = ["right"] * (len(shown[0]) - 1) + ["left"]
+        table = type(frame)(shown).to_markdown(
+            index=False, tablefmt="simple", disable_numparse=True, colalign=sides
+        )
+        lines += ["", *table.splitlines()]
+    if len(moved) > MAX_SHOWN:
+        lines.append(f"and {len(moved) - MAX_SHOWN} that moved less; --csv FILE has all")
+    return "\n".join(_cut(line) for line in lines)
 
 
-def _lines_on_settings(both: pd.DataFrame) -> Iterator[str]:
-    """How many numbers were matched across settings, and which settings changed."""
-    by_settings = both[[OTHER_SETTINGS in causes for causes in both.causes]]
-    if len(by_settings):
-        pairs = itertools.chain.from_iterable(map(pairs_of_settings, by_settings.settings))
-        changed = dict.fromkeys(pair for pair in pairs if " -> " in pair)
-        words = f"with other settings: {len(by_settings)} ({', '.join(changed)})"
-        yield _cut(printable(words))
-
-
-def _lines_on_owners(alone: pd.DataFrame, names: Sequence[str]) -> Iterator[str]:
-    """The first runs and places of numbers, but for parts of texts and tasks."""
-    owners = {}
-    for number in alone.to_dict("records"):
-        if "[" not in str(number["task"]):
-            owners[_owner(number, names)] = True
-    for owner in itertools.islice(owners, MAX_NAMED):
-        yield _cut(f"  {owner}")
-    if len(owners) > MAX_NAMED:
-        yield "  ..."
-
-
-def _owner(number: Change, names: Iterable[str]) -> str:
-    """The run and place of a number, as one line that a terminal shows as text, whoever wrote
-    it."""
-    words: list[str] = []
+def _shown(change: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
+    """A line of the printed table, by heading. names: those that tell what was measured."""
+    shown = columns.column(change["metric"])
+    if shown.digits is None:
+        shown = columns.quantity(change["metric"])
+    difference = f"{shown.factor * change['difference']:+.3g}"
+    if not math.isnan(change["stderr"]):
+        difference += f" ± {shown.factor * change['stderr']:.2g}"
+    if not math.isnan(change["ratio"]):
+        difference = f"x {change['ratio']:.3g}"
+    owner = []
     for name in names:
-        if not pd.isna(number[name]) and number[name] != "":
-            words.append(column(name).phrase.format(number[name]))
-    return printable(", ".join(words))
+        if change[name] != "":
+            owner.append(columns.column(name).phrase.format(change[name]))
+    words = f"{shown.heading}: {', '.join(owner)}"
+    if change["differs"]:
+        words += f" [{change['differs']}]"
+    return {
+        "z": MISSING if math.isnan(change["z"]) else f"{change['z']:+.1f}",
+        "A": f"{shown.factor * change['before']:.5g}",
+        "B": f"{shown.factor * change['after']:.5g}",
+        "B minus A, B / A": difference,
+        "pairs": MISSING if math.isnan(change["pairs"]) else f"{change['pairs']:.0f}",
+        "of": printable(words),
+    }
 
 
-def _table(
-    title: str, changes: Sequence[Change], names: Sequence[str], everywhere: set[str]
-) -> Iterator[str]:
-    """The first of the changes, a line each. everywhere: causes of all changes, which are not
-    repeated."""
-    header = ["standard errors", "A", "B", "B minus A", "pairs", "of"]
-    if changes[0]["of_speed"]:
-        header = ["B / A", "A", "B", "of"]
-    lines = []
-    for change in changes[:MAX_SHOWN]:
-        words = f"{_heading(change, everywhere)}: {_owner(change, names)}"
-        lines.append([*_numbers(change), words])
-    yield from map(_cut, aligned(title, header, lines, words=["of"]).splitlines())
-    if len(changes) > MAX_SHOWN:
-        yield f"and {len(changes) - MAX_SHOWN} that moved less; --csv FILE has all"
-
-
-def _heading(change: Change, everywhere: set[str]) -> str:
-    """The quantity of a change, and what caused it."""
-    causes = [cause for cause in change["causes"] if cause not in everywhere]
-    heading = _quantity(change).heading
-    return f"{heading} [{', '.join(causes)}]" if causes else heading
-
-
-def _quantity(change: Change) -> Any:
-    shown = column(change["metric"])
-    return quantity(change["metric"]) if shown.digits is None else shown
-
-
-def _numbers(change: Change) -> list[str]:
-    """The numbers of a change as text, in the order of the header."""
-    factor = _quantity(change).factor
-    sides = [f"{factor * change['before']:.5g}", f"{factor * change['after']:.5g}"]
-    if change["of_speed"]:
-        return [_or_missing(change["ratio"], ".3g"), *sides]
-    sigmas = _or_missing(change["standard_errors"], ".1f")
-    if change["outside"]:
-        sigmas += OUTSIDE_MARK
-    difference = f"{factor * change['difference']:+.3g}"
-    if not pd.isna(change["stderr"]):
-        difference += f" ± {factor * change['stderr']:.2g}"
-    return [sigmas, *sides, difference, _or_missing(change["pairs"], ".0f")]
-
-
-def _or_missing(number: float | None, form: str) -> str:
-    return MISSING if number is None or pd.isna(number) else format(number, form)
+def _runs(frame: pd.DataFrame) -> str:
+    """The first runs that numbers are of, in words."""
+    runs: dict[str, bool] = {}
+    for names in frame[["experiment", "label", "model", "settings"]].to_dict("records"):
+        settings = f" ({names['settings']})" if names["settings"] else ""
+        runs[f"{names['experiment']} of {names['label']} on {names['model']}{settings}"] = True
+    named = [shortened(run, MAX_WIDTH) for run in itertools.islice(runs, MAX_NAMED)]
+    if len(runs) > MAX_NAMED:
+        named.append("...")
+    return printable(", ".join(named))
 
 
 def _cut(line: str) -> str:
-    line = line.rstrip()
-    if len(line) <= MAX_WIDTH:
-        return line
-    is_rule = set(line) <= {"-", " "}
-    return line[: MAX_WIDTH - 3] + ("---" if is_rule else "...")
+    return line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..."
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
-    """Every number in both, equal ones included, a row each.
-
-    Raises UserError if the file cannot be written.
-    """
-    both = frame[frame["_merge"] == "both"]
-    both = both[[*KEYS, *VALUES]].assign(differs=both.causes.map(" ".join))
+    """Every number in both, equal ones included, a row each. Raises UserError if the file cannot be
+    written."""
+    both = frame.loc[frame["_merge"] == "both", [*KEYS, *VALUES]].copy()
     for name in KEYS:
-        both[name] = [as_cell(key) if isinstance(key, str) else key for key in both[name]]
+        both[name] = [columns.as_cell(key) if isinstance(key, str) else key for key in both[name]]
     try:
         with replacing(path) as scratch:
             both.to_csv(scratch, index=False, lineterminator="\n")
