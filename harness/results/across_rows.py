@@ -10,13 +10,14 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from harness.results import columns
 from harness.results.across_stats import (
     Design,
     Estimate,
     Pair,
     compare_all,
-    differences,
     ranks,
 )
 from harness.results.columns import TableRow
@@ -97,7 +98,7 @@ def log_ratio(own: Measured, other: Measured, windows: Sequence[Window]) -> Esti
         return None
     if own.num_zeros(windows) or other.num_zeros(windows):
         return None
-    return _design(windows).over_models(differences(own.logs(windows), other.logs(windows)))
+    return _design(windows).over_models(np.subtract(own.logs(windows), other.logs(windows)))
 
 
 def exponential(estimate: Estimate) -> tuple[float, float | None, float | None]:
@@ -321,7 +322,7 @@ def gap_of(own: Answers, other: Answers, contexts: Sequence[Context]) -> Gap | N
         shares_of_other.append(other[context]["right"] / count)
     models, tasks, numbers = zip(*contexts, strict=True)
     design = Design(models, tasks, numbers, asked)
-    found = design.over_models(differences(shares, shares_of_other))
+    found = design.over_models(np.subtract(shares, shares_of_other))
     half = found.half_width
     if half == 0:  # no answer differs, which a few questions do not make impossible
         half = RULE_OF_THREE / sum(asked)
