@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.results import columns
+from harness.results.metrics import METRICS, RESIDENT_FRAC, SIZE
 from plots import data, style
 
 AXES = {
@@ -55,7 +56,7 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
-        factor = columns.METRICS[metric].factor
+        factor = METRICS[metric].factor
         axes.set(xlabel=style.SIZE_AXIS, ylabel=AXES[metric])
         if metric == "kl_nats":  # the full cache's is 0
             style.log_y(axes)
@@ -138,13 +139,13 @@ def _draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
 def index(tables: data.Tables, name: str) -> Figure | None:
     """What an index on the device costs and gives, by the share that the method keeps there."""
     words = "index on the device (% of full cache)"
-    return _by_share(tables, name, columns.RESIDENT_FRAC.name, words)
+    return _by_share(tables, name, RESIDENT_FRAC.name, words)
 
 
 def ablation(tables: data.Tables, name: str) -> Figure | None:
     """What each change from InfiniGen to InfiniGen2 gives, by the share that is read."""
     words = "read (% of full cache)"
-    return _by_share(tables, name, columns.SIZE.name, words, log_kl=True)
+    return _by_share(tables, name, SIZE.name, words, log_kl=True)
 
 
 def _by_share(
@@ -160,7 +161,7 @@ def _by_share(
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
-        factor = columns.METRICS[metric].factor
+        factor = METRICS[metric].factor
         runs = panel.groupby(["label", "run_id"], sort=False, as_index=False)
         points = runs.agg(
             x=(share, "mean"),
@@ -261,12 +262,12 @@ def attention_error(tables: data.Tables, name: str) -> Figure | None:
     rows = rows[distance == nearest]
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        factor = columns.METRICS[panel.metric.iloc[0]].factor
+        factor = METRICS[panel.metric.iloc[0]].factor
         for series in style.ordered(panel.series):
             line = panel[panel.series == series].sort_values("x")
             like, y = style.look(str(line.label.iloc[0])), factor * line.value
             style.error_line(axes, line.x, y, factor * line.stderr, name=series, like=like)
-        axes.set(xlabel="layer", ylabel=columns.METRICS[panel.metric.iloc[0]].heading)
+        axes.set(xlabel="layer", ylabel=METRICS[panel.metric.iloc[0]].heading)
         style.log_y(axes)
 
     setup = ("model", "task", "metric", "num_samples", "source")
@@ -307,7 +308,7 @@ def long(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
-        factor = columns.METRICS[metric].factor
+        factor = METRICS[metric].factor
         for _, row in panel.iterrows():
             x, stderr = factor * row.value, factor * row.stderr
             y = labels.index(row.label) + above[row.length]

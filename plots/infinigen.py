@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.results import columns
+from harness.results.metrics import METRICS
 from plots import data, style
 from plots.accuracy import ASKED, AXES, CHANCE, TEXTS
 
@@ -44,7 +45,7 @@ def fig13(tables: data.Tables, name: str) -> Figure | None:
 
 def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
     metric = panel.metric.iloc[0]
-    factor = columns.METRICS[metric].factor
+    factor = METRICS[metric].factor
     pairs = _pairs(panel)
     values = factor * data.pivot(pairs, "pair", "value")
     errors = factor * data.pivot(pairs, "pair", "stderr")

@@ -12,17 +12,19 @@ from functools import cache
 from typing import Any
 
 from harness.results import columns
-from harness.results.columns import (
-    BOARD_METRICS,
-    KL,
-    SIZE,
-    BoardMetric,
-    Column,
-    TableRow,
-    board_metrics,
-)
+from harness.results.columns import TableRow
 from harness.results.fronts import COSTS
 from harness.results.leaderboard import is_best
+from harness.results.metrics import (
+    ASKED_SIZE,
+    BOARD_METRICS,
+    KL,
+    MISSING,
+    SIZE,
+    BoardMetric,
+    Metric,
+    board_metrics,
+)
 
 Json = dict[str, Any]
 
@@ -72,7 +74,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
         if columns.having(points, name):
             choices = costs if metric.is_cost else qualities
             choices[name] = heading
-            axes[name] = [heading, "log" if metric.logarithmic else "linear"]
+            axes[name] = [heading, "log" if metric.column.logarithmic else "linear"]
             tooltip[f"text_{name}"] = heading
     tooltip["settings"] = "settings"
     sizes = set(columns.values(points, "asked"))
@@ -112,9 +114,9 @@ def _looks(found: Sequence[str], families: Mapping[str, Mapping[str, str]]) -> J
 
 def _point(row: TableRow) -> Json:
     """A row: numbers as the axes show them, words as a hover answers them."""
-    size = row.get(columns.ASKED_SIZE.name)
-    asked = OWN_SIZE if size is None else f"{columns.ASKED_SIZE.show(size)} %"
-    settings = row.get("settings") or columns.MISSING
+    size = row.get(ASKED_SIZE.name)
+    asked = OWN_SIZE if size is None else f"{ASKED_SIZE.show(size)} %"
+    settings = row.get("settings") or MISSING
     point: Json = {
         "name": row["label"],
         "label": row["label"] if size is None else f"{row['label']} {asked}",
@@ -133,7 +135,7 @@ def _point(row: TableRow) -> Json:
         low = high = None
         if value is not None and stderr is not None:
             low, high = value - stderr, value + stderr
-            if metric.logarithmic:
+            if metric.column.logarithmic:
                 low = max(low, value / 10)
         point[f"{column.name}_low"] = _number(low, column)
         point[f"{column.name}_high"] = _number(high, column)
@@ -143,7 +145,7 @@ def _point(row: TableRow) -> Json:
     return point
 
 
-def _number(value: float | None, column: Column) -> float | None:
+def _number(value: float | None, column: Metric) -> float | None:
     """A number in the unit of its heading with five digits; None where no axis has a place for
     it."""
     if value is None or not abs(value) < LARGEST:

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.results import columns
-from harness.results.columns import LABEL, MISSING, SIZE
+from harness.results.columns import LABEL
 from harness.results.lost import OfTask, of_record
+from harness.results.metrics import MISSING, PERCENT, SIZE, Metric
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
 from harness.results.samples import Baselines
 from harness.results.sheet import Sheet
@@ -94,7 +94,7 @@ def _add(sets: dict[tuple[str, ...], Json], where: str, record: Record, task: Of
 def lost_sheet(sets: Sequence[Json]) -> Sheet:
     """A line per run and task: how many questions were lost, and what was read of the needle. Right
     ones are by metric."""
-    share = columns.Column("share", "", 100, 0)
+    share = Metric("share", "", PERCENT, 0)
     lines = []
     for questions in sets:
         for run in questions["runs"]:

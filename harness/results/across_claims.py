@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from harness.errors import UserError
 from harness.results.across_rows import (
     ALL_MODELS,
-    KL,
     OF_ANSWERS,
+    OF_KL,
     Models,
     Setting,
     answers_of,
@@ -58,7 +58,7 @@ def claims_of(entries: Any) -> list[Claim]:
                 bound = -float(fields.pop("less", 0))
             else:
                 bound = float(fields.pop("at_most", 1))
-            if of not in (KL, OF_ANSWERS) or (of == KL and bound <= 0):
+            if of not in (OF_KL, OF_ANSWERS) or (of == OF_KL and bound <= 0):
                 raise ValueError(entry)
             found.append(Claim(of=of, sizes=sizes, bound=bound, **fields))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -88,7 +88,7 @@ def claim_rows(
                 "bound": claim.bound,
             }
             of_claim = _of_answers(claim, size, series, models)
-            if claim.of == KL:
+            if claim.of == OF_KL:
                 of_claim = _of_kl(claim, size, settings, models)
             rows = [common | row for row in of_claim]
             yield from rows or [common | {"model": ALL_MODELS, "verdict": NOT_MEASURED}]

@@ -8,9 +8,18 @@ from typing import Any
 
 from harness.results import columns
 from harness.results.across_claims import VERDICTS
-from harness.results.across_rows import ALL_MODELS, ALL_TEXTS, KL, OF_ANSWERS, OWN_SIZE
+from harness.results.across_rows import ALL_MODELS, ALL_TEXTS, OF_ANSWERS, OF_KL, OWN_SIZE
 from harness.results.across_stats import Design
-from harness.results.columns import MISSING, Column, TableRow
+from harness.results.columns import TableRow
+from harness.results.metrics import (
+    ASKED_SIZE,
+    DEVICE_FRAC,
+    KL,
+    MISSING,
+    RESIDENT_FRAC,
+    SIZE,
+    Metric,
+)
 from harness.results.sheet import SIZE_NOTE, Sheet, mark_own, markdown
 from harness.settings.paths import COMMAND
 
@@ -104,7 +113,7 @@ def _difference(row: TableRow, name: str = "answers_difference") -> str:
     return _interval(_show_points, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
 
 
-def _range(column: Column, row: TableRow) -> str:
+def _range(column: Metric, row: TableRow) -> str:
     """The least and the largest of the models, once where they are equal when rounded."""
     least, most = row.get(f"{column.name}_low"), row.get(f"{column.name}_high")
     if least is None or most is None:
@@ -114,7 +123,7 @@ def _range(column: Column, row: TableRow) -> str:
 
 
 def _size_words(size: float | None) -> str:
-    return "sizes of their own" if size is None else f"size {columns.ASKED_SIZE.show(size)} %"
+    return "sizes of their own" if size is None else f"size {ASKED_SIZE.show(size)} %"
 
 
 def _setting_words(row: TableRow) -> str:
@@ -205,8 +214,8 @@ def _apart(title: str, rows: Sequence[TableRow]) -> Sheet:
 
 
 _OF_ANSWERS = (columns.ANSWERS_DIFFERENCE, columns.ANSWERS, columns.NUM_QUESTIONS)
-_MEMORY = (columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
-_SIZES = (columns.SIZE, *_MEMORY)
+_MEMORY = (DEVICE_FRAC, RESIDENT_FRAC)
+_SIZES = (SIZE, *_MEMORY)
 
 
 def _of_answers(row: TableRow) -> list[str]:
@@ -285,7 +294,7 @@ def _readme_line(
     row: TableRow, coded: TableRow, ratios: Mapping[str, Mapping[str, float | None]]
 ) -> list[str]:
     """coded: the row of the same method over rows of 8 bits; {} where it did not run."""
-    sizes = [_range(column, row) for column in (columns.SIZE, *_MEMORY)]
+    sizes = [_range(column, row) for column in (SIZE, *_MEMORY)]
     of_models = []
     for of_model in ratios.values():
         ratio = of_model.get(row["label"])
@@ -321,13 +330,13 @@ def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
             continue
         lines = []
         for row in sorted(found, key=_traffic):
-            traffic = columns.SIZE.show(_traffic(row))
-            sizes = [_size_words(row["asked_size"]), traffic, _range(columns.RESIDENT_FRAC, row)]
+            traffic = SIZE.show(_traffic(row))
+            sizes = [_size_words(row["asked_size"]), traffic, _range(RESIDENT_FRAC, row)]
             fronts = [_on_front(row, found, _traffic), _on_front(row, found, _resident)]
-            lines.append([row["label"], *sizes, columns.KL.show(row["kl_nats"]), *fronts])
+            lines.append([row["label"], *sizes, KL.show(row["kl_nats"]), *fronts])
         header = [
-            columns.LABEL.heading, "asked", "link + device (%)", columns.RESIDENT_FRAC.heading,
-            columns.KL.heading, "front by link + device", "front by kept on device",
+            columns.LABEL.heading, "asked", "link + device (%)", RESIDENT_FRAC.heading,
+            KL.heading, "front by link + device", "front by kept on device",
         ]  # fmt: skip
         yield Sheet(f"by memory, windows of {seq_len:,.0f} tokens", header, lines, [MEMORY_NOTE])
 
@@ -372,7 +381,7 @@ def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         length = first.get("seq_len")
         line = [
             first["claim"],
-            columns.ASKED_SIZE.show(first["asked_size"]),
+            ASKED_SIZE.show(first["asked_size"]),
             columns.SEQ_LEN.show(length),
             _together(together),
             columns.COUNT.show(together.get("count")),
@@ -407,7 +416,7 @@ def _names(models: Sequence[TableRow], verdict: str) -> str:
 
 def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """For each model, size and length a line a method, the closest first, a column a domain."""
-    of_texts = _where(rows, "measure", KL)
+    of_texts = _where(rows, "measure", OF_KL)
     of_tasks = _where(rows, "measure", OF_ANSWERS)
     for (model, size, _), group in columns.grouped(of_texts, _model_and_setting).items():
         answers = []
@@ -434,7 +443,7 @@ def _model_and_setting(row: TableRow) -> tuple[Any, ...]:
 
 
 def _cell(row: TableRow) -> str:
-    shown, versus = columns.KL.show(row["value"]), _ratio(row, "versus")
+    shown, versus = KL.show(row["value"]), _ratio(row, "versus")
     if row["measure"] == OF_ANSWERS:
         shown, versus = columns.ANSWERS.show(row["value"]), _difference(row, "versus")
     return f"{shown}, {versus}, {row['count']:.0f}"
@@ -482,9 +491,9 @@ def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         header = [columns.LABEL.heading, *columns.headings(_SIZES)]
         for text in texts:
             windows = set(columns.values(_where(group, "text", text), "window"))
-            header.append(f"{text} {columns.KL.heading}, {len(windows)} windows")
+            header.append(f"{text} {KL.heading}, {len(windows)} windows")
         if len(texts) > 1:
-            header.append(f"all texts {columns.KL.heading}")
+            header.append(f"all texts {KL.heading}")
         lines = []
         for of_run in columns.grouped(group, _run_of).values():
             line = [_label_of_run(of_run[0]), *_mean_sizes(of_run)]
@@ -522,7 +531,7 @@ def _mean_kl(rows: Sequence[TableRow]) -> str:
     texts, places = columns.values(rows, "text"), columns.values(rows, "place")
     models = columns.values(rows, "model")
     found = Design(models, texts, places).estimate(columns.values(rows, "kl_nats"))
-    return columns.KL.show(found.value, found.stderr)
+    return KL.show(found.value, found.stderr)
 
 
 def answers_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
@@ -571,27 +580,11 @@ NOTES = {
 }
 
 
-def shape_of_row(row: TableRow) -> str | None:
-    """The key of `SHEETS` of a row; None for a row of another table."""
-    for column, shape in (
-        ("text", "evidence_texts"),
-        ("context_id", "evidence_answers"),
-        ("apart", "across"),
-        ("claim", "across_claims"),
-        ("closer", "across_pairs"),
-        ("domain", "across_models"),
-    ):
-        if column in row:
-            return shape
-    return None
-
-
 def page_of_table(name: str, rows: Sequence[TableRow]) -> str:
     """The page of a table made across models; without rows it says so."""
     if not rows:
         return markdown(
             name, f"Nothing was compared yet; `{COMMAND} grid=evidence` measures it.", []
         )
-    shape = shape_of_row(rows[0])
-    assert shape is not None, "a table across models"
+    shape = columns.shape_of(rows[0])
     return markdown(name, NOTES[shape], SHEETS[shape](rows))

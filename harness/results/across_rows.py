@@ -23,12 +23,13 @@ from harness.results.across_stats import (
 from harness.results.columns import TableRow
 from harness.results.evidence_tables import Series
 from harness.results.fronts import EQUAL, REFERENCES
+from harness.results.metrics import SIZE
 from harness.results.samples import RULE_OF_THREE
 
 LEAST_KL = 1e-6
 """Nats: a smaller KL is rounding, and has no logarithm to speak of."""
 ALL_MODELS, ALL_TEXTS, ALL_TASKS = "all models", "all texts", "all tasks"
-KL, OF_ANSWERS = "KL", "answers"
+OF_KL, OF_ANSWERS = "KL", "answers"
 RULE_OF_PAPER = "oracle-infinigen"
 """The oracle by the paper's rule for a group."""
 OWN_SIZE = "reads at a size of its own"
@@ -240,7 +241,7 @@ def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[Any, Any]:
 def _size_in_words(rows: Iterable[TableRow]) -> str:
     """The size that is read, in percent, or its range over models."""
     least, most = _range_over_models(rows, "size")
-    ends = dict.fromkeys((columns.SIZE.show(least), columns.SIZE.show(most)))
+    ends = dict.fromkeys((SIZE.show(least), SIZE.show(most)))
     return " to ".join(ends)
 
 
@@ -508,7 +509,7 @@ def kl_by_model(setting: Setting, models: Models) -> Iterator[TableRow]:
                 "asked_size": setting.asked_size,
                 "seq_len": setting.seq_len,
                 "domain": domain,
-                "measure": KL,
+                "measure": OF_KL,
                 "value": _design(windows).mean(measured.kl(windows)),
                 "count": len(windows),
                 "num_contexts": len({window[1:] for window in windows}),

@@ -1,6 +1,6 @@
 """A table for people: rounded texts with units and standard errors, as Markdown or in a terminal.
 
-Seconds become ms and bytes GiB here (`Column.show`), and only here.
+Seconds become ms and bytes GiB here (`Metric.show`), and only here.
 """
 
 import itertools
@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 from tabulate import tabulate
 
 from harness.errors import printable, shortened
-from harness.results.columns import APART, CLAIM, LABEL, MISSING, SETTINGS, Column, TableRow
+from harness.results.columns import APART, CLAIM, LABEL, SETTINGS, TableRow
+from harness.results.metrics import MISSING, Metric
 from harness.results.student import critical_value
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]
     return marked, [OWN_NOTE]
 
 
-def show_range(column: Column, values: Iterable[float | None]) -> str:
+def show_range(column: Metric, values: Iterable[float | None]) -> str:
     """A value, or the smallest and the largest if they differ when rounded."""
     known = [value for value in values if value is not None]
     if not known:
@@ -92,7 +93,7 @@ def show_range(column: Column, values: Iterable[float | None]) -> str:
 
 
 def show_difference(
-    column: Column,
+    column: Metric,
     value: float | None,
     stderr: float | None,
     difference: float | None,
