@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from harness.results import columns
@@ -20,7 +21,7 @@ from harness.results.metrics import (
     SIZE,
     Metric,
 )
-from harness.results.sheet import SIZE_NOTE, Sheet, mark_own, markdown
+from harness.results.sheet import SIZE_NOTE, Sheet, Shown, mark_own, markdown, sheet_of, shown_as_is
 from harness.settings.paths import COMMAND
 
 OTHER_SIZE, LACKS = "§", "¶"
@@ -61,7 +62,7 @@ CLAIMS_NOTE = (
     "of all models together, with the windows or questions behind them."
 )
 MEMORY_NOTE = (
-    "*Link + device* is what a step moves over the link and reads on the device, where it reads "
+    "Link + device is what a step moves over the link and reads on the device, where it reads "
     "the fetched rows and the index. KL is the geometric mean over windows. A method is on a front "
     "where none is closer at no more bytes."
 )
@@ -180,50 +181,35 @@ def _counts(row: TableRow) -> str:
 
 
 def _methods(title: str, rows: Sequence[TableRow]) -> Sheet:
-    header = [
-        columns.LABEL.heading,
-        f"rank of {rows[0]['num_compared']}",
-        columns.RATIO.heading,
-        *columns.headings(_OF_ANSWERS),
-        *columns.headings(_SIZES),
-        columns.EXEMPT_LAYERS.heading,
-    ]
-    lines = []
-    for row in rows:
-        rank = f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
-        lines.append([row["label"], rank, _ratio(row), *_of_answers(row), *_sizes(row)])
-        lines[-1].append(row["exempt_numbers"] or MISSING)
-    return Sheet(title, header, lines, notes=_notes_on_answers(rows))
+    rank = {f"rank of {rows[0]['num_compared']}": _rank}
+    exempt = shown_as_is([columns.EXEMPT_NUMBERS])
+    shown = _LABEL | rank | _RATIO | _ANSWERS | _SIZES | exempt
+    return sheet_of(title, rows, shown, notes=_notes_on_answers(rows))
 
 
 def _apart(title: str, rows: Sequence[TableRow]) -> Sheet:
-    header = [
-        columns.LABEL.heading,
-        columns.APART.heading,
-        columns.RATIO.heading,
-        columns.NUM_WINDOWS.heading,
-        *columns.headings(_OF_ANSWERS),
-        *columns.headings(_SIZES),
-    ]
-    lines = []
-    for row in rows:
-        count = columns.NUM_WINDOWS.show(row.get("num_windows"))
-        named = [row["label"], row["apart"], _ratio(row), count]
-        lines.append([*named, *_of_answers(row), *_sizes(row)])
-    return Sheet(title, header, lines, notes=_notes_on_answers(rows))
+    why, count = shown_as_is([columns.APART]), shown_as_is([columns.NUM_WINDOWS])
+    shown = _LABEL | why | _RATIO | count | _ANSWERS | _SIZES
+    return sheet_of(title, rows, shown, notes=_notes_on_answers(rows))
 
 
-_OF_ANSWERS = (columns.ANSWERS_DIFFERENCE, columns.ANSWERS, columns.NUM_QUESTIONS)
-_MEMORY = (DEVICE_FRAC, RESIDENT_FRAC)
-_SIZES = (SIZE, *_MEMORY)
+def _rank(row: TableRow) -> str:
+    return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
 
 
-def _of_answers(row: TableRow) -> list[str]:
+def _marked_difference(row: TableRow) -> str:
     difference = _difference(row)
-    if difference != MISSING:
-        difference += "".join(_marks(row))
-    share, count = columns.ANSWERS, columns.NUM_QUESTIONS
-    return [difference, share.show(row.get(share.name)), count.show(row.get(count.name))]
+    return difference if difference == MISSING else difference + "".join(_marks(row))
+
+
+_LABEL = shown_as_is([columns.LABEL])
+_RATIO: Shown = {columns.RATIO.heading: _ratio}
+_ANSWERS: Shown = {
+    columns.ANSWERS_DIFFERENCE.heading: _marked_difference,
+    **shown_as_is([columns.ANSWERS, columns.NUM_QUESTIONS]),
+}
+_OF_SIZE = (SIZE, DEVICE_FRAC, RESIDENT_FRAC)
+_SIZES: Shown = {column.heading: partial(_range, column) for column in _OF_SIZE}
 
 
 def _marks(row: TableRow) -> list[str]:
@@ -245,10 +231,6 @@ def _notes_on_answers(rows: Iterable[TableRow]) -> list[str]:
     return [f"{mark} {words}" for mark, words in ANSWER_MARKS.items() if mark in found]
 
 
-def _sizes(row: TableRow) -> list[str]:
-    return [_range(column, row) for column in _SIZES]
-
-
 def _readme(
     rows: Sequence[TableRow], of_models: Sequence[TableRow], readme: Mapping[str, Any]
 ) -> Iterator[Sheet]:
@@ -257,25 +239,29 @@ def _readme(
     here = _where(rows, "asked_size", readme["size"])
     for seq_len, of_length in columns.grouped(here, lambda row: row["seq_len"]).items():
         by_label = {row["label"]: row for row in of_length}
-        ratios = _ratios_by_model(of_models, readme["size"], seq_len)
         compared = _where(of_length, "apart", "")
-        header = ["label", "size (%)", *columns.headings(_MEMORY), columns.RATIO.heading]
-        header += [f"on {model}" for model in ratios]
-        header += [f"over rows of 8 bits: {columns.RATIO.heading}"]
-        lines = []
-        shown = [by_label[label] for label in readme["methods"] if label in by_label]
-        for row in shown:
-            coded = by_label.get(f"{row['label']} + int8", {})
-            lines.append(_readme_line(row, coded, ratios))
-        if not lines or not compared:
+        methods = [by_label[label] for label in readme["methods"] if label in by_label]
+        if not methods or not compared:
             continue
-        if any(row.get("answers") is not None for row in shown):
-            header.append(columns.ANSWERS_DIFFERENCE.heading)
-            for line, row in zip(lines, shown, strict=True):
-                line.append(_difference(row))
+        shown = _LABEL | _SIZES | _RATIO
+        for model, ratios in _ratios_by_model(of_models, readme["size"], seq_len).items():
+            shown |= {f"on {model}": partial(_ratio_there, ratios)}
+        shown |= {f"over rows of 8 bits: {columns.RATIO.heading}": partial(_ratio_coded, by_label)}
+        if any(row.get("answers") is not None for row in methods):
+            shown |= {columns.ANSWERS_DIFFERENCE.heading: _difference}
         title = f"README rows: {_size_words(readme['size'])}, windows of {seq_len:,.0f} tokens"
         notes = [_counts(compared[0]), _counts_of_answers(here)]
-        yield Sheet(title, header, lines, notes=notes)
+        yield sheet_of(title, methods, shown, notes=notes)
+
+
+def _ratio_there(ratios: Mapping[str, float | None], row: TableRow) -> str:
+    ratio = ratios.get(row["label"])
+    return MISSING if ratio is None else show_ratio(ratio)
+
+
+def _ratio_coded(by_label: Mapping[str, TableRow], row: TableRow) -> str:
+    """Of the same method over rows of 8 bits, where it ran."""
+    return _ratio(by_label.get(f"{row['label']} + int8", {}))
 
 
 def _ratios_by_model(
@@ -288,18 +274,6 @@ def _ratios_by_model(
         if is_here and row["domain"] == ALL_TEXTS and row["model"] != ALL_MODELS:
             found.setdefault(row["model"], {})[row["label"]] = row.get("versus")
     return found
-
-
-def _readme_line(
-    row: TableRow, coded: TableRow, ratios: Mapping[str, Mapping[str, float | None]]
-) -> list[str]:
-    """coded: the row of the same method over rows of 8 bits; {} where it did not run."""
-    sizes = [_range(column, row) for column in (SIZE, *_MEMORY)]
-    of_models = []
-    for of_model in ratios.values():
-        ratio = of_model.get(row["label"])
-        of_models.append(MISSING if ratio is None else show_ratio(ratio))
-    return [row["label"], *sizes, _ratio(row), *of_models, _ratio(coded)]
 
 
 def _counts_of_answers(rows: Sequence[TableRow]) -> str:
@@ -328,17 +302,16 @@ def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
                 found.append(row)
         if not found:
             continue
-        lines = []
-        for row in sorted(found, key=_traffic):
-            traffic = SIZE.show(_traffic(row))
-            sizes = [_size_words(row["asked_size"]), traffic, _range(RESIDENT_FRAC, row)]
-            fronts = [_on_front(row, found, _traffic), _on_front(row, found, _resident)]
-            lines.append([row["label"], *sizes, KL.show(row["kl_nats"]), *fronts])
-        header = [
-            columns.LABEL.heading, "asked", "link + device (%)", RESIDENT_FRAC.heading,
-            KL.heading, "front by link + device", "front by kept on device",
-        ]  # fmt: skip
-        yield Sheet(f"by memory, windows of {seq_len:,.0f} tokens", header, lines, [MEMORY_NOTE])
+        shown = _LABEL | {
+            "asked": lambda row: _size_words(row["asked_size"]),
+            "link + device (%)": lambda row: SIZE.show(_traffic(row)),
+            RESIDENT_FRAC.heading: _SIZES[RESIDENT_FRAC.heading],
+            **shown_as_is([KL]),
+            "front by link + device": partial(_on_front, found, _traffic),
+            "front by kept on device": partial(_on_front, found, _resident),
+        }
+        title = f"by memory, windows of {seq_len:,.0f} tokens"
+        yield sheet_of(title, sorted(found, key=_traffic), shown, notes=[MEMORY_NOTE])
 
 
 def _traffic(row: TableRow) -> float:
@@ -355,7 +328,7 @@ def _resident(row: TableRow) -> float:
     return row["resident_frac_high"]
 
 
-def _on_front(row: TableRow, rows: Iterable[TableRow], cost: Callable[[TableRow], float]) -> str:
+def _on_front(rows: Iterable[TableRow], cost: Callable[[TableRow], float], row: TableRow) -> str:
     """Whether no method is closer to the full cache at no higher a cost."""
     for other in rows:
         if other["kl_nats"] < row["kl_nats"] and cost(other) <= cost(row):
@@ -488,7 +461,7 @@ def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     marked, notes = mark_own(list(rows), "label")
     for (model, size, seq_len), group in columns.grouped(marked, _model_and_setting).items():
         texts = sorted(set(columns.values(group, "text")))
-        header = [columns.LABEL.heading, *columns.headings(_SIZES)]
+        header = [columns.LABEL.heading, *_SIZES]
         for text in texts:
             windows = set(columns.values(_where(group, "text", text), "window"))
             header.append(f"{text} {KL.heading}, {len(windows)} windows")
@@ -519,7 +492,7 @@ def _label_of_run(row: TableRow) -> str:
 
 def _mean_sizes(rows: Sequence[TableRow]) -> list[str]:
     shown = []
-    for column in _SIZES:
+    for column in _OF_SIZE:
         known = columns.values(columns.having(rows, column.name), column.name)
         shown.append(column.show(sum(known) / len(known) if known else None))
     return shown
@@ -540,7 +513,7 @@ def answers_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     tasks = sorted(set(columns.values(rows, "task")))
     groups = columns.grouped(marked, lambda row: (row["model"], row["asked_size"]))
     for (model, size), group in groups.items():
-        header = [columns.LABEL.heading, *columns.headings(_SIZES)]
+        header = [columns.LABEL.heading, *_SIZES]
         header += [f"{task} (%), questions" for task in tasks]
         lines = []
         for of_run in columns.grouped(group, _run_of).values():

@@ -137,6 +137,8 @@ ANALYSIS = (
 )  # fmt: skip
 """`value` of `series` at `x`, in the unit of `metric`."""
 EXEMPT_LAYERS = Metric("exempt_layers", "exempt layers", POSITIVE, 0)
+EXEMPT_NUMBERS = Metric("exempt_numbers", "exempt layers")
+"""Of several models."""
 EXEMPT_CHOICE = Metric("exempt_choice")
 NUM_WINDOWS = Metric("num_windows", "windows", POSITIVE, 0)
 STEP_SOURCE = Metric("step_source")
@@ -202,7 +204,7 @@ ACROSS = (
     ANSWERS, ANSWERS_DIFFERENCE, *_interval(ANSWERS_DIFFERENCE), NUM_QUESTIONS, NUM_CONTEXTS,
     Metric("answers_note"),
     *_interval(SIZE), *_interval(DEVICE_FRAC), *_interval(RESIDENT_FRAC),
-    Metric("exempt_numbers", "exempt layers"), APART, SOURCE, SHIPPED,
+    EXEMPT_NUMBERS, APART, SOURCE, SHIPPED,
 )  # fmt: skip
 """A method at a size and a length, over `model`, the names of all models. `kl_nats` is the
 geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and `rank_high`

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from harness.results import across_page, columns, leaderboard
@@ -26,8 +27,10 @@ from harness.results.sheet import (
     Sheet,
     mark_own,
     markdown,
+    sheet_of,
     show_difference,
     show_range,
+    shown_as_is,
     terminal,
 )
 
@@ -165,6 +168,16 @@ def _shared_settings(rows: Sequence[TableRow]) -> list[str]:
         own = pairs_of_settings(row.get("settings"))
         shared = [pair for pair in shared if pair in own]
     return shared
+
+
+def _own_settings(rows: Sequence[TableRow]) -> tuple[list[TableRow], list[str]]:
+    """The rows with the settings that not all share, and a note on the others."""
+    shared = _shared_settings(rows)
+    found = []
+    for row in rows:
+        own = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shared]
+        found.append(row | {"settings": ", ".join(own)})
+    return found, _note_on_settings(shared)
 
 
 def _note_on_settings(shared: Iterable[str]) -> list[str]:
@@ -313,23 +326,13 @@ def _value(row: TableRow) -> str:
 
 def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """The full cache first, then by label and shape. A column needs a number, `size` does not."""
-    shared = _shared_settings(rows)
-    shown = []
-    for row in rows:
-        own = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shared]
-        shown.append(row | {"settings": ", ".join(own)})
-    words = (
-        [columns.LABEL, columns.SETTINGS]
-        if any(columns.values(shown, "settings"))
-        else [columns.LABEL]
-    )
+    own, notes = _own_settings(rows)
+    words = [columns.LABEL]
+    if any(columns.values(own, "settings")):
+        words.append(columns.SETTINGS)
     beside = columns.with_values((UNMET_SIZE, DEVICE_FRAC, *_numbers_of_speed()), rows)
-    numbers = list(dict.fromkeys((SIZE, *beside)))
-    lines = []
-    for row in sorted(shown, key=_order_of_cell):
-        names_of_row = [row[column.name] or MISSING for column in words]
-        lines.append([*names_of_row, *columns.texts(numbers, row)])
-    yield Sheet(title, columns.headings((*words, *numbers)), lines, notes=_note_on_settings(shared))
+    shown = shown_as_is(dict.fromkeys((*words, SIZE, *beside)))
+    yield sheet_of(title, sorted(own, key=_order_of_cell), shown, notes=notes)
 
 
 def _numbers_of_speed() -> list[Metric]:
@@ -407,23 +410,15 @@ def _series(rows: Sequence[TableRow], x_name: str) -> dict[str, dict[Any, TableR
 
 def _capacity(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """A line a method: its largest batch; a sheet a context and device memory."""
-    shown = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
+    numbers = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
+    shown = shown_as_is((columns.LABEL, columns.SETTINGS, *numbers))
+    shown |= {"wall": itemgetter("wall")}
     largest = [row for row in rows if row["batch_size"] == row["largest_batch"]]
-
-    def bounds(row: TableRow) -> tuple[float, float]:
-        return row["context"], row["memory_bytes"]
-
-    for (context, memory), group in sorted(columns.grouped(largest, bounds).items()):
-        shared = _shared_settings(group)
-        lines = []
-        for row in group:
-            own = [pair for pair in pairs_of_settings(row["settings"]) if pair not in shared]
-            settings = ", ".join(own) or MISSING
-            lines.append([row["label"], settings, *columns.texts(shown, row), row["wall"]])
-        gib = f"{memory / GIB:.4g}"
-        header = [columns.LABEL.heading, columns.SETTINGS.heading, *columns.headings(shown)]
-        words = f"{title}: {context:,.0f} tokens a sequence, {gib} GiB"
-        yield Sheet(words, [*header, "wall"], lines, notes=_note_on_settings(shared))
+    by_bounds = columns.grouped(largest, lambda row: (row["context"], row["memory_bytes"]))
+    for (context, memory), group in sorted(by_bounds.items()):
+        own, notes = _own_settings(group)
+        words = f"{title}: {context:,.0f} tokens a sequence, {memory / GIB:.4g} GiB"
+        yield sheet_of(words, own, shown, notes=notes)
 
 
 SHEETS = {"capacity": _capacity, "latency": _latency, "accuracy": _accuracy, "analysis": _analysis}

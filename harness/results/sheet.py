@@ -7,8 +7,9 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from tabulate import tabulate
 
@@ -66,6 +67,26 @@ class Sheet(NamedTuple):
         for line in self.lines:
             count += list(itertools.compress(line, is_score)).count(MISSING)
         return count
+
+
+Shown = dict[str, Callable[[TableRow], str]]
+"""The columns of a sheet: by heading, what shows a row there."""
+
+
+def sheet_of(title: str, rows: Iterable[TableRow], shown: Shown, **parts: Any) -> Sheet:
+    """A sheet with a line for each row. parts: further fields of the sheet."""
+    lines = [[show(row) for show in shown.values()] for row in rows]
+    return Sheet(title, list(shown), lines, **parts)
+
+
+def shown_as_is(columns: Iterable[Metric]) -> Shown:
+    """Columns that show a row's own number or words."""
+    return {column.heading: partial(_cell, column) for column in columns}
+
+
+def _cell(column: Metric, row: TableRow) -> str:
+    value = row.get(column.name)
+    return str(value or MISSING) if column.digits is None else column.show(value)
 
 
 def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]]:
