@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from harness.results import columns
@@ -459,79 +460,71 @@ def _verdicts_on(label: str, rows: Iterable[TableRow]) -> tuple[int, int, list[s
 def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """KL of each model at a size and a length, by text."""
     marked, notes = mark_own(list(rows), "label")
-    for (model, size, seq_len), group in columns.grouped(marked, _model_and_setting).items():
-        texts = sorted(set(columns.values(group, "text")))
-        header = [columns.LABEL.heading, *_SIZES]
-        for text in texts:
-            windows = set(columns.values(_where(group, "text", text), "window"))
-            header.append(f"{text} {KL.heading}, {len(windows)} windows")
+    for setting, group in columns.grouped(marked, _model_and_setting).items():
+        shown = {}
+        texts = columns.grouped(group, lambda row: row["text"])
+        for text in sorted(texts):
+            windows = set(columns.values(texts[text], "window"))
+            shown[f"{text} {KL.heading}, {len(windows)} windows"] = partial(_mean_kl, text)
         if len(texts) > 1:
-            header.append(f"all texts {KL.heading}")
-        lines = []
-        for of_run in columns.grouped(group, _run_of).values():
-            line = [_label_of_run(of_run[0]), *_mean_sizes(of_run)]
-            for text in texts:
-                line.append(_mean_kl(_where(of_run, "text", text)))
-            if len(texts) > 1:
-                line.append(_mean_kl(of_run))
-            lines.append(line)
-        title = f"{model}, {_size_words(size)}, windows of {seq_len:,.0f} tokens"
-        yield Sheet(title, header, lines, notes=notes)
-
-
-def _run_of(row: TableRow) -> tuple[Any, ...]:
-    return row["label"], row["method"], row["codec"], row["exempt_layers"]
-
-
-def _label_of_run(row: TableRow) -> str:
-    """The label, with the number of exempt layers, of which a label may have several."""
-    if row["exempt_layers"] is None:
-        return str(row["label"])
-    return f"{row['label']} ({row['exempt_layers']:.0f} exempt)"
-
-
-def _mean_sizes(rows: Sequence[TableRow]) -> list[str]:
-    shown = []
-    for column in _OF_SIZE:
-        known = columns.values(columns.having(rows, column.name), column.name)
-        shown.append(column.show(sum(known) / len(known) if known else None))
-    return shown
-
-
-def _mean_kl(rows: Sequence[TableRow]) -> str:
-    if not rows:
-        return MISSING
-    texts, places = columns.values(rows, "text"), columns.values(rows, "place")
-    models = columns.values(rows, "model")
-    found = Design(models, texts, places).estimate(columns.values(rows, "kl_nats"))
-    return KL.show(found.value, found.stderr)
+            shown[f"all texts {KL.heading}"] = partial(_mean_kl, None)
+        title = f"{setting[0]}, {_setting_words(group[0])}"
+        yield sheet_of(title, _runs(group), _OF_RUN | shown, notes=notes)
 
 
 def answers_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """Right answers of each model at a size, by task."""
     marked, notes = mark_own(list(rows), "label")
-    tasks = sorted(set(columns.values(rows, "task")))
+    shown = {}
+    for task in sorted(set(columns.values(rows, "task"))):
+        shown[f"{task} (%), questions"] = partial(_mean_answers, task)
     groups = columns.grouped(marked, lambda row: (row["model"], row["asked_size"]))
     for (model, size), group in groups.items():
-        header = [columns.LABEL.heading, *_SIZES]
-        header += [f"{task} (%), questions" for task in tasks]
-        lines = []
-        for of_run in columns.grouped(group, _run_of).values():
-            line = [_label_of_run(of_run[0]), *_mean_sizes(of_run)]
-            for task in tasks:
-                line.append(_mean_answers(_where(of_run, "task", task)))
-            lines.append(line)
-        yield Sheet(f"{model}, {_size_words(size)}", header, lines, notes=notes)
+        title = f"{model}, {_size_words(size)}"
+        yield sheet_of(title, _runs(group), _OF_RUN | shown, notes=notes)
 
 
-def _mean_answers(rows: Sequence[TableRow]) -> str:
+def _runs(rows: Iterable[TableRow]) -> Iterable[list[TableRow]]:
+    """The rows of each run; a label may have several numbers of exempt layers."""
+    identity = itemgetter("label", "method", "codec", "exempt_layers")
+    return columns.grouped(rows, identity).values()
+
+
+def _label_of_run(run: Sequence[TableRow]) -> str:
+    label, number = run[0]["label"], run[0]["exempt_layers"]
+    return str(label) if number is None else f"{label} ({number:.0f} exempt)"
+
+
+def _mean(column: Metric, run: Sequence[TableRow]) -> str:
+    known = columns.values(columns.having(run, column.name), column.name)
+    return column.show(sum(known) / len(known) if known else None)
+
+
+def _mean_kl(text: str | None, run: Sequence[TableRow]) -> str:
+    """Of a text; None: of all."""
+    rows = run if text is None else _where(run, "text", text)
     if not rows:
         return MISSING
-    asked, contexts = columns.values(rows, "asked"), columns.values(rows, "context_id")
-    models, tasks = columns.values(rows, "model"), columns.values(rows, "task")
+    places = [columns.values(rows, name) for name in ("model", "text", "place")]
+    found = Design(*places).estimate(columns.values(rows, "kl_nats"))
+    return KL.show(found.value, found.stderr)
+
+
+def _mean_answers(task: str, run: Sequence[TableRow]) -> str:
+    rows = _where(run, "task", task)
+    if not rows:
+        return MISSING
+    names = ("model", "task", "context_id", "asked")
+    models, tasks, contexts, asked = (columns.values(rows, name) for name in names)
     shares = [row["right"] / row["asked"] for row in rows]
     found = Design(models, tasks, contexts, asked).estimate(shares)
     return f"{columns.ANSWERS.show(found.value, found.stderr)}, {sum(asked):.0f}"
+
+
+_OF_RUN: dict[str, Callable[[list[TableRow]], str]] = {
+    columns.LABEL.heading: _label_of_run,
+    **{column.heading: partial(_mean, column) for column in _OF_SIZE},
+}
 
 
 SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {

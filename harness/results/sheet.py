@@ -7,7 +7,7 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,8 +73,10 @@ Shown = dict[str, Callable[[TableRow], str]]
 """The columns of a sheet: by heading, what shows a row there."""
 
 
-def sheet_of(title: str, rows: Iterable[TableRow], shown: Shown, **parts: Any) -> Sheet:
-    """A sheet with a line for each row. parts: further fields of the sheet."""
+def sheet_of(
+    title: str, rows: Iterable[T], shown: Mapping[str, Callable[[T], str]], **parts: Any
+) -> Sheet:
+    """A sheet with a line for each row, or group of rows. parts: further fields of the sheet."""
     lines = [[show(row) for show in shown.values()] for row in rows]
     return Sheet(title, list(shown), lines, **parts)
 
