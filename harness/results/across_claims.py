@@ -114,16 +114,16 @@ def _of_kl(
             else:
                 ratio, low, high = exponential(estimate)
                 row |= {"value": ratio, "value_low": low, "value_high": high}
-                yield row | {"verdict": _verdict_of_kl(low, high, claim.bound)}
+                yield row | {"verdict": _verdict(low, high, claim.bound)}
 
 
-def _verdict_of_kl(low: float | None, high: float | None, bound: float) -> str:
-    """Whether a ratio is at most `bound`; without an interval nothing is told apart."""
-    if high is not None and high <= bound:
+def _verdict(low: float | None, high: float | None, bound: float) -> str:
+    """Whether a number is at most `bound`; without an interval nothing is told apart."""
+    if low is None or high is None:
+        return UNSURE
+    if high <= bound:
         return HOLDS
-    if low is not None and low > bound:
-        return FAILS
-    return UNSURE
+    return FAILS if low > bound else UNSURE
 
 
 def _of_answers(
@@ -146,13 +146,7 @@ def _of_answers(
             yield row | {"verdict": OTHER_SIZE}
             continue
         row |= {"value": found.difference, "value_low": found.low, "value_high": found.high}
-        yield row | {"verdict": _verdict_of_answers(found.low, found.high, claim.bound)}
-
-
-def _verdict_of_answers(low: float | None, high: float | None, bound: float) -> str:
-    """Whether a difference is at least `bound`; without an interval nothing is told apart."""
-    if low is not None and low >= bound:
-        return HOLDS
-    if high is not None and high < bound:
-        return FAILS
-    return UNSURE
+        verdict = UNSURE
+        if found.low is not None and found.high is not None:  # at least the bound
+            verdict = _verdict(-found.high, -found.low, -claim.bound)
+        yield row | {"verdict": verdict}

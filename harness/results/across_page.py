@@ -8,20 +8,12 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from harness.results import columns
+from harness.results import columns, metrics
 from harness.results.across_claims import VERDICTS
 from harness.results.across_rows import ALL_MODELS, ALL_TEXTS, OF_ANSWERS, OF_KL, OWN_SIZE
 from harness.results.across_stats import Design
 from harness.results.columns import TableRow
-from harness.results.metrics import (
-    ASKED_SIZE,
-    DEVICE_FRAC,
-    KL,
-    MISSING,
-    RESIDENT_FRAC,
-    SIZE,
-    Metric,
-)
+from harness.results.metrics import MISSING, Metric
 from harness.results.sheet import SIZE_NOTE, Sheet, Shown, mark_own, markdown, sheet_of, shown_as_is
 from harness.settings.paths import COMMAND
 
@@ -125,7 +117,7 @@ def _range(column: Metric, row: TableRow) -> str:
 
 
 def _size_words(size: float | None) -> str:
-    return "sizes of their own" if size is None else f"size {ASKED_SIZE.show(size)} %"
+    return "sizes of their own" if size is None else f"size {metrics.ASKED_SIZE.show(size)} %"
 
 
 def _setting_words(row: TableRow) -> str:
@@ -209,7 +201,7 @@ _ANSWERS: Shown = {
     columns.ANSWERS_DIFFERENCE.heading: _marked_difference,
     **shown_as_is([columns.ANSWERS, columns.NUM_QUESTIONS]),
 }
-_OF_SIZE = (SIZE, DEVICE_FRAC, RESIDENT_FRAC)
+_OF_SIZE = (metrics.SIZE, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
 _SIZES: Shown = {column.heading: partial(_range, column) for column in _OF_SIZE}
 
 
@@ -305,9 +297,9 @@ def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
             continue
         shown = _LABEL | {
             "asked": lambda row: _size_words(row["asked_size"]),
-            "link + device (%)": lambda row: SIZE.show(_traffic(row)),
-            RESIDENT_FRAC.heading: _SIZES[RESIDENT_FRAC.heading],
-            **shown_as_is([KL]),
+            "link + device (%)": lambda row: metrics.SIZE.show(_traffic(row)),
+            metrics.RESIDENT_FRAC.heading: _SIZES[metrics.RESIDENT_FRAC.heading],
+            **shown_as_is([metrics.KL]),
             "front by link + device": partial(_on_front, found, _traffic),
             "front by kept on device": partial(_on_front, found, _resident),
         }
@@ -355,7 +347,7 @@ def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         length = first.get("seq_len")
         line = [
             first["claim"],
-            ASKED_SIZE.show(first["asked_size"]),
+            metrics.ASKED_SIZE.show(first["asked_size"]),
             columns.SEQ_LEN.show(length),
             _together(together),
             columns.COUNT.show(together.get("count")),
@@ -417,7 +409,7 @@ def _model_and_setting(row: TableRow) -> tuple[Any, ...]:
 
 
 def _cell(row: TableRow) -> str:
-    shown, versus = KL.show(row["value"]), _ratio(row, "versus")
+    shown, versus = metrics.KL.show(row["value"]), _ratio(row, "versus")
     if row["measure"] == OF_ANSWERS:
         shown, versus = columns.ANSWERS.show(row["value"]), _difference(row, "versus")
     return f"{shown}, {versus}, {row['count']:.0f}"
@@ -465,9 +457,9 @@ def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         texts = columns.grouped(group, lambda row: row["text"])
         for text in sorted(texts):
             windows = set(columns.values(texts[text], "window"))
-            shown[f"{text} {KL.heading}, {len(windows)} windows"] = partial(_mean_kl, text)
+            shown[f"{text} {metrics.KL.heading}, {len(windows)} windows"] = partial(_mean_kl, text)
         if len(texts) > 1:
-            shown[f"all texts {KL.heading}"] = partial(_mean_kl, None)
+            shown[f"all texts {metrics.KL.heading}"] = partial(_mean_kl, None)
         title = f"{setting[0]}, {_setting_words(group[0])}"
         yield sheet_of(title, _runs(group), _OF_RUN | shown, notes=notes)
 
@@ -507,7 +499,7 @@ def _mean_kl(text: str | None, run: Sequence[TableRow]) -> str:
         return MISSING
     places = [columns.values(rows, name) for name in ("model", "text", "place")]
     found = Design(*places).estimate(columns.values(rows, "kl_nats"))
-    return KL.show(found.value, found.stderr)
+    return metrics.KL.show(found.value, found.stderr)
 
 
 def _mean_answers(task: str, run: Sequence[TableRow]) -> str:

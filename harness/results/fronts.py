@@ -9,23 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import yaml
 
-from harness.results import columns
+from harness.results import columns, metrics
 from harness.results.columns import TableRow
-from harness.results.metrics import (
-    BOARD_METRICS,
-    KL,
-    NUM_CONTEXTS,
-    SIZE,
-    BoardMetric,
-    board_metrics,
-)
+from harness.results.metrics import BoardMetric
 from harness.results.student import ONE_SIGMA, critical_value
 from harness.settings.paths import CONF_DIR
 
 GRID = CONF_DIR / "grid" / "leaderboard.yaml"
 REFERENCES: Mapping[str, str] = yaml.safe_load(GRID.read_text(encoding="utf-8"))["references"]
 """Methods that every other should lie between at equal size: `upper`, `lower`."""
-COSTS = {metric.front: metric.column.name for metric in BOARD_METRICS if metric.front}
+COSTS = {metric.front: metric.column.name for metric in metrics.BOARD_METRICS if metric.front}
 """Columns of the costs, by the front's name."""
 EQUAL = 0.01
 """Sizes that differ by at most this count as equal, as when a method is sized."""
@@ -37,15 +30,15 @@ SAME_SIZE, SAME_STEP = 0.001, 0.01
 
 def size_of(row: TableRow, metric: BoardMetric) -> float | None:
     """The size at which a metric was measured; None if it was not."""
-    name = f"{metric.column.name}_size" if metric.origin == "task" else SIZE.name
+    name = f"{metric.column.name}_size" if metric.origin == "task" else metrics.SIZE.name
     size: float | None = row.get(name)
     return size
 
 
 def sizes_of(row: TableRow) -> list[float | None]:
     """The size on the text, and that on each task."""
-    on_tasks = [size_of(row, metric) for metric in board_metrics("task")]
-    return [row.get(SIZE.name), *on_tasks]
+    on_tasks = [size_of(row, metric) for metric in metrics.board_metrics("task")]
+    return [row.get(metrics.SIZE.name), *on_tasks]
 
 
 def has_its_size(row: TableRow) -> bool:
@@ -55,7 +48,7 @@ def has_its_size(row: TableRow) -> bool:
 
 def has_its_size_on_text(row: TableRow) -> bool:
     """Whether a method reads its asked size on the text; True if none was asked."""
-    return _is_asked(row, row.get(SIZE.name))
+    return _is_asked(row, row.get(metrics.SIZE.name))
 
 
 def _is_asked(row: TableRow, size: float | None) -> bool:
@@ -83,10 +76,10 @@ def _front(rows: Sequence[TableRow], cost: str) -> list[TableRow]:
     of the front, and no row of the same cost is certainly closer. A row whose own error is large
     thus excludes no other.
     """
-    points = columns.having(rows, cost, KL.name)
+    points = columns.having(rows, cost, metrics.KL.name)
     front: list[TableRow] = []
     for row in sorted(points, key=lambda row: row[cost]):
-        tolerance = SAME_SIZE if cost == SIZE.name else SAME_STEP * row[cost]
+        tolerance = SAME_SIZE if cost == metrics.SIZE.name else SAME_STEP * row[cost]
         cheaper = [other for other in front if row[cost] - other[cost] > tolerance]
         alike = [other for other in points if abs(row[cost] - other[cost]) <= tolerance]
         closest_cheaper = min(cheaper, key=_kl, default=None)
@@ -98,7 +91,7 @@ def _front(rows: Sequence[TableRow], cost: str) -> list[TableRow]:
 
 
 def _kl(row: TableRow) -> float:
-    kl: float = row[KL.name]
+    kl: float = row[metrics.KL.name]
     return kl
 
 
@@ -108,7 +101,7 @@ def _certainly_closer(one: TableRow, other: TableRow) -> bool:
     That is half the width of the interval of the difference that has the confidence of one
     standard error (68 %). Of a single window no error is known, and the numbers decide.
     """
-    error = f"{KL.name}_stderr"
+    error = f"{metrics.KL.name}_stderr"
     stderr = math.hypot(one.get(error) or 0, other.get(error) or 0)
     lead = _kl(other) - _kl(one)
     if not stderr:
@@ -130,7 +123,7 @@ def outside(row: TableRow, rows: Sequence[TableRow]) -> Iterator[str]:
 
     Certainly: the 95 % interval of the difference is without zero.
     """
-    for metric in BOARD_METRICS:
+    for metric in metrics.BOARD_METRICS:
         if metric.compared:
             for side, method in REFERENCES.items():
                 for reference in rows:
@@ -158,7 +151,7 @@ def _beyond(row: TableRow, reference: TableRow, metric: BoardMetric, side: str) 
     stderr = math.hypot(row[f"{column.name}_stderr"], reference[f"{column.name}_stderr"])
     count = columns.NUM_WINDOWS.name
     if metric.origin == "task":
-        count = f"{column.name}_{NUM_CONTEXTS.name}"
+        count = f"{column.name}_{metrics.NUM_CONTEXTS.name}"
     if beyond_by > critical_value(_fewest((row, reference), count)) * stderr:
         word = "better" if better_by > 0 else "worse"
         amount = column.show(abs(gap), stderr)

@@ -5,22 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from harness.results import across_page, columns, leaderboard
+from harness.results import across_page, columns, leaderboard, metrics
 from harness.results.columns import TableRow
-from harness.results.metrics import (
-    DEVICE_FRAC,
-    GIB,
-    METRICS,
-    MISSING,
-    NUM_CONTEXTS,
-    OF_SOME_RUNS,
-    RESIDENT_FRAC,
-    SIZE,
-    UNMET_SIZE,
-    Metric,
-    quantity,
-    rank,
-)
+from harness.results.metrics import MISSING, Metric
 from harness.results.sheet import (
     DIFFERENCE_NOTE,
     SIZE_NOTE,
@@ -146,9 +133,9 @@ def is_brief(row: TableRow) -> bool:
     return not columns.is_part(row) and _is_among(BRIEF, row["metric"])
 
 
-def _is_among(metrics: Sequence[str], metric: str) -> bool:
+def _is_among(names: Sequence[str], metric: str) -> bool:
     name = metric.partition(",")[0]
-    return name in metrics or name not in METRICS
+    return name in names or name not in metrics.METRICS
 
 
 # Settings
@@ -221,8 +208,8 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     by_key = columns.grouped(rows, _key)
     of_key = _headings(by_key)
     shared = {key: _shared_settings(of_column) for key, of_column in by_key.items()}
-    beside = (UNMET_SIZE, *OF_SOME_RUNS, DEVICE_FRAC, RESIDENT_FRAC)
-    sizes = [SIZE, *columns.with_values(beside, rows)]
+    beside = (metrics.UNMET_SIZE, *metrics.OF_SOME_RUNS, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
+    sizes = [metrics.SIZE, *columns.with_values(beside, rows)]
     ordered = sorted(_lines(rows, shared), key=_order_of_line)
     lines = []
     for line in ordered:
@@ -292,7 +279,7 @@ def _headings(by_key: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
     column share.
     """
     found = {}
-    for key in sorted(by_key, key=lambda key: rank(key[1])):
+    for key in sorted(by_key, key=lambda key: metrics.rank(key[1])):
         found[key] = _heading(by_key[key][0])
     for condition in (columns.NUM_SAMPLES, columns.NUM_FEWSHOT, columns.SEQ_LEN):
         shared = {}
@@ -310,14 +297,14 @@ def _heading(row: TableRow) -> str:
     if columns.is_depth(row) and row["metric"].isdecimal():
         depths = row["task"].partition(", ")[2].removesuffix("]")
         return f"{int(row['metric']):,} tokens, {depths}"
-    return f"{row['task']} {quantity(row['metric']).heading}"
+    return f"{row['task']} {metrics.quantity(row['metric']).heading}"
 
 
 def _value(row: TableRow) -> str:
     difference = row.get("difference")
     stderr = row["stderr"] if difference is None else row.get("difference_stderr")
-    detectable, contexts = row.get("detectable"), row.get(NUM_CONTEXTS.name)
-    shown = quantity(row["metric"])
+    detectable, contexts = row.get("detectable"), row.get(metrics.NUM_CONTEXTS.name)
+    shown = metrics.quantity(row["metric"])
     return show_difference(shown, row["value"], stderr, difference, detectable, contexts)
 
 
@@ -330,8 +317,9 @@ def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     words = [columns.LABEL]
     if any(columns.values(own, "settings")):
         words.append(columns.SETTINGS)
-    beside = columns.with_values((UNMET_SIZE, DEVICE_FRAC, *_numbers_of_speed()), rows)
-    shown = shown_as_is(dict.fromkeys((*words, SIZE, *beside)))
+    numbers = (metrics.UNMET_SIZE, metrics.DEVICE_FRAC, *_numbers_of_speed())
+    beside = columns.with_values(numbers, rows)
+    shown = shown_as_is(dict.fromkeys((*words, metrics.SIZE, *beside)))
     yield sheet_of(title, sorted(own, key=_order_of_cell), shown, notes=notes)
 
 
@@ -351,7 +339,7 @@ def _order_of_cell(row: TableRow) -> tuple[Any, ...]:
 def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     for of_table in _tables_of_series(rows):
         metric, x_name = of_table[0]["metric"], of_table[0]["x_name"]
-        shown = quantity(metric)
+        shown = metrics.quantity(metric)
         shown_x = _shown_x(of_table)
         lines = []
         for name, line in _series(of_table, x_name).items():
@@ -417,7 +405,7 @@ def _capacity(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     by_bounds = columns.grouped(largest, lambda row: (row["context"], row["memory_bytes"]))
     for (context, memory), group in sorted(by_bounds.items()):
         own, notes = _own_settings(group)
-        words = f"{title}: {context:,.0f} tokens a sequence, {memory / GIB:.4g} GiB"
+        words = f"{title}: {context:,.0f} tokens a sequence, {memory / metrics.GIB:.4g} GiB"
         yield sheet_of(words, own, shown, notes=notes)
 
 
