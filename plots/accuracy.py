@@ -13,10 +13,9 @@ from plots import data, style
 AXES = {
     "acc": "accuracy (%)",
     "kl_nats": "KL(full || method) (nats)",
-    "top1_agreement": "top-1 agreement (%)",
-    "perplexity": "perplexity",
     "text_perplexity": "full cache's perplexity of the text",
 }
+"""Words for an axis that differ from a table's heading."""
 CHANCE = {"kv_recall": 0.25, "passkey": 0.25, "openbookqa": 0.25, "hellaswag": 0.25}
 CHANCE |= dict.fromkeys(("copa", "winogrande", "piqa", "rte", "boolq"), 0.5)
 TEXTS = ("model", "task", "seq_len", data.PREFILL, "num_samples", "source")
@@ -34,6 +33,11 @@ SHOWN_PERCENT = 10
 """Of its sizes, a method is shown by layer at the nearest to this one."""
 MAX_TICKS = 6
 LENGTH_MARKERS = "osD^"
+
+
+def axis(metric: str) -> str:
+    """The words for the axis of a metric."""
+    return AXES.get(metric, METRICS[metric].heading)
 
 
 # By size
@@ -57,7 +61,7 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
         factor = METRICS[metric].factor
-        axes.set(xlabel=style.SIZE_AXIS, ylabel=AXES[metric])
+        axes.set(xlabel=style.SIZE_AXIS, ylabel=axis(metric))
         if metric == "kl_nats":  # the full cache's is 0
             style.log_y(axes)
         else:
@@ -173,7 +177,7 @@ def _by_share(
             if len(line):
                 x, y, stderr = 100 * line.x, factor * line.y, factor * line.stderr
                 style.error_line(axes, x, y, stderr, name=label, like=look)
-        axes.set(ylabel=AXES[metric], xlabel=words)
+        axes.set(ylabel=axis(metric), xlabel=words)
         if log_kl and metric == "kl_nats":
             style.log_y(axes)
 
@@ -210,7 +214,7 @@ def long_decode(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         _draw_chunks(axes, panel)
-        axes.set(xlabel="decoded token", ylabel=AXES[panel.metric.iloc[0]])
+        axes.set(xlabel="decoded token", ylabel=axis(panel.metric.iloc[0]))
 
     note = "percentages: sizes; bars: one standard error over prompts"
     return style.draw_rows(rows, (*OF_CHUNKS, "metric"), draw, note=note)
@@ -318,7 +322,7 @@ def long(tables: data.Tables, name: str) -> Figure | None:
             words = f"{length:,.0f} tokens"
             axes.plot([], [], linestyle="", label=words, **look(length, style.GREY))
         axes.set_yticks(range(len(labels)), labels, fontsize=6)
-        axes.set_xlabel("right answers (%)" if metric == "acc" else AXES[metric])
+        axes.set_xlabel("right answers (%)" if metric == "acc" else axis(metric))
         axes.set_ylim(-0.7, len(labels) - 0.3)
         if metric == "kl_nats":
             style.log_x(axes)

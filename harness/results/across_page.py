@@ -14,7 +14,16 @@ from harness.results.across_rows import ALL_MODELS, ALL_TEXTS, OF_ANSWERS, OF_KL
 from harness.results.across_stats import Design
 from harness.results.columns import TableRow
 from harness.results.metrics import MISSING, Metric
-from harness.results.sheet import SIZE_NOTE, Sheet, Shown, mark_own, markdown, sheet_of, shown_as_is
+from harness.results.sheet import (
+    SIZE_NOTE,
+    Sheet,
+    Shown,
+    mark_own,
+    markdown,
+    sheet_of,
+    show_range,
+    shown_as_is,
+)
 from harness.settings.paths import COMMAND
 
 OTHER_SIZE, LACKS = "§", "¶"
@@ -109,11 +118,8 @@ def _difference(row: TableRow, name: str = "answers_difference") -> str:
 
 def _range(column: Metric, row: TableRow) -> str:
     """The least and the largest of the models, once where they are equal when rounded."""
-    least, most = row.get(f"{column.name}_low"), row.get(f"{column.name}_high")
-    if least is None or most is None:
-        return MISSING
-    ends = dict.fromkeys((column.show(least), column.show(most)))
-    return " to ".join(ends)
+    ends = row.get(f"{column.name}_low"), row.get(f"{column.name}_high")
+    return show_range(column, ends, " to ")
 
 
 def _size_words(size: float | None) -> str:

@@ -25,6 +25,7 @@ from harness.results.evidence_tables import Series
 from harness.results.fronts import EQUAL, REFERENCES
 from harness.results.metrics import SIZE
 from harness.results.samples import RULE_OF_THREE
+from harness.results.sheet import show_range
 
 LEAST_KL = 1e-6
 """Nats: a smaller KL is rounding, and has no logarithm to speak of."""
@@ -240,9 +241,7 @@ def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[Any, Any]:
 
 def _size_in_words(rows: Iterable[TableRow]) -> str:
     """The size that is read, in percent, or its range over models."""
-    least, most = _range_over_models(rows, "size")
-    ends = dict.fromkeys((SIZE.show(least), SIZE.show(most)))
-    return " to ".join(ends)
+    return show_range(SIZE, _range_over_models(rows, "size"), " to ")
 
 
 def _named(missing: Sequence[Key], all_of_them: Sequence[Key]) -> str:

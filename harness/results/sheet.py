@@ -106,13 +106,13 @@ def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]
     return marked, [OWN_NOTE]
 
 
-def show_range(column: Metric, values: Iterable[float | None]) -> str:
+def show_range(column: Metric, values: Iterable[float | None], between: str = "-") -> str:
     """A value, or the smallest and the largest if they differ when rounded."""
     known = [value for value in values if value is not None]
     if not known:
         return MISSING
     least, most = column.show(min(known)), column.show(max(known))
-    return least if least == most else f"{least}-{most}"
+    return least if least == most else f"{least}{between}{most}"
 
 
 def show_difference(
