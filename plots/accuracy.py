@@ -7,15 +7,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.results import columns
+from harness.results.metrics import METRICS, RESIDENT_FRAC, SIZE
 from plots import data, style
 
 AXES = {
     "acc": "accuracy (%)",
     "kl_nats": "KL(full || method) (nats)",
-    "top1_agreement": "top-1 agreement (%)",
-    "perplexity": "perplexity",
     "text_perplexity": "full cache's perplexity of the text",
 }
+"""Words for an axis that differ from a table's heading."""
 CHANCE = {"kv_recall": 0.25, "passkey": 0.25, "openbookqa": 0.25, "hellaswag": 0.25}
 CHANCE |= dict.fromkeys(("copa", "winogrande", "piqa", "rte", "boolq"), 0.5)
 TEXTS = ("model", "task", "seq_len", data.PREFILL, "num_samples", "source")
@@ -33,6 +33,11 @@ SHOWN_PERCENT = 10
 """Of its sizes, a method is shown by layer at the nearest to this one."""
 MAX_TICKS = 6
 LENGTH_MARKERS = "osD^"
+
+
+def axis(metric: str) -> str:
+    """The words for the axis of a metric."""
+    return AXES.get(metric, METRICS[metric].heading)
 
 
 # By size
@@ -55,8 +60,8 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
-        factor = columns.METRICS[metric].factor
-        axes.set(xlabel=style.SIZE_AXIS, ylabel=AXES[metric])
+        factor = METRICS[metric].factor
+        axes.set(xlabel=style.SIZE_AXIS, ylabel=axis(metric))
         if metric == "kl_nats":  # the full cache's is 0
             style.log_y(axes)
         else:
@@ -138,13 +143,13 @@ def _draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
 def index(tables: data.Tables, name: str) -> Figure | None:
     """What an index on the device costs and gives, by the share that the method keeps there."""
     words = "index on the device (% of full cache)"
-    return _by_share(tables, name, columns.RESIDENT_FRAC.name, words)
+    return _by_share(tables, name, RESIDENT_FRAC.name, words)
 
 
 def ablation(tables: data.Tables, name: str) -> Figure | None:
     """What each change from InfiniGen to InfiniGen2 gives, by the share that is read."""
     words = "read (% of full cache)"
-    return _by_share(tables, name, columns.SIZE.name, words, log_kl=True)
+    return _by_share(tables, name, SIZE.name, words, log_kl=True)
 
 
 def _by_share(
@@ -160,7 +165,7 @@ def _by_share(
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
-        factor = columns.METRICS[metric].factor
+        factor = METRICS[metric].factor
         runs = panel.groupby(["label", "run_id"], sort=False, as_index=False)
         points = runs.agg(
             x=(share, "mean"),
@@ -172,7 +177,7 @@ def _by_share(
             if len(line):
                 x, y, stderr = 100 * line.x, factor * line.y, factor * line.stderr
                 style.error_line(axes, x, y, stderr, name=label, like=look)
-        axes.set(ylabel=AXES[metric], xlabel=words)
+        axes.set(ylabel=axis(metric), xlabel=words)
         if log_kl and metric == "kl_nats":
             style.log_y(axes)
 
@@ -209,7 +214,7 @@ def long_decode(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         _draw_chunks(axes, panel)
-        axes.set(xlabel="decoded token", ylabel=AXES[panel.metric.iloc[0]])
+        axes.set(xlabel="decoded token", ylabel=axis(panel.metric.iloc[0]))
 
     note = "percentages: sizes; bars: one standard error over prompts"
     return style.draw_rows(rows, (*OF_CHUNKS, "metric"), draw, note=note)
@@ -261,12 +266,12 @@ def attention_error(tables: data.Tables, name: str) -> Figure | None:
     rows = rows[distance == nearest]
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        factor = columns.METRICS[panel.metric.iloc[0]].factor
+        factor = METRICS[panel.metric.iloc[0]].factor
         for series in style.ordered(panel.series):
             line = panel[panel.series == series].sort_values("x")
             like, y = style.look(str(line.label.iloc[0])), factor * line.value
             style.error_line(axes, line.x, y, factor * line.stderr, name=series, like=like)
-        axes.set(xlabel="layer", ylabel=columns.METRICS[panel.metric.iloc[0]].heading)
+        axes.set(xlabel="layer", ylabel=METRICS[panel.metric.iloc[0]].heading)
         style.log_y(axes)
 
     setup = ("model", "task", "metric", "num_samples", "source")
@@ -307,7 +312,7 @@ def long(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
-        factor = columns.METRICS[metric].factor
+        factor = METRICS[metric].factor
         for _, row in panel.iterrows():
             x, stderr = factor * row.value, factor * row.stderr
             y = labels.index(row.label) + above[row.length]
@@ -317,7 +322,7 @@ def long(tables: data.Tables, name: str) -> Figure | None:
             words = f"{length:,.0f} tokens"
             axes.plot([], [], linestyle="", label=words, **look(length, style.GREY))
         axes.set_yticks(range(len(labels)), labels, fontsize=6)
-        axes.set_xlabel("right answers (%)" if metric == "acc" else AXES[metric])
+        axes.set_xlabel("right answers (%)" if metric == "acc" else axis(metric))
         axes.set_ylim(-0.7, len(labels) - 0.3)
         if metric == "kl_nats":
             style.log_x(axes)

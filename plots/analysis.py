@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.results import columns
+from harness.results.metrics import quantity
 from plots import data, style
 
 SETUP = ("model", "source", "run_id")
@@ -24,7 +25,7 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **settings: object
     Many points carry few markers. settings: of the axes; y then begins at 0. They end its
     scaling, so they are left out where points follow.
     """
-    factor = columns.quantity(rows.metric.iloc[0]).factor
+    factor = quantity(rows.metric.iloc[0]).factor
     for name, (color, marker, line, _) in looks.items():
         own = rows[rows.series == name].sort_values("x")
         if own.empty:

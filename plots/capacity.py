@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from harness.results import columns
+from harness.results.metrics import GIB
 from plots import data, style
 
 BASE = "ideal"
@@ -49,7 +50,7 @@ def _draw(table: pd.DataFrame) -> Figure | None:
         return None
     shared, parts = data.split(table, SETUP)
     panels: list[style.Panel] = [(title, frame, _draw_panel) for title, frame in parts]
-    sizes = sorted({memory / columns.GIB for memory in table.memory_bytes})
+    sizes = sorted({memory / GIB for memory in table.memory_bytes})
     memory = "device memory " + ", ".join(f"{gib:.4g}" for gib in sizes) + " GiB"
     return style.draw_panels(panels, "; ".join(filter(None, [shared, memory, NOTE])))
 

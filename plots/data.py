@@ -9,6 +9,7 @@ import pandas as pd
 
 from harness.errors import UserError, printable, shortened
 from harness.results import columns
+from harness.results.metrics import Metric
 from harness.settings.paths import table_to_read
 
 PAPER_PLATFORM = "a6000-pcie3"
@@ -60,7 +61,7 @@ class Tables:
         stderr = rows.stderr.where(~paired, rows.difference_stderr)
         return rows.assign(stderr=stderr.mask(compared & is_full))
 
-    def read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
+    def read(self, name: str, expected: Sequence[Metric]) -> pd.DataFrame:
         """The rows of a table, with all of the `expected` columns.
 
         `own` is true of one's own runs in a table that has shipped rows, too.

@@ -7,8 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.results import columns
+from harness.results.metrics import METRICS
 from plots import data, style
-from plots.accuracy import ASKED, AXES, CHANCE, TEXTS
+from plots.accuracy import ASKED, CHANCE, TEXTS, axis
 
 NAME = "InfiniGen"
 UNSKEWED = " without skewing"
@@ -44,7 +45,7 @@ def fig13(tables: data.Tables, name: str) -> Figure | None:
 
 def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
     metric = panel.metric.iloc[0]
-    factor = columns.METRICS[metric].factor
+    factor = METRICS[metric].factor
     pairs = _pairs(panel)
     values = factor * data.pivot(pairs, "pair", "value")
     errors = factor * data.pivot(pairs, "pair", "stderr")
@@ -61,7 +62,7 @@ def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
         for value in _with_same(full, pair.iloc[0]).value.unique():
             y = 2 * [factor * value]
             axes.plot(ends, y, "--", color=style.BLACK, linewidth=1, label=style.FULL)
-    axes.set(ylabel=AXES[metric])
+    axes.set(ylabel=axis(metric))
 
 
 def _pairs(panel: pd.DataFrame) -> pd.DataFrame:
@@ -229,7 +230,7 @@ def choices(tables: data.Tables, name: str) -> Figure | None:
             text.set(rotation=40, ha="right", rotation_mode="anchor")
         if panel.metric.iloc[0] == "perplexity":
             style.full_lines(axes, _with_same(full, panel.iloc[0], TEXTS))
-        axes.set_ylabel(AXES[panel.metric.iloc[0]])
+        axes.set_ylabel(axis(panel.metric.iloc[0]))
 
     note = f"size {data.size_range(table)} %; {style.error_note(rows)}"
     return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=note)

@@ -20,12 +20,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure, SubFigure
 
-from harness.results import columns
-from harness.results.columns import BOARD_METRICS, SIZE, STEP, BoardMetric
+from harness.results import columns, metrics
+from harness.results.metrics import BOARD_METRICS, SIZE, STEP, BoardMetric
 from harness.settings.schema import is_unmet
 from plots import data, style
 
-KL = columns.KL.name
+KL = metrics.KL.name
 STDERR = f"{KL}_stderr"
 KL_AXIS = "KL(full || method) (nats)"
 FAMILIES: Mapping[str, Mapping[str, str]] = style.REGISTRY["families"]

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.results import columns
+from harness.results import columns, metrics
 from plots import data, style
 
 BASE = "offload"
@@ -112,7 +112,7 @@ def fig18(tables: data.Tables, name: str) -> Figure | None:
         data.refuse_repeats(panel, ["label"])
         rows = panel.set_index("label").loc[style.ordered(panel.label)]
         bottom = pd.Series(0.0, rows.index)
-        for segment in columns.SEGMENTS:
+        for segment in metrics.SEGMENTS:
             seconds = rows[segment.name].fillna(0)  # of a segment that a method lacks
             height = segment.factor * seconds
             color, hatch = SEGMENTS[segment.name]

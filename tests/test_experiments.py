@@ -20,12 +20,11 @@ from harness.results.columns import (
     ANALYSIS,
     CAPACITY,
     LATENCY,
-    NEWER_OF_LATENCY,
-    NUM_CONTEXTS,
     OPTIONAL,
     PUBLISHED_CSV,
     names,
 )
+from harness.results.metrics import NEWER_OF_SERVING, NUM_CONTEXTS
 from harness.run.cli import main
 from harness.run.compose import compose
 from harness.run.sweep import read_plan
@@ -89,7 +88,7 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
         rows = list(csv.DictReader(stream))
     always = names([column for column in columns if column.name not in OPTIONAL])
     shown = tuple(rows[0])
-    assert set(shown) - set(always) <= {NUM_CONTEXTS.name, *names(NEWER_OF_LATENCY)} and set(always) <= set(shown)
+    assert set(shown) - set(always) <= {NUM_CONTEXTS.name, *names(NEWER_OF_SERVING)} and set(always) <= set(shown)
     assert shown == tuple(name for name in names(columns) if name in shown), "in their order"
     assert {(row["experiment"], row["source"]) for row in rows} == {(table, SOURCES.get(name, "measured"))}
     assert all(math.isfinite(float(row[value])) for row in rows)

@@ -24,6 +24,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.model.random_ids import RandomIds
 from harness.results import columns
+from harness.results.metrics import OF_DISK, UNMET_SIZE
 from harness.results.record import settings_id
 from harness.run import cells
 from harness.run.cli import main
@@ -358,7 +359,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
         absent |= {"prediction_s"} if "infinigen" not in label else set()
         absent |= {"tokens_evicted"} if "h2o" not in label else set()
         assert {name for name, value in row.items() if value == ""} - {"settings", "shipped"} == absent, label
-        unused = {columns.UNMET_SIZE.name, *columns.names(columns.OF_DISK)}
+        unused = {UNMET_SIZE.name, *columns.names(OF_DISK)}
         assert set(columns.names(columns.LATENCY)) - set(row) == unused
         assert (row["source"], row["platform"], row["batch_size"]) == ("emulated", "cpu", "2")
         assert float(row["exposed_transfer_s"]) == 0 or label != "ideal"

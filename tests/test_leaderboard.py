@@ -20,10 +20,11 @@ from harness.report.compared import side_by_side
 from harness.report.explorer import explorer
 from harness.results import tuned
 from harness.results import write as tables
-from harness.results.columns import BOARD, BOARD_METRICS, TableRow, names, read_table
+from harness.results.columns import BOARD, TableRow, names, read_table
 from harness.results.fronts import REFERENCES, fronts
 from harness.results.leaderboard import complete
 from harness.results.leaderboard import write as write_leaderboard
+from harness.results.metrics import BOARD_METRICS
 from harness.results.pages import sheets_of
 from harness.results.samples import clustered_stderr
 from harness.results.step_time import step_of, step_seconds

@@ -11,7 +11,8 @@ from tokens import byte_tokenizer
 
 from harness.model import load as models
 from harness.model.load import LoadedModel
-from harness.results.columns import ACCURACY, NUM_CONTEXTS, OF_SOME_RUNS, OPTIONAL, names, read_table
+from harness.results.columns import ACCURACY, OPTIONAL, names, read_table
+from harness.results.metrics import NUM_CONTEXTS, OF_SOME_RUNS
 from harness.run.cli import main
 from tests.living import tiny
 

@@ -27,7 +27,8 @@ from harness.report.compared import main_scores, main_times, published_sheet, si
 from harness.report.explorer import explorer
 from harness.report.sections import MODELLED, REGISTRY, entries_of
 from harness.results import write as tables
-from harness.results.columns import ACCURACY, MISSING, TableRow, names
+from harness.results.columns import ACCURACY, TableRow, names
+from harness.results.metrics import MISSING
 from plots import drawing
 from plots.drawing import DRAWINGS
 

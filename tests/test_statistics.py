@@ -14,7 +14,8 @@ from test_tables import TEXT_METRICS, answers, save, sheet
 from harness.results import sheet as sheets
 from harness.results import student
 from harness.results import write as tables
-from harness.results.columns import COMPARED, Column, names, read_table
+from harness.results.columns import COMPARED, names, read_table
+from harness.results.metrics import METRICS
 from harness.results.samples import (
     Baselines,
     Difference,
@@ -123,9 +124,9 @@ def test_the_quantiles_are_those_of_the_tables():
 
 @pytest.mark.parametrize(("num_windows", "said"), [(2, "no difference"), (3, "no difference"), (8, "± 0.100")])
 def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows, said):
-    cell = sheets.show_difference(Column("perplexity", "", 1, 3), 10.0, 0.1, 0.3, 0.5, num_windows)
+    cell = sheets.show_difference(METRICS["perplexity"], 10.0, 0.1, 0.3, 0.5, num_windows)
     assert said in cell
-    assert sheets.show_difference(Column("perplexity", "", 1, 3), 10.0, 0.1, 0.3, 0.5) == "10.000 (+0.300 ± 0.100)"
+    assert sheets.show_difference(METRICS["perplexity"], 10.0, 0.1, 0.3, 0.5) == "10.000 (+0.300 ± 0.100)"
 
 
 # The full cache's run

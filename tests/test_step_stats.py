@@ -18,7 +18,7 @@ from harness.live.links import CudaLink, LinkUse
 from harness.live.session import LiveSession
 from harness.live.timeline import StepClock
 from harness.results import columns
-from harness.results.step_stats import StepStats, StepTimes, deviation, percentile, stats_of, times_of
+from harness.results.step_stats import StepStats, StepTimes, deviation, stats_of, times_of
 from harness.speed.generate import Generated
 
 STEPS = [0.04, 0.01, 0.02, 0.03, 0.1]
@@ -45,12 +45,11 @@ def test_times_of_five_steps_by_hand():
 
 
 @pytest.mark.parametrize("num_values", [1, 2, 7, 100])
-def test_percentiles_are_numpys(num_values):
-    values = torch.rand(num_values, dtype=torch.float64).tolist()
-    for share in (0, 0.5, 0.95, 0.99, 1):
-        assert percentile(values, share) == pytest.approx(
-            torch.tensor(values, dtype=torch.float64).quantile(share).item()
-        )
+def test_percentiles_are_interpolated_linearly(num_values):
+    values = torch.rand(num_values, dtype=torch.float64)
+    times = times_of(0.5, values.tolist(), batch_size=1)
+    for found, share in ((times.tpot_p50_s, 0.5), (times.tpot_p95_s, 0.95), (times.tpot_p99_s, 0.99)):
+        assert found == pytest.approx(values.quantile(share).item())
     assert deviation([1.0]) is None and deviation([1.0, 3.0]) == pytest.approx(2**0.5)
 
 

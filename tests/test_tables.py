@@ -13,19 +13,8 @@ import pytest
 from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
-from harness.results.columns import (
-    LATENCY,
-    METRICS,
-    MISSING,
-    OPTIONAL,
-    RENAMED,
-    SEGMENTS,
-    TABLES,
-    names,
-    quantity,
-    read_table,
-    shape_of,
-)
+from harness.results.columns import LATENCY, OPTIONAL, RENAMED, TABLES, names, read_table, shape_of
+from harness.results.metrics import METRICS, MISSING, SEGMENTS, SHARE, Metric, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.samples import Baselines
 from harness.results.sheet import MAX_WIDTH
@@ -168,6 +157,20 @@ def test_a_text_and_its_chunks_have_a_row_per_measured_metric(tmp_path):
     assert "by range of tokens" in text and "offline[256:512] perplexity" in text
     file = record | {"metrics": {"/home/someone/book[1].txt": record["metrics"]["offline"]}, "chunks": []}
     assert {row["task"] for row in rows_of(file, Baselines(()))} == {"book(1).txt"}
+
+
+def test_a_metric_is_one_declaration_and_its_number(tmp_path, monkeypatch, caplog):
+    """Heading, unit, digits and range follow; a number that is out of its range is no number."""
+    monkeypatch.setitem(METRICS, "coverage", Metric("coverage", "coverage of words", SHARE, 1, "more"))
+    for coverage in (0.5, 1.5):
+        own = TEXT_METRICS | sizes(0.16) | {"coverage": coverage, "coverage_stderr": 0.125}
+        save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": own})
+        found = {row["metric"]: row["value"] for row in update(tmp_path, "perplexity")}
+        assert found.get("coverage") == ("0.5" if coverage <= 1 else None)
+        if coverage <= 1:
+            (line,) = sheet(tmp_path / "tables" / "perplexity")
+            assert line["offline coverage of words (%)"] == "50.0 ± 12.5"
+    assert "coverage=1.5: must be from 0 to 1" in caplog.text
 
 
 def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):

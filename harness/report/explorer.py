@@ -11,18 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from harness.results import columns
-from harness.results.columns import (
-    BOARD_METRICS,
-    KL,
-    SIZE,
-    BoardMetric,
-    Column,
-    TableRow,
-    board_metrics,
-)
+from harness.results import columns, metrics
+from harness.results.columns import TableRow
 from harness.results.fronts import COSTS
 from harness.results.leaderboard import is_best
+from harness.results.metrics import MISSING, BoardMetric, Metric
 
 Json = dict[str, Any]
 
@@ -42,7 +35,7 @@ def _order(metric: BoardMetric) -> int:
     return 0 if metric.front else 1
 
 
-QUANTITIES = sorted(BOARD_METRICS, key=_order)
+QUANTITIES = sorted(metrics.BOARD_METRICS, key=_order)
 
 
 @cache
@@ -60,7 +53,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
     title and scale of each quantity. tooltip: titles of the words that a hover answers, by field.
     fronts: the name of the front of a cost. families: their looks, those of the figures first.
     """
-    points = [_point(row) for row in columns.having(rows, KL.name) if is_best(row)]
+    points = [_point(row) for row in columns.having(rows, metrics.KL.name) if is_best(row)]
     if not points:
         return None
     costs: dict[str, str] = {}
@@ -72,7 +65,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
         if columns.having(points, name):
             choices = costs if metric.is_cost else qualities
             choices[name] = heading
-            axes[name] = [heading, "log" if metric.logarithmic else "linear"]
+            axes[name] = [heading, "log" if metric.column.logarithmic else "linear"]
             tooltip[f"text_{name}"] = heading
     tooltip["settings"] = "settings"
     sizes = set(columns.values(points, "asked"))
@@ -112,9 +105,9 @@ def _looks(found: Sequence[str], families: Mapping[str, Mapping[str, str]]) -> J
 
 def _point(row: TableRow) -> Json:
     """A row: numbers as the axes show them, words as a hover answers them."""
-    size = row.get(columns.ASKED_SIZE.name)
-    asked = OWN_SIZE if size is None else f"{columns.ASKED_SIZE.show(size)} %"
-    settings = row.get("settings") or columns.MISSING
+    size = row.get(metrics.ASKED_SIZE.name)
+    asked = OWN_SIZE if size is None else f"{metrics.ASKED_SIZE.show(size)} %"
+    settings = row.get("settings") or MISSING
     point: Json = {
         "name": row["label"],
         "label": row["label"] if size is None else f"{row['label']} {asked}",
@@ -133,17 +126,17 @@ def _point(row: TableRow) -> Json:
         low = high = None
         if value is not None and stderr is not None:
             low, high = value - stderr, value + stderr
-            if metric.logarithmic:
+            if metric.column.logarithmic:
                 low = max(low, value / 10)
         point[f"{column.name}_low"] = _number(low, column)
         point[f"{column.name}_high"] = _number(high, column)
-    for metric in board_metrics("task"):
-        name = f"{metric.column.name}_{SIZE.name}"
-        point[name] = _number(row.get(name), SIZE)
+    for metric in metrics.board_metrics("task"):
+        name = f"{metric.column.name}_{metrics.SIZE.name}"
+        point[name] = _number(row.get(name), metrics.SIZE)
     return point
 
 
-def _number(value: float | None, column: Column) -> float | None:
+def _number(value: float | None, column: Metric) -> float | None:
     """A number in the unit of its heading with five digits; None where no axis has a place for
     it."""
     if value is None or not abs(value) < LARGEST:

@@ -7,22 +7,18 @@ stand there once, however many methods lost it.
 
 import logging
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
-from harness.results import columns
-from harness.results.columns import LABEL, MISSING, SIZE
+from harness.results.columns import LABEL
 from harness.results.lost import OfTask, of_record
+from harness.results.metrics import MISSING, PERCENT, SIZE, Metric
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
 from harness.results.samples import Baselines
-from harness.results.sheet import Sheet
+from harness.results.sheet import Sheet, Shown, sheet_of
 
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
-
-HEADER = (
-    LABEL.heading, "task", "questions", "full cache right", "right", "lost", "gained",
-    "read where lost (%)", "read elsewhere (%)", "not known",
-)  # fmt: skip
 
 
 def lost_questions(records: Mapping[str, Sequence[Record]]) -> list[Json]:
@@ -94,22 +90,21 @@ def _add(sets: dict[tuple[str, ...], Json], where: str, record: Record, task: Of
 def lost_sheet(sets: Sequence[Json]) -> Sheet:
     """A line per run and task: how many questions were lost, and what was read of the needle. Right
     ones are by metric."""
-    share = columns.Column("share", "", 100, 0)
-    lines = []
+    percent = Metric("share", "", PERCENT, 0)
+    shown: Shown = {
+        LABEL.heading: itemgetter("name"),
+        "task": itemgetter("task"),
+        "questions": lambda run: str(run["num_questions"]),
+        "full cache right": itemgetter("num_full"),
+        "right": itemgetter("num_own"),
+        "lost": lambda run: str(len(run["lost"])),
+        "gained": lambda run: str(run["num_gained"]),
+        "read where lost (%)": lambda run: percent.show(run["read_where_lost"]),
+        "read elsewhere (%)": lambda run: percent.show(run["read_elsewhere"]),
+        "not known": lambda run: run["missing"] or MISSING,
+    }
+    runs = []
     for questions in sets:
-        for run in questions["runs"]:
-            lines.append(
-                [
-                    run["name"],
-                    questions["task"],
-                    str(questions["num_questions"]),
-                    run["num_full"],
-                    run["num_own"],
-                    str(len(run["lost"])),
-                    str(run["num_gained"]),
-                    share.show(run["read_where_lost"]),
-                    share.show(run["read_elsewhere"]),
-                    run["missing"] or MISSING,
-                ]
-            )
-    return Sheet("lost questions", list(HEADER), lines)
+        of_all = {"task": questions["task"], "num_questions": questions["num_questions"]}
+        runs += [run | of_all for run in questions["runs"]]
+    return sheet_of("lost questions", runs, shown)

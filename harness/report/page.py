@@ -26,8 +26,9 @@ from harness.report.explorer import explorer, library
 from harness.report.lost import lost_questions, lost_sheet
 from harness.report.sections import REGISTRY, SOURCES, Entry, Section, entries_of, sections_of
 from harness.results.archive import opened
-from harness.results.columns import GIB, MISSING, TableRow
+from harness.results.columns import TableRow
 from harness.results.leaderboard import NAME as LEADERBOARD
+from harness.results.metrics import GIB, MISSING
 from harness.results.record import Record, read_all
 from harness.results.sheet import WORDS
 from harness.settings.paths import COMMAND, RESULTS, models_beside

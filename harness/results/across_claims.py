@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from harness.errors import UserError
 from harness.results.across_rows import (
     ALL_MODELS,
-    KL,
     OF_ANSWERS,
+    OF_KL,
     Models,
     Setting,
     answers_of,
@@ -58,7 +58,7 @@ def claims_of(entries: Any) -> list[Claim]:
                 bound = -float(fields.pop("less", 0))
             else:
                 bound = float(fields.pop("at_most", 1))
-            if of not in (KL, OF_ANSWERS) or (of == KL and bound <= 0):
+            if of not in (OF_KL, OF_ANSWERS) or (of == OF_KL and bound <= 0):
                 raise ValueError(entry)
             found.append(Claim(of=of, sizes=sizes, bound=bound, **fields))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -88,7 +88,7 @@ def claim_rows(
                 "bound": claim.bound,
             }
             of_claim = _of_answers(claim, size, series, models)
-            if claim.of == KL:
+            if claim.of == OF_KL:
                 of_claim = _of_kl(claim, size, settings, models)
             rows = [common | row for row in of_claim]
             yield from rows or [common | {"model": ALL_MODELS, "verdict": NOT_MEASURED}]
@@ -114,16 +114,16 @@ def _of_kl(
             else:
                 ratio, low, high = exponential(estimate)
                 row |= {"value": ratio, "value_low": low, "value_high": high}
-                yield row | {"verdict": _verdict_of_kl(low, high, claim.bound)}
+                yield row | {"verdict": _verdict(low, high, claim.bound)}
 
 
-def _verdict_of_kl(low: float | None, high: float | None, bound: float) -> str:
-    """Whether a ratio is at most `bound`; without an interval nothing is told apart."""
-    if high is not None and high <= bound:
+def _verdict(low: float | None, high: float | None, bound: float) -> str:
+    """Whether a number is at most `bound`; without an interval nothing is told apart."""
+    if low is None or high is None:
+        return UNSURE
+    if high <= bound:
         return HOLDS
-    if low is not None and low > bound:
-        return FAILS
-    return UNSURE
+    return FAILS if low > bound else UNSURE
 
 
 def _of_answers(
@@ -146,13 +146,7 @@ def _of_answers(
             yield row | {"verdict": OTHER_SIZE}
             continue
         row |= {"value": found.difference, "value_low": found.low, "value_high": found.high}
-        yield row | {"verdict": _verdict_of_answers(found.low, found.high, claim.bound)}
-
-
-def _verdict_of_answers(low: float | None, high: float | None, bound: float) -> str:
-    """Whether a difference is at least `bound`; without an interval nothing is told apart."""
-    if low is not None and low >= bound:
-        return HOLDS
-    if high is not None and high < bound:
-        return FAILS
-    return UNSURE
+        verdict = UNSURE
+        if found.low is not None and found.high is not None:  # at least the bound
+            verdict = _verdict(-found.high, -found.low, -claim.bound)
+        yield row | {"verdict": verdict}

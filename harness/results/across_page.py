@@ -4,14 +4,26 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
-from harness.results import columns
+from harness.results import columns, metrics
 from harness.results.across_claims import VERDICTS
-from harness.results.across_rows import ALL_MODELS, ALL_TEXTS, KL, OF_ANSWERS, OWN_SIZE
+from harness.results.across_rows import ALL_MODELS, ALL_TEXTS, OF_ANSWERS, OF_KL, OWN_SIZE
 from harness.results.across_stats import Design
-from harness.results.columns import MISSING, Column, TableRow
-from harness.results.sheet import SIZE_NOTE, Sheet, mark_own, markdown
+from harness.results.columns import TableRow
+from harness.results.metrics import MISSING, Metric
+from harness.results.sheet import (
+    SIZE_NOTE,
+    Sheet,
+    Shown,
+    mark_own,
+    markdown,
+    sheet_of,
+    show_range,
+    shown_as_is,
+)
 from harness.settings.paths import COMMAND
 
 OTHER_SIZE, LACKS = "§", "¶"
@@ -52,7 +64,7 @@ CLAIMS_NOTE = (
     "of all models together, with the windows or questions behind them."
 )
 MEMORY_NOTE = (
-    "*Link + device* is what a step moves over the link and reads on the device, where it reads "
+    "Link + device is what a step moves over the link and reads on the device, where it reads "
     "the fetched rows and the index. KL is the geometric mean over windows. A method is on a front "
     "where none is closer at no more bytes."
 )
@@ -104,17 +116,14 @@ def _difference(row: TableRow, name: str = "answers_difference") -> str:
     return _interval(_show_points, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
 
 
-def _range(column: Column, row: TableRow) -> str:
+def _range(column: Metric, row: TableRow) -> str:
     """The least and the largest of the models, once where they are equal when rounded."""
-    least, most = row.get(f"{column.name}_low"), row.get(f"{column.name}_high")
-    if least is None or most is None:
-        return MISSING
-    ends = dict.fromkeys((column.show(least), column.show(most)))
-    return " to ".join(ends)
+    ends = row.get(f"{column.name}_low"), row.get(f"{column.name}_high")
+    return show_range(column, ends, " to ")
 
 
 def _size_words(size: float | None) -> str:
-    return "sizes of their own" if size is None else f"size {columns.ASKED_SIZE.show(size)} %"
+    return "sizes of their own" if size is None else f"size {metrics.ASKED_SIZE.show(size)} %"
 
 
 def _setting_words(row: TableRow) -> str:
@@ -171,50 +180,35 @@ def _counts(row: TableRow) -> str:
 
 
 def _methods(title: str, rows: Sequence[TableRow]) -> Sheet:
-    header = [
-        columns.LABEL.heading,
-        f"rank of {rows[0]['num_compared']}",
-        columns.RATIO.heading,
-        *columns.headings(_OF_ANSWERS),
-        *columns.headings(_SIZES),
-        columns.EXEMPT_LAYERS.heading,
-    ]
-    lines = []
-    for row in rows:
-        rank = f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
-        lines.append([row["label"], rank, _ratio(row), *_of_answers(row), *_sizes(row)])
-        lines[-1].append(row["exempt_numbers"] or MISSING)
-    return Sheet(title, header, lines, notes=_notes_on_answers(rows))
+    rank = {f"rank of {rows[0]['num_compared']}": _rank}
+    exempt = shown_as_is([columns.EXEMPT_NUMBERS])
+    shown = _LABEL | rank | _RATIO | _ANSWERS | _SIZES | exempt
+    return sheet_of(title, rows, shown, notes=_notes_on_answers(rows))
 
 
 def _apart(title: str, rows: Sequence[TableRow]) -> Sheet:
-    header = [
-        columns.LABEL.heading,
-        columns.APART.heading,
-        columns.RATIO.heading,
-        columns.NUM_WINDOWS.heading,
-        *columns.headings(_OF_ANSWERS),
-        *columns.headings(_SIZES),
-    ]
-    lines = []
-    for row in rows:
-        count = columns.NUM_WINDOWS.show(row.get("num_windows"))
-        named = [row["label"], row["apart"], _ratio(row), count]
-        lines.append([*named, *_of_answers(row), *_sizes(row)])
-    return Sheet(title, header, lines, notes=_notes_on_answers(rows))
+    why, count = shown_as_is([columns.APART]), shown_as_is([columns.NUM_WINDOWS])
+    shown = _LABEL | why | _RATIO | count | _ANSWERS | _SIZES
+    return sheet_of(title, rows, shown, notes=_notes_on_answers(rows))
 
 
-_OF_ANSWERS = (columns.ANSWERS_DIFFERENCE, columns.ANSWERS, columns.NUM_QUESTIONS)
-_MEMORY = (columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
-_SIZES = (columns.SIZE, *_MEMORY)
+def _rank(row: TableRow) -> str:
+    return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
 
 
-def _of_answers(row: TableRow) -> list[str]:
+def _marked_difference(row: TableRow) -> str:
     difference = _difference(row)
-    if difference != MISSING:
-        difference += "".join(_marks(row))
-    share, count = columns.ANSWERS, columns.NUM_QUESTIONS
-    return [difference, share.show(row.get(share.name)), count.show(row.get(count.name))]
+    return difference if difference == MISSING else difference + "".join(_marks(row))
+
+
+_LABEL = shown_as_is([columns.LABEL])
+_RATIO: Shown = {columns.RATIO.heading: _ratio}
+_ANSWERS: Shown = {
+    columns.ANSWERS_DIFFERENCE.heading: _marked_difference,
+    **shown_as_is([columns.ANSWERS, columns.NUM_QUESTIONS]),
+}
+_OF_SIZE = (metrics.SIZE, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
+_SIZES: Shown = {column.heading: partial(_range, column) for column in _OF_SIZE}
 
 
 def _marks(row: TableRow) -> list[str]:
@@ -236,10 +230,6 @@ def _notes_on_answers(rows: Iterable[TableRow]) -> list[str]:
     return [f"{mark} {words}" for mark, words in ANSWER_MARKS.items() if mark in found]
 
 
-def _sizes(row: TableRow) -> list[str]:
-    return [_range(column, row) for column in _SIZES]
-
-
 def _readme(
     rows: Sequence[TableRow], of_models: Sequence[TableRow], readme: Mapping[str, Any]
 ) -> Iterator[Sheet]:
@@ -248,25 +238,29 @@ def _readme(
     here = _where(rows, "asked_size", readme["size"])
     for seq_len, of_length in columns.grouped(here, lambda row: row["seq_len"]).items():
         by_label = {row["label"]: row for row in of_length}
-        ratios = _ratios_by_model(of_models, readme["size"], seq_len)
         compared = _where(of_length, "apart", "")
-        header = ["label", "size (%)", *columns.headings(_MEMORY), columns.RATIO.heading]
-        header += [f"on {model}" for model in ratios]
-        header += [f"over rows of 8 bits: {columns.RATIO.heading}"]
-        lines = []
-        shown = [by_label[label] for label in readme["methods"] if label in by_label]
-        for row in shown:
-            coded = by_label.get(f"{row['label']} + int8", {})
-            lines.append(_readme_line(row, coded, ratios))
-        if not lines or not compared:
+        methods = [by_label[label] for label in readme["methods"] if label in by_label]
+        if not methods or not compared:
             continue
-        if any(row.get("answers") is not None for row in shown):
-            header.append(columns.ANSWERS_DIFFERENCE.heading)
-            for line, row in zip(lines, shown, strict=True):
-                line.append(_difference(row))
+        shown = _LABEL | _SIZES | _RATIO
+        for model, ratios in _ratios_by_model(of_models, readme["size"], seq_len).items():
+            shown |= {f"on {model}": partial(_ratio_there, ratios)}
+        shown |= {f"over rows of 8 bits: {columns.RATIO.heading}": partial(_ratio_coded, by_label)}
+        if any(row.get("answers") is not None for row in methods):
+            shown |= {columns.ANSWERS_DIFFERENCE.heading: _difference}
         title = f"README rows: {_size_words(readme['size'])}, windows of {seq_len:,.0f} tokens"
         notes = [_counts(compared[0]), _counts_of_answers(here)]
-        yield Sheet(title, header, lines, notes=notes)
+        yield sheet_of(title, methods, shown, notes=notes)
+
+
+def _ratio_there(ratios: Mapping[str, float | None], row: TableRow) -> str:
+    ratio = ratios.get(row["label"])
+    return MISSING if ratio is None else show_ratio(ratio)
+
+
+def _ratio_coded(by_label: Mapping[str, TableRow], row: TableRow) -> str:
+    """Of the same method over rows of 8 bits, where it ran."""
+    return _ratio(by_label.get(f"{row['label']} + int8", {}))
 
 
 def _ratios_by_model(
@@ -279,18 +273,6 @@ def _ratios_by_model(
         if is_here and row["domain"] == ALL_TEXTS and row["model"] != ALL_MODELS:
             found.setdefault(row["model"], {})[row["label"]] = row.get("versus")
     return found
-
-
-def _readme_line(
-    row: TableRow, coded: TableRow, ratios: Mapping[str, Mapping[str, float | None]]
-) -> list[str]:
-    """coded: the row of the same method over rows of 8 bits; {} where it did not run."""
-    sizes = [_range(column, row) for column in (columns.SIZE, *_MEMORY)]
-    of_models = []
-    for of_model in ratios.values():
-        ratio = of_model.get(row["label"])
-        of_models.append(MISSING if ratio is None else show_ratio(ratio))
-    return [row["label"], *sizes, _ratio(row), *of_models, _ratio(coded)]
 
 
 def _counts_of_answers(rows: Sequence[TableRow]) -> str:
@@ -319,17 +301,16 @@ def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
                 found.append(row)
         if not found:
             continue
-        lines = []
-        for row in sorted(found, key=_traffic):
-            traffic = columns.SIZE.show(_traffic(row))
-            sizes = [_size_words(row["asked_size"]), traffic, _range(columns.RESIDENT_FRAC, row)]
-            fronts = [_on_front(row, found, _traffic), _on_front(row, found, _resident)]
-            lines.append([row["label"], *sizes, columns.KL.show(row["kl_nats"]), *fronts])
-        header = [
-            columns.LABEL.heading, "asked", "link + device (%)", columns.RESIDENT_FRAC.heading,
-            columns.KL.heading, "front by link + device", "front by kept on device",
-        ]  # fmt: skip
-        yield Sheet(f"by memory, windows of {seq_len:,.0f} tokens", header, lines, [MEMORY_NOTE])
+        shown = _LABEL | {
+            "asked": lambda row: _size_words(row["asked_size"]),
+            "link + device (%)": lambda row: metrics.SIZE.show(_traffic(row)),
+            metrics.RESIDENT_FRAC.heading: _SIZES[metrics.RESIDENT_FRAC.heading],
+            **shown_as_is([metrics.KL]),
+            "front by link + device": partial(_on_front, found, _traffic),
+            "front by kept on device": partial(_on_front, found, _resident),
+        }
+        title = f"by memory, windows of {seq_len:,.0f} tokens"
+        yield sheet_of(title, sorted(found, key=_traffic), shown, notes=[MEMORY_NOTE])
 
 
 def _traffic(row: TableRow) -> float:
@@ -346,7 +327,7 @@ def _resident(row: TableRow) -> float:
     return row["resident_frac_high"]
 
 
-def _on_front(row: TableRow, rows: Iterable[TableRow], cost: Callable[[TableRow], float]) -> str:
+def _on_front(rows: Iterable[TableRow], cost: Callable[[TableRow], float], row: TableRow) -> str:
     """Whether no method is closer to the full cache at no higher a cost."""
     for other in rows:
         if other["kl_nats"] < row["kl_nats"] and cost(other) <= cost(row):
@@ -372,7 +353,7 @@ def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         length = first.get("seq_len")
         line = [
             first["claim"],
-            columns.ASKED_SIZE.show(first["asked_size"]),
+            metrics.ASKED_SIZE.show(first["asked_size"]),
             columns.SEQ_LEN.show(length),
             _together(together),
             columns.COUNT.show(together.get("count")),
@@ -407,7 +388,7 @@ def _names(models: Sequence[TableRow], verdict: str) -> str:
 
 def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """For each model, size and length a line a method, the closest first, a column a domain."""
-    of_texts = _where(rows, "measure", KL)
+    of_texts = _where(rows, "measure", OF_KL)
     of_tasks = _where(rows, "measure", OF_ANSWERS)
     for (model, size, _), group in columns.grouped(of_texts, _model_and_setting).items():
         answers = []
@@ -434,7 +415,7 @@ def _model_and_setting(row: TableRow) -> tuple[Any, ...]:
 
 
 def _cell(row: TableRow) -> str:
-    shown, versus = columns.KL.show(row["value"]), _ratio(row, "versus")
+    shown, versus = metrics.KL.show(row["value"]), _ratio(row, "versus")
     if row["measure"] == OF_ANSWERS:
         shown, versus = columns.ANSWERS.show(row["value"]), _difference(row, "versus")
     return f"{shown}, {versus}, {row['count']:.0f}"
@@ -477,79 +458,71 @@ def _verdicts_on(label: str, rows: Iterable[TableRow]) -> tuple[int, int, list[s
 def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """KL of each model at a size and a length, by text."""
     marked, notes = mark_own(list(rows), "label")
-    for (model, size, seq_len), group in columns.grouped(marked, _model_and_setting).items():
-        texts = sorted(set(columns.values(group, "text")))
-        header = [columns.LABEL.heading, *columns.headings(_SIZES)]
-        for text in texts:
-            windows = set(columns.values(_where(group, "text", text), "window"))
-            header.append(f"{text} {columns.KL.heading}, {len(windows)} windows")
+    for setting, group in columns.grouped(marked, _model_and_setting).items():
+        shown = {}
+        texts = columns.grouped(group, lambda row: row["text"])
+        for text in sorted(texts):
+            windows = set(columns.values(texts[text], "window"))
+            shown[f"{text} {metrics.KL.heading}, {len(windows)} windows"] = partial(_mean_kl, text)
         if len(texts) > 1:
-            header.append(f"all texts {columns.KL.heading}")
-        lines = []
-        for of_run in columns.grouped(group, _run_of).values():
-            line = [_label_of_run(of_run[0]), *_mean_sizes(of_run)]
-            for text in texts:
-                line.append(_mean_kl(_where(of_run, "text", text)))
-            if len(texts) > 1:
-                line.append(_mean_kl(of_run))
-            lines.append(line)
-        title = f"{model}, {_size_words(size)}, windows of {seq_len:,.0f} tokens"
-        yield Sheet(title, header, lines, notes=notes)
-
-
-def _run_of(row: TableRow) -> tuple[Any, ...]:
-    return row["label"], row["method"], row["codec"], row["exempt_layers"]
-
-
-def _label_of_run(row: TableRow) -> str:
-    """The label, with the number of exempt layers, of which a label may have several."""
-    if row["exempt_layers"] is None:
-        return str(row["label"])
-    return f"{row['label']} ({row['exempt_layers']:.0f} exempt)"
-
-
-def _mean_sizes(rows: Sequence[TableRow]) -> list[str]:
-    shown = []
-    for column in _SIZES:
-        known = columns.values(columns.having(rows, column.name), column.name)
-        shown.append(column.show(sum(known) / len(known) if known else None))
-    return shown
-
-
-def _mean_kl(rows: Sequence[TableRow]) -> str:
-    if not rows:
-        return MISSING
-    texts, places = columns.values(rows, "text"), columns.values(rows, "place")
-    models = columns.values(rows, "model")
-    found = Design(models, texts, places).estimate(columns.values(rows, "kl_nats"))
-    return columns.KL.show(found.value, found.stderr)
+            shown[f"all texts {metrics.KL.heading}"] = partial(_mean_kl, None)
+        title = f"{setting[0]}, {_setting_words(group[0])}"
+        yield sheet_of(title, _runs(group), _OF_RUN | shown, notes=notes)
 
 
 def answers_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """Right answers of each model at a size, by task."""
     marked, notes = mark_own(list(rows), "label")
-    tasks = sorted(set(columns.values(rows, "task")))
+    shown = {}
+    for task in sorted(set(columns.values(rows, "task"))):
+        shown[f"{task} (%), questions"] = partial(_mean_answers, task)
     groups = columns.grouped(marked, lambda row: (row["model"], row["asked_size"]))
     for (model, size), group in groups.items():
-        header = [columns.LABEL.heading, *columns.headings(_SIZES)]
-        header += [f"{task} (%), questions" for task in tasks]
-        lines = []
-        for of_run in columns.grouped(group, _run_of).values():
-            line = [_label_of_run(of_run[0]), *_mean_sizes(of_run)]
-            for task in tasks:
-                line.append(_mean_answers(_where(of_run, "task", task)))
-            lines.append(line)
-        yield Sheet(f"{model}, {_size_words(size)}", header, lines, notes=notes)
+        title = f"{model}, {_size_words(size)}"
+        yield sheet_of(title, _runs(group), _OF_RUN | shown, notes=notes)
 
 
-def _mean_answers(rows: Sequence[TableRow]) -> str:
+def _runs(rows: Iterable[TableRow]) -> Iterable[list[TableRow]]:
+    """The rows of each run; a label may have several numbers of exempt layers."""
+    identity = itemgetter("label", "method", "codec", "exempt_layers")
+    return columns.grouped(rows, identity).values()
+
+
+def _label_of_run(run: Sequence[TableRow]) -> str:
+    label, number = run[0]["label"], run[0]["exempt_layers"]
+    return str(label) if number is None else f"{label} ({number:.0f} exempt)"
+
+
+def _mean(column: Metric, run: Sequence[TableRow]) -> str:
+    known = columns.values(columns.having(run, column.name), column.name)
+    return column.show(sum(known) / len(known) if known else None)
+
+
+def _mean_kl(text: str | None, run: Sequence[TableRow]) -> str:
+    """Of a text; None: of all."""
+    rows = run if text is None else _where(run, "text", text)
     if not rows:
         return MISSING
-    asked, contexts = columns.values(rows, "asked"), columns.values(rows, "context_id")
-    models, tasks = columns.values(rows, "model"), columns.values(rows, "task")
+    places = [columns.values(rows, name) for name in ("model", "text", "place")]
+    found = Design(*places).estimate(columns.values(rows, "kl_nats"))
+    return metrics.KL.show(found.value, found.stderr)
+
+
+def _mean_answers(task: str, run: Sequence[TableRow]) -> str:
+    rows = _where(run, "task", task)
+    if not rows:
+        return MISSING
+    names = ("model", "task", "context_id", "asked")
+    models, tasks, contexts, asked = (columns.values(rows, name) for name in names)
     shares = [row["right"] / row["asked"] for row in rows]
     found = Design(models, tasks, contexts, asked).estimate(shares)
     return f"{columns.ANSWERS.show(found.value, found.stderr)}, {sum(asked):.0f}"
+
+
+_OF_RUN: dict[str, Callable[[list[TableRow]], str]] = {
+    columns.LABEL.heading: _label_of_run,
+    **{column.heading: partial(_mean, column) for column in _OF_SIZE},
+}
 
 
 SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {
@@ -571,27 +544,11 @@ NOTES = {
 }
 
 
-def shape_of_row(row: TableRow) -> str | None:
-    """The key of `SHEETS` of a row; None for a row of another table."""
-    for column, shape in (
-        ("text", "evidence_texts"),
-        ("context_id", "evidence_answers"),
-        ("apart", "across"),
-        ("claim", "across_claims"),
-        ("closer", "across_pairs"),
-        ("domain", "across_models"),
-    ):
-        if column in row:
-            return shape
-    return None
-
-
 def page_of_table(name: str, rows: Sequence[TableRow]) -> str:
     """The page of a table made across models; without rows it says so."""
     if not rows:
         return markdown(
             name, f"Nothing was compared yet; `{COMMAND} experiment=evidence` measures it.", []
         )
-    shape = shape_of_row(rows[0])
-    assert shape is not None, "a table across models"
+    shape = columns.shape_of(rows[0])
     return markdown(name, NOTES[shape], SHEETS[shape](rows))

@@ -10,24 +10,27 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from harness.results import columns
 from harness.results.across_stats import (
     Design,
     Estimate,
     Pair,
     compare_all,
-    differences,
     ranks,
 )
 from harness.results.columns import TableRow
 from harness.results.evidence_tables import Series
 from harness.results.fronts import EQUAL, REFERENCES
+from harness.results.metrics import SIZE
 from harness.results.samples import RULE_OF_THREE
+from harness.results.sheet import show_range
 
 LEAST_KL = 1e-6
 """Nats: a smaller KL is rounding, and has no logarithm to speak of."""
 ALL_MODELS, ALL_TEXTS, ALL_TASKS = "all models", "all texts", "all tasks"
-KL, OF_ANSWERS = "KL", "answers"
+OF_KL, OF_ANSWERS = "KL", "answers"
 RULE_OF_PAPER = "oracle-infinigen"
 """The oracle by the paper's rule for a group."""
 OWN_SIZE = "reads at a size of its own"
@@ -97,7 +100,7 @@ def log_ratio(own: Measured, other: Measured, windows: Sequence[Window]) -> Esti
         return None
     if own.num_zeros(windows) or other.num_zeros(windows):
         return None
-    return _design(windows).over_models(differences(own.logs(windows), other.logs(windows)))
+    return _design(windows).over_models(np.subtract(own.logs(windows), other.logs(windows)))
 
 
 def exponential(estimate: Estimate) -> tuple[float, float | None, float | None]:
@@ -238,9 +241,7 @@ def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[Any, Any]:
 
 def _size_in_words(rows: Iterable[TableRow]) -> str:
     """The size that is read, in percent, or its range over models."""
-    least, most = _range_over_models(rows, "size")
-    ends = dict.fromkeys((columns.SIZE.show(least), columns.SIZE.show(most)))
-    return " to ".join(ends)
+    return show_range(SIZE, _range_over_models(rows, "size"), " to ")
 
 
 def _named(missing: Sequence[Key], all_of_them: Sequence[Key]) -> str:
@@ -321,7 +322,7 @@ def gap_of(own: Answers, other: Answers, contexts: Sequence[Context]) -> Gap | N
         shares_of_other.append(other[context]["right"] / count)
     models, tasks, numbers = zip(*contexts, strict=True)
     design = Design(models, tasks, numbers, asked)
-    found = design.over_models(differences(shares, shares_of_other))
+    found = design.over_models(np.subtract(shares, shares_of_other))
     half = found.half_width
     if half == 0:  # no answer differs, which a few questions do not make impossible
         half = RULE_OF_THREE / sum(asked)
@@ -507,7 +508,7 @@ def kl_by_model(setting: Setting, models: Models) -> Iterator[TableRow]:
                 "asked_size": setting.asked_size,
                 "seq_len": setting.seq_len,
                 "domain": domain,
-                "measure": KL,
+                "measure": OF_KL,
                 "value": _design(windows).mean(measured.kl(windows)),
                 "count": len(windows),
                 "num_contexts": len({window[1:] for window in windows}),

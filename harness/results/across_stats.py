@@ -14,7 +14,12 @@ import statistics
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from harness.results.student import CONFIDENCE_95, quantile, two_sided_p
+
+Array = NDArray[Any]
 
 LEVEL = 1 - CONFIDENCE_95
 """Of the tests, after Holm's correction over all pairs."""
@@ -70,63 +75,61 @@ class Design:
     ) -> None:
         strata = list(zip(models, parts, strict=True))
         places = list(zip(parts, clusters, strict=True))
-        self._models = list(models)
+        self._model = _numbered(models)
         self._stratum = _numbered(strata)
         self._cluster = _numbered(places)
         self._part = _numbered([part for part, _ in dict.fromkeys(places)])
-        self._shares = _shares_of_strata(self._stratum, counts or [1.0] * len(strata))
-        self._scale = _corrections(self._stratum, self._cluster)
-        self.weights = []
-        for share, weight in zip(self._shares, _weights_of_strata(strata), strict=True):
-            self.weights.append(share * weight)
         self.num_clusters = len(self._part)
-        of_clusters = _sums(self._cluster, self.weights)
+
+        asked = np.ones(len(strata)) if counts is None else np.asarray(counts, dtype=float)
+        self._shares = asked / np.bincount(self._stratum, asked)[self._stratum]
+        parts_of_model = np.bincount(_numbered([model for model, _ in dict.fromkeys(strata)]))
+        self.weights = self._shares * (1 / (len(parts_of_model) * parts_of_model[self._model]))
+
+        stratum_of_cluster, _ = np.unique([self._stratum, self._cluster], axis=1)
+        size = np.bincount(stratum_of_cluster)
+        self._scale = None
+        if size.min() > 1:  # sqrt(n / (n - 1)) of each value, n the clusters of its stratum
+            self._scale = np.sqrt(size / (size - 1))[self._stratum]
+
         # Kish's effective number of clusters: some places may have fewer models than others.
-        squares = _sums(self._part, [weight**2 for weight in of_clusters])
-        self._degrees = []
-        for total, square in zip(_sums(self._part, of_clusters), squares, strict=True):
-            self._degrees.append(total**2 / square - 1)
+        of_clusters = np.bincount(self._cluster, self.weights)
+        of_parts = np.bincount(self._part, of_clusters)
+        self._degrees = of_parts**2 / np.bincount(self._part, of_clusters**2) - 1
 
-    def mean(self, values: Sequence[float]) -> float:
+    def mean(self, values: ArrayLike) -> float:
         """The weighted mean."""
-        return sum(_products(self.weights, values))
+        return _total(self.weights * np.asarray(values))
 
-    def estimate(self, values: Sequence[float]) -> Estimate:
+    def estimate(self, values: ArrayLike) -> Estimate:
         """The weighted mean of `values`, its standard error and its degrees of freedom."""
+        values = np.asarray(values)
         found = Estimate(self.mean(values), None, None, len(values), self.num_clusters)
         if self._scale is None:
             return found
-        means = _sums(self._stratum, _products(self._shares, values))
-        residuals = []
-        for value, stratum, scale in zip(values, self._stratum, self._scale, strict=True):
-            residuals.append(scale * (value - means[stratum]))
-        of_clusters = _sums(self._cluster, _products(self.weights, residuals))
-        of_parts = _sums(self._part, [total**2 for total in of_clusters])
-        variance = sum(of_parts)
+        means = np.bincount(self._stratum, self._shares * values)
+        residuals = self._scale * (values - means[self._stratum])
+        of_clusters = np.bincount(self._cluster, self.weights * residuals)
+        of_parts = np.bincount(self._part, of_clusters**2)
+        variance = _total(of_parts)
         # Rounding leaves residuals of equal values that are not quite 0.
-        if math.sqrt(variance) <= ROUNDING * max(map(abs, values)):
-            return found._replace(stderr=0.0, degrees=_whole(sum(self._degrees)))
-        below = 0.0
-        for of_part, degrees in zip(of_parts, self._degrees, strict=True):
-            below += of_part**2 / degrees
-        return found._replace(stderr=math.sqrt(variance), degrees=_whole(variance**2 / below))
+        if math.sqrt(variance) <= ROUNDING * np.abs(values).max():
+            return found._replace(stderr=0.0, degrees=_whole(_total(self._degrees)))
+        degrees = variance**2 / _total(of_parts**2 / self._degrees)
+        return found._replace(stderr=math.sqrt(variance), degrees=_whole(degrees))
 
-    def over_models(self, values: Sequence[float]) -> Estimate:
+    def over_models(self, values: ArrayLike) -> Estimate:
         """The mean of the models' means, with the error that models drawn from many would have.
 
         The standard error is the models' sample standard deviation / sqrt(models), with a degree of
         freedom fewer than models. Of one model it is `estimate`.
         """
-        total: dict[Hashable, float] = {}
-        weight_of: dict[Hashable, float] = {}
-        for model, weight, value in zip(self._models, self.weights, values, strict=True):
-            total[model] = total.get(model, 0.0) + weight * value
-            weight_of[model] = weight_of.get(model, 0.0) + weight
-        means = [total[model] / weight_of[model] for model in total]
+        totals = np.bincount(self._model, self.weights * np.asarray(values))
+        means = totals / np.bincount(self._model, self.weights)
         found = self.estimate(values)
         if len(means) < 2:
             return found
-        stderr = statistics.stdev(means) / math.sqrt(len(means))
+        stderr = statistics.stdev(means.tolist()) / math.sqrt(len(means))
         return found._replace(stderr=stderr, degrees=len(means) - 1)
 
 
@@ -135,53 +138,17 @@ def _whole(degrees: float) -> int:
     return max(1, math.floor(degrees + 1e-9))
 
 
-def _numbered(keys: Sequence[Hashable]) -> list[int]:
+def _numbered(keys: Sequence[Hashable]) -> Array:
     """The number of each key, in the order in which distinct keys come."""
     numbers: dict[Hashable, int] = {}
     for key in keys:
         numbers.setdefault(key, len(numbers))
-    return [numbers[key] for key in keys]
+    return np.array([numbers[key] for key in keys])
 
 
-def _sums(groups: Sequence[int], values: Sequence[float]) -> list[float]:
-    """The sum of the values of each group, by its number."""
-    sums = [0.0] * (max(groups) + 1)
-    for group, value in zip(groups, values, strict=True):
-        sums[group] += value
-    return sums
-
-
-def _products(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [first * second for first, second in zip(one, other, strict=True)]
-
-
-def _shares_of_strata(stratum: Sequence[int], counts: Sequence[float]) -> list[float]:
-    """The share of each value in its stratum."""
-    totals = _sums(stratum, counts)
-    return [count / totals[number] for count, number in zip(counts, stratum, strict=True)]
-
-
-def _weights_of_strata(strata: Sequence[tuple[Any, Any]]) -> list[float]:
-    """For each value 1 / (models * parts of its model)."""
-    parts_of_model: dict[Any, set[Any]] = {}
-    for model, part in strata:
-        parts_of_model.setdefault(model, set()).add(part)
-    num_models = len(parts_of_model)
-    return [1 / (num_models * len(parts_of_model[model])) for model, _ in strata]
-
-
-def _corrections(stratum: Sequence[int], cluster: Sequence[int]) -> list[float] | None:
-    """sqrt(n / (n - 1)) of each value, n the clusters of its stratum; None where an n is 1."""
-    clusters: dict[int, set[int]] = {}
-    for number, place in zip(stratum, cluster, strict=True):
-        clusters.setdefault(number, set()).add(place)
-    if min(map(len, clusters.values())) < 2:
-        return None
-    found = []
-    for number in stratum:
-        count = len(clusters[number])
-        found.append(math.sqrt(count / (count - 1)))
-    return found
+def _total(values: Array) -> float:
+    """The sum, one value after another, so that tables are the same on every machine."""
+    return float(np.cumsum(values)[-1])
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -218,11 +185,6 @@ class Pair(NamedTuple):
         return self.first if self.estimate.value < 0 else self.second
 
 
-def differences(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Each value less the other's."""
-    return [first - second for first, second in zip(one, other, strict=True)]
-
-
 def compare_all(design: Design, logs: Sequence[Sequence[float]]) -> list[Pair]:
     """All pairs of methods, with Holm's correction over all of them.
 
@@ -231,7 +193,7 @@ def compare_all(design: Design, logs: Sequence[Sequence[float]]) -> list[Pair]:
     found = []
     for first in range(len(logs)):
         for second in range(first + 1, len(logs)):
-            estimate = design.estimate(differences(logs[first], logs[second]))
+            estimate = design.estimate(np.subtract(logs[first], logs[second]))
             found.append((first, second, estimate))
     corrected = holm([estimate.p for _, _, estimate in found])
     return [Pair(*pair, p_holm) for pair, p_holm in zip(found, corrected, strict=True)]

@@ -159,7 +159,7 @@ def _runs_in(folder: Path, name: str) -> dict[tuple[Any, ...], list[TableRow]]:
     """The rows of a table by their run; none where there is no such table."""
     path = table_to_read(folder, f"{name}.csv")
     rows = [] if path is None else read_table(path)
-    if rows and shape_of(tuple(rows[0])) != SHAPES[name]:
+    if rows and shape_of(rows[0]) != SHAPES[name]:
         made = f"`{COMMAND} experiment=evidence` makes it anew"
         raise UserError(
             f"{path}: not a table of experiment=evidence (it has other columns); {made}"

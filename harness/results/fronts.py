@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import yaml
 
-from harness.results import columns
-from harness.results.columns import BoardMetric, TableRow
+from harness.results import columns, metrics
+from harness.results.columns import TableRow
+from harness.results.metrics import BoardMetric
 from harness.results.student import ONE_SIGMA, critical_value
 from harness.settings.paths import CONF_DIR
 
@@ -18,7 +19,7 @@ EXPERIMENT = CONF_DIR / "experiment" / "leaderboard.yaml"
 SWEEP = yaml.safe_load(EXPERIMENT.read_text(encoding="utf-8"))["sweep"]
 REFERENCES: Mapping[str, str] = SWEEP["references"]
 """Methods that every other should lie between at equal size: `upper`, `lower`."""
-COSTS = {metric.front: metric.column.name for metric in columns.BOARD_METRICS if metric.front}
+COSTS = {metric.front: metric.column.name for metric in metrics.BOARD_METRICS if metric.front}
 """Columns of the costs, by the front's name."""
 EQUAL = 0.01
 """Sizes that differ by at most this count as equal, as when a method is sized."""
@@ -30,15 +31,15 @@ SAME_SIZE, SAME_STEP = 0.001, 0.01
 
 def size_of(row: TableRow, metric: BoardMetric) -> float | None:
     """The size at which a metric was measured; None if it was not."""
-    name = f"{metric.column.name}_size" if metric.origin == "task" else columns.SIZE.name
+    name = f"{metric.column.name}_size" if metric.origin == "task" else metrics.SIZE.name
     size: float | None = row.get(name)
     return size
 
 
 def sizes_of(row: TableRow) -> list[float | None]:
     """The size on the text, and that on each task."""
-    on_tasks = [size_of(row, metric) for metric in columns.board_metrics("task")]
-    return [row.get(columns.SIZE.name), *on_tasks]
+    on_tasks = [size_of(row, metric) for metric in metrics.board_metrics("task")]
+    return [row.get(metrics.SIZE.name), *on_tasks]
 
 
 def has_its_size(row: TableRow) -> bool:
@@ -48,7 +49,7 @@ def has_its_size(row: TableRow) -> bool:
 
 def has_its_size_on_text(row: TableRow) -> bool:
     """Whether a method reads its asked size on the text; True if none was asked."""
-    return _is_asked(row, row.get(columns.SIZE.name))
+    return _is_asked(row, row.get(metrics.SIZE.name))
 
 
 def _is_asked(row: TableRow, size: float | None) -> bool:
@@ -76,10 +77,10 @@ def _front(rows: Sequence[TableRow], cost: str) -> list[TableRow]:
     of the front, and no row of the same cost is certainly closer. A row whose own error is large
     thus excludes no other.
     """
-    points = columns.having(rows, cost, columns.KL.name)
+    points = columns.having(rows, cost, metrics.KL.name)
     front: list[TableRow] = []
     for row in sorted(points, key=lambda row: row[cost]):
-        tolerance = SAME_SIZE if cost == columns.SIZE.name else SAME_STEP * row[cost]
+        tolerance = SAME_SIZE if cost == metrics.SIZE.name else SAME_STEP * row[cost]
         cheaper = [other for other in front if row[cost] - other[cost] > tolerance]
         alike = [other for other in points if abs(row[cost] - other[cost]) <= tolerance]
         closest_cheaper = min(cheaper, key=_kl, default=None)
@@ -91,7 +92,7 @@ def _front(rows: Sequence[TableRow], cost: str) -> list[TableRow]:
 
 
 def _kl(row: TableRow) -> float:
-    kl: float = row[columns.KL.name]
+    kl: float = row[metrics.KL.name]
     return kl
 
 
@@ -101,7 +102,7 @@ def _certainly_closer(one: TableRow, other: TableRow) -> bool:
     That is half the width of the interval of the difference that has the confidence of one
     standard error (68 %). Of a single window no error is known, and the numbers decide.
     """
-    error = f"{columns.KL.name}_stderr"
+    error = f"{metrics.KL.name}_stderr"
     stderr = math.hypot(one.get(error) or 0, other.get(error) or 0)
     lead = _kl(other) - _kl(one)
     if not stderr:
@@ -123,7 +124,7 @@ def outside(row: TableRow, rows: Sequence[TableRow]) -> Iterator[str]:
 
     Certainly: the 95 % interval of the difference is without zero.
     """
-    for metric in columns.BOARD_METRICS:
+    for metric in metrics.BOARD_METRICS:
         if metric.compared:
             for side, method in REFERENCES.items():
                 for reference in rows:
@@ -151,7 +152,7 @@ def _beyond(row: TableRow, reference: TableRow, metric: BoardMetric, side: str) 
     stderr = math.hypot(row[f"{column.name}_stderr"], reference[f"{column.name}_stderr"])
     count = columns.NUM_WINDOWS.name
     if metric.origin == "task":
-        count = f"{column.name}_{columns.NUM_CONTEXTS.name}"
+        count = f"{column.name}_{metrics.NUM_CONTEXTS.name}"
     if beyond_by > critical_value(_fewest((row, reference), count)) * stderr:
         word = "better" if better_by > 0 else "worse"
         amount = column.show(abs(gap), stderr)

@@ -8,7 +8,7 @@
    full cache on the text. `exempt_choice` says which a row is.
 4. `tables/leaderboard.csv` has all rows. `sheets` are the tables of `leaderboard.md`.
 
-A metric is declared in `columns.BOARD_METRICS`, and nowhere else.
+A metric is declared in `BOARD_METRICS`, and nowhere else.
 """
 
 import json
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import write_atomic
-from harness.results import columns
-from harness.results.columns import BoardMetric, Column, TableRow
+from harness.results import columns, metrics
+from harness.results.columns import TableRow
 from harness.results.fronts import (
     COSTS,
     REFERENCES,
@@ -30,6 +30,7 @@ from harness.results.fronts import (
     outside,
     sizes_of,
 )
+from harness.results.metrics import MISSING, BoardMetric, Metric
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words, read_records
 from harness.results.samples import Baselines, nll_difference, num_contexts
 from harness.results.sheet import (
@@ -57,7 +58,7 @@ BEST, PAPERS, BOTH = "best", "paper's", "both"
 """What `exempt_choice` says; empty for another number."""
 READS_ALL = "reads all"
 """The family of the full cache."""
-TASKS = [metric.column.name for metric in columns.board_metrics("task")]
+TASKS = [metric.column.name for metric in metrics.board_metrics("task")]
 OTHER_SIZE, OUTSIDE_MARK, MODELLED = "§", "†", "‡"
 LEGEND = {
     OUTSIDE_MARK: (
@@ -183,8 +184,8 @@ def _family(record: Record) -> str:
 def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
     """Sizes and fidelity on a text, with the difference of its negative log-likelihood."""
     nll = nll_difference(record["samples"]["windows"])
-    measured = {**entries, columns.NLL.name: nll.value, f"{columns.NLL.name}_stderr": nll.stderr}
-    found = columns.picked(measured, columns.names(columns.board_columns("size", "text")))
+    measured = {**entries, metrics.NLL.name: nll.value, f"{metrics.NLL.name}_stderr": nll.stderr}
+    found = columns.picked(measured, columns.names(metrics.board_columns("size", "text")))
     return found | {columns.NUM_WINDOWS.name: nll.num_contexts}
 
 
@@ -194,13 +195,13 @@ def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines
     The standard error is that of the difference, or else that of the value.
     """
     parts: TableRow = {"stderr": entries.get("acc_stderr"), "size": entries["size"]}
-    parts[columns.NUM_CONTEXTS.name] = num_contexts(record["samples"].get(name, ()), "acc")
+    parts[metrics.NUM_CONTEXTS.name] = num_contexts(record["samples"].get(name, ()), "acc")
     difference = full.difference(record, name, "acc")
     if difference is not None:
         parts["difference"] = difference.value
         parts["stderr"] = difference.stderr
         parts["detectable"] = difference.detectable
-        parts[columns.NUM_CONTEXTS.name] = difference.num_contexts
+        parts[metrics.NUM_CONTEXTS.name] = difference.num_contexts
     return {name: entries["acc"]} | {f"{name}_{part}": value for part, value in parts.items()}
 
 
@@ -246,7 +247,7 @@ def _distance(row: TableRow) -> tuple[bool, float]:
 
 def _kl(row: TableRow) -> float:
     """The KL, infinite where it was not measured."""
-    kl = row.get(columns.KL.name)
+    kl = row.get(metrics.KL.name)
     return math.inf if kl is None else kl
 
 
@@ -287,13 +288,13 @@ def _group(row: TableRow) -> str:
     if row["experiment"] == FRONTIER:
         return f"not beaten in {' or in '.join(COSTS)}"
     asked = row["asked_size"]
-    return "sizes of their own" if asked is None else f"size {columns.ASKED_SIZE.show(asked)} %"
+    return "sizes of their own" if asked is None else f"size {metrics.ASKED_SIZE.show(asked)} %"
 
 
 def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
-    metrics = {metric.column: metric for metric in columns.BOARD_METRICS if metric.on_page}
+    on_page = {metric.column: metric for metric in metrics.BOARD_METRICS if metric.on_page}
     shown = []
-    for column in (columns.EXEMPT_LAYERS, *metrics, columns.FRONT):
+    for column in (columns.EXEMPT_LAYERS, *on_page, columns.FRONT):
         if any(row.get(column.name) not in (None, "") for row in rows):
             shown.append(column)
     marks: set[str] = set()
@@ -305,36 +306,36 @@ def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         line = [row["label"] + own_marks]
         marks.update(own_marks)
         for column in shown:
-            text = _shown(column, metrics.get(column), row)
+            text = _shown(column, on_page.get(column), row)
             line.append(text)
             marks.add(text[-1])
         lines.append(line)
         details.append("; ".join(filter(None, [row["settings"], row.get("outside")])))
     bold = set()
     for at, column in enumerate(shown, start=1):
-        if column in metrics and column != columns.SIZE:
-            for number in _best_lines(metrics[column], rows):
+        if column in on_page and column != metrics.SIZE:
+            for number in _best_lines(on_page[column], rows):
                 bold.add((number, at))
     header = columns.headings((columns.LABEL, *shown))
     notes = [f"{mark} {words}" for mark, words in LEGEND.items() if mark in marks]
     return Sheet(title, header, lines, bold=bold, notes=notes, details=details)
 
 
-def _shown(column: Column, metric: BoardMetric | None, row: TableRow) -> str:
+def _shown(column: Metric, metric: BoardMetric | None, row: TableRow) -> str:
     """A row's value of a column as text."""
     value, stderr = row.get(column.name), row.get(f"{column.name}_stderr")
     if column == columns.FRONT:
-        return value or columns.MISSING
+        return value or MISSING
     if column == columns.EXEMPT_LAYERS:
-        return columns.MISSING if value is None else f"{column.show(value)}, {row['exempt_choice']}"
-    if column == columns.SIZE:  # that of the text and those of the tasks
-        return show_range(columns.SIZE, sizes_of(row))
-    if column == columns.STEP and row.get("step_source") == "modelled":
-        return columns.STEP.show(value) + MODELLED
+        return MISSING if value is None else f"{column.show(value)}, {row['exempt_choice']}"
+    if column == metrics.SIZE:  # that of the text and those of the tasks
+        return show_range(metrics.SIZE, sizes_of(row))
+    if column == metrics.STEP and row.get("step_source") == "modelled":
+        return metrics.STEP.show(value) + MODELLED
     if metric is not None and metric.origin == "task":
         difference = row.get(f"{column.name}_difference")
         detectable = row.get(f"{column.name}_detectable")
-        contexts = row.get(f"{column.name}_{columns.NUM_CONTEXTS.name}")
+        contexts = row.get(f"{column.name}_{metrics.NUM_CONTEXTS.name}")
         return show_difference(column, value, stderr, difference, detectable, contexts)
     return column.show(value, stderr)
 

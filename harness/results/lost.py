@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from harness.errors import shortened
 from harness.results import columns
+from harness.results.metrics import WAYS
 from harness.results.record import Record
 from harness.results.samples import Baselines, Sample, is_full
 
 NO_SCORES = ("generated_tokens", "at_limit")
 """Metrics of a task that say nothing of right and wrong."""
 LESS = "unknown_less_known"
-"""Of `columns.WAYS`, the difference of the other two."""
+"""Of `WAYS`, the difference of the other two."""
 ANSWER_LETTERS = 240
 """Letters that are shown of an answer."""
 NO_TEXTS = "the texts of questions and answers"
@@ -171,7 +172,7 @@ def _of_way(sample: Sample, metric: str) -> Sample:
     """What a sample says of an answer; of turns, whose questions are answered in two ways, in that
     of the metric."""
     way = metric.partition(",")[0]
-    part: Sample = sample.get(way, {}) if way in columns.WAYS else sample
+    part: Sample = sample.get(way, {}) if way in WAYS else sample
     return part
 
 

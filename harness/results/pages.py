@@ -2,18 +2,22 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-from harness.results import across_page, columns, leaderboard
-from harness.results.columns import Column, TableRow
+from harness.results import across_page, columns, leaderboard, metrics
+from harness.results.columns import TableRow
+from harness.results.metrics import MISSING, Metric
 from harness.results.sheet import (
     DIFFERENCE_NOTE,
     SIZE_NOTE,
     Sheet,
     mark_own,
     markdown,
+    sheet_of,
     show_difference,
     show_range,
+    shown_as_is,
     terminal,
 )
 
@@ -76,11 +80,11 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     Chunks of texts stand below whole ones, each quantity of an analysis apart.
     """
     whole = {"board": leaderboard.sheets, **across_page.SHEETS}
-    if rows and _shape(rows[0]) in whole:
-        yield from whole[_shape(rows[0])](rows)
+    if rows and columns.shape_of(rows[0]) in whole:
+        yield from whole[columns.shape_of(rows[0])](rows)
         return
     for title, of_title in columns.grouped(rows, _title).items():
-        for shape, of_shape in columns.grouped(of_title, _shape).items():
+        for shape, of_shape in columns.grouped(of_title, columns.shape_of).items():
             marked, notes = mark_own(of_shape, "series" if shape == "analysis" else "label")
             for sheet in SHEETS[shape](title, marked):
                 yield sheet._replace(notes=[*sheet.notes, *notes])
@@ -89,34 +93,18 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 def _title(row: TableRow) -> str:
     if row["source"] == "modelled" and "platform" in row:
         return f"{row['model']} on {row['platform']}, modelled"
-    is_timed = _shape(row) in ("latency", "capacity")
+    is_timed = columns.shape_of(row) in ("latency", "capacity")
     return f"{row['model']}, {row['source']}" if is_timed else str(row["model"])
-
-
-def _shape(row: TableRow) -> str:
-    """The key of `TABLES`, by a column that no other shape has."""
-    shape = across_page.shape_of_row(row)
-    if shape is not None:
-        return shape
-    for column, shape in (
-        ("series", "analysis"),
-        ("metric", "accuracy"),
-        ("asked_size", "board"),
-        ("largest_batch", "capacity"),
-    ):
-        if column in row:
-            return shape
-    return "latency"
 
 
 def render_markdown(name: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of a table, with the paper's numbers at its end."""
-    note = NOTES[_shape(rows[0]) if rows else "accuracy"]
+    note = NOTES[columns.shape_of(rows[0]) if rows else "accuracy"]
     sheets = list(sheets_of(rows))
     lines = []
     for row in columns.published_rows():
         if row["figure"] == name:
-            lines.append([row[column] or columns.MISSING for column in PUBLISHED_HEADER])
+            lines.append([row[column] or MISSING for column in PUBLISHED_HEADER])
     if lines:
         sheets.append(Sheet("the paper's numbers", PUBLISHED_HEADER, lines))
     return markdown(name, note, sheets)
@@ -132,7 +120,7 @@ def render_terminal(rows: Sequence[TableRow]) -> str:
     hidden = set(columns.names(_numbers_of_speed())).difference(BRIEF_SPEED)
     shown = []
     for row in rows:
-        shape = _shape(row)
+        shape = columns.shape_of(row)
         if shape == "latency":
             shown.append({name: value for name, value in row.items() if name not in hidden})
         elif shape != "accuracy" or is_brief(row):
@@ -145,9 +133,9 @@ def is_brief(row: TableRow) -> bool:
     return not columns.is_part(row) and _is_among(BRIEF, row["metric"])
 
 
-def _is_among(metrics: Sequence[str], metric: str) -> bool:
+def _is_among(names: Sequence[str], metric: str) -> bool:
     name = metric.partition(",")[0]
-    return name in metrics or name not in columns.METRICS
+    return name in names or name not in metrics.METRICS
 
 
 # Settings
@@ -167,6 +155,16 @@ def _shared_settings(rows: Sequence[TableRow]) -> list[str]:
         own = pairs_of_settings(row.get("settings"))
         shared = [pair for pair in shared if pair in own]
     return shared
+
+
+def _own_settings(rows: Sequence[TableRow]) -> tuple[list[TableRow], list[str]]:
+    """The rows with the settings that not all share, and a note on the others."""
+    shared = _shared_settings(rows)
+    found = []
+    for row in rows:
+        own = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shared]
+        found.append(row | {"settings": ", ".join(own)})
+    return found, _note_on_settings(shared)
 
 
 def _note_on_settings(shared: Iterable[str]) -> list[str]:
@@ -210,17 +208,17 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     by_key = columns.grouped(rows, _key)
     of_key = _headings(by_key)
     shared = {key: _shared_settings(of_column) for key, of_column in by_key.items()}
-    beside = (columns.UNMET_SIZE, *columns.OF_SOME_RUNS, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
-    sizes = [columns.SIZE, *columns.with_values(beside, rows)]
+    beside = (metrics.UNMET_SIZE, *metrics.OF_SOME_RUNS, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
+    sizes = [metrics.SIZE, *columns.with_values(beside, rows)]
     ordered = sorted(_lines(rows, shared), key=_order_of_line)
     lines = []
     for line in ordered:
-        shown = [line.label, line.settings or columns.MISSING]
+        shown = [line.label, line.settings or MISSING]
         for column in sizes:
             known = columns.having(line.rows.values(), column.name)
             shown.append(show_range(column, columns.values(known, column.name)))
         for key in of_key:
-            shown.append(_value(line.rows[key]) if key in line.rows else columns.MISSING)
+            shown.append(_value(line.rows[key]) if key in line.rows else MISSING)
         lines.append(shown)
     header = [*columns.headings((columns.LABEL, columns.SETTINGS, *sizes)), *of_key.values()]
     scores = [heading for (_, metric), heading in of_key.items() if _is_among(SCORES, metric)]
@@ -281,7 +279,7 @@ def _headings(by_key: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
     column share.
     """
     found = {}
-    for key in sorted(by_key, key=lambda key: columns.rank(key[1])):
+    for key in sorted(by_key, key=lambda key: metrics.rank(key[1])):
         found[key] = _heading(by_key[key][0])
     for condition in (columns.NUM_SAMPLES, columns.NUM_FEWSHOT, columns.SEQ_LEN):
         shared = {}
@@ -299,14 +297,14 @@ def _heading(row: TableRow) -> str:
     if columns.is_depth(row) and row["metric"].isdecimal():
         depths = row["task"].partition(", ")[2].removesuffix("]")
         return f"{int(row['metric']):,} tokens, {depths}"
-    return f"{row['task']} {columns.quantity(row['metric']).heading}"
+    return f"{row['task']} {metrics.quantity(row['metric']).heading}"
 
 
 def _value(row: TableRow) -> str:
     difference = row.get("difference")
     stderr = row["stderr"] if difference is None else row.get("difference_stderr")
-    detectable, contexts = row.get("detectable"), row.get(columns.NUM_CONTEXTS.name)
-    shown = columns.quantity(row["metric"])
+    detectable, contexts = row.get("detectable"), row.get(metrics.NUM_CONTEXTS.name)
+    shown = metrics.quantity(row["metric"])
     return show_difference(shown, row["value"], stderr, difference, detectable, contexts)
 
 
@@ -315,28 +313,17 @@ def _value(row: TableRow) -> str:
 
 def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """The full cache first, then by label and shape. A column needs a number, `size` does not."""
-    shared = _shared_settings(rows)
-    shown = []
-    for row in rows:
-        own = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shared]
-        shown.append(row | {"settings": ", ".join(own)})
-    words = (
-        [columns.LABEL, columns.SETTINGS]
-        if any(columns.values(shown, "settings"))
-        else [columns.LABEL]
-    )
-    beside = columns.with_values(
-        (columns.UNMET_SIZE, columns.DEVICE_FRAC, *_numbers_of_speed()), rows
-    )
-    numbers = list(dict.fromkeys((columns.SIZE, *beside)))
-    lines = []
-    for row in sorted(shown, key=_order_of_cell):
-        names_of_row = [row[column.name] or columns.MISSING for column in words]
-        lines.append([*names_of_row, *columns.texts(numbers, row)])
-    yield Sheet(title, columns.headings((*words, *numbers)), lines, notes=_note_on_settings(shared))
+    own, notes = _own_settings(rows)
+    words = [columns.LABEL]
+    if any(columns.values(own, "settings")):
+        words.append(columns.SETTINGS)
+    numbers = (metrics.UNMET_SIZE, metrics.DEVICE_FRAC, *_numbers_of_speed())
+    beside = columns.with_values(numbers, rows)
+    shown = shown_as_is(dict.fromkeys((*words, metrics.SIZE, *beside)))
+    yield sheet_of(title, sorted(own, key=_order_of_cell), shown, notes=notes)
 
 
-def _numbers_of_speed() -> list[Column]:
+def _numbers_of_speed() -> list[Metric]:
     return [column for column in columns.LATENCY if column.digits is not None]
 
 
@@ -352,13 +339,13 @@ def _order_of_cell(row: TableRow) -> tuple[Any, ...]:
 def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     for of_table in _tables_of_series(rows):
         metric, x_name = of_table[0]["metric"], of_table[0]["x_name"]
-        shown = columns.quantity(metric)
+        shown = metrics.quantity(metric)
         shown_x = _shown_x(of_table)
         lines = []
         for name, line in _series(of_table, x_name).items():
             of_line = [name]
             for x in shown_x:
-                text = columns.MISSING
+                text = MISSING
                 if x in line:
                     text = shown.show(line[x]["value"], line[x]["stderr"])
                 of_line.append(text)
@@ -411,23 +398,15 @@ def _series(rows: Sequence[TableRow], x_name: str) -> dict[str, dict[Any, TableR
 
 def _capacity(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """A line a method: its largest batch; a sheet a context and device memory."""
-    shown = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
+    numbers = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
+    shown = shown_as_is((columns.LABEL, columns.SETTINGS, *numbers))
+    shown |= {"wall": itemgetter("wall")}
     largest = [row for row in rows if row["batch_size"] == row["largest_batch"]]
-
-    def bounds(row: TableRow) -> tuple[float, float]:
-        return row["context"], row["memory_bytes"]
-
-    for (context, memory), group in sorted(columns.grouped(largest, bounds).items()):
-        shared = _shared_settings(group)
-        lines = []
-        for row in group:
-            own = [pair for pair in pairs_of_settings(row["settings"]) if pair not in shared]
-            settings = ", ".join(own) or columns.MISSING
-            lines.append([row["label"], settings, *columns.texts(shown, row), row["wall"]])
-        gib = f"{memory / columns.GIB:.4g}"
-        header = [columns.LABEL.heading, columns.SETTINGS.heading, *columns.headings(shown)]
-        words = f"{title}: {context:,.0f} tokens a sequence, {gib} GiB"
-        yield Sheet(words, [*header, "wall"], lines, notes=_note_on_settings(shared))
+    by_bounds = columns.grouped(largest, lambda row: (row["context"], row["memory_bytes"]))
+    for (context, memory), group in sorted(by_bounds.items()):
+        own, notes = _own_settings(group)
+        words = f"{title}: {context:,.0f} tokens a sequence, {memory / metrics.GIB:.4g} GiB"
+        yield sheet_of(words, own, shown, notes=notes)
 
 
 SHEETS = {"capacity": _capacity, "latency": _latency, "accuracy": _accuracy, "analysis": _analysis}

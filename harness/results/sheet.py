@@ -1,19 +1,21 @@
 """A table for people: rounded texts with units and standard errors, as Markdown or in a terminal.
 
-Seconds become ms and bytes GiB here (`Column.show`), and only here.
+Seconds become ms and bytes GiB here (`Metric.show`), and only here.
 """
 
 import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from tabulate import tabulate
 
 from harness.errors import printable, shortened
-from harness.results.columns import APART, CLAIM, LABEL, MISSING, SETTINGS, Column, TableRow
+from harness.results.columns import APART, CLAIM, LABEL, SETTINGS, TableRow
+from harness.results.metrics import MISSING, Metric
 from harness.results.student import critical_value
 
 T = TypeVar("T")
@@ -67,6 +69,28 @@ class Sheet(NamedTuple):
         return count
 
 
+Shown = dict[str, Callable[[TableRow], str]]
+"""The columns of a sheet: by heading, what shows a row there."""
+
+
+def sheet_of(
+    title: str, rows: Iterable[T], shown: Mapping[str, Callable[[T], str]], **parts: Any
+) -> Sheet:
+    """A sheet with a line for each row, or group of rows. parts: further fields of the sheet."""
+    lines = [[show(row) for show in shown.values()] for row in rows]
+    return Sheet(title, list(shown), lines, **parts)
+
+
+def shown_as_is(columns: Iterable[Metric]) -> Shown:
+    """Columns that show a row's own number or words."""
+    return {column.heading: partial(_cell, column) for column in columns}
+
+
+def _cell(column: Metric, row: TableRow) -> str:
+    value = row.get(column.name)
+    return str(value or MISSING) if column.digits is None else column.show(value)
+
+
 def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]]:
     """Mark one's own runs in the column `name` where other rows are shipped; with a note on it."""
     marked = []
@@ -82,17 +106,17 @@ def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]
     return marked, [OWN_NOTE]
 
 
-def show_range(column: Column, values: Iterable[float | None]) -> str:
+def show_range(column: Metric, values: Iterable[float | None], between: str = "-") -> str:
     """A value, or the smallest and the largest if they differ when rounded."""
     known = [value for value in values if value is not None]
     if not known:
         return MISSING
     least, most = column.show(min(known)), column.show(max(known))
-    return least if least == most else f"{least}-{most}"
+    return least if least == most else f"{least}{between}{most}"
 
 
 def show_difference(
-    column: Column,
+    column: Metric,
     value: float | None,
     stderr: float | None,
     difference: float | None,

@@ -72,7 +72,7 @@ def _damage(path: Path, shape: str) -> str:
         rows = read_table(path)
     except UserError as error:
         return str(error).removesuffix(f"; {ANEW}")
-    if rows and shape_of(tuple(rows[0])) != shape:
+    if rows and shape_of(rows[0]) != shape:
         return f"{path}: {NO_TABLE} (it is of another kind of run)"
     return ""
 

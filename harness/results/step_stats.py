@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tabulate import tabulate
 
 from harness.results import columns
@@ -90,15 +91,16 @@ def times_of(
         return StepTimes(ttft_s=ttft_s, decode_s=0.0)
     mean_s = statistics.fmean(step_s)
     decode_s = num_steps * mean_s
+    median, p95, p99 = np.quantile(step_s, (0.5, 0.95, 0.99)).tolist()
     return StepTimes(
         ttft_s=ttft_s,
         decode_s=decode_s,
         tokens_per_s=ratio(batch_size * (num_steps + 1), ttft_s + decode_s),
         decode_tokens_per_s=ratio(batch_size, mean_s),
         sequence_tokens_per_s=ratio(1, mean_s),
-        tpot_p50_s=percentile(step_s, 0.5),
-        tpot_p95_s=percentile(step_s, 0.95),
-        tpot_p99_s=percentile(step_s, 0.99),
+        tpot_p50_s=median,
+        tpot_p95_s=p95,
+        tpot_p99_s=p99,
         tpot_std_s=deviation(step_s),
     )
 
@@ -129,16 +131,6 @@ def stats_of(session: LiveSession) -> StepStats:
 def ratio(part: float, whole: float) -> float | None:
     """part / whole; None where the whole is 0."""
     return part / whole if whole else None
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie, interpolated linearly between the two
-    nearest."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def deviation(values: Sequence[float]) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.results import columns
 from harness.results.columns import TableRow
+from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, OF_SOME_RUNS
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
 from harness.results.samples import (
     LAYERS,
@@ -30,12 +31,12 @@ ROUND = str.maketrans("[]", "()")
 CONDITIONS = (
     "num_samples", "num_fewshot", "seq_len",
     "size", "size_artifact", "device_frac", "resident_frac",
-    *(column.name for column in columns.OF_SOME_RUNS),
+    *(column.name for column in OF_SOME_RUNS),
 )  # fmt: skip
 """Entries beside the metrics of a task that have columns."""
 OF_LAYERS = (
-    columns.ATTENTION_ERROR.name, f"{columns.ATTENTION_ERROR.name}_stderr",
-    columns.ATTENTION_ERROR_P95.name, f"{columns.ATTENTION_ERROR_P95.name}_stderr",
+    ATTENTION_ERROR.name, f"{ATTENTION_ERROR.name}_stderr",
+    ATTENTION_ERROR_P95.name, f"{ATTENTION_ERROR_P95.name}_stderr",
 )  # fmt: skip
 """Entries of a layer of a run on a text."""
 NO_METRICS = {*CONDITIONS, "num_truncated", "num_dense", "num_contexts"}

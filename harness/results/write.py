@@ -21,12 +21,11 @@ from typing import Any
 from harness.errors import exit_code
 from harness.files import holding, write_atomic
 from harness.results import evidence_tables, leaderboard
-from harness.results.columns import TABLES, TableRow, rank, read_table, render_csv, shape_of
-from harness.results.pages import render_markdown, render_terminal
+from harness.results.columns import TABLES, TableRow, read_table, render_csv, shape_of
+from harness.results.metrics import rank
 from harness.results.record import Record, read_records, record_path
 from harness.results.samples import full_runs
 from harness.results.shipped import merged
-from harness.results.speed_figures import OF_FIGURE
 from harness.results.table_rows import Pairs, layer_rows, with_rows
 from harness.settings.kinds import find
 from harness.settings.schema import kind_of
@@ -128,8 +127,10 @@ def _of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
 
 def _write_speed_figures(path: Path, rows: TableRows) -> None:
     """The tables of the figures of speed beside that at `path`; one without rows is removed."""
-    for figure, rows_of in OF_FIGURE.items():
-        shown = [row | {"experiment": figure} for row in rows_of(rows)]
+    from harness.results.speed_figures import figures  # here, as a command's help needs no pandas
+
+    for figure, of_this in figures(rows):
+        shown = [row | {"experiment": figure} for row in of_this]
         of_figure = path.with_stem(figure)
         if shown:
             _write(of_figure, "latency", shown)
@@ -164,6 +165,8 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
     elsewhere: returns further records, in which the full cache's are looked for too. Returns "" if
     no record is finished.
     """
+    from harness.results.pages import render_terminal
+
     pairs = with_rows(records, elsewhere)
     rows: list[TableRow] = []
     for shape in TABLES:
@@ -181,10 +184,10 @@ def ship(results_dir: Path) -> None:
     boards = {board, board.with_stem(leaderboard.FRONTIER)}
     for path in sorted(set(folder.glob("*.csv")) - boards):
         rows = read_table(path)
-        shape = shape_of(tuple(rows[0])) if rows else None
-        if shape is not None and shape.startswith(ACROSS):  # made of other tables
+        shape = shape_of(rows[0]) if rows else ACROSS
+        if shape.startswith(ACROSS):  # made of other tables
             continue
-        if shape == "capacity" or (shape is not None and rows[0]["source"] != "modelled"):
+        if shape == "capacity" or rows[0]["source"] != "modelled":
             _write(path, shape, _ordered(shape, _as_shipped(rows)))
     if board.exists():
         leaderboard.write(results_dir, _as_shipped(read_table(board)))
@@ -196,6 +199,8 @@ def _as_shipped(rows: TableRows) -> TableRows:
 
 def _write(path: Path, shape: str, rows: TableRows) -> None:
     """Write the CSV and the page."""
+    from harness.results.pages import render_markdown
+
     write_atomic(path, render_csv(TABLES[shape], rows))
     write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 

@@ -33,7 +33,7 @@ from harness.model.resources import Memo
 from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup, prepare
-from harness.results.columns import ATTENTION_ERROR, ATTENTION_ERROR_P95
+from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95
 from harness.results.samples import LAYERS, clustered_stderr
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig

@@ -25,7 +25,7 @@ from harness.model.generation import ENDLESS, GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.model.sampling import Draft
 from harness.replay.setup import Setup, prepare
-from harness.results.columns import MISSING
+from harness.results.metrics import MISSING
 from harness.results.step_stats import StepStats, stats_of
 from harness.settings.config import NEW_TOKENS, RunConfig
 from harness.speed.latency import compute_threads, source_of, two_memories

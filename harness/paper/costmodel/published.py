@@ -17,7 +17,8 @@ from harness.errors import UserError, nearest
 from harness.files import write_atomic
 from harness.model.shape import load_shape
 from harness.paper.costmodel.predict import FITTED, Case, Efficiency, load_platform, predict
-from harness.results.columns import LATENCY, SEGMENTS, TableRow, published_rows, render_csv
+from harness.results.columns import LATENCY, TableRow, published_rows, render_csv
+from harness.results.metrics import SEGMENTS
 from harness.results.pages import render_modelled
 
 PAPER_PLATFORM = "a6000-pcie3"

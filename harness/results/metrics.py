@@ -1,0 +1,328 @@
+"""What is measured: each number once, with its unit, digits, heading, and which way is better.
+
+Tables, pages, figures and the report read it here. A new number of a kind of run is one entry of
+`SCORES`, `SERVING` or `ANALYSES` and the number under this name where the kind measures it. One
+that is not here stands in tables too, under its own name with three digits. Imports neither torch
+nor pandas.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+MISSING = "-"
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+class Unit(NamedTuple):
+    """A unit of headings, and the range of its numbers as tables hold them.
+
+    name: within brackets behind a heading; "" for none. factor: from a table's number to this unit.
+    """
+
+    name: str = ""
+    factor: float = 1
+    least: float = -math.inf
+    most: float = math.inf
+
+
+PERCENT, SHARE, CACHE = Unit("%", 100), Unit("%", 100, 0, 1), Unit("%", 100, 0)
+"""Of any number; of a share; of the full cache, of which a codec of more than 16 bits is more."""
+POINTS, DIFFERENCE = Unit("points", 100), Unit("points", 100, -1, 1)
+"""Of any difference; of two shares."""
+NATS, KL_NATS = Unit("nats"), Unit("nats", 1, 0)
+MS, GIB_PER_S = Unit("ms", 1e3, 0), Unit("GiB/s", 1 / GIB, 0)
+IN_GIB, IN_MIB, IN_KIB = Unit("GiB", 1 / GIB, 0), Unit("MiB", 1 / MIB, 0), Unit("KiB", 1 / KIB, 0)
+NUMBER, POSITIVE, TOKENS = Unit(), Unit("", 1, 0), Unit("tokens", 1, 0)
+PROBABILITY = Unit("", 1, 0, 1)
+
+
+class Metric(NamedTuple):
+    """A number that is measured, or another column of a table.
+
+    words: the heading without its unit. digits: after the point; None for a column of words.
+    better: "" where neither way is. logarithmic: the axis of a chart. phrase: a value within a
+    sentence; "" to leave it out.
+    """
+
+    name: str
+    words: str = ""
+    unit: Unit = NUMBER
+    digits: int | None = None
+    better: Literal["more", "less", ""] = ""
+    logarithmic: bool = False
+    phrase: str = "{}"
+
+    @property
+    def heading(self) -> str:
+        """With the unit."""
+        return f"{self.words} ({self.unit.name})" if self.unit.name else self.words
+
+    @property
+    def factor(self) -> float:
+        """From the table's number to the heading's unit."""
+        return self.unit.factor
+
+    def show(self, value: float | None, stderr: float | None = None) -> str:
+        """The number in the heading's unit, never as -0, and its standard error if given."""
+        if value is None:
+            return MISSING
+        spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
+        return f"{self.factor * value:z.{self.digits}f}{spread}"
+
+    def part(self, name: str, words: str, *, least: float = -math.inf) -> "Metric":
+        """A column `<metric>_<name>` beside it, in the same unit. least: its smallest value."""
+        unit = Unit("", self.factor, least)
+        return Metric(f"{self.name}_{name}", f"{self.words}, {words}", unit, self.digits)
+
+
+# Read, kept and moved: `harness/model/sizes.py`
+
+SIZE = Metric("size", "size", CACHE, 1, "less", logarithmic=True)
+"""Share of the full cache that a decode step reads. Under offloading it crosses the link."""
+UNMET_SIZE = Metric("unmet_size", "size asked for", SHARE, 1)
+"""The size that was asked for, where the run's own differs from it by more than a tenth."""
+SIZE_ARTIFACT = Metric("size_artifact", "size as the artifact counts it", CACHE, 1)
+DEVICE_FRAC = Metric("device_frac", "read on device", CACHE, 1, "less")
+RESIDENT_FRAC = Metric("resident_frac", "kept on device", CACHE, 1, "less")
+TOKENS_EVICTED = Metric("tokens_evicted", "tokens evicted", POSITIVE, 1)
+"""Cached tokens that a KV head no longer holds at a decode row, of a method that evicts. 0: its
+budget never bites."""
+OF_SOME_RUNS = (
+    TOKENS_EVICTED,
+    Metric("link_frac", "over the link", PERCENT, 1),
+    Metric("hit_frac", "found on device", SHARE, 1),
+    Metric("window_frac", "whole cache in local windows", SHARE, 1),
+    Metric("recurrent_bytes", "recurrent state", IN_MIB, 2),
+    Metric("latent_bytes", "latent per token", IN_KIB, 2),
+)
+"""Columns of tables with runs of a method that evicts, or in which rows stay on the device, or
+whose models have local layers, recurrent layers or latents."""
+
+# Scores of texts and tasks: `harness/scoring`, by the name in a table's column `metric`
+
+KL = Metric("kl_nats", "KL", KL_NATS, 4, "less", logarithmic=True)
+TOP1 = Metric("top1_agreement", "top-1 agreement", SHARE, 1, "more")
+ATTENTION_ERROR = Metric("attention_error", "attention error", CACHE, 1, "less", logarithmic=True)
+ATTENTION_ERROR_P95 = Metric("attention_error_p95", "attention error, p95", CACHE, 1, "less")
+SCORES = (
+    Metric("acc", "acc", SHARE, 1, "more"),
+    Metric("acc_norm", "acc_norm", SHARE, 1, "more"),
+    Metric("exact_match", "exact_match", PERCENT, 1, "more"),
+    Metric("known_size", "size where the question is known", PERCENT, 1, "less"),
+    Metric("generated_tokens", "generated", TOKENS, 1),
+    Metric("at_limit", "answers at the limit of tokens", PERCENT, 1),
+    Metric("perplexity", "perplexity", POSITIVE, 3, "less"),
+    Metric("perplexity_full", "full cache's perplexity", POSITIVE, 3),
+    KL,
+    TOP1,
+    Metric("attention_recall", "attention recall", PERCENT, 1, "more"),
+    ATTENTION_ERROR,
+    ATTENTION_ERROR_P95,
+    Metric("text_perplexity", "text perplexity under the full cache", NUMBER, 3, "less"),
+    Metric("text_perplexity_full", "full cache's text perplexity under itself", NUMBER, 3),
+    Metric("text_nll_difference", "text NLL minus that of the full cache's text", NATS, 4),
+    Metric("first_divergence", "equal tokens before the texts differ", NUMBER, 1, "more"),
+    Metric("never_diverged", "texts that never differ", NUMBER, 0, "more"),
+    Metric("repetition", "repeated 4-grams", PERCENT, 1, "less"),
+    Metric("repetition_full", "full cache's repeated 4-grams", PERCENT, 1),
+    Metric("repetition_difference", "repeated 4-grams minus full cache", POINTS, 1, "less"),
+)
+
+# Analyses: `harness/paper/analysis.py`
+
+ANALYSES = (
+    Metric("bytes", "GiB", Unit("", 1 / GIB), 2),
+    Metric("cosine_similarity", "cosine similarity", NUMBER, 3, "more"),
+    Metric("key_tokens_for_0.9", "key tokens for 0.9 of the attention weight", NUMBER, 1),
+    Metric("share_of_queries", "queries", PERCENT, 1),
+    Metric("share_of_sparse_queries", "queries that attend to < 1 % of the keys", PERCENT, 1),
+    Metric("attention_weight", "attention weight", PERCENT, 3),
+    Metric("query_magnitude", "mean magnitude of a column of Q", NUMBER, 3),
+    Metric("key_magnitude", "mean magnitude of a column of K", NUMBER, 3),
+)
+METRICS = {metric.name: metric for metric in (*SCORES, *ANALYSES)}
+"""The quantities of `value` by `metric`, in the order of the pages."""
+WAYS = {
+    "unknown": "question unknown",
+    "known": "question known",
+    "unknown_less_known": "unknown less known",
+}
+"""What stands before a metric of `kind=turns`, as in `known,acc`, in words."""
+
+
+def quantity(metric: str) -> Metric:
+    """What a metric's values are.
+
+    A filter, as in `exact_match,strict-match`, is added to the heading, and so are pass@k and one
+    of `WAYS`. RULER's metrics are lengths in tokens. An unknown metric is its own heading.
+    """
+    name, _, filtered = metric.partition(",")
+    if name in WAYS:
+        of_way = quantity(filtered)
+        return of_way._replace(name=metric, words=f"{of_way.words}, {WAYS[name]}")
+    name, _, num_answers = name.partition("_pass@")
+    if name.isdecimal():
+        known = Metric(name, f"right at {int(name):,} tokens", PERCENT, 1, "more")
+    else:
+        known = METRICS.get(name, Metric(name, name, NUMBER, 3))
+    words = known.words
+    if num_answers:
+        words += f", pass@{num_answers}"
+    if filtered:
+        words += f", {filtered}"
+    return known._replace(name=metric, words=words)
+
+
+def rank(metric: str) -> tuple[int, int, str]:
+    """Sort key of metrics: as in `METRICS`, then RULER's by length, then the others by name."""
+    way, _, of_way = metric.partition(",")
+    if way in WAYS:
+        place, length, name = rank(of_way)
+        return place, length, f"{name} {[*WAYS].index(way)}"
+    known = [*METRICS, way]
+    length = int(metric) if metric.isdecimal() else sys.maxsize
+    return known.index(way), length, metric
+
+
+# Time, bytes and memory: `harness/results/step_stats.py`, `harness/speed/timed_run.py`
+
+SEGMENTS = (
+    Metric("attention_s", "attention", MS, 3),
+    Metric("ffn_s", "FFN", MS, 3),
+    Metric("prediction_s", "prediction", MS, 3),
+    Metric("transfer_s", "transfer", MS, 3),
+    Metric("other_s", "other", MS, 3),
+)
+"""Seconds of one block in one decode step (Fig 18); transfer is the time that no compute hides."""
+DECODE_RATE = Metric("decode_tokens_per_s", "decode tokens/s", POSITIVE, 2, "more")
+SEQUENCE_RATE = Metric("sequence_tokens_per_s", "tokens/s of a sequence", POSITIVE, 2, "more")
+TPOT = Metric("tpot_p50_s", "TPOT p50", MS, 2, "less")
+OF_SPREAD = (
+    Metric("tpot_p99_s", "TPOT p99", MS, 2, "less"),
+    Metric("tpot_std_s", "TPOT std", MS, 2),
+    Metric("ttft_spread_s", "TTFT std over repeats", MS, 1),
+    Metric("tpot_spread_s", "TPOT std over repeats", MS, 2),
+)
+HOST_KV_BYTES = Metric("host_kv_bytes", "KV in host memory", IN_MIB, 1)
+DEVICE_KV_BYTES = Metric("device_kv_bytes", "KV on device", IN_MIB, 1, "less")
+OF_LINK = (
+    Metric("link_utilisation", "link busy", SHARE, 1),
+    Metric("hit_rate", "hit rate", SHARE, 1, "more"),
+)
+OF_DISK = (
+    Metric("disk_read_bytes", "read from disk", IN_GIB, 3, "less"),
+    Metric("read_amplification", "bytes read / bytes of rows", POSITIVE, 2, "less"),
+    Metric("disk_kv_bytes", "KV on disk", IN_MIB, 1),
+)
+LINK_BYTES_PER_S = Metric("link_bytes_per_s", "link", GIB_PER_S, 2)
+SERVING = (
+    Metric("ttft_s", "TTFT", MS, 1, "less"),
+    Metric("decode_s", "decode", MS, 1, "less"),
+    Metric("total_s", "total", MS, 1, "less"),
+    Metric("tokens_per_s", "tokens/s", POSITIVE, 2, "more"),
+    DECODE_RATE,
+    SEQUENCE_RATE,
+    TPOT,
+    Metric("tpot_p95_s", "TPOT p95", MS, 2, "less"),
+    *OF_SPREAD,
+    Metric("h2d_bytes", "to device", IN_GIB, 3, "less"),
+    Metric("d2h_bytes", "to host", IN_GIB, 3, "less"),
+    *OF_DISK,
+    Metric("weights_on_device", "weights on the device", PERCENT, 1),
+    Metric("weight_bytes", "weights to device", IN_GIB, 3),
+    Metric("device_read_bytes", "read on device", IN_GIB, 3, "less"),
+    HOST_KV_BYTES,
+    DEVICE_KV_BYTES,
+    *OF_LINK,
+    Metric("exposed_transfer_s", "exposed transfer", MS, 1, "less"),
+    LINK_BYTES_PER_S,
+    Metric("peak_device_bytes", "device peak", IN_GIB, 3, "less"),
+)
+"""`harness.results.step_stats` and `harness.speed.timed_run` define them."""
+NEWER_OF_SERVING = (DECODE_RATE, SEQUENCE_RATE, *OF_SPREAD, HOST_KV_BYTES, *OF_LINK, *OF_DISK)
+"""What a latency table that was made earlier lacks."""
+
+# The leaderboard, of which a metric is one entry of `BOARD_METRICS`
+
+ASKED_SIZE = Metric("asked_size", "asked size", SHARE, 0)
+NUM_CONTEXTS = Metric("num_contexts", "contexts", POSITIVE, 0)
+"""Windows, prompts, or contexts of questions, whose errors are independent: one more than the
+degrees of freedom of the standard errors."""
+NLL = Metric("nll_difference", "NLL minus full cache", NATS, 4, "less")
+KV_RECALL = Metric("kv_recall", "kv_recall", SHARE, 1, "more")
+PASSKEY = Metric("passkey", "passkey", SHARE, 1, "more")
+STEP = Metric("step_s", "decode step", MS, 1, "less", logarithmic=True)
+
+
+class BoardMetric(NamedTuple):
+    """A metric of the leaderboard: its column, and where it is shown and compared.
+
+    origin: "size" and "text": an entry of that name of a run on a text, "text" with its standard
+        error; "task": accuracy on the task of that name; "step": of a timed decode step.
+    on_page: a column of `leaderboard.md` and of the report's overview.
+    compared: with the two reference methods (column `outside`), and between models in the report.
+    front: the name of the cost's Pareto front; "" for none.
+    """
+
+    column: Metric
+    origin: Literal["size", "text", "task", "step"]
+    on_page: bool = False
+    compared: bool = False
+    front: str = ""
+
+    @property
+    def is_cost(self) -> bool:
+        """Whether it is an x axis of the report's explorer, else a y axis."""
+        return self.origin in ("size", "step")
+
+    @property
+    def more_is_better(self) -> bool:
+        """Whether the larger value is in bold, and better than a reference."""
+        return self.column.better == "more"
+
+    @property
+    def columns(self) -> tuple[Metric, ...]:
+        """Its columns in the table, the value first."""
+        own = self.column
+        if self.origin == "text":
+            return own, own.part("stderr", "standard error", least=0)
+        if self.origin != "task":
+            return (own,)
+        contexts = f"{own.name}_{NUM_CONTEXTS.name}"
+        difference = own.part("difference", "minus full cache", least=-1)
+        return (
+            own,
+            difference._replace(unit=difference.unit._replace(most=1)),
+            own.part("stderr", "standard error of that", least=0),
+            own.part("detectable", "smallest detectable difference", least=0),
+            own.part("size", "size", least=0),
+            NUM_CONTEXTS._replace(name=contexts, words=f"{own.words}, contexts"),
+        )
+
+
+BOARD_METRICS = (
+    BoardMetric(SIZE, "size", on_page=True, front="size"),
+    BoardMetric(DEVICE_FRAC, "size"),
+    BoardMetric(RESIDENT_FRAC, "size"),
+    BoardMetric(KL, "text", on_page=True, compared=True),
+    BoardMetric(TOP1, "text", compared=True),
+    BoardMetric(ATTENTION_ERROR, "text"),
+    BoardMetric(NLL, "text"),
+    BoardMetric(KV_RECALL, "task", on_page=True, compared=True),
+    BoardMetric(PASSKEY, "task", on_page=True, compared=True),
+    BoardMetric(STEP, "step", on_page=True, front="step time"),
+)
+"""The metrics of the leaderboard, in the order of its columns. KL also sorts the pages."""
+
+
+def board_metrics(*origins: str) -> list[BoardMetric]:
+    """The metrics of the leaderboard with these origins."""
+    return [metric for metric in BOARD_METRICS if metric.origin in origins]
+
+
+def board_columns(*origins: str) -> Iterator[Metric]:
+    """All columns of the metrics with these origins."""
+    for metric in board_metrics(*origins):
+        yield from metric.columns
