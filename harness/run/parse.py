@@ -70,7 +70,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: a setting that is unknown, of a wrong type, out of range or contradicts another.
     """
-    settings = _plain(OmegaConf.masked_copy(config, [key for key in config if key != "sweep"]))
+    settings = _plain(OmegaConf.masked_copy(config, [str(key) for key in config if key != "sweep"]))
     given = set(map(setting_of, overrides))
     _refuse_no_settings(settings)
     if "kind" not in settings and "experiment" not in settings:

@@ -159,7 +159,8 @@ def _read(
 
     # Its runs are of this experiment, if it is more than a list of runs of others.
     settings_of_all = dict(asked.settings)
-    if node._get_root().get("kind") is not None:
+    whole: Any = node._get_root()
+    if whole.get("kind") is not None:
         settings_of_all = {"experiment": within[-1], **settings_of_all}
 
     given: dict[str, str] = {}
