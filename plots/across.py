@@ -1,13 +1,16 @@
 """The table across models, from `across.csv`: each method's KL beside the oracle's, by size.
 
-A panel a size, a line a method, the closest to the full cache first. A marker is the ratio of its
-KL to the oracle's, its bar the 95 % interval. Full markers are of the shortest windows, hollow ones
-of longer windows. A cross is a method that is not compared, such as one that cannot have the size;
-these stand below the others.
+`budget`: ten methods, a line each, over all models.
+
+`draw`: a panel a size, a line a method, the closest to the full cache first. A marker is the ratio
+of its KL to the oracle's, its bar the 95 % interval. Full markers are of the shortest windows,
+hollow ones of longer windows. A cross is a method that is not compared, such as one that cannot
+have the size; these stand below the others.
 """
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,11 +21,52 @@ from plots import data, style
 LINE_INCHES, WIDTH_INCHES = 0.14, 4.4
 APART = "x"
 """The marker of a method that is not compared."""
+BUDGET_INCHES = (6.4, 3.6)
+SPREAD = 0.08
+"""How far the markers of one size lie from it, as a logarithm."""
 SHIFT = 0.18
 """Of the lines between a method's markers of two lengths."""
 RATIO_AXIS = "KL / oracle's KL"
 UNLISTED = style.Look(style.GREY, "o", "-")
 """Of methods without a colour of their own: more than there are colours, and named on the axis."""
+
+
+def budget(tables: data.Tables, name: str) -> Figure | None:
+    """KL against the size, on the shortest windows; None without two sizes in `across.csv`.
+
+    A bar is the 95 % interval of the ratio to the oracle's KL, times the oracle's KL.
+    """
+    rows = tables.read("across", columns.ACROSS)
+    rows = rows[rows.ratio.notna() & (rows.ratio > 0) & rows.apart.isna()]
+    rows = rows[rows.num_models == rows.num_models.max()]
+    rows = rows[rows.seq_len == rows.seq_len.min()]
+    is_shown = rows.label.isin(style.REGISTRY["budget"]) | rows[data.OWN].fillna(False)
+    rows = rows[is_shown]
+    if rows.asked_size.nunique() < 2:
+        return None
+    figure, (axes,) = style.new(1, panel_inches=BUDGET_INCHES)
+    by_closeness = rows.groupby("label").ratio.min().sort_values()
+    shift = np.linspace(-SPREAD, SPREAD, len(by_closeness))
+    for place, label in enumerate(by_closeness.index):
+        line = rows[rows.label == label].sort_values("asked_size")
+        oracles = line.kl_nats / line.ratio
+        below = line.kl_nats - oracles * line.ratio_low
+        above = oracles * line.ratio_high - line.kl_nats
+        x = 100 * line.asked_size * np.exp(shift[place])  # side by side, so that bars are seen
+        bars = np.array([below, above]) if line.ratio_low.notna().all() else None
+        style.error_line(axes, x, line.kl_nats, bars, name=label, like=style.look(label))
+    style.log_x(axes)
+    style.log_y(axes)
+    ticks = 100 * np.sort(rows.asked_size.unique())
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set(xlabel=style.SIZE_AXIS, ylabel="KL(full || method) (nats)")
+    style.mark_own(axes, rows)
+    many = "over models, as drawn from many" if rows.num_models.max() > 1 else "over places"
+    counts = f"{rows.num_models.max():.0f} models, {rows.num_windows.max():.0f} windows"
+    shown = f"{counts} of {rows.seq_len.max():,.0f} tokens: geometric mean"
+    bars_are = f"bars: 95 % interval of the ratio to the oracle's KL, {many}"
+    return style.finish(figure, f"{shown}; {bars_are}; markers are spread for legibility")
 
 
 def draw(tables: data.Tables, name: str) -> Figure | None:

@@ -1,7 +1,8 @@
 """How all figures look: one colour, marker, line and hatch per label.
 
 Black-and-white print tells them apart. Colours: Okabe and Ito's palette, and four of Paul Tol's for
-labels that are not listed. Both are safe for the common kinds of colour blindness.
+labels that are not listed, and one more for one that is. All are safe for the common kinds of
+colour blindness.
 """
 
 import re
@@ -67,6 +68,7 @@ BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
 VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
 GREY, LIGHT_GREY = "#777777", "#BBBBBB"
 WINE, INDIGO, TEAL, OLIVE = "#882255", "#332288", "#44AA99", "#999933"
+ROSE = "#CC6677"
 
 FULL, CHANCE, PREFILL = "Full cache", "chance", "prefill (light)"
 OF_PAPER = "published (RTX A6000)"
@@ -98,6 +100,12 @@ LOOKS = {
     "infinigen+reuse": Look(SKY, "p", ":", "///"),
     "infinigen+int4": Look(YELLOW, "h", "-.", "++"),
     "InfiniGen2": Look(INDIGO, "D", "-", "//"),
+    "InfiniGen2, sampled rest": Look(SKY, "*", "--", "//"),
+    "vAttention": Look(TEAL, "H", "-.", "xx"),
+    "Twilight": Look(WINE, "X", "--", "\\\\\\"),
+    "ParisKV": Look(OLIVE, "P", ":", "++"),
+    "Quest": Look(GREY, "p", "-", ".."),
+    "SnapKV": Look(ROSE, "h", "--", "oo"),
     "infinigen2": Look(INDIGO, "D", "-", "//"),
     "infinigen2+rows": Look(TEAL, "H", "--", "xx"),
     "infinigen2+rows (2048 tokens)": Look(SKY, "P", "-.", "++"),

@@ -43,8 +43,6 @@ OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 ON_HOST = ("device_rows", "prefetch")
 """Those that need rows behind a link."""
 
-NO_SETTINGS = {"export": "runs nothing"}
-"""Options that are not run settings, with the words of their refusal."""
 AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
 """Classes whose settings stand at the top of `conf/config.yaml`, not in a group."""
 
@@ -141,16 +139,15 @@ def chosen_model(config: DictConfig, overrides: Sequence[str]) -> configs.ModelC
 
 def _refuse_no_settings(settings: Mapping[str, Any]) -> None:
     asks_status(settings.get("status", False))
-    for name, does in NO_SETTINGS.items():
-        value = settings.get(name)
-        if value is not None:
-            raise UserError(f"{name}={value}: {does}, so it is no setting of a run")
+    export = settings.get("export")
+    if export is not None:
+        raise UserError(f"export={export}: runs nothing, so it is no setting of a run")
 
 
 def _taken_as_written(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `RunConfig` has under the same name, and unknown ones, for `build` to
     refuse."""
-    read = {"sweep", "status", *NO_SETTINGS, "codec_settings", *OF_THE_CODEC, *DEFAULTS}
+    read = {"sweep", "status", "export", "codec_settings", *OF_THE_CODEC, *DEFAULTS}
     for cls in AT_TOP:
         read.update(field.name for field in fields(cls))
     return {name: value for name, value in settings.items() if name not in read}
