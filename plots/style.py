@@ -318,7 +318,7 @@ def error_line(
     axes: Axes,
     x: pd.Series,
     y: pd.Series,
-    stderr: pd.Series | None,
+    stderr: pd.Series | np.ndarray | None,
     *,
     name: str,
     like: Look,
