@@ -8,18 +8,11 @@ from typing import TypeVar
 
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperBar, quantity
-from harness.results import columns
-from harness.results.columns import (
-    ASKED_SIZE,
-    BOARD_METRICS,
-    EXEMPT_CHOICE,
-    KL,
-    MISSING,
-    SIZE,
-    TableRow,
-)
+from harness.results import columns, metrics
+from harness.results.columns import EXEMPT_CHOICE, TableRow
 from harness.results.fronts import EQUAL, REFERENCES
 from harness.results.leaderboard import is_best
+from harness.results.metrics import ASKED_SIZE, BOARD_METRICS, KL, MISSING, SIZE
 from harness.results.pages import is_brief
 from harness.results.sheet import Sheet
 
@@ -163,8 +156,8 @@ def _scores(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
                     stderr = row.get(f"{shown.name}_stderr")
                     yield shown.heading, key, shown.show(row[shown.name], stderr)
     scored = [row for row in rows if "task" in row and "metric" in row and is_brief(row)]
-    for row in sorted(scored, key=lambda row: columns.rank(row["metric"])):
-        shown = columns.quantity(row["metric"])
+    for row in sorted(scored, key=lambda row: metrics.rank(row["metric"])):
+        shown = metrics.quantity(row["metric"])
         key = row["label"], row.get(columns.SETTINGS.name) or MISSING
         yield f"{row['task']} {shown.heading}", key, shown.show(row["value"], row["stderr"])
 

@@ -48,11 +48,6 @@ from harness.results.metrics import (
     board_columns,
     board_metrics,
 )
-from harness.results.metrics import BOARD_METRICS as BOARD_METRICS
-from harness.results.metrics import MISSING as MISSING
-from harness.results.metrics import STEP as STEP
-from harness.results.metrics import quantity as quantity
-from harness.results.metrics import rank as rank
 
 T = TypeVar("T")
 K = TypeVar("K")

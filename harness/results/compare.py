@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, exit_code, printable, shortened
 from harness.files import replacing
-from harness.results import columns
+from harness.results import columns, metrics
 from harness.results.archive import opened
-from harness.results.columns import MISSING, TableRow
+from harness.results.columns import TableRow
+from harness.results.metrics import MISSING
 from harness.results.record import CODE, Record, read_all
 from harness.results.samples import Measured, paired, samples_of
 from harness.results.table_rows import with_rows
@@ -208,7 +209,7 @@ def _shown(change: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
     """A line of the printed table, by heading. names: those that tell what was measured."""
     shown = columns.column(change["metric"])
     if shown.digits is None:
-        shown = columns.quantity(change["metric"])
+        shown = metrics.quantity(change["metric"])
     difference = f"{shown.factor * change['difference']:+.3g}"
     if not math.isnan(change["stderr"]):
         difference += f" ± {shown.factor * change['stderr']:.2g}"

@@ -20,8 +20,8 @@ from typing import Any
 
 from harness.errors import UserError, exit_code, nearest, printable
 from harness.results.archive import opened
-from harness.results.columns import MISSING
 from harness.results.lost import Answered, OfTask, of_record, tasks_with_questions
+from harness.results.metrics import MISSING
 from harness.results.record import BAD_VALUE_ERRORS, Record, in_words, read_all, read_record
 from harness.results.samples import Baselines, is_full
 from harness.settings.paths import COMMAND, RESULTS
