@@ -382,7 +382,7 @@ def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
 
 @pytest.mark.parametrize("name", ["fig12", "fig18", "frontier", "ruler"])  # lines, hatches, parts, images
 def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
-    elsewhere = {"capacity", "capacity-modelled", "across"}  # drawn in test_capacity and test_across
+    elsewhere = {"capacity", "capacity-modelled", "across", "budget"}  # drawn in test_capacity and test_across
     assert {*DRAWINGS} == {*ROWS, *MODELLED, *elsewhere, "frontier"} - {"perplexity", "fig17-latency", "leaderboard"}
     monkeypatch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name]})
     monkeypatch.setattr(drawing, "DPI", 40)  # takes a fraction of the time
@@ -397,7 +397,7 @@ def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
 
 def test_fig11_draws_lines_full_cache_chance_and_errors(results) -> None:
     figure = draw("fig11", results)
-    ylabels = [accuracy.AXES[metric] for metric in ("acc", "acc", "kl_nats", "top1_agreement")]
+    ylabels = [accuracy.axis(metric) for metric in ("acc", "acc", "kl_nats", "top1_agreement")]
     assert [axes.get_ylabel() for axes in figure.axes] == ylabels
     assert {axes.get_xlabel() for axes in figure.axes} == {"size: share of the cache read (%)"}
     assert legend(figure) == ["Full cache", "InfiniGen", "H2O", "INT8/4/2", "chance"]

@@ -72,7 +72,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     given = set(map(setting_of, overrides))
     _refuse_no_settings(settings)
     if "kind" not in settings and "experiment" not in settings:
-        chosen_file = next(word for word in overrides if setting_of(word) == "experiment")
+        chosen_file = next(word for word in overrides if word.startswith("experiment="))
         raise UserError(f"{chosen_file}: its runs are of other experiments; it is none by itself")
     # `build` says that the kind is missing.
     kind = find(settings["kind"]) if "kind" in settings else Kind()
