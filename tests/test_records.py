@@ -291,7 +291,7 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't alloc
 )
 def test_what_a_user_can_mend_is_one_line_that_names_the_setting(error, kind, message, runs, capsys):
     runs.measure = Mock(side_effect=error)
-    assert main([*H2O, f"experiment={kind}"]) == 2
+    assert main([*H2O, f"experiment={kind}", "sweep=null"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: {message}", said)
 
