@@ -1,4 +1,4 @@
-"""The table across models: each method's KL beside the oracle's, its rank, its answers, its memory.
+"""The table across models: each method's KL beside the oracle's, its rank, answers, memory, step.
 
     python -m harness.results.across results
 
@@ -34,9 +34,11 @@ from harness.results.across_rows import (
     pairs_of,
     rows_at,
     settings_of,
+    with_fronts,
 )
 from harness.results.columns import TableRow
 from harness.results.evidence_tables import Evidence, read, series_of
+from harness.results.step_time import BoardSteps
 
 NAME, CLAIMS, MODELS, PAIRS = "across", "across-claims", "across-models", "across-pairs"
 SHAPES = {
@@ -67,12 +69,14 @@ def make(evidence: Evidence, says: Mapping[str, Any]) -> Made:
     full = full_answers(series)
     together = on_models(full, models.together)
     full_together = dict(zip(together, rows_at(full, together), strict=True))
+    steps = BoardSteps(evidence.steps, models.together)
     rows: dict[str, list[TableRow]] = {name: [] for name in SHAPES}
     for setting in settings:
         pairs = pairs_of(setting)
         rows[PAIRS] += pair_rows(setting, pairs)
-        rows[NAME] += method_rows(setting, pairs, full_together)
+        rows[NAME] += method_rows(setting, pairs, full_together, steps)
         rows[MODELS] += kl_by_model(setting, models)
+    rows[NAME] = with_fronts(rows[NAME])
     rows[MODELS] += answers_by_model(series, models, full)
     rows[CLAIMS] += claim_rows(says["claims"], settings, series, models)
     for name, of_table in rows.items():
