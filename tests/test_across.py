@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import re
+import shutil
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from harness import report
 from harness.errors import UserError
 from harness.results import across, across_claims, columns, student
 from harness.results import write as tables
+from harness.results.across_page import first_board
 from harness.results.across_rows import COSTS, ORACLES, with_fronts
 from harness.results.across_stats import Design, Estimate, compare_all, holm, ranks
 from harness.results.columns import TableRow, read_table, shape_of
@@ -302,8 +304,10 @@ def results(tmp_path) -> Path:
 
 
 def made(results: Path, name: str = "across") -> list[TableRow]:
+    """The rows of a table; of `across` those of the first board."""
     across.write([results])
-    return read_table(results / "tables" / f"{name}.csv")
+    rows = read_table(results / "tables" / f"{name}.csv")
+    return first_board(rows) if name == "across" else rows
 
 
 def by_label(rows: Iterable[TableRow]) -> dict[str, TableRow]:
@@ -335,6 +339,20 @@ def test_the_table_finds_what_is_known(results):
     assert full["ratio"] is None and full["answers"] == pytest.approx(1) and "full cache itself" in full["apart"]
 
 
+def test_each_model_has_a_board_like_that_of_its_own_results(results, tmp_path_factory):
+    across.write([results])
+    rows = read_table(results / "tables" / "across.csv")
+    boards = columns.grouped(rows, lambda row: row["over"])
+    assert list(boards) == ["all models", "big", "small", "slow"]
+    for folder, (model, _) in MODELS.items():
+        alone = tmp_path_factory.mktemp("alone")
+        shutil.copytree(results / folder / "tables", alone / "tables")
+        assert made(alone) == boards[model]
+        assert {row["over"] for row in read_table(alone / "tables" / "across.csv")} == {model}, "one board, not two"
+    assert "small, size 10 %" in (results / "tables" / "across.md").read_text()
+    assert "small, size 10 %" not in (results / "across.md").read_text()
+
+
 def step_row(model: str, label: str, **cells: Any) -> TableRow:
     """A timed step of 10 ms compute and 1 MB over a link of 100 MB/s, which waits for half of the bytes."""
     return {
@@ -362,9 +380,8 @@ def test_a_step_is_the_timed_one_or_follows_from_it(results):
         add(results / folder, TEXTS, [*longer, *smaller, *[row | {"label": "Far + int8"} for row in coded]])
     coded_step = step_row("small", "Far", codec="int8", step_s=0.007)
     add(results, STEPS, [coded_step | {"label": "Far + int8"}])
-    across.write([results])
     found = {}
-    for row in read_table(results / "tables" / "across.csv"):
+    for row in made(results):
         found[row["label"], row["asked_size"], row["seq_len"]] = row["step_s"], row["step_source"]
         assert row["step_on"] in ("", "small (cpu), batch 4, prompts of 1,024 tokens")
     assert found["Near", 0.1, 1024] == (0.0151, "emulated") and found["Far", 0.1, 1024] == (0.02, "emulated")
@@ -656,7 +673,7 @@ def test_the_source_named_first_counts(results, tmp_path_factory):
         if (row["model"], row["label"], row["domain"]) == ("big", "Far", "book")
     )
     assert row["value"] == 7
-    rows = by_label(read_table(own / "tables" / "across.csv"))
+    rows = by_label(first_board(read_table(own / "tables" / "across.csv")))
     assert rows["Far"]["shipped"] == "" and rows["Near"]["shipped"] == "yes"
     assert "| Far \\* " in (own / "across.md").read_text()
 

@@ -171,15 +171,29 @@ def page(
     rows, claims, of_models: of the tables `across`, `across-claims` and `across-models`. readme:
     size and labels of README's table. left_out: models over which no mean goes.
     """
+    first = first_board(rows)
     note = f"{NOTE} {CLAIMS_NOTE}"
     if left_out:
         few = "fewer than half of the methods ran there"
         note += f" Not in the means: {', '.join(left_out)}, since {few}."
-    sheets = [*_readme(rows, of_models, readme), *across(rows)]
-    sizes = {row["asked_size"] for row in rows}
+    sheets = [*_readme(first, of_models, readme), *across(first)]
+    sizes = {row["asked_size"] for row in first}
     of_sizes = [claim for claim in claims if claim["asked_size"] in sizes]
-    sheets += [*by_memory(rows), *claims_sheets(of_sizes)]
+    sheets += [*by_memory(first), *claims_sheets(of_sizes)]
     return markdown("across models", note, sheets)
+
+
+def first_board(rows: Sequence[TableRow]) -> list[TableRow]:
+    """The rows of the first board, which is over all models if there are several."""
+    return _where(rows, "over", rows[0]["over"]) if rows else []
+
+
+def boards(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """The sheets of all boards; those after the first are named by their model."""
+    for number, of_board in enumerate(columns.grouped(rows, lambda row: row["over"]).values()):
+        for sheet in across(of_board):
+            name = f"{of_board[0]['over']}, " if number else ""
+            yield sheet._replace(title=name + sheet.title)
 
 
 def across(rows: Sequence[TableRow]) -> Iterator[Sheet]:
@@ -189,7 +203,7 @@ def across(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         compared = _where(of_setting, "apart", "")
         apart = [row for row in of_setting if row["apart"]]
         if compared:
-            sheet = _methods(words, compared)
+            sheet = methods_sheet(words, compared)
             yield sheet._replace(notes=[_counts(compared[0]), *sheet.notes, *own_notes])
         if apart:
             yield _apart(f"{words}: not compared", apart)
@@ -204,7 +218,8 @@ def _counts(row: TableRow) -> str:
     )
 
 
-def _methods(title: str, rows: Sequence[TableRow]) -> Sheet:
+def methods_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
+    """A line a compared method, in the order of the rows."""
     rank = {f"rank of {rows[0]['num_compared']}": _rank}
     exempt = shown_as_is([columns.EXEMPT_NUMBERS])
     shown = _LABEL | rank | _RATIO | _ANSWERS | _SIZES | _step(rows) | exempt
@@ -562,7 +577,7 @@ def steps_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 
 SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {
-    "across": across,
+    "across": boards,
     "across_claims": claims_sheets,
     "across_models": models_sheets,
     "across_pairs": pairs_sheets,

@@ -144,6 +144,17 @@ def models_of(series: Iterable[Series]) -> Models:
     return Models(list(counts), [model for model in counts if 2 * counts[model] >= most])
 
 
+def of_one_model(series: Iterable[Series], model: str) -> list[Series]:
+    """The series with the windows and answers of one model, where there are any."""
+    found = []
+    for one in series:
+        windows = [row for row in one.windows if row["model"] == model]
+        answers = [row for row in one.answers if row["model"] == model]
+        if windows or answers:
+            found.append(one._replace(windows=windows, answers=answers))
+    return found
+
+
 class Setting:
     """A size and a length: the methods that ran there, and which of them are compared.
 
@@ -442,6 +453,7 @@ def _method_row(
     row: TableRow = {
         "model": _models_of(windows),
         "method": series.method,
+        "family": here[0].get("family"),
         "label": series.label,
         "asked_size": setting.asked_size,
         "seq_len": setting.seq_len,

@@ -146,8 +146,10 @@ OF_A_STEP = (
     LINK_BYTES_PER_S,
     STEP,
 )
+FAMILY = Metric("family", "family")
+"""In a word, how a method reads less than the full cache."""
 BOARD = (
-    EXPERIMENT, MODEL, METHOD, Metric("codec"), Metric("family"), LABEL, SETTINGS,
+    EXPERIMENT, MODEL, METHOD, Metric("codec"), FAMILY, LABEL, SETTINGS,
     ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE,
     *board_columns("size", "text"), NUM_WINDOWS, *board_columns("task"),
     PLATFORM, BATCH_SIZE, PROMPT_LEN, *OF_A_STEP, STEP_SOURCE,
@@ -167,7 +169,7 @@ _OF_A_RUN = (
     EXPERIMENT, MODEL, METHOD, Metric("codec"), LABEL, SETTINGS, ASKED_SIZE, EXEMPT_LAYERS,
 )  # fmt: skip
 _READ = (SIZE, DEVICE_FRAC, RESIDENT_FRAC, SOURCE, SHIPPED, RUN_ID)
-EVIDENCE_TEXTS = (*_OF_A_RUN, SEQ_LEN, TEXT, WINDOW, PLACE, KL, *_READ)
+EVIDENCE_TEXTS = (*_OF_A_RUN, FAMILY, SEQ_LEN, TEXT, WINDOW, PLACE, KL, *_READ)
 """A window of a text under a method. The sizes on the device are of all windows of its run."""
 EVIDENCE_ANSWERS = (*_OF_A_RUN, Metric("task"), CONTEXT_ID, RIGHT, ASKED, PROMPT_LEN, *_READ)
 """The questions on one context of a task under a method. `prompt_len`: of the longest."""
@@ -185,6 +187,7 @@ NUM_MODELS = Metric("num_models", "models", POSITIVE, 0)
 NUM_PLACES = Metric("num_places", "places", POSITIVE, 0)
 APART = Metric("apart", "why it is not compared")
 STEP_ON = Metric("step_on", "step timed on")
+OVER = Metric("over")
 DOMAIN, MEASURE = Metric("domain", "domain"), Metric("measure")
 DEGREES = Metric("degrees", "degrees of freedom", POSITIVE, 0)
 OTHER = Metric("other", "other method")
@@ -204,7 +207,7 @@ def _interval(metric: Metric) -> tuple[Metric, Metric]:
 
 
 ACROSS = (
-    MODEL, METHOD, LABEL, ASKED_SIZE, SEQ_LEN, RANK, *_interval(RANK),
+    OVER, MODEL, METHOD, FAMILY, LABEL, ASKED_SIZE, SEQ_LEN, RANK, *_interval(RANK),
     Metric("num_compared", "methods compared", POSITIVE, 0),
     KL, RATIO, *_interval(RATIO), DEGREES, NUM_MODELS, NUM_WINDOWS, NUM_PLACES,
     ANSWERS, ANSWERS_DIFFERENCE, *_interval(ANSWERS_DIFFERENCE), NUM_QUESTIONS, NUM_CONTEXTS,
@@ -212,7 +215,8 @@ ACROSS = (
     *_interval(SIZE), *_interval(DEVICE_FRAC), *_interval(RESIDENT_FRAC),
     EXEMPT_NUMBERS, STEP, STEP_SOURCE, STEP_ON, FRONT, APART, SOURCE, SHIPPED,
 )  # fmt: skip
-"""A method at a size and a length, over `model`, the names of all models. `kl_nats` is the
+"""A method at a size and a length, over `model`, the names of the models that have it. `over`: the
+board it is compared on, over all models or of one of them. `kl_nats` is the
 geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and `rank_high`
 are the places that it may have. `_low` and `_high` of `ratio` and `answers_difference` are 95 %
 intervals, of sizes the least and the largest of the models. `step_s` is of the one
@@ -306,7 +310,7 @@ def _optional() -> Iterator[str]:
     for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS):
         yield column.name
     yield from names(NEWER_OF_SERVING)
-    yield from (ATTENTION_ERROR.name, f"{ATTENTION_ERROR.name}_stderr")
+    yield from (FAMILY.name, ATTENTION_ERROR.name, f"{ATTENTION_ERROR.name}_stderr")
     for metric in board_metrics("task"):
         yield f"{metric.column.name}_{NUM_CONTEXTS.name}"
 
@@ -522,7 +526,7 @@ def render_csv(columns: Sequence[Metric], rows: Sequence[TableRow]) -> str:
     shown = [name for name in names(columns) if name not in OPTIONAL or having(rows, name)]
     frame = pd.DataFrame(rows, columns=shown, dtype=object)  # which leaves an int an int
     for column in columns:
-        if column.digits is None:
+        if column.digits is None and column.name in shown:
             frame[column.name] = frame[column.name].map(as_cell, na_action="ignore")
     return frame.to_csv(index=False, lineterminator="\n")
 

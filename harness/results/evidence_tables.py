@@ -33,6 +33,8 @@ SHAPES = {TEXTS: "evidence_texts", ANSWERS: "evidence_answers", STEPS: "evidence
 TABLE_OF_KIND = {"tasks": ANSWERS, "latency": STEPS}
 """The table of a kind of run; of a run on a text, `TEXTS`."""
 ACC = "acc"
+READS_ALL = "reads all"
+"""The family of the full cache."""
 
 
 def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
@@ -86,10 +88,21 @@ def _windows(record: Record) -> Iterator[TableRow]:
     windows = record["samples"]["windows"]
     common = _of_run(record) | columns.picked(entries, ("device_frac", "resident_frac"))
     common |= {"text": Path(text).name, "seq_len": record["config"]["seq_len"]}
+    common["family"] = family_of(record)
     for number, window in enumerate(windows):
         place = window.get("place", number / len(windows))
         measured = columns.picked(window, ("kl_nats", "size"))
         yield common | measured | {"window": number, "place": place}
+
+
+def family_of(record: Record) -> str:
+    """In a word, how the method of a run reads less than the full cache."""
+    if record["when"] != "kept":
+        return "oracle" if record["when"] == "true_scores" else "retrieves"
+    if record["config"]["size"] is not None:
+        return "evicts"
+    sizes = set(columns.values(record["metrics"].values(), "size"))
+    return READS_ALL if sizes <= {1} else "codes"
 
 
 def _answers(record: Record) -> Iterator[TableRow]:
