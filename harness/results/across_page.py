@@ -18,6 +18,7 @@ from harness.results.across_rows import (
     OF_KL,
     OWN_SIZE,
     SAME_STEP,
+    TRAFFIC,
     traffic,
 )
 from harness.results.across_stats import Design
@@ -113,7 +114,7 @@ def _where(rows: Iterable[TableRow], name: str, value: Any) -> list[TableRow]:
     return [row for row in rows if row[name] == value]
 
 
-def _interval(show: Callable[[Any], str], value: Any, low: Any, high: Any) -> str:
+def show_interval(show: Callable[[Any], str], value: Any, low: Any, high: Any) -> str:
     """A number and its interval where it has one."""
     if value is None:
         return MISSING
@@ -134,11 +135,13 @@ def _show_points(difference: float) -> str:
 
 
 def _ratio(row: TableRow, name: str = "ratio") -> str:
-    return _interval(show_ratio, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
+    return show_interval(show_ratio, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
 
 
 def _difference(row: TableRow, name: str = "answers_difference") -> str:
-    return _interval(_show_points, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
+    return show_interval(
+        _show_points, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
+    )
 
 
 def _range(column: Metric, row: TableRow) -> str:
@@ -364,7 +367,7 @@ def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
             continue
         shown = _LABEL | {
             "asked": lambda row: _size_words(row["asked_size"]),
-            "link + device (%)": lambda row: metrics.SIZE.show(traffic(row)),
+            TRAFFIC.heading: lambda row: TRAFFIC.show(traffic(row)),
             metrics.RESIDENT_FRAC.heading: _SIZES[metrics.RESIDENT_FRAC.heading],
             **_step(found),
             **shown_as_is([metrics.KL, columns.FRONT]),

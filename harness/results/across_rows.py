@@ -23,7 +23,7 @@ from harness.results.across_stats import (
 from harness.results.columns import TableRow
 from harness.results.evidence_tables import Series
 from harness.results.fronts import EQUAL, REFERENCES
-from harness.results.metrics import SIZE
+from harness.results.metrics import CACHE, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
 from harness.results.step_time import BoardSteps
@@ -525,6 +525,7 @@ def _middle(row: TableRow, name: str) -> float:
     return middle
 
 
+TRAFFIC = Metric("traffic", "link + device", CACHE, 1, "less", logarithmic=True)
 COSTS: Mapping[str, Callable[[TableRow], float | None]] = {
     "link": lambda row: _middle(row, "size"),
     "link + device": traffic,
