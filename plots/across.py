@@ -36,7 +36,7 @@ def budget(tables: data.Tables, name: str) -> Figure | None:
 
     A bar is the 95 % interval of the ratio to the oracle's KL, times the oracle's KL.
     """
-    rows = tables.read("across", columns.ACROSS)
+    rows = _first_board(tables.read("across", columns.ACROSS))
     rows = rows[rows.ratio.notna() & (rows.ratio > 0) & rows.apart.isna()]
     rows = rows[rows.num_models == rows.num_models.max()]
     rows = rows[rows.seq_len == rows.seq_len.min()]
@@ -69,9 +69,14 @@ def budget(tables: data.Tables, name: str) -> Figure | None:
     return style.finish(figure, f"{shown}; {bars_are}; markers are spread for legibility")
 
 
+def _first_board(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows over all models, or of the only one."""
+    return rows[rows.over == rows.over.iloc[0]] if len(rows) else rows
+
+
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `across.csv`."""
-    rows = tables.read(name, columns.ACROSS)
+    rows = _first_board(tables.read(name, columns.ACROSS))
     rows = rows[rows.ratio.notna() & (rows.ratio > 0)]
     if rows.empty:
         return None

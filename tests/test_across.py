@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import re
+import shutil
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,15 +16,17 @@ import pytest
 import yaml
 from matplotlib.text import Text
 from test_report import Page
-from test_tables import TEXT_METRICS, answers, save, sizes
+from test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, sizes
 
 from harness import report
 from harness.errors import UserError
 from harness.results import across, across_claims, columns, student
 from harness.results import write as tables
+from harness.results.across_page import first_board
+from harness.results.across_rows import COSTS, ORACLES, with_fronts
 from harness.results.across_stats import Design, Estimate, compare_all, holm, ranks
 from harness.results.columns import TableRow, read_table, shape_of
-from harness.results.evidence_tables import ANSWERS, TEXTS
+from harness.results.evidence_tables import ANSWERS, SHAPES, STEPS, TEXTS
 from harness.run.compose import compose, load
 from harness.settings.schema import CONF_DIR
 from plots import data, style
@@ -278,7 +281,7 @@ def full_rows(model: str, count: int) -> list[TableRow]:
 
 
 def put(folder: Path, name: str, rows: Sequence[TableRow]) -> None:
-    shape = {TEXTS: columns.EVIDENCE_TEXTS, ANSWERS: columns.EVIDENCE_ANSWERS}[name]
+    shape = columns.TABLES[SHAPES[name]]
     (folder / "tables").mkdir(parents=True, exist_ok=True)
     (folder / "tables" / f"{name}.csv").write_text(columns.render_csv(shape, rows))
 
@@ -301,8 +304,10 @@ def results(tmp_path) -> Path:
 
 
 def made(results: Path, name: str = "across") -> list[TableRow]:
+    """The rows of a table; of `across` those of the first board."""
     across.write([results])
-    return read_table(results / "tables" / f"{name}.csv")
+    rows = read_table(results / "tables" / f"{name}.csv")
+    return first_board(rows) if name == "across" else rows
 
 
 def by_label(rows: Iterable[TableRow]) -> dict[str, TableRow]:
@@ -332,6 +337,107 @@ def test_the_table_finds_what_is_known(results):
     assert rows["Far"]["num_contexts"] == 8, "contexts of one task on three models are one cluster each"
     full = rows["Full cache"]
     assert full["ratio"] is None and full["answers"] == pytest.approx(1) and "full cache itself" in full["apart"]
+
+
+def test_each_model_has_a_board_like_that_of_its_own_results(results, tmp_path_factory):
+    across.write([results])
+    rows = read_table(results / "tables" / "across.csv")
+    boards = columns.grouped(rows, lambda row: row["over"])
+    assert list(boards) == ["all models", "big", "small", "slow"]
+    for folder, (model, _) in MODELS.items():
+        alone = tmp_path_factory.mktemp("alone")
+        shutil.copytree(results / folder / "tables", alone / "tables")
+        assert made(alone) == boards[model]
+        assert {row["over"] for row in read_table(alone / "tables" / "across.csv")} == {model}, "one board, not two"
+    assert "small, size 10 %" in (results / "tables" / "across.md").read_text()
+    assert "small, size 10 %" not in (results / "across.md").read_text()
+
+
+def step_row(model: str, label: str, **cells: Any) -> TableRow:
+    """A timed step of 10 ms compute and 1 MB over a link of 100 MB/s, which waits for half of the bytes."""
+    return {
+        "experiment": "evidence", "model": model, "method": METHODS[label], "codec": "", "label": label,
+        "settings": "size=0.1", "asked_size": 0.1, "exempt_layers": 0, "platform": "cpu", "batch_size": 4,
+        "prompt_len": 1024, "gen_len": 24, "compute_s": 0.010, "link_bytes": 1e6, "late_bytes": 5e5,
+        "link_bytes_per_s": 1e8, "step_s": 0.0151, "size": 0.08, "source": "emulated", "shipped": "yes",
+        "run_id": "2" * 16,
+    } | cells  # fmt: skip
+
+
+def test_a_step_is_the_timed_one_or_follows_from_it(results):
+    """Of the model with the most timed steps, at windows as long as its prompts, with as many exempt layers."""
+    steps = [
+        step_row("small", "Near"),
+        step_row("small", "Alike", exempt_layers=1),
+        step_row("small", "Far", step_s=0.02),
+    ]
+    put(results, STEPS, [step_row("big", "Near", step_s=9.0)])
+    put(results / "second", STEPS, [*steps, step_row("small", "Near", batch_size=8, step_s=8.0)])
+    for folder, (model, count) in MODELS.items():
+        longer = window_rows(model, count, ["Oracle", "Near"], seq_len=4096)
+        smaller = window_rows(model, count, ["Oracle", "Near"], asked_size=0.05, size=0.04)
+        coded = window_rows(model, count, ["Far"], settings="size=0.1, group_size=16", codec="int8")
+        add(results / folder, TEXTS, [*longer, *smaller, *[row | {"label": "Far + int8"} for row in coded]])
+    coded_step = step_row("small", "Far", codec="int8", step_s=0.007)
+    add(results, STEPS, [coded_step | {"label": "Far + int8"}])
+    found = {}
+    for row in made(results):
+        found[row["label"], row["asked_size"], row["seq_len"]] = row["step_s"], row["step_source"]
+        assert row["step_on"] in ("", "small (cpu), batch 4, prompts of 1,024 tokens")
+    assert found["Near", 0.1, 1024] == (0.0151, "emulated") and found["Far", 0.1, 1024] == (0.02, "emulated")
+    assert found["Far + int8", 0.1, 1024] == (0.007, "modelled"), "in groups of another length"
+    half_late = 0.0025  # of half the bytes, 5 ms, half are waited for
+    assert found["Near", 0.05, 1024] == (pytest.approx(0.0151 + (0.010 + half_late) - (0.010 + 0.005)), "modelled")
+    for key in (("Alike", 0.1, 1024), ("Oracle", 0.1, 1024), ("Near", 0.1, 4096)):
+        assert found[key] == (None, ""), "not timed like this"
+    page = (results / "across.md").read_text()
+    assert "12.6‡" in page and "Decode step: small (cpu), batch 4, prompts of 1,024 tokens, over an" in page
+
+
+def test_without_timed_steps_no_page_has_a_column_of_them(results):
+    rows = by_label(made(results))
+    tables_of_page = (results / "across.md").read_text().partition("\n## ")[2]
+    assert rows["Near"]["step_s"] is None and "decode step" not in tables_of_page
+
+
+def test_a_front_has_the_methods_that_none_beats_at_a_cost():
+    """Against a plain search over all pairs, with what counts as equal."""
+    rng = random.Random(0)
+    rows = []
+    for number in range(60):
+        size = rng.choice([0.05, 0.1, 0.104])
+        costs = {"size": size, "device_frac": rng.random(), "resident_frac": rng.random()}
+        row = {f"{name}_{end}": value for name, value in costs.items() for end in ("low", "high")}
+        row |= {"method": rng.choice(["quest", "h2o", *ORACLES]), "apart": rng.choice(["", "", "lacks x"])}
+        step = rng.choice([None, rng.uniform(0.1, 0.11)])
+        rows.append(row | {"kl_nats": rng.random(), "seq_len": rng.choice([1, 2]), "step_s": step, "label": number})
+    limits = {"link": (0.01, 0), "link + device": (0, 0), "kept on device": (0, 0), "step time": (0, 0.01)}
+
+    def cost(row: TableRow, name: str) -> float | None:
+        both = row["size_low"] + row["device_frac_low"]
+        return {
+            "link": row["size_low"], "link + device": both, "kept on device": row["resident_frac_low"],
+            "step time": row["step_s"],
+        }[name]  # fmt: skip
+
+    assert list(limits) == list(COSTS)
+    found = with_fronts(rows)
+    assert any("link, link + device" in row["front"] for row in found)
+    possible = [row for row in rows if not row["apart"] and row["method"] not in ORACLES]
+    for row, of_row in zip(found, rows, strict=True):
+        expected = []
+        for name, (absolute, relative) in limits.items():
+            own = cost(of_row, name)
+            if of_row not in possible or own is None:
+                continue
+            better = [
+                other for other in possible
+                if other["seq_len"] == of_row["seq_len"] and other["kl_nats"] < of_row["kl_nats"]
+                and cost(other, name) is not None and cost(other, name) <= own * (1 + relative) + absolute
+            ]  # fmt: skip
+            if not better:
+                expected.append(name)
+        assert row["front"] == ", ".join(expected), of_row["label"]
 
 
 def test_pairs_say_who_is_closer(results):
@@ -567,7 +673,7 @@ def test_the_source_named_first_counts(results, tmp_path_factory):
         if (row["model"], row["label"], row["domain"]) == ("big", "Far", "book")
     )
     assert row["value"] == 7
-    rows = by_label(read_table(own / "tables" / "across.csv"))
+    rows = by_label(first_board(read_table(own / "tables" / "across.csv")))
     assert rows["Far"]["shipped"] == "" and rows["Near"]["shipped"] == "yes"
     assert "| Far \\* " in (own / "across.md").read_text()
 
@@ -696,6 +802,24 @@ def test_records_become_windows_and_answers(tmp_path):
     ]  # fmt: skip
     assert "code KL (nats), 2 windows" in (tmp_path / "tables" / f"{TEXTS}.md").read_text()
     assert "75.0 ± 25.0, 4" in (tmp_path / "tables" / f"{ANSWERS}.md").read_text()
+
+
+def test_a_timed_record_becomes_a_step_under_the_name_of_its_method(tmp_path):
+    chosen = ["method=infinigen2", "size=nearest:0.1", "codec=int8"]
+    save_windows(tmp_path, *chosen)
+    save_windows(tmp_path, *chosen, "group_size=16", "label=other groups")
+    timed = {"gen_len": 11, "decode_s": 0.1, "exposed_transfer_s": 0.02, "h2d_bytes": 10_000, "late_bytes": 5_000}
+    timed = LATENCY_METRICS | {"link_bytes_per_s": 1e9, "size": 0.09} | timed
+    save(tmp_path, ["experiment=evidence", "kind=latency", *chosen], timed)
+    save(tmp_path, ["experiment=evidence", "kind=latency", "method=full"], timed | {"h2d_bytes": None})
+    tables.update(tmp_path, "evidence")
+    (row,) = read_table(tmp_path / "tables" / f"{STEPS}.csv")
+    assert (row["label"], row["method"], row["codec"], row["asked_size"]) == (
+        "InfiniGen2 + int8", "infinigen2", "int8", 0.1,
+    )  # fmt: skip
+    assert row["step_s"] == pytest.approx(0.01) and row["compute_s"] == pytest.approx(0.008)
+    assert (row["link_bytes"], row["late_bytes"], row["size"]) == (1000, 500, 0.09)
+    assert "InfiniGen2 + int8" in (tmp_path / "tables" / f"{STEPS}.md").read_text()
 
 
 def test_a_record_that_is_damaged_is_left_out_and_named(tmp_path, caplog):

@@ -16,8 +16,6 @@ from test_tables import LATENCY_METRICS, answers, save
 
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
-from harness.report.compared import side_by_side
-from harness.report.explorer import explorer
 from harness.results import tuned
 from harness.results import write as tables
 from harness.results.columns import BOARD, TableRow, names, read_table
@@ -376,14 +374,10 @@ def test_a_table_per_size_is_sorted_by_kl_with_its_best_in_bold(results):
 
 def test_a_metric_stands_wherever_its_declaration_says(results):
     rows = board(results)
-    (sheet, *_), choices = sheets_of(rows), explorer(rows, {})["choices"]
-    beside = side_by_side({"a": rows, "b": rows}).header
+    sheet, *_ = sheets_of(rows)
     for metric in BOARD_METRICS:
-        heading, name = metric.column.heading, metric.column.name
         assert set(names(metric.columns)) <= set(names(BOARD))
-        assert (heading in sheet.header) == metric.on_page
-        assert (f"{heading}, a" in beside) == metric.compared
-        assert ([*choices["x"]].index(name) < [*choices["y"]].index(name)) == metric.is_cost
+        assert (metric.column.heading in sheet.header) == metric.on_page
 
 
 def test_only_what_is_certain_is_outside_the_references(results):

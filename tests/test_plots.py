@@ -270,6 +270,7 @@ SHAPES = {
     **dict.fromkeys((*TIMED, "fig17-latency"), columns.LATENCY),
     **dict.fromkeys(CURVES, columns.ANALYSIS),
     "leaderboard": columns.BOARD,
+    "across": columns.ACROSS,
 }
 """Columns of the tables that are not of accuracy."""
 COMMON = {

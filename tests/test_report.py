@@ -27,6 +27,7 @@ from harness.report.compared import main_scores, main_times, published_sheet, si
 from harness.report.explorer import explorer
 from harness.report.sections import MODELLED, REGISTRY, entries_of
 from harness.results import write as tables
+from harness.results.across_rows import OWN_SIZE
 from harness.results.columns import ACCURACY, TableRow, names
 from harness.results.metrics import MISSING
 from plots import drawing
@@ -43,12 +44,15 @@ SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width=
 
 
 def place(label: str, **fields: Any) -> TableRow:
-    """A row of the leaderboard."""
+    """A row of the board."""
     common = {
-        "experiment": "leaderboard", "model": "tiny", "method": label.lower(), "family": "evicts", "asked_size": 0.16,
-        "size": 0.16, "kl_nats": 0.5, "kl_nats_stderr": 0.1, "passkey": 0.5, "passkey_stderr": 0.1,
-        "passkey_size": 0.3, "source": "measured", "step_s": 0.25, "step_source": "emulated", "settings": "a=1",
-        "exempt_layers": 2, "exempt_choice": "best",
+        "over": "tiny", "model": "tiny", "method": label.lower(), "family": "evicts", "asked_size": 0.16,
+        "seq_len": 1024,
+        "kl_nats": 0.5, "ratio": 2.0, "ratio_low": 1.5, "ratio_high": 3.0, "rank": 1, "rank_low": 1, "rank_high": 1,
+        "num_compared": 2, "size_low": 0.16, "size_high": 0.16, "device_frac_low": 0.3, "device_frac_high": 0.4,
+        "resident_frac_low": 0.1, "resident_frac_high": 0.2, "exempt_numbers": "2", "apart": "", "source": "measured",
+        "answers_difference": -0.05, "step_s": 0.25, "step_source": "emulated", "step_on": "tiny", "front": "",
+        "num_models": 1, "num_windows": 8, "num_places": 4,
     }  # fmt: skip
     return common | {"label": label} | fields
 
@@ -81,7 +85,7 @@ def results(tmp_path_factory) -> Path:
         save(folder, ["experiment=latency", f"system={label}"], LATENCY_METRICS, text=label, **RAN)
     for experiment in ("fig11", "perplexity", "latency"):
         tables.update(folder, experiment)
-    write(folder, "leaderboard", [place("A"), place(HOSTILE, size=0.2)])
+    write(folder, "across", [place("A"), place(HOSTILE, asked_size=0.2)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(published, "FIGURES", {name: published.FIGURES[name] for name in ("fig14", "fig15")})
         published.write_tables(folder)
@@ -178,7 +182,9 @@ def test_the_catalogue_has_every_figure_once():
 
 def test_a_section_says_what_there_is(page):
     text = page.text("main-results")
-    assert "tiny: closest to the full cache at a size of 16 %" in text and "A 16.0 0.5000 50.0 250.0" in text
+    assert (
+        "tiny: closest to the full cache at a size of 16 %" in text and "A 1 (1 to 1) 2.00 (1.50 to 3.00) -5.0" in text
+    )
     assert "offload opt-13b, batch 20, 1,920 + 128 tokens, modelled 360.7 1.0" in text and FINDING in text
     text = page.text("fig11")
     assert text.startswith("fig11: Accuracy against size measured make accuracy H2O reads")
@@ -231,17 +237,18 @@ def test_models_are_compared_where_both_have_a_number():
     assert sheet.header == ["label", "settings", "passkey acc (%), m", "passkey acc (%), n"]
     assert sheet.lines == [["A", "-", "50.0 ± 5.0", "25.0 ± 5.0"]] and sheet.title == "m and n"
     assert side_by_side({"m": ours}) is None
-    board = side_by_side({name: [place("A"), place("B", asked_size=None)] for name in ("m", "n")})
-    assert [line[:2] for line in board.lines] == [["A", "16 %"], ["B", "-"]] and board.lines[0][2] == "0.5000 ± 0.1000"
 
 
 def test_main_results_are_the_closest_methods_and_those_of_the_paper():
-    rows = [place(f"m{number}", kl_nats=number) for number in range(9, 0, -1)]
-    rows += [place("H2O", kl_nats=20), place("m0", kl_nats=0.1, size=0.4), place("small", asked_size=0.1, kl_nats=0.1)]
-    rows += [place("Full", kl_nats=0, method="full", asked_size=None), place("Oracle", kl_nats=0.2)]
+    rows = [place(f"m{number}", ratio=number) for number in range(1, 10)]
+    oracle = place("Oracle", ratio=1)
+    rows = [place("coded", method="oracle", ratio=0.5), rows[0], oracle, *rows[1:], place("H2O", ratio=20)]
+    rows += [place("long", ratio=0.1, seq_len=4096), place("small", asked_size=0.01), place("m0", apart="lacks x")]
+    rows += [place("other model", over="large", ratio=0.1, asked_size=0.1)]
     sheet = main_scores(rows)
-    assert [line[0] for line in sheet.lines] == ["Full", "Oracle", "m1", "m2", "m3", "m4", "m5", "H2O"]
-    assert main_scores([place("A", asked_size=None)]) is None
+    assert sheet.title == "tiny: closest to the full cache at a size of 16 %"
+    assert [line[0] for line in sheet.lines] == ["m1", "Oracle", "m2", "m3", "m4", "m5", "H2O"]
+    assert main_scores([place("A", apart="lacks x")]) is None
     times = {"label": "offload", "total_s": 9.0, "model": "m", "batch_size": 1, "prompt_len": 8, "gen_len": 2}
     times |= {"source": "emulated"}
     sheet = main_times([[times, times | {"label": "infinigen", "total_s": 3.0}], []])
@@ -249,19 +256,27 @@ def test_main_results_are_the_closest_methods_and_those_of_the_paper():
 
 
 def test_the_explorer_has_every_row_as_a_point_and_says_what_it_is():
-    front = {"front": "size, step time", "settings": "read_frac=5.960464477539063e-08, rank=0.0625, a=4"}
-    rows = [place("A", **front), place("B", asked_size=None, family="codes", step_source="modelled")]
+    rows = [place("A", front="link, step time"), place("A", seq_len=4096, step_s=None), place("Full", kl_nats=None)]
+    for size in (0.16, 0.05):  # it stands beside both sizes
+        codes = {"family": "codes", "apart": OWN_SIZE, "rank": None, "asked_size": size}
+        rows.append(place("B", **codes, step_source="modelled"))
     found = explorer(rows, REGISTRY["families"])
-    first, second = found["points"]
-    assert (first["size"], first["kl_nats"], first["step_s"], first["passkey_size"]) == (16, 0.5, 250, 30)
-    assert (first["kl_nats_low"], first["kl_nats_high"], first["passkey_low"]) == (0.4, 0.6, 40)
+    first, longer, second = found["points"]
+    assert (first["size"], first["traffic"], first["kl_nats"], first["step_s"]) == (16, 51, 0.5, 250)
+    assert (first["resident_frac"], first["resident_frac_low"], first["ratio"], first["ratio_high"]) == (20, 10, 2, 3)
+    assert first["kl_nats_low"] is None and longer["step_s"] is None and longer["text_step_s"] == MISSING
     said = {title: first[field] for field, title in found["tooltip"].items()}
-    assert said["method"] == "A" and said["asked size"] == "16 %" and said["KL (nats)"] == "0.5000 ± 0.1000"
-    assert said["settings"] == "read_frac=5.96e-08, rank=0.0625, a=4"
+    assert said["method"] == "A" and said["asked size"] == "16 %" and said["KL (nats)"] == "0.5000"
+    assert said["KL / oracle's"] == "2.00 (1.50 to 3.00)" and said["kept on device (%)"] == "10.0 to 20.0"
+    assert said["windows"] == "1,024 tokens" and said["over"] == said["step timed on"] == "tiny"
     assert (first["label"], second["label"], second["asked"]) == ("A 16 %", "B", "of its own")
     assert found["choices"]["size"] == {"": "all", "16 %": "16 %", "of its own": "of its own"}
-    assert found["fronts"] == {"size": "size", "step_s": "step time"} and second["modelled"]
-    assert {"size", "step_s", "kl_nats", "passkey"} == set(found["axes"])
+    assert [*found["choices"]["windows"]] == ["1,024 tokens", "4,096 tokens"] and [*found["choices"]["over"]] == [
+        "tiny"
+    ]
+    costs = {"size": "link", "traffic": "link + device", "resident_frac": "kept on device", "step_s": "step time"}
+    assert found["fronts"] == costs and second["modelled"] and first["front"] == "link, step time"
+    assert {*costs, "kl_nats", "ratio", "answers_difference"} == set(found["axes"])
     assert explorer([], REGISTRY["families"]) is None
 
 

@@ -26,14 +26,20 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 def report(tmp_path_factory) -> Path:
     """The report of two models: a leaderboard, a task, a figure, and the questions that two runs of the first lost."""
     folder = tmp_path_factory.mktemp("results")
-    for model, inner in (("first", folder), ("second", folder / "second")):
-        common = {"model": model, "settings": HOSTILE}
-        rows = [place("Full", **common, method="full", asked_size=None, size=1, kl_nats=0, family="reads all")]
+    boards = []
+    for over in ("all models", "first"):
+        common = {"over": over, "step_on": HOSTILE}
+        boards.append(
+            place("Full", **common, method="full", kl_nats=None, ratio=None, apart="itself", family="reads all")
+        )
         for size, kl in ((0.1, 0.5), (0.25, 0.25)):
-            sized = common | {"asked_size": size, "size": size}
-            rows.append(place(HOSTILE, **sized, kl_nats=kl, family="retrieves", front="size"))
-            rows.append(place("B", **sized, kl_nats=2 * kl, step_source="modelled"))
-        write(inner, "leaderboard", rows)
+            sized = common | {"asked_size": size, "size_low": size, "size_high": size}
+            boards.append(place(HOSTILE, **sized, kl_nats=kl, ratio=10 * kl, family="retrieves", front="link"))
+            boards.append(place("B", **sized, kl_nats=2 * kl, step_source="modelled"))
+    boards.append(place("long", over="first", seq_len=4096))
+    boards.append(place("unanswered", over="first", answers_difference=None))
+    write(folder, "across", boards)
+    for inner in (folder, folder / "second"):
         write(inner, "fig11", [score("A", 0.1, value, task=task) for task in "ab" for value in (0.75, 0.5)])
         (inner / "figures").mkdir()
         (inner / "figures" / "fig11.svg").write_text(SVG.replace('"9"', '"900"'))
@@ -107,11 +113,12 @@ const column = table => [...table.tBodies[0].rows].map(row => row.cells[3].textC
   seen.named = named();
   seen.sized = await choose("size", "10 %");
   seen.all = await choose("size", "");
-  seen.accuracy = await choose("y", "passkey");
+  seen.answers = await choose("y", "answers_difference");
   seen.axes = [...explorer.querySelectorAll(".role-axis-title text")].map(text => text.textContent);
   seen.step = await choose("x", "step_s");
-  seen.model = await choose("model", "second");
-  const table = document.querySelector("#leaderboard table");
+  seen.model = await choose("over", "first");
+  seen.windows = await choose("windows", "4,096 tokens");
+  const table = document.querySelector("#across table");
   seen.before = column(table);
   table.querySelectorAll("th button")[3].click();
   seen.after = column(table);
@@ -171,18 +178,18 @@ def test_the_explorer_answers_and_nothing_else_happens(report, profile, tmp_path
     text = text.replace("<title>", f"<script>{WATCH}</script><title>", 1)
     target = tmp_path / "report.html"
     target.write_text(text.removesuffix("</body>\n</html>\n") + f"<script>{PROBE}</script></body></html>")
-    shown = chromium(profile, "--window-size=500,2500", "--dump-dom", f"{target.as_uri()}#page-leaderboard")
+    shown = chromium(profile, "--window-size=500,2500", "--dump-dom", f"{target.as_uri()}#page-across-models")
     seen = json.loads(unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL).group(1)))
     assert isinstance(seen, dict), seen
     assert seen["troubles"] == []
     assert (seen["first"], seen["sized"], seen["all"]) == (4, 2, 4), "without the full cache, whose KL is 0"
-    assert (seen["accuracy"], seen["step"], seen["model"]) == (5, 5, 5)
+    assert (seen["answers"], seen["step"], seen["model"], seen["windows"]) == (4, 4, 4, 1)
     assert set(seen["labels"]) >= {"B 10 %", "B 25 %"}, "names that have room"
     answer = dict(seen["shown"])
-    assert answer["method"] == answer["settings"] == HOSTILE and answer["asked size"] == "25 %"
-    assert answer["KL (nats)"] == "0.2500 ± 0.1000" and answer["family"] == "retrieves"
+    assert answer["method"] == answer["step timed on"] == HOSTILE and answer["asked size"] == "25 %"
+    assert answer["KL (nats)"] == "0.2500" and answer["family"] == "retrieves"
     assert seen["pale"] == 2 and seen["named"] == [f"{HOSTILE} 10 %", f"{HOSTILE} 25 %"], "the chosen method's sizes"
-    assert "passkey (%)" in seen["axes"]
+    assert "answers minus full cache (points)" in seen["axes"]
     assert (seen["pages"], seen["broken"], seen["elements"]) == (1, 0, 0)
     assert seen["scripts"] == len(page.scripts) + len(page.packed) + 3
     assert seen["wider"] <= 0, "the page scrolls sideways on a phone"

@@ -8,11 +8,10 @@ from typing import TypeVar
 
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperBar, quantity
-from harness.results import columns, metrics
-from harness.results.columns import EXEMPT_CHOICE, TableRow
-from harness.results.fronts import EQUAL, REFERENCES
-from harness.results.leaderboard import is_best
-from harness.results.metrics import ASKED_SIZE, BOARD_METRICS, KL, MISSING, SIZE
+from harness.results import across_page, columns, metrics
+from harness.results.across_rows import ORACLES
+from harness.results.columns import TableRow
+from harness.results.metrics import ASKED_SIZE, MISSING
 from harness.results.pages import is_brief
 from harness.results.sheet import Sheet
 
@@ -23,8 +22,8 @@ HEADER = (
     "model", "series", "setup", "metric", "published", "kind", "ours", "ours / published", "note",
 )  # fmt: skip
 """Headings of published numbers; a column without any number is left out."""
-MAIN_SIZE = 0.16
-"""Of the leaderboard, the size that the overview shows, or the nearest."""
+MAIN_SIZE = 0.10
+"""Of the board, the size that the overview shows, or the nearest."""
 BEST = 5
 """So many methods of that size the overview shows, the closest to the full cache first; then
 these:"""
@@ -34,7 +33,7 @@ SYSTEMS = (BASE, "offload+int4", "offload+h2o", "infinigen", "ideal")
 """Systems of which the overview shows times."""
 
 Key = tuple[str, str]
-"""A label, and the size or the settings that tell its runs apart."""
+"""A label, and the settings that tell its runs apart."""
 
 
 # The paper's
@@ -107,10 +106,10 @@ def _holds(row: TableRow, wanted: TableRow) -> bool:
 
 
 def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
-    """The runs and quantities that more than one model has, a line per method and size; None
+    """The runs and quantities that more than one model has, a line per method; None
     without any.
 
-    models: by name, the rows of accuracy tables or of leaderboards.
+    models: by name, the rows of accuracy tables.
     """
     scores: dict[str, dict[str, dict[Key, str]]] = {}
     for model, rows in models.items():
@@ -146,15 +145,6 @@ def _shared(lists: Collection[Iterable[T]]) -> list[T]:
 
 def _scores(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
     """(quantity, key, text) of every score."""
-    for row in rows:
-        if EXEMPT_CHOICE.name in row and is_best(row):
-            asked = row[ASKED_SIZE.name]
-            key = row["label"], MISSING if asked is None else f"{ASKED_SIZE.show(asked)} %"
-            for metric in BOARD_METRICS:
-                shown = metric.column
-                if metric.compared and row.get(shown.name) is not None:
-                    stderr = row.get(f"{shown.name}_stderr")
-                    yield shown.heading, key, shown.show(row[shown.name], stderr)
     scored = [row for row in rows if "task" in row and "metric" in row and is_brief(row)]
     for row in sorted(scored, key=lambda row: metrics.rank(row["metric"])):
         shown = metrics.quantity(row["metric"])
@@ -166,38 +156,30 @@ def _scores(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
 
 
 def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
-    """The overview's table of a leaderboard. None without a row of some size.
+    """The overview's table of a board's rows. None without a compared method.
 
-    It has the full cache, the upper reference, the methods closest to the full cache at
-    `MAIN_SIZE`, and those of the paper.
+    It has the oracle, the methods closest to the full cache at `MAIN_SIZE` and on the shortest
+    windows, and those of the paper.
     """
-    known = []
-    for row in columns.having(rows, KL.name, SIZE.name):
-        if is_best(row):
-            known.append(row)
-    sizes = set(columns.values(known, ASKED_SIZE.name)) - {None}
-    if not sizes:
+    compared = [row for row in across_page.first_board(rows) if not row["apart"]]
+    if not compared:
         return None
+    seq_len = min(columns.values(compared, "seq_len"))
+    of_length = [row for row in compared if row["seq_len"] == seq_len]
+    sizes = set(columns.values(of_length, ASKED_SIZE.name))
     main_size = min(sizes, key=lambda size: abs(size - MAIN_SIZE))
-    by_size = columns.grouped(known, lambda row: row[ASKED_SIZE.name])
-    sized = sorted(by_size[main_size], key=lambda row: row[KL.name])
-    by_method = columns.grouped(known, lambda row: row["method"])
-    upper, methods = [], []
-    for row in sized:
-        if row["method"] == REFERENCES["upper"]:
-            upper.append(row)
-        elif abs(row[SIZE.name] - main_size) < EQUAL:
-            methods.append(row)
-    full = by_method.get("full", [])
-    paper = [row for row in methods[BEST:] if row["method"] in ALWAYS]
-    on_page = [metric.column for metric in BOARD_METRICS if metric.on_page]
-    shown = columns.with_values(on_page, sized)
-    lines = []
-    for row in (*full[:1], *upper, *methods[:BEST], *paper):
-        lines.append([row["label"], *columns.texts(shown, row)])
+    shown = []
+    count = 0
+    for row in of_length:  # the closest first
+        if row[ASKED_SIZE.name] != main_size:
+            continue
+        is_oracle = row["method"] in ORACLES
+        count += not is_oracle
+        is_first_oracle = row["method"] == ORACLES[0] and row["ratio"] == 1
+        if is_first_oracle or (not is_oracle and (count <= BEST or row["method"] in ALWAYS)):
+            shown.append(row)
     words = f"closest to the full cache at a size of {ASKED_SIZE.show(main_size)} %"
-    header = ["method", *columns.headings(shown)]
-    return Sheet(f"{known[0]['model']}: {words}", header, lines)
+    return across_page.methods_sheet(f"{compared[0]['over']}: {words}", shown)
 
 
 def main_times(tables: Iterable[Sequence[TableRow]]) -> Sheet | None:

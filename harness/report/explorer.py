@@ -1,41 +1,73 @@
-"""What the explorer of the leaderboard shows: a point per method and size, the quantities to
-choose, and the looks.
+"""What the explorer of the board shows: a point per method, size and length of windows, over all
+models and of each; the quantities to choose, and the looks.
 
 `report.js` makes one Vega-Lite specification of them. Words of tables are data in it, never part of
 an expression or of a field name. Colours and shapes are those of the figures
 (`plots/registry.yaml`).
 """
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.results import columns, metrics
+from harness.results.across_page import show_interval, show_ratio
+from harness.results.across_rows import COSTS, OWN_SIZE, TRAFFIC
 from harness.results.columns import TableRow
-from harness.results.fronts import COSTS
-from harness.results.leaderboard import is_best
-from harness.results.metrics import MISSING, BoardMetric, Metric
+from harness.results.metrics import Metric
+from harness.results.sheet import show_range
+from harness.results.step_time import MODELLED
 
 Json = dict[str, Any]
 
 VEGA_LITE = "6.4"
 LARGEST = 1e100
-OWN_SIZE = "of its own"
+AT_OWN_SIZE = "of its own"
 OTHER = {"color": "currentColor", "shape": "cross"}
 """The look of a family that the registry does not list."""
-LONG_FRACTION = re.compile(r"\d+\.\d{4,}(?:e[-+]?\d+)?|\d+(?:\.\d+)?e[-+]?\d+")
-"""A number in the words of a setting with more digits than a reader wants."""
 
 
-def _order(metric: BoardMetric) -> int:
-    """Costs that have a front stand first, then other costs, then qualities."""
-    if not metric.is_cost:
-        return 2
-    return 0 if metric.front else 1
+class Quantity(NamedTuple):
+    """A quantity to choose. value: of a row. front: the name of a cost's front, "" for a quality.
+
+    ends: the columns of its interval, or of the least and the largest of the models.
+    """
+
+    metric: Metric
+    value: Callable[[TableRow], float | None]
+    front: str = ""
+    ends: str = ""
 
 
-QUANTITIES = sorted(metrics.BOARD_METRICS, key=_order)
+def _quality(metric: Metric, *, ends: bool = True) -> Quantity:
+    return Quantity(metric, lambda row: row.get(metric.name), ends=metric.name if ends else "")
+
+
+QUANTITIES = (
+    Quantity(metrics.SIZE._replace(words="link"), COSTS["link"], "link", metrics.SIZE.name),
+    Quantity(TRAFFIC, COSTS["link + device"], "link + device"),
+    Quantity(
+        metrics.RESIDENT_FRAC,
+        COSTS["kept on device"],
+        "kept on device",
+        metrics.RESIDENT_FRAC.name,
+    ),
+    Quantity(metrics.STEP, COSTS["step time"], "step time"),
+    _quality(metrics.KL, ends=False),
+    _quality(columns.RATIO._replace(logarithmic=True)),
+    _quality(columns.ANSWERS_DIFFERENCE),
+)
+"""The costs, then the qualities."""
+WORDS: Mapping[str, str] = {
+    "over": "over",
+    "family": columns.FAMILY.words,
+    "asked": "asked size",
+    "windows": "windows",
+    "exempt_numbers": columns.EXEMPT_NUMBERS.words,
+    "step_on": columns.STEP_ON.words,
+    "apart": columns.APART.words,
+}
+"""Words of a point that a hover answers, besides its method and its quantities."""
 
 
 @cache
@@ -47,49 +79,57 @@ def library() -> str:
 
 
 def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]) -> Json | None:
-    """What `report.js` needs of the rows of leaderboards; None without points.
+    """What `report.js` needs of the rows of boards; None without points.
 
-    points: by field. choices: of `x`, `y`, `size` and `model`, from a value to its words. axes:
-    title and scale of each quantity. tooltip: titles of the words that a hover answers, by field.
-    fronts: the name of the front of a cost. families: their looks, those of the figures first.
+    points: by field. choices: of `x`, `y`, `size`, `windows` and `over`, from a value to its words.
+    axes: title and scale of each quantity. tooltip: titles of the words that a hover answers, by
+    field. fronts: the name of the front of a cost. families: their looks, those of the figures
+    first.
     """
-    points = [_point(row) for row in columns.having(rows, metrics.KL.name) if is_best(row)]
+    points = _points(columns.having(rows, metrics.KL.name))
     if not points:
         return None
     costs: dict[str, str] = {}
     qualities: dict[str, str] = {}
     axes = {}
-    tooltip = {"name": "method", "family": "family", "asked": "asked size"}
-    for metric in QUANTITIES:
-        name, heading = metric.column.name, metric.column.heading
+    tooltip = {"name": "method", **WORDS}
+    for quantity in QUANTITIES:
+        name, heading = quantity.metric.name, quantity.metric.heading
         if columns.having(points, name):
-            choices = costs if metric.is_cost else qualities
+            choices = costs if quantity.front else qualities
             choices[name] = heading
-            axes[name] = [heading, "log" if metric.column.logarithmic else "linear"]
+            axes[name] = [heading, "log" if quantity.metric.logarithmic else "linear"]
             tooltip[f"text_{name}"] = heading
-    tooltip["settings"] = "settings"
-    sizes = set(columns.values(points, "asked"))
     return {
         "points": points,
         "choices": {
             "x": costs | qualities,
             "y": qualities | costs,
-            "size": {
-                "": "all",
-                **_itself(sorted(sizes - {OWN_SIZE})),
-                **_itself(sizes & {OWN_SIZE}),
-            },
-            "model": _itself(columns.values(points, "model")),
+            "size": {"": "all", **_themselves(points, "asked")},
+            "windows": _themselves(points, "windows"),
+            "over": _themselves(points, "over"),
         },
         "axes": axes,
         "tooltip": tooltip,
-        "fronts": {cost: name for name, cost in COSTS.items()},
+        "fronts": {each.metric.name: each.front for each in QUANTITIES if each.front},
         "families": _looks(columns.values(points, "family"), families),
     }
 
 
-def _itself(names: Collection[str]) -> dict[str, str]:
-    return dict(zip(names, names, strict=True))
+def _themselves(points: Sequence[Json], name: str) -> dict[str, str]:
+    """The words of a field, each once, which stand for themselves; those of no size of a method's
+    choice come last."""
+    words = sorted(set(columns.values(points, name)) - {AT_OWN_SIZE}, key=_natural)
+    if name == "over":  # all models first, as in the table
+        words = list(dict.fromkeys(columns.values(points, name)))
+    if any(point[name] == AT_OWN_SIZE for point in points):
+        words.append(AT_OWN_SIZE)
+    return {word: word for word in words}
+
+
+def _natural(words: str) -> tuple[int, str]:
+    """Sort key: shorter numbers are smaller."""
+    return len(words), words
 
 
 def _looks(found: Sequence[str], families: Mapping[str, Mapping[str, str]]) -> Json:
@@ -103,37 +143,50 @@ def _looks(found: Sequence[str], families: Mapping[str, Mapping[str, str]]) -> J
     return looks
 
 
+def _points(rows: Sequence[TableRow]) -> list[Json]:
+    """A point a row; a method without a size, which stands beside every size, is one point."""
+    points: dict[tuple[str, ...], Json] = {}
+    for row in rows:
+        point = _point(row)
+        identity = point["over"], point["name"], point["asked"], point["windows"]
+        points.setdefault(identity, point)
+    return list(points.values())
+
+
 def _point(row: TableRow) -> Json:
     """A row: numbers as the axes show them, words as a hover answers them."""
-    size = row.get(metrics.ASKED_SIZE.name)
-    asked = OWN_SIZE if size is None else f"{metrics.ASKED_SIZE.show(size)} %"
-    settings = row.get("settings") or MISSING
+    has_own_size = OWN_SIZE in (row.get("apart") or "")
+    asked = f"{metrics.ASKED_SIZE.show(row['asked_size'])} %"
     point: Json = {
         "name": row["label"],
-        "label": row["label"] if size is None else f"{row['label']} {asked}",
-        "family": row["family"],
-        "model": row["model"],
-        "asked": asked,
-        "front": row.get(columns.FRONT.name) or "",
-        "modelled": row.get(columns.STEP_SOURCE.name) == "modelled",
-        "settings": LONG_FRACTION.sub(lambda found: f"{float(found[0]):.3g}", settings),
+        "label": row["label"] if has_own_size else f"{row['label']} {asked}",
+        "front": row.get("front") or "",
+        "modelled": row.get("step_source") == MODELLED,
     }
-    for metric in QUANTITIES:
-        column = metric.column
-        value, stderr = row.get(column.name), row.get(f"{column.name}_stderr")
-        point[column.name] = _number(value, column)
-        point[f"text_{column.name}"] = column.show(value, stderr)
+    for name in WORDS:
+        point[name] = row.get(name) or metrics.MISSING
+    point["asked"] = AT_OWN_SIZE if has_own_size else asked
+    point["windows"] = f"{row['seq_len']:,.0f} tokens"
+    for quantity in QUANTITIES:
+        name, metric = quantity.metric.name, quantity.metric
+        value = quantity.value(row)
         low = high = None
-        if value is not None and stderr is not None:
-            low, high = value - stderr, value + stderr
-            if metric.column.logarithmic:
-                low = max(low, value / 10)
-        point[f"{column.name}_low"] = _number(low, column)
-        point[f"{column.name}_high"] = _number(high, column)
-    for metric in metrics.board_metrics("task"):
-        name = f"{metric.column.name}_{metrics.SIZE.name}"
-        point[name] = _number(row.get(name), metrics.SIZE)
+        if quantity.ends:
+            low, high = row.get(f"{quantity.ends}_low"), row.get(f"{quantity.ends}_high")
+        point[name] = _number(value, metric)
+        point[f"{name}_low"], point[f"{name}_high"] = _number(low, metric), _number(high, metric)
+        point[f"text_{name}"] = _shown(quantity, value, low, high)
     return point
+
+
+def _shown(quantity: Quantity, value: float | None, low: float | None, high: float | None) -> str:
+    """A number for a hover, with its interval or the range over the models."""
+    metric = quantity.metric
+    if quantity.front:
+        ends = (value, value) if low is None else (low, high)
+        return show_range(metric, ends, " to ")
+    show = show_ratio if metric.name == columns.RATIO.name else metric.show
+    return show_interval(show, value, low, high)
 
 
 def _number(value: float | None, column: Metric) -> float | None:

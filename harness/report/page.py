@@ -1,7 +1,7 @@
 """The report as a page: its sections, and of `runs/` the environment and the failures.
 
 A section per figure or table. Everything is embedded, nothing is fetched. Figures are SVG images.
-Scripts sort tables and draw the explorer of the leaderboard; without scripts all else works. The
+Scripts sort tables and draw the explorer of the board; without scripts all else works. The
 page's policy admits no script but its own.
 """
 
@@ -25,9 +25,10 @@ from harness.report.compared import main_scores, main_times
 from harness.report.explorer import explorer, library
 from harness.report.lost import lost_questions, lost_sheet
 from harness.report.sections import REGISTRY, SOURCES, Entry, Section, entries_of, sections_of
+from harness.results import columns
+from harness.results.across import NAME as BOARD
 from harness.results.archive import opened
 from harness.results.columns import TableRow
-from harness.results.leaderboard import NAME as LEADERBOARD
 from harness.results.metrics import GIB, MISSING
 from harness.results.record import Record, read_all
 from harness.results.sheet import WORDS
@@ -47,7 +48,7 @@ GLOSSARY = {
     "oracle": "reads the tokens with the highest true attention scores; others are measured by it",
     "kv_recall, passkey": "questions on facts in a text; guessing gets 25 %",
     "decode step": "the time of one new token for a batch of sequences",
-    "front": "methods that no other beats both in KL and in a cost",
+    "front": "methods than which no other is closer for no higher a cost",
     "offload, ideal": "the full cache in host memory, read whole over the link; the same on the "
     "device",
     "*": "a run of one's own beside those that the project ships",
@@ -90,12 +91,15 @@ def _render(folder: Path) -> str:
     pages: dict[str, list[Section]] = {}
     for section in sections.values():
         pages.setdefault(section.entry.page, []).append(section)
-    boards = sections[LEADERBOARD].parts if LEADERBOARD in sections else []
+    boards = sections[BOARD].parts if BOARD in sections else []
     rows_of_boards: list[TableRow] = []
     main_sheets = []
     for part in boards:
-        rows_of_boards += part.rows
-        main_sheets.append(main_scores(part.rows))
+        rows = [row for row in part.rows if columns.shape_of(row) == "across"]
+        main_sheets.append(main_scores(rows))
+        for row in rows:
+            over = f"{row['over']} ({part.where})" if part.where else row["over"]
+            rows_of_boards.append(row | {"over": over})
     timed = []
     for name in TIMED:
         if name in sections:
@@ -125,7 +129,7 @@ def _render(folder: Path) -> str:
         explorer=explored,
         lost=lost_sheet(lost) if lost else None,
         command=COMMAND,
-        explorer_page=sections[LEADERBOARD].entry.page if boards else None,
+        explorer_page=sections[BOARD].entry.page if boards else None,
         beside=list(filter(None, folders)),
         sources=SOURCES,
         glossary=GLOSSARY,

@@ -56,13 +56,13 @@ const named = (points, x, y, width) => {
   return found;
 };
 const specification = ({ points, axes, tooltip, fronts, families }, chosen, width) => {
-  const quantity = (own, other) => {  // a task has a size of its own
-    const [title, type] = axes[own], field = `${other}_${own}` in points[0] ? `${other}_${own}` : own;
-    const least = own === "kl_nats" ? 1e-6 : type === "log" ? 0 : -Infinity;  // a smaller KL is that of the full cache
+  const quantity = field => {
+    const [title, type] = axes[field], least = type === "log" ? 0 : -Infinity;
     return { field, least, type: "quantitative", title, scale: { type, nice: false, padding: 12 } };
   };
-  const x = quantity(chosen.x, chosen.y), y = quantity(chosen.y, chosen.x);
-  const values = points.filter(point => point.model === chosen.model && (!chosen.size || point.asked === chosen.size)
+  const x = quantity(chosen.x), y = quantity(chosen.y);
+  const values = points.filter(point => point.over === chosen.over && point.windows === chosen.windows
+    && (!chosen.size || point.asked === chosen.size)
     && [x, y].every(({ field, least }) => point[field] !== null && point[field] > least));
   for (const { field, scale } of [x, y]) {
     const numbers = values.flatMap(point => [point[field], point[`${field}_low`], point[`${field}_high`]]);

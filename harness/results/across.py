@@ -1,4 +1,4 @@
-"""The table across models: each method's KL beside the oracle's, its rank, its answers, its memory.
+"""The table across models: each method's KL beside the oracle's, its rank, answers, memory, step.
 
     python -m harness.results.across results
 
@@ -13,7 +13,7 @@ first count.
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,19 +24,24 @@ from harness.files import holding, write_atomic
 from harness.results import across_page, columns
 from harness.results.across_claims import claim_rows
 from harness.results.across_rows import (
+    ALL_MODELS,
+    Models,
     answers_by_model,
     full_answers,
     kl_by_model,
     method_rows,
     models_of,
+    of_one_model,
     on_models,
     pair_rows,
     pairs_of,
     rows_at,
     settings_of,
+    with_fronts,
 )
 from harness.results.columns import TableRow
-from harness.results.evidence_tables import Evidence, read, series_of
+from harness.results.evidence_tables import Evidence, Series, read, series_of
+from harness.results.step_time import BoardSteps
 
 NAME, CLAIMS, MODELS, PAIRS = "across", "across-claims", "across-models", "across-pairs"
 SHAPES = {
@@ -65,19 +70,36 @@ def make(evidence: Evidence, says: Mapping[str, Any]) -> Made:
     models = models_of(series)
     settings = settings_of(series, models)
     full = full_answers(series)
-    together = on_models(full, models.together)
-    full_together = dict(zip(together, rows_at(full, together), strict=True))
     rows: dict[str, list[TableRow]] = {name: [] for name in SHAPES}
     for setting in settings:
-        pairs = pairs_of(setting)
-        rows[PAIRS] += pair_rows(setting, pairs)
-        rows[NAME] += method_rows(setting, pairs, full_together)
+        rows[PAIRS] += pair_rows(setting, pairs_of(setting))
         rows[MODELS] += kl_by_model(setting, models)
+    over = ALL_MODELS if len(models.together) > 1 else "".join(models.together)
+    rows[NAME] += _board(over, series, models, evidence.steps)
+    for model in models.all:
+        if model != over:
+            alone = Models([model], [model])
+            rows[NAME] += _board(model, of_one_model(series, model), alone, evidence.steps)
     rows[MODELS] += answers_by_model(series, models, full)
     rows[CLAIMS] += claim_rows(says["claims"], settings, series, models)
     for name, of_table in rows.items():
         rows[name] = [row | {"source": "measured"} for row in of_table]
     return Made(rows, models.left_out)
+
+
+def _board(
+    over: str, series: Sequence[Series], models: Models, steps: Sequence[TableRow]
+) -> Iterator[TableRow]:
+    """The rows of one board. over: all models, or the model it is of."""
+    full = full_answers(series)
+    contexts = on_models(full, models.together)
+    full_together = dict(zip(contexts, rows_at(full, contexts), strict=True))
+    found: list[TableRow] = []
+    for setting in settings_of(series, models):
+        pairs = pairs_of(setting)
+        found += method_rows(setting, pairs, full_together, BoardSteps(steps, models.together))
+    for row in with_fronts(found):
+        yield {"over": over} | row
 
 
 def write(sources: Sequence[Path]) -> Path:

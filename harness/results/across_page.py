@@ -10,9 +10,20 @@ from typing import Any
 
 from harness.results import columns, metrics
 from harness.results.across_claims import VERDICTS
-from harness.results.across_rows import ALL_MODELS, ALL_TEXTS, OF_ANSWERS, OF_KL, OWN_SIZE
+from harness.results.across_rows import (
+    ALL_MODELS,
+    ALL_TEXTS,
+    COSTS,
+    OF_ANSWERS,
+    OF_KL,
+    OWN_SIZE,
+    SAME_STEP,
+    TRAFFIC,
+    traffic,
+)
 from harness.results.across_stats import Design
 from harness.results.columns import TableRow
+from harness.results.fronts import EQUAL
 from harness.results.metrics import MISSING, Metric
 from harness.results.sheet import (
     SIZE_NOTE,
@@ -24,9 +35,14 @@ from harness.results.sheet import (
     show_range,
     shown_as_is,
 )
+from harness.results.step_time import MODELLED
 from harness.settings.paths import COMMAND
 
-OTHER_SIZE, LACKS = "§", "¶"
+OTHER_SIZE, LACKS, MODELLED_MARK = "§", "¶", "‡"
+MODELLED_WORDS = (
+    "Modelled from the compute and the bytes of a step that was timed at another size, or over "
+    "codes in groups of another length."
+)
 INTERVAL = (
     "Brackets hold 95 % intervals (Student's t): of one model over places of its texts or contexts "
     "of its questions, of several models over the models, as drawn from many."
@@ -42,7 +58,9 @@ NOTE = (
     "the number of exempt layers that is best for its size on the model's calibration text "
     "(`conf/tuned.yaml`). *Read on device* and *kept on device* are shares of the full cache, as "
     "ranges over the models; the oracle keeps all of it there and reads every key. Where it did "
-    "not run, the oracle by InfiniGen's rule stands in its place. "
+    "not run, the oracle by InfiniGen's rule stands in its place. The decode step is of one model, "
+    "with the link and device of the note below a table; a method that was not timed there, or not "
+    "with this number of exempt layers, has none. "
     f"{INTERVAL} By model and text: "
     "`tables/across-models.md`; all pairs: `tables/across-pairs.csv`; the formulas: "
     "`docs/statistics.md`."
@@ -65,8 +83,10 @@ CLAIMS_NOTE = (
 )
 MEMORY_NOTE = (
     "Link + device is what a step moves over the link and reads on the device, where it reads "
-    "the fetched rows and the index. KL is the geometric mean over windows. A method is on a front "
-    "where none is closer at no more bytes."
+    "the fetched rows and the index. KL is the geometric mean over windows. Not beaten in: the "
+    f"costs ({', '.join(COSTS)}) at which no other method is closer for no more. Sizes within "
+    f"{100 * EQUAL:.0f} point count as equal, and step times within {100 * SAME_STEP:.0f} %. "
+    "Oracles, which cannot be built, are on no front and keep no method off one."
 )
 TEXTS_NOTE = (
     f"KL(full cache || method) by text. {SIZE_NOTE} ± is one standard error over places of a text. "
@@ -76,6 +96,12 @@ ANSWERS_NOTE = (
     "Right answers by task, when the question is not known while the cache is reduced. A question "
     "has four choices, so chance is 25 %. "
     f"{SIZE_NOTE} ± is one standard error, clustered by context. The CSV has every context."
+)
+STEPS_NOTE = (
+    f"A decode step of each method, the mean of a timed run. {SIZE_NOTE} Compute is the step "
+    "without the transfers that it waited for. *Of which not hidden* are bytes that a layer's own "
+    "query selects, which the layer waits for. Other sizes follow from these by "
+    "`harness/results/step_time.py`."
 )
 ANSWER_MARKS = {
     OTHER_SIZE: "The method cannot have this size on the tasks.",
@@ -88,7 +114,7 @@ def _where(rows: Iterable[TableRow], name: str, value: Any) -> list[TableRow]:
     return [row for row in rows if row[name] == value]
 
 
-def _interval(show: Callable[[Any], str], value: Any, low: Any, high: Any) -> str:
+def show_interval(show: Callable[[Any], str], value: Any, low: Any, high: Any) -> str:
     """A number and its interval where it has one."""
     if value is None:
         return MISSING
@@ -109,11 +135,13 @@ def _show_points(difference: float) -> str:
 
 
 def _ratio(row: TableRow, name: str = "ratio") -> str:
-    return _interval(show_ratio, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
+    return show_interval(show_ratio, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
 
 
 def _difference(row: TableRow, name: str = "answers_difference") -> str:
-    return _interval(_show_points, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
+    return show_interval(
+        _show_points, row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
+    )
 
 
 def _range(column: Metric, row: TableRow) -> str:
@@ -146,15 +174,29 @@ def page(
     rows, claims, of_models: of the tables `across`, `across-claims` and `across-models`. readme:
     size and labels of README's table. left_out: models over which no mean goes.
     """
+    first = first_board(rows)
     note = f"{NOTE} {CLAIMS_NOTE}"
     if left_out:
         few = "fewer than half of the methods ran there"
         note += f" Not in the means: {', '.join(left_out)}, since {few}."
-    sheets = [*_readme(rows, of_models, readme), *across(rows)]
-    sizes = {row["asked_size"] for row in rows}
+    sheets = [*_readme(first, of_models, readme), *across(first)]
+    sizes = {row["asked_size"] for row in first}
     of_sizes = [claim for claim in claims if claim["asked_size"] in sizes]
-    sheets += [*by_memory(rows), *claims_sheets(of_sizes)]
+    sheets += [*by_memory(first), *claims_sheets(of_sizes)]
     return markdown("across models", note, sheets)
+
+
+def first_board(rows: Sequence[TableRow]) -> list[TableRow]:
+    """The rows of the first board, which is over all models if there are several."""
+    return _where(rows, "over", rows[0]["over"]) if rows else []
+
+
+def boards(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """The sheets of all boards; those after the first are named by their model."""
+    for number, of_board in enumerate(columns.grouped(rows, lambda row: row["over"]).values()):
+        for sheet in across(of_board):
+            name = f"{of_board[0]['over']}, " if number else ""
+            yield sheet._replace(title=name + sheet.title)
 
 
 def across(rows: Sequence[TableRow]) -> Iterator[Sheet]:
@@ -164,7 +206,7 @@ def across(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         compared = _where(of_setting, "apart", "")
         apart = [row for row in of_setting if row["apart"]]
         if compared:
-            sheet = _methods(words, compared)
+            sheet = methods_sheet(words, compared)
             yield sheet._replace(notes=[_counts(compared[0]), *sheet.notes, *own_notes])
         if apart:
             yield _apart(f"{words}: not compared", apart)
@@ -179,17 +221,39 @@ def _counts(row: TableRow) -> str:
     )
 
 
-def _methods(title: str, rows: Sequence[TableRow]) -> Sheet:
+def methods_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
+    """A line a compared method, in the order of the rows."""
     rank = {f"rank of {rows[0]['num_compared']}": _rank}
     exempt = shown_as_is([columns.EXEMPT_NUMBERS])
-    shown = _LABEL | rank | _RATIO | _ANSWERS | _SIZES | exempt
-    return sheet_of(title, rows, shown, notes=_notes_on_answers(rows))
+    shown = _LABEL | rank | _RATIO | _ANSWERS | _SIZES | _step(rows) | exempt
+    return sheet_of(title, rows, shown, notes=[*_notes_on_answers(rows), *_notes_on_steps(rows)])
 
 
 def _apart(title: str, rows: Sequence[TableRow]) -> Sheet:
     why, count = shown_as_is([columns.APART]), shown_as_is([columns.NUM_WINDOWS])
-    shown = _LABEL | why | _RATIO | count | _ANSWERS | _SIZES
-    return sheet_of(title, rows, shown, notes=_notes_on_answers(rows))
+    shown = _LABEL | why | _RATIO | count | _ANSWERS | _SIZES | _step(rows)
+    return sheet_of(title, rows, shown, notes=[*_notes_on_answers(rows), *_notes_on_steps(rows)])
+
+
+def _step(rows: Iterable[TableRow]) -> Shown:
+    """The column of the decode step; none where no step was timed."""
+    return {metrics.STEP.heading: _shown_step} if columns.having(rows, "step_s") else {}
+
+
+def _shown_step(row: TableRow) -> str:
+    shown = metrics.STEP.show(row.get("step_s"))
+    return shown + MODELLED_MARK if row.get("step_source") == MODELLED else shown
+
+
+def _notes_on_steps(rows: Iterable[TableRow]) -> list[str]:
+    """Where steps were timed, and the meaning of the mark."""
+    timed = columns.having(rows, "step_s")
+    notes = []
+    for row in timed[:1]:  # all steps of a table are of one model and machine
+        notes.append(f"Decode step: {row['step_on']}, over an emulated link.")
+    if any(row["step_source"] == MODELLED for row in timed):
+        notes.append(f"{MODELLED_MARK} {MODELLED_WORDS}")
+    return notes
 
 
 def _rank(row: TableRow) -> str:
@@ -291,8 +355,8 @@ def _counts_of_answers(rows: Sequence[TableRow]) -> str:
 
 
 def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """At each length all methods and sizes by the bytes that a step moves: over the link and on the
-    device."""
+    """At each length all methods and sizes by the bytes that a step moves, over the link and on the
+    device, with the fronts."""
     for seq_len, of_length in columns.grouped(rows, lambda row: row["seq_len"]).items():
         found = []
         for row in of_length:
@@ -303,36 +367,14 @@ def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
             continue
         shown = _LABEL | {
             "asked": lambda row: _size_words(row["asked_size"]),
-            "link + device (%)": lambda row: metrics.SIZE.show(_traffic(row)),
+            TRAFFIC.heading: lambda row: TRAFFIC.show(traffic(row)),
             metrics.RESIDENT_FRAC.heading: _SIZES[metrics.RESIDENT_FRAC.heading],
-            **shown_as_is([metrics.KL]),
-            "front by link + device": partial(_on_front, found, _traffic),
-            "front by kept on device": partial(_on_front, found, _resident),
+            **_step(found),
+            **shown_as_is([metrics.KL, columns.FRONT]),
         }
         title = f"by memory, windows of {seq_len:,.0f} tokens"
-        yield sheet_of(title, sorted(found, key=_traffic), shown, notes=[MEMORY_NOTE])
-
-
-def _traffic(row: TableRow) -> float:
-    """Bytes that a step moves over the link and reads on the device, of the full cache's; the mean
-    of the models' least and largest."""
-    over_link, on_device = [
-        (row[f"{name}_low"] + row[f"{name}_high"]) / 2 for name in ("size", "device_frac")
-    ]
-    return over_link + on_device
-
-
-def _resident(row: TableRow) -> float:
-    """Share of the full cache kept on the device, the largest of the models."""
-    return row["resident_frac_high"]
-
-
-def _on_front(rows: Iterable[TableRow], cost: Callable[[TableRow], float], row: TableRow) -> str:
-    """Whether no method is closer to the full cache at no higher a cost."""
-    for other in rows:
-        if other["kl_nats"] < row["kl_nats"] and cost(other) <= cost(row):
-            return ""
-    return "yes"
+        notes = [MEMORY_NOTE, *_notes_on_steps(found)]
+        yield sheet_of(title, sorted(found, key=traffic), shown, notes=notes)
 
 
 # Claims
@@ -525,13 +567,26 @@ _OF_RUN: dict[str, Callable[[list[TableRow]], str]] = {
 }
 
 
+def steps_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """The timed decode steps of each model, the shortest first."""
+    marked, notes = mark_own(list(rows), "label")
+    shown = [columns.EXEMPT_LAYERS, metrics.ASKED_SIZE, metrics.SIZE, columns.BATCH_SIZE]
+    shown += [columns.PROMPT_LEN, *columns.OF_A_STEP]
+    groups = columns.grouped(marked, lambda row: (row["model"], row["platform"], row["source"]))
+    for (model, platform, source), group in groups.items():
+        by_time = sorted(group, key=lambda row: row["step_s"])
+        title = f"{model} on {platform}, {source}"
+        yield sheet_of(title, by_time, _LABEL | shown_as_is(shown), notes=notes)
+
+
 SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {
-    "across": across,
+    "across": boards,
     "across_claims": claims_sheets,
     "across_models": models_sheets,
     "across_pairs": pairs_sheets,
     "evidence_texts": texts_sheets,
     "evidence_answers": answers_sheets,
+    "evidence_steps": steps_sheets,
 }
 """The tables of a page, by shape."""
 NOTES = {
@@ -541,6 +596,7 @@ NOTES = {
     "across_pairs": PAIRS_NOTE,
     "evidence_texts": TEXTS_NOTE,
     "evidence_answers": ANSWERS_NOTE,
+    "evidence_steps": STEPS_NOTE,
 }
 
 

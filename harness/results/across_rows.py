@@ -7,7 +7,7 @@ method that lacks some of them, or cannot have the size, is shown apart and not 
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,9 +23,10 @@ from harness.results.across_stats import (
 from harness.results.columns import TableRow
 from harness.results.evidence_tables import Series
 from harness.results.fronts import EQUAL, REFERENCES
-from harness.results.metrics import SIZE
+from harness.results.metrics import CACHE, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
+from harness.results.step_time import BoardSteps
 
 LEAST_KL = 1e-6
 """Nats: a smaller KL is rounding, and has no logarithm to speak of."""
@@ -33,6 +34,8 @@ ALL_MODELS, ALL_TEXTS, ALL_TASKS = "all models", "all texts", "all tasks"
 OF_KL, OF_ANSWERS = "KL", "answers"
 RULE_OF_PAPER = "oracle-infinigen"
 """The oracle by the paper's rule for a group."""
+ORACLES = (REFERENCES["upper"], RULE_OF_PAPER)
+"""Methods that select by the true scores, so they are upper bounds."""
 OWN_SIZE = "reads at a size of its own"
 """Why a method without a size is not compared."""
 
@@ -141,6 +144,17 @@ def models_of(series: Iterable[Series]) -> Models:
     return Models(list(counts), [model for model in counts if 2 * counts[model] >= most])
 
 
+def of_one_model(series: Iterable[Series], model: str) -> list[Series]:
+    """The series with the windows and answers of one model, where there are any."""
+    found = []
+    for one in series:
+        windows = [row for row in one.windows if row["model"] == model]
+        answers = [row for row in one.answers if row["model"] == model]
+        if windows or answers:
+            found.append(one._replace(windows=windows, answers=answers))
+    return found
+
+
 class Setting:
     """A size and a length: the methods that ran there, and which of them are compared.
 
@@ -208,7 +222,7 @@ def _reference(found: Iterable[Measured]) -> Measured | None:
     for measured in found:
         if measured.series.asked_size is not None and not measured.series.codec:
             by_method.setdefault(measured.series.method, measured)
-    for method in (REFERENCES["upper"], RULE_OF_PAPER):
+    for method in ORACLES:
         if method in by_method:
             return by_method[method]
     return None
@@ -396,7 +410,9 @@ def _models_of(keys: Iterable[tuple[str, Any, Any]]) -> str:
     return ", ".join(dict.fromkeys(key[0] for key in keys))
 
 
-def method_rows(setting: Setting, pairs: Sequence[Pair], full: Answers) -> Iterator[TableRow]:
+def method_rows(
+    setting: Setting, pairs: Sequence[Pair], full: Answers, steps: BoardSteps
+) -> Iterator[TableRow]:
     """The rows of a size and a length: the compared methods by their ratio, then the others."""
     estimates = []
     for measured in setting.compared:
@@ -406,14 +422,14 @@ def method_rows(setting: Setting, pairs: Sequence[Pair], full: Answers) -> Itera
     places = ranks([estimate.value for estimate in estimates], pairs)
     found = []
     for measured, estimate, rank in zip(setting.compared, estimates, places, strict=True):
-        row = _method_row(setting, measured, estimate, full)
+        row = _method_row(setting, measured, estimate, full, steps)
         row |= {"rank": rank.value, "rank_low": rank.low, "rank_high": rank.high, "apart": ""}
         found.append(row | {"num_compared": len(setting.compared)})
     for measured, reason in setting.apart:
         estimate_apart = None
         if not measured.series.is_full:
             estimate_apart = setting.to_oracle(measured, setting.shared(measured))
-        row = _method_row(setting, measured, estimate_apart, full)
+        row = _method_row(setting, measured, estimate_apart, full, steps)
         found.append(row | {"apart": reason})
     yield from sorted(found, key=_by_ratio)
 
@@ -424,7 +440,11 @@ def _by_ratio(row: TableRow) -> tuple[bool, float]:
 
 
 def _method_row(
-    setting: Setting, measured: Measured, estimate: Estimate | None, full: Answers
+    setting: Setting,
+    measured: Measured,
+    estimate: Estimate | None,
+    full: Answers,
+    steps: BoardSteps,
 ) -> TableRow:
     series = measured.series
     windows = setting.shared(measured) or list(measured.rows)
@@ -433,6 +453,7 @@ def _method_row(
     row: TableRow = {
         "model": _models_of(windows),
         "method": series.method,
+        "family": here[0].get("family"),
         "label": series.label,
         "asked_size": setting.asked_size,
         "seq_len": setting.seq_len,
@@ -451,7 +472,7 @@ def _method_row(
         row["ratio_low"] = row["ratio_high"] = None
     for name in ("size", "device_frac", "resident_frac"):
         row[f"{name}_low"], row[f"{name}_high"] = _range_over_models(here, name)
-    return row | _answer_columns(series, full)
+    return row | _answer_columns(series, full) | steps.step_of(list(measured.rows.values()))
 
 
 def _geometric_mean(measured: Measured, windows: Sequence[Window]) -> float | None:
@@ -488,6 +509,73 @@ def _answer_columns(series: Series, full: Answers) -> TableRow:
     if missing:
         notes.append(f"lacks {_named(in_both(full, missing), list(full))}")
     return row | {"answers_note": "; ".join(notes)}
+
+
+# Fronts
+
+
+def traffic(row: TableRow) -> float:
+    """Bytes that a step moves over the link and reads on the device, of the full cache's; the mean
+    of the models' least and largest."""
+    return _middle(row, "size") + _middle(row, "device_frac")
+
+
+def _middle(row: TableRow, name: str) -> float:
+    middle: float = (row[f"{name}_low"] + row[f"{name}_high"]) / 2
+    return middle
+
+
+TRAFFIC = Metric("traffic", "link + device", CACHE, 1, "less", logarithmic=True)
+COSTS: Mapping[str, Callable[[TableRow], float | None]] = {
+    "link": lambda row: _middle(row, "size"),
+    "link + device": traffic,
+    "kept on device": lambda row: row["resident_frac_high"],
+    "step time": lambda row: row.get("step_s"),
+}
+"""What a step of a method costs, by the name of the front. Kept on the device: on the model with
+the largest share."""
+SAME_STEP = 0.01
+"""Step times that differ by at most this share count as equal."""
+
+
+def on_a_front(row: TableRow) -> bool:
+    """Whether a row may be on a front: measured in all windows, at its size or at one of its own,
+    and no oracle."""
+    has_all = not row["apart"] or row["apart"] == OWN_SIZE
+    return has_all and row["kl_nats"] is not None and row["method"] not in ORACLES
+
+
+def with_fronts(rows: Sequence[TableRow]) -> list[TableRow]:
+    """The rows with `front`: the costs at which no method is closer to the full cache for no more.
+
+    Rows of one length of windows are compared, of all sizes.
+    """
+    found = []
+    by_length = columns.grouped(filter(on_a_front, rows), lambda row: row["seq_len"])
+    for row in rows:
+        names = []
+        if on_a_front(row):
+            others = by_length[row["seq_len"]]
+            names = [name for name in COSTS if _is_unbeaten(row, others, name)]
+        found.append(row | {"front": ", ".join(names)})
+    return found
+
+
+def _is_unbeaten(row: TableRow, others: Iterable[TableRow], name: str) -> bool:
+    cost_of = COSTS[name]
+    cost = cost_of(row)
+    if cost is None:
+        return False
+    if name == "link":
+        cost += EQUAL
+    if name == "step time":
+        cost *= 1 + SAME_STEP
+    for other in others:
+        others_cost = cost_of(other)
+        is_closer = other["kl_nats"] < row["kl_nats"]
+        if is_closer and others_cost is not None and others_cost <= cost:
+            return False
+    return True
 
 
 # By model and domain

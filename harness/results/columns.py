@@ -39,6 +39,7 @@ from harness.results.metrics import (
     SHARE,
     SIZE,
     SIZE_ARTIFACT,
+    STEP,
     TOKENS,
     TOKENS_EVICTED,
     TPOT,
@@ -138,15 +139,20 @@ EXEMPT_CHOICE = Metric("exempt_choice")
 NUM_WINDOWS = Metric("num_windows", "windows", POSITIVE, 0)
 STEP_SOURCE = Metric("step_source")
 FRONT = Metric("front", "not beaten in")
-BOARD = (
-    EXPERIMENT, MODEL, METHOD, Metric("codec"), Metric("family"), LABEL, SETTINGS,
-    ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE,
-    *board_columns("size", "text"), NUM_WINDOWS, *board_columns("task"),
-    PLATFORM, BATCH_SIZE, PROMPT_LEN,
+OF_A_STEP = (
     Metric("compute_s", "compute", MS, 1),
     Metric("link_bytes", "link per step", IN_MIB, 2),
     Metric("late_bytes", "of which not hidden", IN_MIB, 2),
-    LINK_BYTES_PER_S, *board_columns("step"), STEP_SOURCE,
+    LINK_BYTES_PER_S,
+    STEP,
+)
+FAMILY = Metric("family", "family")
+"""In a word, how a method reads less than the full cache."""
+BOARD = (
+    EXPERIMENT, MODEL, METHOD, Metric("codec"), FAMILY, LABEL, SETTINGS,
+    ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE,
+    *board_columns("size", "text"), NUM_WINDOWS, *board_columns("task"),
+    PLATFORM, BATCH_SIZE, PROMPT_LEN, *OF_A_STEP, STEP_SOURCE,
     FRONT, Metric("outside", "outside the reference methods"), SOURCE, SHIPPED,
 )  # fmt: skip
 """A method at a size. `exempt_choice`: whether the number of exempt layers is the best at this
@@ -163,10 +169,16 @@ _OF_A_RUN = (
     EXPERIMENT, MODEL, METHOD, Metric("codec"), LABEL, SETTINGS, ASKED_SIZE, EXEMPT_LAYERS,
 )  # fmt: skip
 _READ = (SIZE, DEVICE_FRAC, RESIDENT_FRAC, SOURCE, SHIPPED, RUN_ID)
-EVIDENCE_TEXTS = (*_OF_A_RUN, SEQ_LEN, TEXT, WINDOW, PLACE, KL, *_READ)
+EVIDENCE_TEXTS = (*_OF_A_RUN, FAMILY, SEQ_LEN, TEXT, WINDOW, PLACE, KL, *_READ)
 """A window of a text under a method. The sizes on the device are of all windows of its run."""
 EVIDENCE_ANSWERS = (*_OF_A_RUN, Metric("task"), CONTEXT_ID, RIGHT, ASKED, PROMPT_LEN, *_READ)
 """The questions on one context of a task under a method. `prompt_len`: of the longest."""
+EVIDENCE_STEPS = (
+    *_OF_A_RUN, PLATFORM, BATCH_SIZE, PROMPT_LEN, GEN_LEN, *OF_A_STEP,
+    SIZE, SOURCE, SHIPPED, RUN_ID,
+)  # fmt: skip
+"""The decode step of a method, the mean of a timed run. `label`: that of the same method's run on a
+text. Seconds and bytes are of one step (`results/step_time.py`)."""
 RATIO = Metric("ratio", "KL / oracle's", POSITIVE, 2)
 ANSWERS = Metric("answers", "right answers", SHARE, 1)
 ANSWERS_DIFFERENCE = Metric("answers_difference", "answers minus full cache", DIFFERENCE, 1)
@@ -174,6 +186,8 @@ NUM_QUESTIONS = Metric("num_questions", "questions", POSITIVE, 0)
 NUM_MODELS = Metric("num_models", "models", POSITIVE, 0)
 NUM_PLACES = Metric("num_places", "places", POSITIVE, 0)
 APART = Metric("apart", "why it is not compared")
+STEP_ON = Metric("step_on", "step timed on")
+OVER = Metric("over")
 DOMAIN, MEASURE = Metric("domain", "domain"), Metric("measure")
 DEGREES = Metric("degrees", "degrees of freedom", POSITIVE, 0)
 OTHER = Metric("other", "other method")
@@ -193,19 +207,21 @@ def _interval(metric: Metric) -> tuple[Metric, Metric]:
 
 
 ACROSS = (
-    MODEL, METHOD, LABEL, ASKED_SIZE, SEQ_LEN, RANK, *_interval(RANK),
+    OVER, MODEL, METHOD, FAMILY, LABEL, ASKED_SIZE, SEQ_LEN, RANK, *_interval(RANK),
     Metric("num_compared", "methods compared", POSITIVE, 0),
     KL, RATIO, *_interval(RATIO), DEGREES, NUM_MODELS, NUM_WINDOWS, NUM_PLACES,
     ANSWERS, ANSWERS_DIFFERENCE, *_interval(ANSWERS_DIFFERENCE), NUM_QUESTIONS, NUM_CONTEXTS,
     Metric("answers_note"),
     *_interval(SIZE), *_interval(DEVICE_FRAC), *_interval(RESIDENT_FRAC),
-    EXEMPT_NUMBERS, APART, SOURCE, SHIPPED,
+    EXEMPT_NUMBERS, STEP, STEP_SOURCE, STEP_ON, FRONT, APART, SOURCE, SHIPPED,
 )  # fmt: skip
-"""A method at a size and a length, over `model`, the names of all models. `kl_nats` is the
+"""A method at a size and a length, over `model`, the names of the models that have it. `over`: the
+board it is compared on, over all models or of one of them. `kl_nats` is the
 geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and `rank_high`
 are the places that it may have. `_low` and `_high` of `ratio` and `answers_difference` are 95 %
-intervals, of sizes the least and the largest of the models. `apart` says why a method has no
-rank."""
+intervals, of sizes the least and the largest of the models. `step_s` is of the one
+model in `step_on`; `step_source` says whether it was timed or modelled. `front`: the costs at which
+no method is closer. `apart` says why a method has no rank."""
 ACROSS_PAIRS = (
     MODEL, ASKED_SIZE, SEQ_LEN, LABEL, OTHER, RATIO, *_interval(RATIO), DEGREES, P, P_HOLM,
     Metric("closer"), SOURCE,
@@ -230,6 +246,7 @@ allows."""
 TABLES: Mapping[str, Sequence[Metric]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
     "capacity": CAPACITY, "evidence_texts": EVIDENCE_TEXTS, "evidence_answers": EVIDENCE_ANSWERS,
+    "evidence_steps": EVIDENCE_STEPS,
     "across": ACROSS, "across_pairs": ACROSS_PAIRS, "across_models": ACROSS_MODELS,
     "across_claims": ACROSS_CLAIMS,
 }  # fmt: skip
@@ -242,6 +259,7 @@ NEEDED = {
     "capacity": ("model", "label", "batch_size", "prompt_len", "gen_len"),
     "evidence_texts": ("model", "label", "seq_len", "text", "window", "place", "kl_nats", "size"),
     "evidence_answers": ("model", "label", "task", "context_id", "right", "asked", "size"),
+    "evidence_steps": ("model", "label", "batch_size", "prompt_len", "step_s", "size"),
     "across": ("model", "label", "asked_size", "seq_len"),
     "across_pairs": ("model", "label", "other", "asked_size", "seq_len", "ratio"),
     "across_models": ("model", "label", "domain", "measure", "value"),
@@ -266,6 +284,10 @@ IDENTITY = {
     "evidence_answers": (
         "model", "method", "codec", "label", "asked_size", "exempt_layers", "task",
     ),
+    "evidence_steps": (
+        "model", "method", "codec", "label", "asked_size", "exempt_layers",
+        "platform", "batch_size", "prompt_len",
+    ),
 }  # fmt: skip
 """Columns that identify what was measured, by shape of table. A chunk or a depth has the identity
 of its task."""
@@ -274,6 +296,7 @@ ONCE = {
     "board": (*IDENTITY["board"], "settings", "size", "exempt_choice"),
     "evidence_texts": (*IDENTITY["evidence_texts"], "window"),
     "evidence_answers": (*IDENTITY["evidence_answers"], "context_id"),
+    "evidence_steps": IDENTITY["evidence_steps"],
 }
 """By shape of table, the columns in which no two rows are equal."""
 ROUNDING = 1e-6
@@ -287,7 +310,7 @@ def _optional() -> Iterator[str]:
     for column in (*OF_SOME_RUNS, REPEATS_STDERR, UNMET_SIZE, NUM_CONTEXTS, NUM_WINDOWS):
         yield column.name
     yield from names(NEWER_OF_SERVING)
-    yield from (ATTENTION_ERROR.name, f"{ATTENTION_ERROR.name}_stderr")
+    yield from (FAMILY.name, ATTENTION_ERROR.name, f"{ATTENTION_ERROR.name}_stderr")
     for metric in board_metrics("task"):
         yield f"{metric.column.name}_{NUM_CONTEXTS.name}"
 
@@ -368,7 +391,8 @@ def column(name: str) -> Metric:
 MARKS = {
     "text": "evidence_texts", "context_id": "evidence_answers", "apart": "across",
     "claim": "across_claims", "closer": "across_pairs", "domain": "across_models",
-    "series": "analysis", "metric": "accuracy", "asked_size": "board", "largest_batch": "capacity",
+    "series": "analysis", "metric": "accuracy", "exempt_choice": "board",
+    "compute_s": "evidence_steps", "largest_batch": "capacity",
 }  # fmt: skip
 """By the first of these columns that a row has, its shape of table; by none, `latency`."""
 
@@ -502,7 +526,7 @@ def render_csv(columns: Sequence[Metric], rows: Sequence[TableRow]) -> str:
     shown = [name for name in names(columns) if name not in OPTIONAL or having(rows, name)]
     frame = pd.DataFrame(rows, columns=shown, dtype=object)  # which leaves an int an int
     for column in columns:
-        if column.digits is None:
+        if column.digits is None and column.name in shown:
             frame[column.name] = frame[column.name].map(as_cell, na_action="ignore")
     return frame.to_csv(index=False, lineterminator="\n")
 

@@ -1,5 +1,5 @@
-"""The plain tables of `experiment=evidence`: a row for each window of a text, and for each context
-of a task.
+"""The plain tables of `experiment=evidence`: a row for each window of a text, for each context of a
+task, and for each timed decode step.
 
 `harness.results.across` makes the table across models of these alone. Results without their records
 can thus be shipped, joined and extended. `rows_of_records` makes the tables, `read` reads those of
@@ -7,8 +7,9 @@ several results, and `series_of` parts them by method and size.
 """
 
 import itertools
+import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +21,20 @@ from harness.results.columns import TableRow, read_table, shape_of
 from harness.results.record import BAD_VALUE_ERRORS, Record, in_words
 from harness.results.samples import FULL
 from harness.results.shipped import IDENTITY
+from harness.results.step_time import timed_step
+from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, models_beside, table_to_read
 
 log = logging.getLogger(__name__)
 
-NAME = "evidence"
-"""The experiment."""
-TEXTS, ANSWERS = "evidence-texts", "evidence-answers"
+TEXTS, ANSWERS, STEPS = "evidence-texts", "evidence-answers", "evidence-steps"
 """The tables."""
-SHAPES = {TEXTS: "evidence_texts", ANSWERS: "evidence_answers"}
+SHAPES = {TEXTS: "evidence_texts", ANSWERS: "evidence_answers", STEPS: "evidence_steps"}
+TABLE_OF_KIND = {"tasks": ANSWERS, "latency": STEPS}
+"""The table of a kind of run; of a run on a text, `TEXTS`."""
 ACC = "acc"
+READS_ALL = "reads all"
+"""The family of the full cache."""
 
 
 def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
@@ -37,11 +42,16 @@ def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
 
     A damaged record is left out with a warning that names it.
     """
-    runs: dict[str, dict[tuple[Any, ...], list[TableRow]]] = {TEXTS: {}, ANSWERS: {}}
-    for record in sorted(records, key=lambda record: record["started"]):
-        table, rows_of = (ANSWERS, _answers) if record["kind"] == "tasks" else (TEXTS, _windows)
+    runs: dict[str, dict[tuple[Any, ...], list[TableRow]]] = {name: {} for name in SHAPES}
+    by_age = sorted(records, key=lambda record: record["started"])
+    labels = _labels_of_methods(by_age)
+    for record in by_age:
+        table = TABLE_OF_KIND.get(record["kind"], TEXTS)
         try:
-            rows = list(rows_of(record))
+            if table == STEPS:
+                rows = list(_steps(record, labels))
+            else:
+                rows = list(_answers(record) if table == ANSWERS else _windows(record))
             columns.check(columns.TABLES[SHAPES[table]], rows)
         except BAD_VALUE_ERRORS as error:
             named = f"{record['experiment']}/{record['run_id']}"
@@ -67,7 +77,8 @@ def ordered(rows: Sequence[TableRow]) -> list[TableRow]:
 def _order(row: TableRow) -> tuple[Any, ...]:
     size, length = row["asked_size"] or 1, row.get("seq_len") or 0
     names = row["model"], row["label"]
-    part, number = row.get("text") or row["task"], row.get("window", row.get("context_id"))
+    part = row.get("text") or row.get("task") or ""
+    number = row.get("window", row.get("context_id", 0))
     return (*names, size, length, part, row["exempt_layers"] or 0, row["run_id"], number)
 
 
@@ -77,10 +88,21 @@ def _windows(record: Record) -> Iterator[TableRow]:
     windows = record["samples"]["windows"]
     common = _of_run(record) | columns.picked(entries, ("device_frac", "resident_frac"))
     common |= {"text": Path(text).name, "seq_len": record["config"]["seq_len"]}
+    common["family"] = family_of(record)
     for number, window in enumerate(windows):
         place = window.get("place", number / len(windows))
         measured = columns.picked(window, ("kl_nats", "size"))
         yield common | measured | {"window": number, "place": place}
+
+
+def family_of(record: Record) -> str:
+    """In a word, how the method of a run reads less than the full cache."""
+    if record["when"] != "kept":
+        return "oracle" if record["when"] == "true_scores" else "retrieves"
+    if record["config"]["size"] is not None:
+        return "evicts"
+    sizes = set(columns.values(record["metrics"].values(), "size"))
+    return READS_ALL if sizes <= {1} else "codes"
 
 
 def _answers(record: Record) -> Iterator[TableRow]:
@@ -98,6 +120,37 @@ def _answers(record: Record) -> Iterator[TableRow]:
                 "asked": len(questions),
                 "prompt_len": max(lengths, default=None),
             }
+
+
+def _labels_of_methods(records: Iterable[Record]) -> dict[str, str]:
+    """By method, in all its settings, the label of its runs on texts and tasks."""
+    labels = {}
+    for record in records:
+        if TABLE_OF_KIND.get(record["kind"]) != STEPS:
+            labels[_method_in_words(record)] = record["config"]["label"]
+    return labels
+
+
+def _method_in_words(record: Record) -> str:
+    """Model, method and codec with all their settings, as words that compare."""
+    config = record["config"]
+    codecs = columns.picked(config, OF_CODECS).values()
+    settings = [config["model"]["name"], config["method_name"], config.get("method"), *codecs]
+    return json.dumps(settings, sort_keys=True)
+
+
+def _steps(record: Record, labels: Mapping[str, str]) -> Iterator[TableRow]:
+    """The decode step of a timed run; none if no transfer was counted.
+
+    A timed run is labelled by its system, so `labels` has the name of its method on a text.
+    """
+    metrics = record["metrics"]
+    step = timed_step(metrics)
+    if step:
+        of_run = _of_run(record)
+        of_run["label"] = labels.get(_method_in_words(record), of_run["label"])
+        read = columns.picked(metrics, ("gen_len", "size", "source"))
+        yield of_run | step | read
 
 
 def _of_run(record: Record) -> TableRow:
@@ -123,10 +176,11 @@ def _of_run(record: Record) -> TableRow:
 
 
 class Evidence(NamedTuple):
-    """The rows of all results: `columns.EVIDENCE_TEXTS` and `columns.EVIDENCE_ANSWERS`."""
+    """The rows of all results: `columns.EVIDENCE_TEXTS`, `EVIDENCE_ANSWERS`, `EVIDENCE_STEPS`."""
 
     windows: list[TableRow]
     answers: list[TableRow]
+    steps: list[TableRow]
 
 
 def read(sources: Sequence[Path]) -> Evidence:
@@ -134,7 +188,7 @@ def read(sources: Sequence[Path]) -> Evidence:
 
     Raises UserError where there is no such table, or a damaged one.
     """
-    runs: dict[str, dict[tuple[Any, ...], list[TableRow]]] = {TEXTS: {}, ANSWERS: {}}
+    runs: dict[str, dict[tuple[Any, ...], list[TableRow]]] = {name: {} for name in SHAPES}
     for source in sources:
         with opened(source) as results:
             for folder, name in itertools.product(_folders(results), runs):

@@ -21,6 +21,7 @@ from typing import Any
 from harness.files import write_atomic
 from harness.results import columns, metrics
 from harness.results.columns import TableRow
+from harness.results.evidence_tables import READS_ALL, family_of
 from harness.results.fronts import (
     COSTS,
     REFERENCES,
@@ -56,8 +57,6 @@ SCORES, TIMES = "leaderboard-scores", "leaderboard-times"
 """Experiments they are made of."""
 BEST, PAPERS, BOTH = "best", "paper's", "both"
 """What `exempt_choice` says; empty for another number."""
-READS_ALL = "reads all"
-"""The family of the full cache."""
 TASKS = [metric.column.name for metric in metrics.board_metrics("task")]
 OTHER_SIZE, OUTSIDE_MARK, MODELLED = "§", "†", "‡"
 LEGEND = {
@@ -141,7 +140,7 @@ def _method_and_size(record: Record) -> tuple[str, float | None]:
 def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
     """Fidelity and tasks of a method at a size."""
     config = runs[0]["config"]
-    family = _family(runs[0])
+    family = family_of(runs[0])
     row: TableRow = {
         "experiment": NAME,
         "model": config["model"]["name"],
@@ -169,16 +168,6 @@ def _settings(runs: Sequence[Record]) -> str:
     settings = dict(next(iter(scored["methods"].values()), scored["config"]["method"]))
     settings |= columns.picked(scored["config"], ("codec", "value_codec", "codec_layers", "size"))
     return in_words({name: value for name, value in settings.items() if value is not None})
-
-
-def _family(record: Record) -> str:
-    """In a word, how a method reads less than the full cache."""
-    if record["when"] != "kept":
-        return "oracle" if record["when"] == "true_scores" else "retrieves"
-    if record["config"]["size"] is not None:
-        return "evicts"
-    sizes = set(columns.values(record["metrics"].values(), "size"))
-    return READS_ALL if sizes <= {1} else "codes"
 
 
 def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:

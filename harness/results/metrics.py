@@ -261,8 +261,8 @@ class BoardMetric(NamedTuple):
 
     origin: "size" and "text": an entry of that name of a run on a text, "text" with its standard
         error; "task": accuracy on the task of that name; "step": of a timed decode step.
-    on_page: a column of `leaderboard.md` and of the report's overview.
-    compared: with the two reference methods (column `outside`), and between models in the report.
+    on_page: a column of `leaderboard.md`.
+    compared: with the two reference methods (column `outside`).
     front: the name of the cost's Pareto front; "" for none.
     """
 
@@ -271,11 +271,6 @@ class BoardMetric(NamedTuple):
     on_page: bool = False
     compared: bool = False
     front: str = ""
-
-    @property
-    def is_cost(self) -> bool:
-        """Whether it is an x axis of the report's explorer, else a y axis."""
-        return self.origin in ("size", "step")
 
     @property
     def more_is_better(self) -> bool:

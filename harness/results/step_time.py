@@ -1,16 +1,24 @@
-"""A model of step time: seconds of a decode step at another size.
+"""Seconds of a decode step: of a timed run, and a model of them at another size.
 
 Each method is timed at one size. Seconds of compute stay as timed, bytes over the link grow with
 the size. As in live decoding, tokens that are selected a layer ahead are transferred during
 compute; `late_bytes`, selected by a layer's own query, are waited for.
+
+`BoardSteps` finds the step of a method for a row of the table across models.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+from harness.results import columns
 from harness.results.columns import TableRow, picked
 from harness.results.record import Record
 
 AS_TIMED = ("platform", "batch_size", "prompt_len", "link_bytes_per_s")
+MODELLED = "modelled"
+"""`step_source` of a step that was timed at another size, or over other codes."""
+GROUP_SIZE = re.compile(r"\bgroup_size=\w+")
 
 
 def step_seconds(row: Mapping[str, float], bytes_per_s: float) -> float:
@@ -19,14 +27,8 @@ def step_seconds(row: Mapping[str, float], bytes_per_s: float) -> float:
     return max(row["compute_s"], row["link_bytes"] / bytes_per_s - late_s) + late_s
 
 
-def step_of(row: TableRow, timed: Record) -> TableRow:
-    """The decode step of a row of the leaderboard, as timed or modelled at the row's own size.
-
-    timed: the method's timed run, at this or another size. The bytes of the exempt layers, where
-    there are any the only ones that a late method transfers ahead, are the same at any size. {} if
-    no transfer was counted.
-    """
-    metrics = timed["metrics"]
+def timed_step(metrics: Mapping[str, Any]) -> TableRow:
+    """The decode step of a timed run, the mean over its steps; {} if no transfer was counted."""
     if metrics["h2d_bytes"] is None:
         return {}
     steps = metrics["gen_len"] - 1
@@ -35,18 +37,105 @@ def step_of(row: TableRow, timed: Record) -> TableRow:
     step["link_bytes"] = metrics["h2d_bytes"] / steps
     step["late_bytes"] = metrics["late_bytes"] / steps
     step["step_s"] = metrics["decode_s"] / steps
-    step["step_source"] = metrics["source"]
-    if row["asked_size"] == timed["config"]["size"]:
-        return step
-    step["step_source"] = "modelled"
+    return step
+
+
+def step_at(
+    step: TableRow, timed_size: float, size: float | None, exempt_layers: int | None
+) -> TableRow:
+    """A timed step at another size; its `step_s` is None if the size or the link is not known.
+
+    The bytes of the exempt layers, where there are any the only ones that a late method transfers
+    ahead, are the same at any size.
+    """
     bytes_per_s = step["link_bytes_per_s"]
-    if row.get("size") is None or not bytes_per_s:
+    if size is None or not bytes_per_s:
         return step | {"step_s": None}
-    ratio = row["size"] / metrics["size"]
+    ratio = size / timed_size
     link_bytes, late_bytes = step["link_bytes"] * ratio, step["late_bytes"] * ratio
-    if row["exempt_layers"] and late_bytes:
+    if exempt_layers and late_bytes:
         of_exempt_layers = step["link_bytes"] - step["late_bytes"]
         late_bytes = max(0.0, link_bytes - of_exempt_layers)
     scaled = step | {"link_bytes": link_bytes, "late_bytes": late_bytes}
     change = step_seconds(scaled, bytes_per_s) - step_seconds(step, bytes_per_s)
     return scaled | {"step_s": step["step_s"] + change}
+
+
+def step_of(row: TableRow, timed: Record) -> TableRow:
+    """The decode step of a row of the leaderboard, as timed or modelled at the row's own size.
+
+    timed: the method's timed run, at this or another size. {} if no transfer was counted.
+    """
+    metrics = timed["metrics"]
+    step = timed_step(metrics)
+    if not step:
+        return {}
+    if row["asked_size"] == timed["config"]["size"]:
+        return step | {"step_source": metrics["source"]}
+    modelled = step_at(step, metrics["size"], row.get("size"), row["exempt_layers"])
+    return modelled | {"step_source": MODELLED}
+
+
+class BoardSteps:
+    """The timed steps of the table: all of one model, machine, batch and prompt length, so that
+    they compare.
+
+    That is where most steps were timed, of the models of the table. timed: rows of
+    `columns.EVIDENCE_STEPS`. prompt_len: 0 without steps.
+    """
+
+    def __init__(self, timed: Iterable[TableRow], models: Collection[str]) -> None:
+        found = [row for row in timed if row["model"] in models]
+        by_setup = columns.grouped(found, _setup)
+        self.rows: Sequence[TableRow] = max(by_setup.values(), key=len, default=[])
+        self.model, self.prompt_len, self.timed_on = "", 0, ""
+        if self.rows:
+            self.model, platform, batch_size, self.prompt_len = _setup(self.rows[0])
+            self.timed_on = (
+                f"{self.model} ({platform}), batch {batch_size:.0f}, "
+                f"prompts of {self.prompt_len:,.0f} tokens"
+            )
+
+    def step_of(self, windows: Sequence[TableRow]) -> TableRow:
+        """`step_s`, `step_source` and `step_on` of a method at a size, at windows of one length.
+
+        windows: its rows of `columns.EVIDENCE_TEXTS`, of any models. {} where no step of it was
+        timed, and for windows that are not as long as the timed prompts.
+        """
+        here = []
+        for row in windows:
+            if row["model"] == self.model and row["seq_len"] == self.prompt_len:
+                here.append(row)
+        if not here:
+            return {}
+        row = here[0]
+        timed = [step for step in self.rows if _method(step) == _method(row)]
+        as_timed = [step for step in timed if step["asked_size"] == row["asked_size"]]
+        if not timed:
+            return {}
+        step = (as_timed or timed)[0]
+        if as_timed:
+            seconds, source = step["step_s"], step["source"]
+            if _group_size(step) != _group_size(row):  # as many bytes, of fewer or more tokens
+                source = MODELLED
+        else:
+            size = sum(columns.values(here, "size")) / len(here)
+            modelled = step_at(step, step["size"], size, row["exempt_layers"])
+            seconds, source = modelled["step_s"], MODELLED
+        if seconds is None:
+            return {}
+        return {"step_s": seconds, "step_source": source, "step_on": self.timed_on}
+
+
+def _setup(row: TableRow) -> tuple[Any, ...]:
+    return row["model"], row["platform"], row["batch_size"], row["prompt_len"]
+
+
+def _method(row: TableRow) -> tuple[Any, ...]:
+    return row["method"], row["codec"], row["label"], row["exempt_layers"]
+
+
+def _group_size(row: TableRow) -> str:
+    """The length of a codec's groups in the words of the settings; "" for the default."""
+    found = GROUP_SIZE.search(row["settings"] or "")
+    return found[0] if found else ""

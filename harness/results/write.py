@@ -27,7 +27,7 @@ from harness.results.record import Record, read_records, record_path
 from harness.results.samples import full_runs
 from harness.results.shipped import merged
 from harness.results.table_rows import Pairs, layer_rows, with_rows
-from harness.settings.kinds import find
+from harness.settings.kinds import EVIDENCE, find
 from harness.settings.schema import kind_of
 
 log = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ def update(results_dir: str | Path, experiment: str) -> Path:
 
     `latency` also gives the tables of the figures of speed, `perplexity` the errors of attention
     outputs by layer; the leaderboard's two experiments give the leaderboard; `evidence` gives the
-    windows and answers that the table across models is made of. What is modelled of capacity stands
-    in a table of its own, `<experiment>-modelled`. A damaged record is left out with a warning that
-    names it, a damaged table set aside with a warning. One process at a time writes the tables of a
-    folder.
+    windows, answers and steps that the table across models is made of. What is modelled of capacity
+    stands in a table of its own, `<experiment>-modelled`. A damaged record is left out with a
+    warning that names it, a damaged table set aside with a warning. One process at a time writes
+    the tables of a folder.
 
     Returns the path of the CSV. Raises UserError if the folder cannot be written.
     """
@@ -74,7 +74,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
             _write_layers(path.with_stem(LAYERS_TABLE), [record for record, _ in pairs])
         if experiment in (leaderboard.SCORES, leaderboard.TIMES):
             leaderboard.write(Path(results_dir), leaderboard.rows_of_records(results_dir))
-        if experiment == evidence_tables.NAME:
+        if experiment == EVIDENCE:
             _write_evidence(folder, [record for record, _ in pairs])
     return path
 
@@ -96,7 +96,7 @@ def _say_what_is_gone(path: Path, rows: TableRows) -> None:
 
 
 def _write_evidence(folder: Path, records: Sequence[Record]) -> None:
-    """The windows and answers of `experiment=evidence`; a table without rows is not written."""
+    """The windows, answers and steps of `experiment=evidence`; no table without rows is written."""
     for name, own in evidence_tables.rows_of_records(records).items():
         path, shape = folder / f"{name}.csv", evidence_tables.SHAPES[name]
         rows = _ordered(shape, merged(path, shape, own))

@@ -27,7 +27,7 @@ from harness.settings.config import (
     RunConfig,
     codec_words,
 )
-from harness.settings.kinds import Kind, find
+from harness.settings.kinds import EVIDENCE, Kind, find
 from harness.settings.schema import build, group, kind_of, options, setting_of
 
 if TYPE_CHECKING:
@@ -374,13 +374,19 @@ def _has_size(method: Method) -> bool:
     return True
 
 
+def _tables_of(experiment: str, usual_kind: str) -> set[str]:
+    """The shapes of the tables that an experiment's rows go to."""
+    table = find(usual_kind).table
+    return {table, "latency"} if experiment == EVIDENCE else {table}
+
+
 def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
     """Raise UserError for settings that contradict one another, or make no sense in this
     experiment."""
     if config.size is not None:
         _check_given_of_sized(config.method, config.size, given)
     usual_kind = kind_of(config.experiment)
-    if usual_kind is not None and find(usual_kind).table != kind.table:
+    if usual_kind is not None and kind.table not in _tables_of(config.experiment, usual_kind):
         others = [name for name in options("experiment") if kind_of(name) == config.kind]
         raise UserError(
             f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "

@@ -56,6 +56,9 @@ class Kind:
     keeps_record: bool = True
 
 
+EVIDENCE = "evidence"
+"""The experiment that methods are compared by: its runs are of texts, of tasks, and timed steps, so
+their rows go to several tables."""
 TEXTS = ("corpus", "data", "calibration")
 ABOUT_TASKS = (
     "tasks", "task", "num_samples", "num_fewshot", "scoring", "sampling", "seed", "data",
