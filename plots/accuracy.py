@@ -12,7 +12,7 @@ from plots import data, style
 
 AXES = {
     "acc": "accuracy (%)",
-    "kl_nats": "KL(full || method) (nats)",
+    "kl_nats": style.KL_AXIS,
     "text_perplexity": "full cache's perplexity of the text",
 }
 """Words for an axis that differ from a table's heading."""

@@ -60,7 +60,7 @@ def budget(tables: data.Tables, name: str) -> Figure | None:
     ticks = 100 * np.sort(rows.asked_size.unique())
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set(xlabel=style.SIZE_AXIS, ylabel="KL(full || method) (nats)")
+    axes.set(xlabel=style.SIZE_AXIS, ylabel=style.KL_AXIS)
     style.mark_own(axes, rows)
     many = "over models, as drawn from many" if rows.num_models.max() > 1 else "over places"
     counts = f"{rows.num_models.max():.0f} models, {rows.num_windows.max():.0f} windows"

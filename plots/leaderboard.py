@@ -27,7 +27,6 @@ from plots import data, style
 
 KL = metrics.KL.name
 STDERR = f"{KL}_stderr"
-KL_AXIS = "KL(full || method) (nats)"
 FAMILIES: Mapping[str, Mapping[str, str]] = style.REGISTRY["families"]
 OTHER = {"color": style.BLACK, "marker": "P"}
 """The look of a family that the registry does not list."""
@@ -128,7 +127,7 @@ def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
         tick.set_fontweight("bold" if label in fronts else "normal")
         if label in own:
             tick.set_color(style.look(label).color)
-    axes.set(xlabel=KL_AXIS, ylim=(-0.7, len(lines) - 0.3))
+    axes.set(xlabel=style.KL_AXIS, ylim=(-0.7, len(lines) - 0.3))
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
 
@@ -186,7 +185,7 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: BoardMetric) -> None:
     _name(axes, front)
     style.log_y(axes)
     style.log_x(axes, "{x:,.0f}")
-    axes.set(xlabel=words, ylabel=KL_AXIS)
+    axes.set(xlabel=words, ylabel=style.KL_AXIS)
     axes.set_xlim(panel.x.min() / LEFT, 1.3 * panel.x.max())
 
 

@@ -1,7 +1,7 @@
 """How all figures look: one colour, marker, line and hatch per label.
 
 Black-and-white print tells them apart. Colours: Okabe and Ito's palette, and four of Paul Tol's for
-labels that are not listed, and one more for one that is. All are safe for the common kinds of
+labels that are not listed, and two more for labels that are. All are safe for the common kinds of
 colour blindness.
 """
 
@@ -28,6 +28,7 @@ from plots.data import OWN, split
 
 REGISTRY = yaml.safe_load(Path(__file__).with_name("registry.yaml").read_text(encoding="utf-8"))
 SIZE_AXIS = "size: share of the cache read (%)"
+KL_AXIS = "KL(full || method) (nats)"
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
 MARK_INCHES, LETTER_INCHES = 0.5, 0.05
@@ -68,7 +69,7 @@ BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
 VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
 GREY, LIGHT_GREY = "#777777", "#BBBBBB"
 WINE, INDIGO, TEAL, OLIVE = "#882255", "#332288", "#44AA99", "#999933"
-ROSE = "#CC6677"
+ROSE, BROWN = "#CC6677", "#663300"
 
 FULL, CHANCE, PREFILL = "Full cache", "chance", "prefill (light)"
 OF_PAPER = "published (RTX A6000)"
@@ -104,8 +105,9 @@ LOOKS = {
     "vAttention": Look(TEAL, "H", "-.", "xx"),
     "Twilight": Look(WINE, "X", "--", "\\\\\\"),
     "ParisKV": Look(OLIVE, "P", ":", "++"),
-    "Quest": Look(GREY, "p", "-", ".."),
+    "Quest": Look(BROWN, "p", "-", "OO"),
     "SnapKV": Look(ROSE, "h", "--", "oo"),
+    "KIVI-4": Look(GREY, "8", ":", "---"),
     "infinigen2": Look(INDIGO, "D", "-", "//"),
     "infinigen2+rows": Look(TEAL, "H", "--", "xx"),
     "infinigen2+rows (2048 tokens)": Look(SKY, "P", "-.", "++"),

@@ -30,7 +30,7 @@ from harness.results.evidence_tables import ANSWERS, SHAPES, STEPS, TEXTS
 from harness.run.compose import compose, load
 from harness.settings.schema import CONF_DIR
 from plots import data, style
-from plots.across import draw
+from plots.across import budget, draw
 
 # The mean and its error
 
@@ -890,6 +890,30 @@ def test_the_figure_has_a_panel_a_size_and_a_line_a_method(results):
     notes = " ".join(text.get_text() for text in figure.findobj(Text))
     assert "3 models, 40 windows of 1,024 tokens, 40 windows of 4,096 tokens" in notes
     assert draw(data.Tables(results / "nothing" / "tables"), "across") is None
+
+
+def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monkeypatch):
+    monkeypatch.setitem(style.REGISTRY, "budget", ["Oracle", "Near", "Far"])
+    across.write([results])
+    assert budget(data.Tables(results / "tables"), "budget") is None, "of one size there is no line"
+    for folder, (model, count) in MODELS.items():
+        add(results / folder, TEXTS, [*window_rows(model, count, asked_size=0.05, size=0.05)])
+    across.write([results])
+    table = read_table(results / "tables" / "across.csv")
+    with style.applied():
+        figure = budget(data.Tables(results / "tables"), "budget")
+        assert figure is not None
+        figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (style.SIZE_AXIS, style.KL_AXIS)
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["5", "10"]
+    assert {bars.get_label() for bars in axes.containers} == {"Oracle", "Near", "Far"}
+    for bars in axes.containers:
+        of_all = [row for row in table if row["over"] == table[0]["over"] and row["label"] == bars.get_label()]
+        kl = {row["asked_size"]: row["kl_nats"] for row in of_all}
+        assert list(bars.lines[0].get_ydata()) == pytest.approx([kl[0.05], kl[0.1]])
+        for x, size in zip(bars.lines[0].get_xdata(), (5, 10), strict=True):
+            assert abs(math.log(x / size)) <= 0.1, "beside its size"
 
 
 def test_the_report_has_a_section_of_it(results):

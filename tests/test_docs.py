@@ -30,6 +30,7 @@ from harness.run import samples_command
 from harness.run.cli import main
 from harness.run.compose import compose
 from harness.run.parse import OF_THE_FILE, method_file
+from harness.run.sweep import is_sweep
 from harness.settings.schema import CONF_DIR
 from methods.base import Method, State, TokenCounts
 from methods.selection import SelectingBy
@@ -190,8 +191,7 @@ def check_lm_eval(arguments: list[str]) -> None:
 @cache
 def accept(overrides: tuple[str, ...]) -> None:
     """Compose and check one run, or what a sweep is started with."""
-    sweep = compose(overrides).sweep
-    if sweep is None or not sweep.keys() & {"runs", "experiments"}:
+    if not is_sweep(compose(overrides).sweep):
         load(overrides)
     else:
         accept(tuple(override for override in overrides if not override.startswith(("sweep", "experiment"))))

@@ -57,7 +57,7 @@ from harness.run.cells import run_cells
 from harness.run.compose import as_sweep, override, read_override
 from harness.run.kinds import measurement_of
 from harness.run.parse import asks_status, parse
-from harness.run.sweep import read_plan
+from harness.run.sweep import is_sweep, read_plan
 from harness.settings import schema
 from harness.settings.kinds import find
 from harness.settings.paths import PROGRAM
@@ -152,7 +152,6 @@ class Jobs:
     def _execute(self, config: DictConfig) -> None:
         typed = HydraConfig.get().overrides.task
         given: Any = OmegaConf.to_container(typed, resolve=False)  # `${...}` as typed
-        is_many = bool(config.sweep and (config.sweep.keys() & {"runs", "experiments"}))
         if config.export is not None:
             for word in given:
                 if setting_of(word) not in ("export", "results_dir"):
@@ -161,7 +160,7 @@ class Jobs:
             print(archive.export(Path(path_text(config.results_dir, "results_dir")), config.export))
             return
         asked = asks_status(config.status)
-        if not is_many:
+        if not is_sweep(config.sweep):
             if asked:
                 print(status.render(status.of_folder(config.results_dir)))
             else:

@@ -91,6 +91,11 @@ class Plan:
         return lines
 
 
+def is_sweep(node: DictConfig | None) -> bool:
+    """Whether the `sweep` of a composed experiment says that it is many runs."""
+    return node is not None and bool(node.keys() & {"runs", "experiments"})
+
+
 def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
     """All runs of a sweep and of the sweeps in it, or a share of them, checked before the first of
     them begins.
@@ -186,7 +191,6 @@ def _read(
         if len(values) > 1:
             instead = "leave it out, or sweep=null for one run"
             raise UserError(f"{given[key]}: the sweep varies {key} itself; {instead}")
-    configs: list[RunConfig] = []
     for cell, where_allowed in cells:
         settings = {**settings_of_all, **cell}
         for key, value in settings.items():
@@ -204,9 +208,8 @@ def _read(
         if not find(config.kind).keeps_record:
             no_record = f"experiment={config.experiment} writes no record"
             raise UserError(f"sweep.runs: {no_record}, so it is no run of a sweep")
-        if config not in configs and config not in plan.cells:
-            configs.append(config)
-    plan.cells += configs
+        if config not in plan.cells:
+            plan.cells.append(config)
 
     for name in asked.experiments:
         if name not in options("experiment"):
