@@ -27,6 +27,7 @@ PRESETS = (
 
 NEEDED = {
     "local": ["data.root=."], "capacity": ["platform.device_gib=1"],
+    "uvm": ["platform=cuda"], "uvm+h2o": ["platform=cuda"],
 }  # fmt: skip
 """What a file of conf/ cannot do without."""
 
@@ -41,8 +42,9 @@ NEEDED = {
     ],
 )
 def test_every_choice_composes(group, choice):
-    config = load([f"{group}={choice}", *NEEDED.get(choice, [])])
-    chosen = {"method": config.method_name, "experiment": config.experiment}
+    timed = ["experiment=latency"] if group == "system" else []
+    config = load([f"{group}={choice}", *timed, *NEEDED.get(choice, [])])
+    chosen = {"method": config.method_name, "experiment": config.experiment, "system": config.label}
     assert chosen.get(group) or getattr(config, group).name == choice
     assert group != "model" or config.model.shape["model_type"]
     said = OmegaConf.load(CONF_DIR / group / f"{choice}.yaml").get("experiment", choice)  # figures of speed share one

@@ -17,7 +17,7 @@ LENGTHS = "prefill_len=32 seq_len=64 num_windows=2 max_new_tokens=4"
 KINDS = {
     "perplexity": f"experiment=perplexity method=h2o {LENGTHS}",
     "tasks": "experiment=tasks method=full tasks=[kv_recall] num_samples=2",
-    "long_decode": f"experiment=long_decode method=h2o {LENGTHS}",
+    "long_decode": f"experiment=long_decode sweep=null method=h2o {LENGTHS}",
     "analysis": "experiment=fig5 analysis.num_tokens=64",
     "generate": "experiment=generate method=full prompt=hello max_new_tokens=4 placement=device",
 }

@@ -465,4 +465,4 @@ def test_bounds(loaded, text):
             load(["experiment=long_decode", f"{setting}={value}"])
         load(["experiment=long_decode", f"{setting}={value + 1}"])
     hints = measurement_of("long_decode").memory_hints(load(["experiment=long_decode"]))
-    assert hints == {"max_new_tokens": 256, "prefill_len": 256}
+    assert hints == {"max_new_tokens": 256, "prefill_len": 512}

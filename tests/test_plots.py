@@ -380,7 +380,7 @@ def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
 
 def test_fig11_draws_lines_full_cache_chance_and_errors(results) -> None:
     figure = draw("fig11", results)
-    ylabels = [accuracy.AXES[metric] for metric in ("acc", "acc", "kl_nats", "top1_agreement")]
+    ylabels = [accuracy.axis(metric) for metric in ("acc", "acc", "kl_nats", "top1_agreement")]
     assert [axes.get_ylabel() for axes in figure.axes] == ylabels
     assert {axes.get_xlabel() for axes in figure.axes} == {"size: share of the cache read (%)"}
     assert legend(figure) == ["Full cache", "InfiniGen", "H2O", "INT8/4/2", "chance"]

@@ -76,7 +76,7 @@ def test_generated_texts_are_ids(folder, capsys):
     prompt = RandomIds(VOCAB_SIZE, start=1)("one two three")["input_ids"]
     assert shown[:4] == [str(number) for number in prompt]
     assert len(shown) == 4 + 5 and all(0 <= int(number) < VOCAB_SIZE for number in shown)
-    assert main(["experiment=long_decode", "max_new_tokens=4", *settings(folder)]) == 0
+    assert main(["experiment=long_decode", "sweep=null", "max_new_tokens=4", *settings(folder)]) == 0
     prompt = record("long_decode")["samples"]["prompts"][0]
     assert prompt["text"] == " ".join(map(str, prompt["tokens"]))
 

@@ -284,14 +284,14 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't alloc
     [
         (MemoryError(), "perplexity", "out of memory: lower seq_len=1024 or num_windows=4, or choose a smaller model"),
         (OutOfMemoryError("CUDA out of memory."), "tasks", "out of memory: lower num_fewshot, or choose a smaller"),
-        (RuntimeError(CPU_FULL), "long_decode", "out of memory: lower max_new_tokens=256 or prefill_len=256, or"),
+        (RuntimeError(CPU_FULL), "long_decode", "out of memory: lower max_new_tokens=256 or prefill_len=512, or"),
         (OverflowError("math range error"), "perplexity", "model=smollm2-135m: its numbers are beyond a float's range"),
         (SystemExit(3), "perplexity", r"sys.exit\(3\) was called in a run; a method or task must not end the process"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_that_names_the_setting(error, kind, message, runs, capsys):
     runs.measure = Mock(side_effect=error)
-    assert main([*H2O, f"experiment={kind}"]) == 2
+    assert main([*H2O, f"experiment={kind}", "sweep=null"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: {message}", said)
 

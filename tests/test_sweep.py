@@ -220,7 +220,7 @@ def test_shares_are_disjoint_and_make_the_whole():
     shares = [[c.method_name for c in made({"runs": cells, "share": f"{k}/3"})] for k in (1, 2, 3)]
     assert shares == [["full", "oracle"], ["h2o", "infinigen"], ["int4"]]
     assert made({"runs": cells, "share": "7/7"}) == []
-    entry = {"experiment": "latency", "label": ["ideal", "offload"], "batch_size": [1, 2, 3]}
+    entry = {"experiment": "latency", "system": ["ideal", "offload"], "batch_size": [1, 2, 3]}
     for k in (1, 2):
         labels = Counter(config.latency.batch_size for config in made({"runs": [entry], "share": f"{k}/2"}))
         assert set(labels.values()) == {2}, "cells timed at one shape stay in one share"

@@ -71,8 +71,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings = _plain(OmegaConf.masked_copy(config, [str(key) for key in config if key != "sweep"]))
     given = set(map(setting_of, overrides))
     _refuse_no_settings(settings)
-    if "kind" not in settings and "experiment" not in settings:
-        chosen_file = next(word for word in overrides if setting_of(word) == "experiment")
+    chosen_file = next((word for word in overrides if word.startswith("experiment=")), None)
+    if chosen_file and "kind" not in settings and "experiment" not in settings:
         raise UserError(f"{chosen_file}: its runs are of other experiments; it is none by itself")
     # `build` says that the kind is missing.
     kind = find(settings["kind"]) if "kind" in settings else Kind()
