@@ -97,9 +97,9 @@ leaderboard: $(STAMP)  ## the methods beside the oracle, and one's own: across.m
 	@code=0; $(if $(OWN)$(if $(IS_SHIPPED),,run),$(PY) run.py experiment=evidence model=$(MODEL) results_dir=$(BOARD) \
 		sweep.longer=null sweep.minutes.evidence=70 $(OWN) $(ARGS) || code=$$?;) \
 	[ $$code = 0 ] || [ $$code = $(UNFINISHED) ] || exit $$code; \
-	$(PY) -m harness.results.across $(BOARD); \
-	$(PY) -m plots --results-dir $(BOARD); \
-	$(PY) -m harness.report --results-dir $(BOARD); \
+	$(PY) -m harness.results.across "$(BOARD)"; \
+	$(PY) -m plots --results-dir "$(BOARD)"; \
+	$(PY) -m harness.report --results-dir "$(BOARD)"; \
 	exit $$code
 
 evidence: $(STAMP)  ## every method on three texts and two tasks, hours a model: tables/evidence.md (MODEL=, DATA_ROOT=, RESULTS=, ARGS=)

@@ -349,7 +349,7 @@ MODELLED = [f"{name}-modelled" for name in costmodel.FIGURES]
 UNITS = ("%", "(s)", "(ms)", "(x)", "(nats)", "perplexity", "(GiB)", "(tokens)", "cosine similarity", "mean |")
 
 
-@pytest.mark.parametrize("name", ["fig11", "fig16b", "fig17", "fig18", "table2", "choices", "frontier", "fig5"])
+@pytest.mark.parametrize("name", ["fig11", "fig16b", "fig17", "fig18", "table2", "choices", "fig5"])
 def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
     figure = draw(name, results)
     for axes in figure.axes:
