@@ -6,6 +6,7 @@
 #   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub             the same with the paper's parameters, on one GPU
 # As jobs of Slurm, or as several processes of one machine: docs/sharing.md, "A cluster".
 #   make leaderboard METHOD=./my_method.py      a method of one's own beside the shipped ones; CODEC=./my_codec.py a codec
+#   make leaderboard MODEL=opt-125m             the methods on another model, in about an hour; the same command goes on
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
 #   make test VENV=.venv-3.12 PYTHON=python3.12      the tests on another one, beside the first
@@ -83,15 +84,22 @@ speedup: $(STAMP)  ## the speed half, its tables and figures (PLATFORM=, MODEL=,
 run: $(STAMP)  ## any experiment of conf/experiment, all of its runs (E=disk, MODEL=, RESULTS=, ARGS=)
 	$(PY) run.py experiment=$(E) model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
 
-# A method or codec of one's own alone, which stands beside the rows that are there; the full cache's answers go with it.
+# A method or codec of one's own alone, beside the rows that are there.
 OWN = $(if $(METHOD)$(CODEC),method=$(or $(METHOD),full) $(if $(CODEC),codec=$(CODEC)))
+# A board of one model lies in a folder of its own, unless RESULTS says where. Rows of SHIPPED_MODELS are shipped beside
+# these folders: nothing of them is measured again.
+SHIPPED_MODELS := smollm2-135m gemma3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
+IS_DEFAULT = $(filter file,$(origin RESULTS))
+BOARD = $(if $(IS_DEFAULT),$(RESULTS)$(if $(SMALL),,/$(MODEL)),$(RESULTS))
+IS_SHIPPED = $(and $(IS_DEFAULT),$(filter $(MODEL),$(SHIPPED_MODELS)))
 
-leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: leaderboard.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
-	@code=0; $(if $(OWN),$(PY) run.py experiment=leaderboard model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
-	$(PY) run.py experiment=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
-	$(if $(OWN),$(PY) run.py experiment=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
-	$(PY) run.py experiment=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
-	$(PY) -m harness.report --results-dir $(RESULTS); \
+leaderboard: $(STAMP)  ## the methods beside the oracle, and one's own: across.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
+	@code=0; $(if $(OWN)$(if $(IS_SHIPPED),,run),$(PY) run.py experiment=evidence model=$(MODEL) results_dir=$(BOARD) \
+		sweep.longer=null sweep.minutes.evidence=70 $(OWN) $(ARGS) || code=$$?;) \
+	[ $$code = 0 ] || [ $$code = $(UNFINISHED) ] || exit $$code; \
+	$(PY) -m harness.results.across "$(BOARD)"; \
+	$(PY) -m plots --results-dir "$(BOARD)"; \
+	$(PY) -m harness.report --results-dir "$(BOARD)"; \
 	exit $$code
 
 evidence: $(STAMP)  ## every method on three texts and two tasks, hours a model: tables/evidence.md (MODEL=, DATA_ROOT=, RESULTS=, ARGS=)

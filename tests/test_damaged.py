@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_leaderboard import STEP, save_method
 from test_plots import write
-from test_tables import LATENCY_METRICS, save
+from test_report import place
+from test_tables import LATENCY_METRICS, answers, save
 
 import plots.drawing
 from harness.errors import UserError
@@ -67,10 +67,17 @@ def with_odd_value(record: dict[str, Any], seed: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """Records of every shape of table, those of the leaderboard among them."""
+    """Records of every shape of table, those of the board among them."""
     folder = tmp_path_factory.mktemp("results")
-    save_method(folder, "full", None, kl=0.0, hits="1111", **STEP)
-    save_method(folder, "streaming", 0.16, kl=0.5, hits="1000", **STEP)
+    for method in ("full", "streaming"):
+        chosen = ["experiment=evidence", f"method={method}"]
+        read = {"size": 0.16, "device_frac": 0.3, "resident_frac": 0.1, "num_samples": 4}
+        places = [{"place": at / 2, "kl_nats": 0.5, "size": 0.16, "nll": 2.5, "nll_full": 2.4} for at in (0, 1)]
+        save(folder, chosen, {"code": read | {"perplexity": 12.0, "kl_nats": 0.5}}, samples={"windows": places})
+        sampled = {"passkey": answers([1.0, 0.0, 1.0, 1.0])}
+        save(folder, [*chosen, "kind=tasks"], {"passkey": read | {"acc": 0.75}}, samples=sampled)
+        step = {"late_bytes": 0, "link_bytes_per_s": 1e9, "size": 0.16, "h2d_bytes": 2**20}
+        save(folder, [*chosen, "kind=latency"], LATENCY_METRICS | step)
     windows = {"windows": [{"nll": 2.5, "nll_full": 2.4}, {"nll": 2.6, "nll_full": 2.5}]}
     text = {"offline": {"perplexity": 12.5, "perplexity_stderr": 0.5, "num_samples": 2, "size": 0.2}}
     save(folder, ["experiment=fig12", "method=h2o"], text, chunks=[CHUNK], samples=windows)
@@ -107,15 +114,16 @@ def test_damaged_records_are_refused_or_as_they_were_written_and_break_no_table(
         path.write_bytes(before)
 
 
-TABLES = ("fig11", "fig12", "fig14", "fig16a", "leaderboard")
+BOARD = [place("A"), place("B", ratio=3.0, seq_len=4096), place("C", apart="lacks code", rank=None)]
+TABLES = ("fig11", "fig12", "fig14", "fig16a", "across")
 
 
 def test_a_damaged_table_is_refused_or_drawn_and_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(plots.drawing, "rendered", lambda figure: {})  # the slow half, which reads no table
     for seed in SEEDS:
         name = TABLES[seed % len(TABLES)]
-        monkeypatch.setattr(plots.drawing, "DRAWINGS", {name: DRAWINGS.get(name, DRAWINGS["frontier"])})
-        write(tmp_path, name)
+        monkeypatch.setattr(plots.drawing, "DRAWINGS", {name: DRAWINGS[name]})
+        write(tmp_path, name, BOARD if name == "across" else None)
         path = tmp_path / "tables" / f"{name}.csv"
         path.write_bytes(with_damage(path.read_bytes(), seed))
         with at_most_refused(f"{name} seed {seed}"):

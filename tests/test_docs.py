@@ -315,9 +315,9 @@ def test_a_wrong_command_is_found(text):
 FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results", "tables", "figures", "tests")
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
 MADE_BY_RUNS = re.compile(
-    r"results/(jobs|runs)|(results/)?(report\.html|(leaderboard|across)\.md)|"
+    r"results/(jobs|runs)|(results/)?(report\.html|across\.md)|"
     r"((tables|figures)/)?"
-    r"(leaderboard|frontier|index|long|long_decode|across(-\w+)?|evidence-\w+|attention_error)\."
+    r"(index|long|long_decode|across(-\w+)?|evidence-\w+|attention_error)\."
 )
 
 

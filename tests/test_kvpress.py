@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 from contextlib import closing
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import torch
 from cases import CASES, Case
 from conftest import tiny
 from living import PROMPTS, TOLERANCE, largest_difference, live, open_live, replay, token_batch
-from test_leaderboard import SMALL, board
+from test_tune import SMALL
 
 from harness.checks.contract import Trial, live_is_replay, open_replay, padded_is_alone, size_is_its_closed_form
 from harness.errors import UserError
@@ -26,6 +25,8 @@ from harness.model.dense_prompts import DensePrompts
 from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
+from harness.results import across
+from harness.results.columns import read_table
 from harness.results.record import plain
 from harness.run.cli import main
 from harness.run.runner import Run
@@ -484,20 +485,21 @@ def test_press_and_version_belong_to_a_run(monkeypatch):
 
 
 @needs_kvpress
-def test_a_press_stands_on_the_leaderboard(own_folder, monkeypatch, capsys):
-    """As `make leaderboard METHOD=kvpress:AdaKVPress:KnormPress` starts its first sweep, on a toy."""
+def test_a_press_stands_on_the_board(own_folder, monkeypatch, capsys):
+    """As `make leaderboard METHOD=kvpress:AdaKVPress:KnormPress` starts it, on a toy."""
     file = letters(own_folder, monkeypatch, 1000)
     tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("toy")
     byte_tokenizer().save_pretrained("toy")
     settings = ["model.path=toy", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
-    for method in ("full", "kvpress:AdaKVPress:KnormPress"):
-        assert main(["experiment=leaderboard", *settings, f"method={method}"]) == 0, capsys.readouterr().err
-    rows = [row for row in board(Path("outputs")) if row["label"] == "kvpress: AdaKV of Knorm"]
-    asked = {(row["asked_size"], row["exempt_layers"]) for row in rows}
-    assert asked >= {*product((0.05, 0.1, 0.16), range(3))} and {row["method"] for row in rows} == {
-        "kvpress:AdaKVPress:KnormPress"
-    }
-    assert "kvpress: AdaKV of Knorm" in Path("outputs/leaderboard.md").read_text()
+    press = "kvpress:AdaKVPress:KnormPress"
+    for method in ("oracle", press):
+        asked = ["experiment=evidence", "sweep.longer=null", *settings, f"method={method}"]
+        assert main(asked) == 0, capsys.readouterr().err
+    across.write([Path("outputs")])
+    rows = read_table(Path("outputs/tables/across.csv"))
+    of_press = [row for row in rows if row["label"] == "kvpress: AdaKV of Knorm"]
+    assert {row["asked_size"] for row in of_press} == {0.05, 0.1} and {row["method"] for row in of_press} == {press}
+    assert "kvpress: AdaKV of Knorm" in Path("outputs/across.md").read_text()
 
 
 @needs_kvpress

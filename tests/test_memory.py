@@ -39,7 +39,7 @@ from harness.model.load import LoadedModel
 from harness.model.prompts import prompt_bytes, run_prompt
 from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
-from harness.results.step_time import step_of
+from harness.results.step_time import timed_step
 from harness.settings.config import LatencyConfig
 from harness.speed import latency as run
 from harness.speed import timed_run as timing
@@ -439,8 +439,7 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
     }  # no disk; all weights are there; nothing is evicted
     assert {name for name, value in metrics.items() if value is None} == over_link | other
     assert metrics["num_timed_steps"] == 8 and metrics["device_kv_bytes"] == 0
-    record = {"metrics": metrics, "config": {"size": None}}
-    assert step_of(record, record) == {}, "the leaderboard's seconds go with bytes"
+    assert timed_step(metrics) == {}, "the board's seconds go with bytes"
 
 
 @pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (10, [4]), (11, [4, 1]), (15, [4, 2]), (None, [4, 4])])

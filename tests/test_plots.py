@@ -4,7 +4,6 @@ import csv
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -169,21 +168,6 @@ def needles() -> Iterator[TokenCounts]:
             yield common | {"task": task, "num_samples": 1 if part else 7, "value": part / 4}
 
 
-def board() -> Iterator[TokenCounts]:
-    """Methods of every family at three sizes, the step timed at the middle one, and a method with its own size."""
-    common = {"kl_nats_stderr": 0.001, "exempt_choice": "best"}
-    not_best = {"exempt_choice": "", "kl_nats": 9}
-    yield common | not_best | {"label": "H2O", "family": "evicts", "asked_size": 0.1, "size": 0.1}
-    yield common | {"label": "Full cache", "family": "reads all", "size": 1, "kl_nats": 0, "step_s": 0.12}
-    yield common | {"label": "INT4", "family": "codes", "size": 0.33, "kl_nats": 0.1, "step_s": 0.053}
-    families = (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "oracle", 0.3))
-    for (label, family, scale), size in product(families, (0.10, 0.16, 0.25)):
-        row = common | {"label": label, "family": family, "asked_size": size, "size": size}
-        row |= {"step_source": "emulated" if size == 0.16 else "modelled", "kl_nats": 0.002 * scale / size**2}
-        row |= {} if family == "oracle" else {"step_s": 0.02 + 0.1 * size}
-        yield row | ({"front": "size, step time" if size > 0.1 else "size"} if scale == 1 else {})
-
-
 TIMES = {  # prefill and decode seconds
     "ideal": (1.0, 1.0),
     "offload": (1.2, 9.0),
@@ -264,12 +248,10 @@ ROWS: dict[str, list[TokenCounts]] = {
     **TIMED,
     **{name: curve_rows(name) for name in CURVES},
     "ruler": [*needles()],
-    "leaderboard": [*board()],
 }
 SHAPES = {
     **dict.fromkeys((*TIMED, "fig17-latency"), columns.LATENCY),
     **dict.fromkeys(CURVES, columns.ANALYSIS),
-    "leaderboard": columns.BOARD,
     "across": columns.ACROSS,
 }
 """Columns of the tables that are not of accuracy."""
@@ -367,7 +349,7 @@ MODELLED = [f"{name}-modelled" for name in costmodel.FIGURES]
 UNITS = ("%", "(s)", "(ms)", "(x)", "(nats)", "perplexity", "(GiB)", "(tokens)", "cosine similarity", "mean |")
 
 
-@pytest.mark.parametrize("name", ["fig11", "fig16b", "fig17", "fig18", "table2", "choices", "frontier", "fig5"])
+@pytest.mark.parametrize("name", ["fig11", "fig16b", "fig17", "fig18", "table2", "choices", "fig5"])
 def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
     figure = draw(name, results)
     for axes in figure.axes:
@@ -381,10 +363,10 @@ def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, "cut off"
 
 
-@pytest.mark.parametrize("name", ["fig12", "fig18", "frontier", "ruler"])  # lines, hatches, parts, images
+@pytest.mark.parametrize("name", ["fig12", "fig18", "ruler"])  # lines, hatches, parts, images
 def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
     elsewhere = {"capacity", "capacity-modelled", "across", "budget"}  # drawn in test_capacity and test_across
-    assert {*DRAWINGS} == {*ROWS, *MODELLED, *elsewhere, "frontier"} - {"perplexity", "fig17-latency", "leaderboard"}
+    assert {*DRAWINGS} == {*ROWS, *MODELLED, *elsewhere} - {"perplexity", "fig17-latency"}
     monkeypatch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name]})
     monkeypatch.setattr(drawing, "DPI", 40)  # takes a fraction of the time
     kept = drawing.FORMATS if name == "fig12" else ("png", "svg")  # a PDF takes long
@@ -524,23 +506,6 @@ def test_choices_have_a_bar_each(results) -> None:
     assert bar_heights(kl) == {"InfiniGen": [0.06, 0.07]} and bar_heights(perplexity) == {"InfiniGen": [12, 14]}
     assert tick_labels(kl) == tick_labels(perplexity) == ["default", "pool_frac=0.5,\neviction=artifact"]
     assert levels(perplexity) == [10] and "size 20 %" in note(figure)
-
-
-def test_the_leaderboard_names_every_method_and_its_fronts(results) -> None:
-    figure = draw("frontier", results)
-    names, sizes, times = figure.axes
-    ticks = names.get_yticklabels()
-    assert [tick.get_text() for tick in ticks] == ["H2O", "INT4", "InfiniGen", "Oracle"], "the closest on top"
-    assert [tick.get_text() for tick in ticks if tick.get_fontweight() == "bold"] == ["InfiniGen"]
-    xs = sorted(line.lines[0].get_xdata()[0] for line in names.containers if line.lines[0].get_ydata()[0] == 2)
-    assert xs == pytest.approx([0.002 / size**2 for size in (0.25, 0.16, 0.1)])
-    assert [text.get_text() for text in sizes.texts] == ["InfiniGen 10 %", "InfiniGen 16 %", "InfiniGen 25 %"]
-    assert [text.get_text() for text in times.texts] == ["InfiniGen 16 %", "InfiniGen 25 %"]
-    assert list(xy(sizes, "front")[0]) == pytest.approx([10, 16, 25])
-    assert xy(times, "Full cache")[0] == pytest.approx([120, 120])
-    assert {"retrieves", "evicts", "codes", "oracle", "front", "size 16 %"} <= set(legend(figure))
-    faces = [line.get_markerfacecolor() for line in times.lines if line.get_color() == style.BLUE]
-    assert faces == ["none", style.BLUE], "hollow where the step is modelled"
 
 
 def test_an_index_is_drawn_at_its_size_on_the_device(results) -> None:
@@ -738,9 +703,9 @@ def test_a_table_without_rows_is_no_figure_and_another_table_or_one_without_a_na
     write(tmp_path, "fig11", ROWS["fig11"], label="")
     with pytest.raises(UserError, match=r"^[^\n]*fig11\.csv: not a table of .*: a row without label\); [^\n]*$"):
         plots.main(tmp_path)
-    board = columns.names(columns.BOARD)
-    row = ",".join(name if name in ("model", "label") else "" for name in board)
-    for text, said in (("model,label\na,b\n", "not a table of results"), (f"{','.join(board)}\n{row}\n", "no column")):
+    other = columns.names(columns.ANALYSIS)
+    row = ",".join(name if name in columns.NEEDED["analysis"] else "" for name in other)
+    for text, said in (("model,label\na,b\n", "not a table of results"), (f"{','.join(other)}\n{row}\n", "no column")):
         (tmp_path / "tables" / "fig11.csv").write_text(text)
         with pytest.raises(UserError, match=rf"^[^\n]*fig11\.csv: {said}"):
             plots.main(tmp_path)

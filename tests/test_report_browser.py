@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
-    """The report of two models: a leaderboard, a task, a figure, and the questions that two runs of the first lost."""
+    """The report of two models: a board, a task, a figure, and the questions that two runs of the first lost."""
     folder = tmp_path_factory.mktemp("results")
     boards = []
     for over in ("all models", "first"):

@@ -14,6 +14,7 @@ from harness.results.across_rows import (
     ALL_MODELS,
     ALL_TEXTS,
     COSTS,
+    EQUAL,
     OF_ANSWERS,
     OF_KL,
     OWN_SIZE,
@@ -23,7 +24,6 @@ from harness.results.across_rows import (
 )
 from harness.results.across_stats import Design
 from harness.results.columns import TableRow
-from harness.results.fronts import EQUAL
 from harness.results.metrics import MISSING, Metric
 from harness.results.sheet import (
     SIZE_NOTE,

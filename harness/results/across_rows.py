@@ -22,7 +22,6 @@ from harness.results.across_stats import (
 )
 from harness.results.columns import TableRow
 from harness.results.evidence_tables import Series
-from harness.results.fronts import EQUAL, REFERENCES
 from harness.results.metrics import CACHE, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
@@ -34,8 +33,10 @@ ALL_MODELS, ALL_TEXTS, ALL_TASKS = "all models", "all texts", "all tasks"
 OF_KL, OF_ANSWERS = "KL", "answers"
 RULE_OF_PAPER = "oracle-infinigen"
 """The oracle by the paper's rule for a group."""
-ORACLES = (REFERENCES["upper"], RULE_OF_PAPER)
+ORACLES = ("oracle", RULE_OF_PAPER)
 """Methods that select by the true scores, so they are upper bounds."""
+EQUAL = 0.01
+"""Sizes that differ by at most this count as equal, as when a method is sized."""
 OWN_SIZE = "reads at a size of its own"
 """Why a method without a size is not compared."""
 

@@ -46,8 +46,6 @@ from harness.results.metrics import (
     UNMET_SIZE,
     Metric,
     Unit,
-    board_columns,
-    board_metrics,
 )
 
 T = TypeVar("T")
@@ -135,7 +133,6 @@ ANALYSIS = (
 EXEMPT_LAYERS = Metric("exempt_layers", "exempt layers", POSITIVE, 0)
 EXEMPT_NUMBERS = Metric("exempt_numbers", "exempt layers")
 """Of several models."""
-EXEMPT_CHOICE = Metric("exempt_choice")
 NUM_WINDOWS = Metric("num_windows", "windows", POSITIVE, 0)
 STEP_SOURCE = Metric("step_source")
 FRONT = Metric("front", "not beaten in")
@@ -148,16 +145,6 @@ OF_A_STEP = (
 )
 FAMILY = Metric("family", "family")
 """In a word, how a method reads less than the full cache."""
-BOARD = (
-    EXPERIMENT, MODEL, METHOD, Metric("codec"), FAMILY, LABEL, SETTINGS,
-    ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE,
-    *board_columns("size", "text"), NUM_WINDOWS, *board_columns("task"),
-    PLATFORM, BATCH_SIZE, PROMPT_LEN, *OF_A_STEP, STEP_SOURCE,
-    FRONT, Metric("outside", "outside the reference methods"), SOURCE, SHIPPED,
-)  # fmt: skip
-"""A method at a size. `exempt_choice`: whether the number of exempt layers is the best at this
-size, the paper's, or both. Seconds and bytes are of a decode step. `step_source`: whether `step_s`
-was timed at this size or modelled from the step at another size (`results/step_time.py`)."""
 TEXT, WINDOW = Metric("text"), Metric("window", "window", POSITIVE, 0)
 PLACE = Metric("place", "place in the text", SHARE, 1)
 """Share of a text before a window: equal places of a text are about the same words on every
@@ -244,7 +231,7 @@ ACROSS_CLAIMS = (
 difference of their answers; `bound`: the largest ratio or the least difference that the claim
 allows."""
 TABLES: Mapping[str, Sequence[Metric]] = {
-    "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
+    "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS,
     "capacity": CAPACITY, "evidence_texts": EVIDENCE_TEXTS, "evidence_answers": EVIDENCE_ANSWERS,
     "evidence_steps": EVIDENCE_STEPS,
     "across": ACROSS, "across_pairs": ACROSS_PAIRS, "across_models": ACROSS_MODELS,
@@ -255,7 +242,6 @@ NEEDED = {
     "accuracy": ("model", "label", "task", "metric"),
     "latency": ("model", "label", "batch_size", "prompt_len", "gen_len"),
     "analysis": ("model", "series", "metric"),
-    "board": ("model", "label"),
     "capacity": ("model", "label", "batch_size", "prompt_len", "gen_len"),
     "evidence_texts": ("model", "label", "seq_len", "text", "window", "place", "kl_nats", "size"),
     "evidence_answers": ("model", "label", "task", "context_id", "right", "asked", "size"),
@@ -277,7 +263,6 @@ IDENTITY = {
         "memory_bytes", "prompt_len", "gen_len",
     ),
     "analysis": ("model", "source", "metric", "series", "x_name", "num_samples"),
-    "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
     "evidence_texts": (
         "model", "method", "codec", "label", "asked_size", "exempt_layers", "seq_len", "text",
     ),
@@ -293,7 +278,6 @@ IDENTITY = {
 of its task."""
 
 ONCE = {
-    "board": (*IDENTITY["board"], "settings", "size", "exempt_choice"),
     "evidence_texts": (*IDENTITY["evidence_texts"], "window"),
     "evidence_answers": (*IDENTITY["evidence_answers"], "context_id"),
     "evidence_steps": IDENTITY["evidence_steps"],
@@ -301,7 +285,7 @@ ONCE = {
 """By shape of table, the columns in which no two rows are equal."""
 ROUNDING = 1e-6
 """By so much a share or a KL may lie outside of its range."""
-SIZES = {"size", "device_frac", "resident_frac", "kv_recall_size", "passkey_size"}
+SIZES = {"size", "device_frac", "resident_frac"}
 """Columns that are at most 1 beside an asked size. Elsewhere a codec of more than 16 bits has
 more."""
 
@@ -311,8 +295,6 @@ def _optional() -> Iterator[str]:
         yield column.name
     yield from names(NEWER_OF_SERVING)
     yield from (FAMILY.name, ATTENTION_ERROR.name, f"{ATTENTION_ERROR.name}_stderr")
-    for metric in board_metrics("task"):
-        yield f"{metric.column.name}_{NUM_CONTEXTS.name}"
 
 
 def names(columns: Iterable[Metric]) -> tuple[str, ...]:
@@ -391,7 +373,7 @@ def column(name: str) -> Metric:
 MARKS = {
     "text": "evidence_texts", "context_id": "evidence_answers", "apart": "across",
     "claim": "across_claims", "closer": "across_pairs", "domain": "across_models",
-    "series": "analysis", "metric": "accuracy", "exempt_choice": "board",
+    "series": "analysis", "metric": "accuracy",
     "compute_s": "evidence_steps", "largest_batch": "capacity",
 }  # fmt: skip
 """By the first of these columns that a row has, its shape of table; by none, `latency`."""

@@ -8,7 +8,6 @@ nor pandas.
 
 import math
 import sys
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 MISSING = "-"
@@ -244,80 +243,10 @@ SERVING = (
 NEWER_OF_SERVING = (DECODE_RATE, SEQUENCE_RATE, *OF_SPREAD, HOST_KV_BYTES, *OF_LINK, *OF_DISK)
 """What a latency table that was made earlier lacks."""
 
-# The leaderboard, of which a metric is one entry of `BOARD_METRICS`
+# The board: `harness/results/across.py`
 
 ASKED_SIZE = Metric("asked_size", "asked size", SHARE, 0)
 NUM_CONTEXTS = Metric("num_contexts", "contexts", POSITIVE, 0)
 """Windows, prompts, or contexts of questions, whose errors are independent: one more than the
 degrees of freedom of the standard errors."""
-NLL = Metric("nll_difference", "NLL minus full cache", NATS, 4, "less")
-KV_RECALL = Metric("kv_recall", "kv_recall", SHARE, 1, "more")
-PASSKEY = Metric("passkey", "passkey", SHARE, 1, "more")
 STEP = Metric("step_s", "decode step", MS, 1, "less", logarithmic=True)
-
-
-class BoardMetric(NamedTuple):
-    """A metric of the leaderboard: its column, and where it is shown and compared.
-
-    origin: "size" and "text": an entry of that name of a run on a text, "text" with its standard
-        error; "task": accuracy on the task of that name; "step": of a timed decode step.
-    on_page: a column of `leaderboard.md`.
-    compared: with the two reference methods (column `outside`).
-    front: the name of the cost's Pareto front; "" for none.
-    """
-
-    column: Metric
-    origin: Literal["size", "text", "task", "step"]
-    on_page: bool = False
-    compared: bool = False
-    front: str = ""
-
-    @property
-    def more_is_better(self) -> bool:
-        """Whether the larger value is in bold, and better than a reference."""
-        return self.column.better == "more"
-
-    @property
-    def columns(self) -> tuple[Metric, ...]:
-        """Its columns in the table, the value first."""
-        own = self.column
-        if self.origin == "text":
-            return own, own.part("stderr", "standard error", least=0)
-        if self.origin != "task":
-            return (own,)
-        contexts = f"{own.name}_{NUM_CONTEXTS.name}"
-        difference = own.part("difference", "minus full cache", least=-1)
-        return (
-            own,
-            difference._replace(unit=difference.unit._replace(most=1)),
-            own.part("stderr", "standard error of that", least=0),
-            own.part("detectable", "smallest detectable difference", least=0),
-            own.part("size", "size", least=0),
-            NUM_CONTEXTS._replace(name=contexts, words=f"{own.words}, contexts"),
-        )
-
-
-BOARD_METRICS = (
-    BoardMetric(SIZE, "size", on_page=True, front="size"),
-    BoardMetric(DEVICE_FRAC, "size"),
-    BoardMetric(RESIDENT_FRAC, "size"),
-    BoardMetric(KL, "text", on_page=True, compared=True),
-    BoardMetric(TOP1, "text", compared=True),
-    BoardMetric(ATTENTION_ERROR, "text"),
-    BoardMetric(NLL, "text"),
-    BoardMetric(KV_RECALL, "task", on_page=True, compared=True),
-    BoardMetric(PASSKEY, "task", on_page=True, compared=True),
-    BoardMetric(STEP, "step", on_page=True, front="step time"),
-)
-"""The metrics of the leaderboard, in the order of its columns. KL also sorts the pages."""
-
-
-def board_metrics(*origins: str) -> list[BoardMetric]:
-    """The metrics of the leaderboard with these origins."""
-    return [metric for metric in BOARD_METRICS if metric.origin in origins]
-
-
-def board_columns(*origins: str) -> Iterator[Metric]:
-    """All columns of the metrics with these origins."""
-    for metric in board_metrics(*origins):
-        yield from metric.columns

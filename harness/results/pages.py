@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from harness.results import across_page, columns, leaderboard, metrics
+from harness.results import across_page, columns, metrics
 from harness.results.columns import TableRow
 from harness.results.metrics import MISSING, Metric
 from harness.results.sheet import (
@@ -57,7 +57,6 @@ NOTES = {
     "method's state, buffers and activations leave room for; *KV tokens* are the tokens of all of "
     "them. *Tokens/s* are of decode steps at that batch, beside those at the *equal batch*, the "
     "largest of the full cache on the device. The CSV has the batches below, too, and all bytes.",
-    "board": leaderboard.NOTE,
     "analysis": "± is one standard error over heads, over windows for errors of attention outputs, "
     "or over layers for a number of the whole model. "
     f"At most {MAX_COLUMNS} values of x are shown; the CSV has all.",
@@ -79,9 +78,8 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart.
     """
-    whole = {"board": leaderboard.sheets, **across_page.SHEETS}
-    if rows and columns.shape_of(rows[0]) in whole:
-        yield from whole[columns.shape_of(rows[0])](rows)
+    if rows and columns.shape_of(rows[0]) in across_page.SHEETS:
+        yield from across_page.SHEETS[columns.shape_of(rows[0])](rows)
         return
     for title, of_title in columns.grouped(rows, _title).items():
         for shape, of_shape in columns.grouped(of_title, columns.shape_of).items():

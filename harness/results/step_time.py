@@ -13,7 +13,6 @@ from typing import Any
 
 from harness.results import columns
 from harness.results.columns import TableRow, picked
-from harness.results.record import Record
 
 AS_TIMED = ("platform", "batch_size", "prompt_len", "link_bytes_per_s")
 MODELLED = "modelled"
@@ -59,21 +58,6 @@ def step_at(
     scaled = step | {"link_bytes": link_bytes, "late_bytes": late_bytes}
     change = step_seconds(scaled, bytes_per_s) - step_seconds(step, bytes_per_s)
     return scaled | {"step_s": step["step_s"] + change}
-
-
-def step_of(row: TableRow, timed: Record) -> TableRow:
-    """The decode step of a row of the leaderboard, as timed or modelled at the row's own size.
-
-    timed: the method's timed run, at this or another size. {} if no transfer was counted.
-    """
-    metrics = timed["metrics"]
-    step = timed_step(metrics)
-    if not step:
-        return {}
-    if row["asked_size"] == timed["config"]["size"]:
-        return step | {"step_source": metrics["source"]}
-    modelled = step_at(step, metrics["size"], row.get("size"), row["exempt_layers"])
-    return modelled | {"step_source": MODELLED}
 
 
 class BoardSteps:

@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.errors import exit_code
 from harness.files import holding, write_atomic
-from harness.results import evidence_tables, leaderboard
+from harness.results import evidence_tables
 from harness.results.columns import TABLES, TableRow, read_table, render_csv, shape_of
 from harness.results.metrics import rank
 from harness.results.record import Record, read_records, record_path
@@ -45,7 +45,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from finished records and shipped rows.
 
     `latency` also gives the tables of the figures of speed, `perplexity` the errors of attention
-    outputs by layer; the leaderboard's two experiments give the leaderboard; `evidence` gives the
+    outputs by layer; `evidence` gives the
     windows, answers and steps that the table across models is made of. What is modelled of capacity
     stands in a table of its own, `<experiment>-modelled`. A damaged record is left out with a
     warning that names it, a damaged table set aside with a warning. One process at a time writes
@@ -72,8 +72,6 @@ def update(results_dir: str | Path, experiment: str) -> Path:
             _write_speed_figures(path, rows)
         if experiment == WITH_LAYERS:
             _write_layers(path.with_stem(LAYERS_TABLE), [record for record, _ in pairs])
-        if experiment in (leaderboard.SCORES, leaderboard.TIMES):
-            leaderboard.write(Path(results_dir), leaderboard.rows_of_records(results_dir))
         if experiment == EVIDENCE:
             _write_evidence(folder, [record for record, _ in pairs])
     return path
@@ -180,17 +178,13 @@ def ship(results_dir: Path) -> None:
     Raises UserError.
     """
     folder = results_dir / "tables"
-    board = folder / f"{leaderboard.NAME}.csv"
-    boards = {board, board.with_stem(leaderboard.FRONTIER)}
-    for path in sorted(set(folder.glob("*.csv")) - boards):
+    for path in sorted(folder.glob("*.csv")):
         rows = read_table(path)
         shape = shape_of(rows[0]) if rows else ACROSS
         if shape.startswith(ACROSS):  # made of other tables
             continue
         if shape == "capacity" or rows[0]["source"] != "modelled":
             _write(path, shape, _ordered(shape, _as_shipped(rows)))
-    if board.exists():
-        leaderboard.write(results_dir, _as_shipped(read_table(board)))
 
 
 def _as_shipped(rows: TableRows) -> TableRows:

@@ -41,7 +41,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
-from harness.results.board_cells import cells_of_tasks
 from harness.results.tuned import as_tuned
 from harness.run.cells import counted, groups
 from harness.run.compose import Composer, compose, load, override
@@ -67,7 +66,6 @@ KEYWORDS = Keywords.__dataclass_fields__.keys()
 
 
 OmegaConf.register_new_resolver("as_tuned", as_tuned, replace=True)
-OmegaConf.register_new_resolver("on_the_leaderboard", cells_of_tasks, replace=True)
 
 
 @dataclass
@@ -231,7 +229,11 @@ def _of_method(
     cells: list[tuple[dict[str, Any], bool]], method: str
 ) -> list[tuple[dict[str, Any], bool]]:
     """The cells of one method, of a sweep that varies it. Another method takes the place of each
-    that has no setting of its own, but for the number of exempt layers, which every method has."""
+    that has no setting of its own, but for the number of exempt layers, which every method has.
+
+    Where each method has one number of exempt layers, its own (`as_tuned`), the other method has
+    that of its class.
+    """
     names = {str(cell["method"]) for cell, _ in cells if "method" in cell}
     if len(names) < 2:
         return cells
@@ -241,10 +243,23 @@ def _of_method(
     for cell, where_allowed in cells:
         if any(map(_is_of_one_method, cell)):
             continue
-        entry = {**cell, "method": method}, where_allowed
+        settings = {**cell, "method": method}
+        if not _has_several_numbers(cell, cells):
+            settings.pop(OF_EVERY_METHOD, None)
+        entry = settings, where_allowed
         if entry not in replaced:
             replaced.append(entry)
     return replaced
+
+
+def _has_several_numbers(
+    cell: Mapping[str, Any], cells: Sequence[tuple[dict[str, Any], bool]]
+) -> bool:
+    """Whether a cell is there with another number of exempt layers too."""
+    for other, _ in cells:
+        if {**other, OF_EVERY_METHOD: None} == {**cell, OF_EVERY_METHOD: None} and other != cell:
+            return True
+    return False
 
 
 def _is_of_one_method(key: str) -> bool:

@@ -1,0 +1,252 @@
+"""`experiment=tune` and the sweep of `experiment=evidence` that reads its numbers; one's own rows on the board."""
+
+import re
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from test_own_codec import HEAD as CODEC_HEAD
+from test_own_codec import MINE as CODEC
+
+from harness.errors import UserError
+from harness.model.tiny import tiny_model
+from harness.results import across, columns, tuned
+from harness.results.across_rows import ORACLES
+from harness.results.columns import TableRow, read_table
+from harness.results.step_time import step_at, step_seconds, timed_step
+from harness.run import cli, new_method
+from harness.run.compose import choices, compose
+from harness.run.sweep import read_plan
+from harness.settings.config import RunConfig
+from harness.settings.schema import options
+from tests.composed import load
+from tests.runs import letters
+from tests.tokens import byte_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The sweep
+
+
+@contextmanager
+def choosing(*few: str):
+    """Sweeps over all methods with a few of them, as composing all takes a while."""
+    OmegaConf.register_new_resolver("choices", lambda _, *without: [x for x in few if x not in without], replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("choices", choices, replace=True)
+
+
+@pytest.fixture
+def plan():
+    """The plan of `experiment=tune` with a few of the methods."""
+    with choosing("full", "int4", "oracle", "quest"):
+        yield read_plan(compose(["experiment=tune"]).sweep, ["experiment=tune"])
+
+
+def test_every_method_is_in_the_sweep():
+    asked = OmegaConf.to_container(compose(["experiment=tune"]).sweep, resolve=False)
+    assert asked["methods"] == "${choices:method,full,dsa,random,triattention}"
+    assert choices("method") == options("method") and set(ORACLES) <= set(options("method"))
+    assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
+
+
+OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
+    ("doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "knorm", "quest", "turboquant2",
+     "turboquant3", "turboquant4", "twilight"), 2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", choices("method"))
+def test_a_method_exempts_as_many_layers_as_its_official_code(method):
+    default, given = (load([f"method={method}", *more]) for more in ([], ["method.num_exempt_layers=3"]))
+    assert default.method.num_exempt_layers == OF_OFFICIAL_CODE.get(method, 0)
+    assert given.method.num_exempt_layers == 3, "the command line wins"
+
+
+def test_a_method_without_a_size_runs_once_a_number_of_exempt_layers(plan):
+    cells = [(cell.method_name, cell.size, cell.method.num_exempt_layers) for cell in plan.cells]
+    sized = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
+    assert cells == [("full", None, 0), *product(["int4"], [None], range(3)), *sized]
+    assert {cell.kind for cell in plan.cells} == {"perplexity"}
+
+
+def scored(method: str, asked: float, dense: int | None, kl: float, **cells: Any) -> TableRow:
+    """A KL in the table of `experiment=tune`; dense: None where it is the number of the method's file."""
+    words = "" if dense is None else f"num_exempt_layers={dense}, "
+    common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "size": asked, "experiment": "tune"}
+    row = common | {"method": method, "label": method, "settings": f"{words}size={asked}, num_windows=4", "value": kl}
+    return row | {"source": "measured"} | cells
+
+
+def test_dense_layers_are_the_best_of_each_model_and_size(monkeypatch, tmp_path):
+    """Those with the least KL of the numbers with which a method has the size; of a codec's rows none."""
+    rows = [scored("quest", 0.1, 0, 0.2), scored("quest", 0.1, 1, 0.1), scored("quest", 0.1, None, 0.3)]
+    rows += [scored("quest", 0.05, None, 0.1), scored("quest", 0.05, 1, 0.2)]  # 2 are of its file
+    rows += [scored("quest", 0.1, 0, 0.01, model="gemma3-270m"), scored("quest", 0.1, 0, 0.01, metric="perplexity")]
+    coded = "num_exempt_layers=0, codec=int8, size=0.1"
+    rows += [scored("quest", 0.1, 0, 0.01, settings=coded), scored("./mine.py", 0.1, None, 0.01)]
+    rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), size=0.3) for layers in (0, 1, 2)]
+    other = tmp_path / "other"
+    (other / "tables").mkdir(parents=True)
+    (other / "tables" / "tune.csv").write_text(columns.render_csv(columns.ACCURACY, rows))
+    file = tmp_path / "tuned.yaml"
+    file.write_text("mine: {h2o: {0.1: 1}}\nsmollm2-135m: {h2o: {0.1: 2}, quest: {0.16: 1}}\n")
+    monkeypatch.setattr(tuned, "FILE", file)
+    assert tuned.write([other]) == file
+    model = "smollm2-135m"
+    assert tuned.read() == {
+        "gemma3-270m": {"quest": {0.1: 0}},
+        "mine": {"h2o": {0.1: 1}},
+        model: {"h2o": {0.1: 2}, "quest": {0.05: 2, 0.1: 1, 0.16: 1}},
+    }, "what the folder lacks stays"
+    small, large = "nearest:0.05", "nearest:0.1"
+    assert tuned.as_tuned(["quest"], [0.05, 0.1], model) == [["quest", small, 2], ["quest", large, 1]]
+    assert tuned.as_tuned(["quest", "sparq"], [0.1], "gemma3-270m") == [["quest", large, 0], ["sparq", large, 0]]
+    assert tuned.as_tuned(["h2o"], [0.1], "unknown") == [["h2o", large, 0]]
+    with pytest.raises(UserError, match="no tables/tune.csv"):
+        tuned.write([tmp_path])
+
+
+def test_evidence_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
+    file = tmp_path / "tuned.yaml"
+    file.write_text("qwen2.5-coder-0.5b: {quest: {0.05: 2, 0.1: 1}}\nsmollm2-135m: {sparq: {0.1: 2}}\n")
+    monkeypatch.setattr(tuned, "FILE", file)
+    asked = ["experiment=evidence", "model=qwen2.5-coder-0.5b", "sweep.data_root=.", "sweep.methods=[quest]"]
+    asked += ["sweep.long.methods=[quest]", "sweep.over_int8=[oracle,quest]", "sweep.long_over_int8=[quest]"]
+    asked += ["sweep.tasks_over_int8=[oracle]"]
+    with choosing("full", "quest", "int4", "sparq"):
+        cells = read_plan(compose(asked).sweep, asked).cells
+    quest = [("quest", 0.05, 2), ("quest", 0.1, 1)]
+    oracle = [("oracle", 0.05, 0), ("oracle", 0.1, 0)]
+    plain = [*quest, ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
+    full = ("full", None, 0)
+    expected = [("code", 1024, *cell) for cell in [full, *plain, *oracle, *quest]]
+    for of_length in ([full], plain, [*oracle, *quest]):
+        expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in of_length]
+    expected += [("tasks", 1024, *cell) for cell in [full, *quest, *oracle]]
+    at_10 = [("quest", 0.1, 1), ("int4", None, 0), ("sparq", 0.1, 0), ("quest", 0.1, 1)]
+    expected += [("latency", 1024, *cell) for cell in [full, *at_10]]
+    expected += [("code", 4096, *cell) for cell in [full, *quest, *quest]]
+    for of_length in ([full], quest, quest):
+        expected += [(text, 4096, *cell) for text in ("book", "wikitext2") for cell in of_length]
+    assert [what_runs(cell) for cell in cells] == expected
+    coded = [what_runs(cell)[2:] for cell in cells if cell.codec == "int8"]
+    assert coded == [*oracle, *quest] * 3 + oracle + quest[1:] + quest * 3, "the number of the plain row"
+    assert {cell.group_size for cell in cells if cell.codec == "int8"} == {16}
+    assert {cell.task.num_sentences for cell in cells} == {40}, "as long as the shorter windows"
+    timed = [cell.latency for cell in cells if cell.kind == "latency"]
+    assert {(cell.batch_size, cell.prompt_len, cell.gen_len) for cell in timed} == {(4, 1024, 24)}
+    assert all(cell.corpus.spread for cell in cells) and {cell.seq_len - cell.prefill_len for cell in cells} == {64}
+
+
+def test_the_shipped_numbers_are_those_of_the_shipped_scores():
+    found = tuned.read()
+    for folder in ("results", "results/qwen2.5-coder-0.5b"):
+        best = tuned.best_of(read_table(ROOT / folder / "tables" / "tune.csv"))
+        assert best
+        for model, methods in best.items():
+            assert found[model] == methods
+
+
+def test_without_data_and_longer_windows_a_board_remains():
+    """As `make leaderboard` starts it. A method of one's own has its class's number of exempt layers."""
+    asked = ["experiment=evidence", "model=qwen2.5-coder-0.5b", "sweep.longer=null"]
+    asked += ["sweep.over_int8=[quest]", "sweep.tasks_over_int8=[quest]", "sweep.methods=[quest,infinigen]"]
+    with choosing("full", "quest", "infinigen"):
+        cells = read_plan(compose(asked).sweep, asked).cells
+        own = ["method=kvzip", *asked[1:]]  # takes the place of a method of one's own
+        of_own = read_plan(compose([asked[0], *own]).sweep, [asked[0], *own]).cells
+    parts = {(cell.kind, cell.seq_len, cell.corpus.name if cell.kind == "perplexity" else "") for cell in cells}
+    assert parts == {("perplexity", 1024, "code"), ("tasks", 1024, ""), ("latency", 1024, "")}
+    numbers = {cell.method.num_exempt_layers for cell in cells}
+    assert len(numbers) > 1 and {cell.method.num_exempt_layers for cell in of_own} == {0}
+    sizes = [(cell.kind, cell.size, cell.codec) for cell in of_own]
+    assert len(sizes) == len(set(sizes)) == 13
+
+
+def what_runs(cell: RunConfig) -> tuple[Any, ...]:
+    text = cell.corpus.name if cell.kind == "perplexity" else cell.kind
+    return text, cell.seq_len, cell.method_name, cell.size, cell.method.num_exempt_layers
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"),
+    [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))],
+)
+def test_slower_models_get_fewer_windows_and_questions(model, counts):
+    sweep = compose(["experiment=evidence", f"model={model}"]).sweep
+    assert (sweep.windows, sweep.questions) == counts
+    assert compose(["experiment=evidence", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
+
+
+def test_an_entry_is_lenient_only_where_it_says_so():
+    cell = {"method": ["full", "oracle"], "experiment": "latency"}
+    with pytest.raises(UserError, match="Oracle selects by the true scores"):
+        read_plan(OmegaConf.create({"runs": [cell]}), [])
+    unknown = cell | {"method": "full", "method.none": 1}
+    lenient = read_plan(OmegaConf.create({"runs": [each | {"where_allowed": True} for each in (cell, unknown)]}), [])
+    assert [each.method_name for each in lenient.cells] == ["full"] and len(lenient.left_out) == 2
+
+
+def test_the_full_cache_runs_as_it_is_and_under_nearest_so_does_a_method_without_a_size():
+    as_it_is = load(["method=full"])
+    for size in ("0.1", "nearest:0.1"):
+        assert load(["method=full", f"size={size}"]) == as_it_is, "one record for all sizes"
+    assert load(["method=int4", "size=nearest:0.1"]).size is None
+    assert load(["method=h2o", "size=nearest:0.1"]).size == 0.1
+    with pytest.raises(UserError, match="has no size to set"):
+        load(["method=int4", "size=0.1"])
+
+
+def test_a_step_at_another_size_follows_from_the_timed_one():
+    late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
+    assert step_seconds(late, 1.0) == 3.0 and step_seconds(late, 10.0) == pytest.approx(1.1)
+    metrics = dict.fromkeys(("platform", "batch_size", "prompt_len", "source"), 0)
+    metrics |= {"gen_len": 11, "decode_s": 0.1, "exposed_transfer_s": 0.02, "h2d_bytes": 10 * 2**20}
+    step = timed_step(metrics | {"late_bytes": 5 * 2**20, "link_bytes_per_s": 2**20})
+    assert (step["step_s"], step["compute_s"], step["link_bytes"]) == (pytest.approx(0.01), pytest.approx(0.008), 2**20)
+    larger = step_at(step, 0.1, 0.3, 0)
+    assert (larger["link_bytes"], larger["late_bytes"]) == (pytest.approx(3 * 2**20), pytest.approx(1.5 * 2**20))
+    assert larger["step_s"] == pytest.approx(0.01 + 3 - 1), "all of it waits for the link"
+    larger = step_at(step, 0.1, 0.3, 1)
+    assert larger["late_bytes"] == pytest.approx(2.5 * 2**20), "the exempt layer's bytes, which are hidden, do not grow"
+    assert step_at(step, 0.1, None, 0)["step_s"] is None and timed_step(metrics | {"h2d_bytes": None}) == {}
+
+
+# One's own method or codec beside the shipped ones
+
+SMALL = [
+    "seq_len=200", "prefill_len=150", "num_windows=1", "num_samples=2", "tasks=[passkey]", "too_long=truncate",
+    "calibration.num_tokens=64", "batch_size=1", "prompt_len=24", "gen_len=6", "warmup_steps=1", "timed_steps=1",
+    "platform.link_gbps=1",
+]  # fmt: skip
+
+
+def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipped_beside, monkeypatch, capsys):
+    """As `make leaderboard METHOD= CODEC=` starts them, on a toy that has the shipped rows' model's name."""
+    file = letters(own_folder, monkeypatch, 1000)
+    tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("smollm2-135m")
+    byte_tokenizer().save_pretrained("smollm2-135m")
+    assert new_method.main(["page_means"]) == 0
+    Path("mine.py").write_text(CODEC_HEAD + CODEC)
+    settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
+    own = ["method=./page_means.py", "codec=./mine.py", "sweep.longer=null"]
+    assert cli.main(["experiment=evidence", *settings, *own]) == 0, capsys.readouterr().err
+    across.write([Path("outputs")])
+    rows = [row for row in read_table(Path("outputs/tables/across.csv")) if row["over"] == "smollm2-135m"]
+    label = "Page means + mine"
+    mine = [row for row in rows if row["shipped"] != "yes"]
+    assert {row["label"] for row in mine} == {label} and len({row["label"] for row in rows}) > 30
+    steps = [row for row in read_table(Path("outputs/tables/evidence-steps.csv")) if not row["shipped"]]
+    assert {row["label"] for row in steps} == {label} and {row["asked_size"] for row in steps} == {None, 0.1}
+    assert all(row["step_s"] > 0 and row["codec"] == "mine" for row in steps)
+    answered = [row for row in read_table(Path("outputs/tables/evidence-answers.csv")) if row["label"] == label]
+    assert {row["asked_size"] for row in answered} == {None, 0.05, 0.1}
+    page = Path("outputs/across.md").read_text()
+    assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
+    assert len([line for line in page.splitlines() if re.match(r"\| \W*Page means \+ mine \W*\*", line)]) >= 2
