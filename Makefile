@@ -5,8 +5,8 @@
 #   make paper DATA_ROOT=DIR                    all figures and tables on the default model, in under 75 minutes
 #   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub             the same with the paper's parameters, on one GPU
 # As jobs of Slurm, or as several processes of one machine: docs/sharing.md, "A cluster".
-#   make leaderboard METHOD=./my_method.py      a method of one's own beside the shipped ones; CODEC=./my_codec.py a codec
-#   make leaderboard MODEL=opt-125m             the methods on another model, in about an hour; the same command goes on
+#   make board METHOD=./my_method.py            a method of one's own beside the shipped ones; CODEC=./my_codec.py a codec
+#   make board MODEL=opt-125m                   the methods on another model, in about an hour; the same command goes on
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
 #   make test VENV=.venv-3.12 PYTHON=python3.12      the tests on another one, beside the first
@@ -52,7 +52,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test wheel-check accuracy speedup run leaderboard evidence across paper plots report clean
+.PHONY: help setup mlflow lint test wheel-check accuracy speedup run board paper plots report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,8 +81,8 @@ accuracy: $(STAMP)  ## the accuracy half, its tables and figures (MODEL=, DATA=,
 speedup: $(STAMP)  ## the speed half, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
 	$(PY) run.py experiment=$(SPEEDUP) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
 
-run: $(STAMP)  ## any experiment of conf/experiment, all of its runs (E=disk, MODEL=, RESULTS=, ARGS=)
-	$(PY) run.py experiment=$(E) model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
+run: $(STAMP)  ## any experiment of conf/experiment, all of its runs (E=disk, MODEL=, DATA_ROOT=, RESULTS=, ARGS=)
+	$(PY) run.py experiment=$(E) model=$(MODEL) results_dir=$(RESULTS) $(if $(DATA_ROOT),sweep.data_root=$(DATA_ROOT)) $(ARGS)
 
 # A method or codec of one's own alone, beside the rows that are there.
 OWN = $(if $(METHOD)$(CODEC),method=$(or $(METHOD),full) $(if $(CODEC),codec=$(CODEC)))
@@ -93,22 +93,14 @@ IS_DEFAULT = $(filter file,$(origin RESULTS))
 BOARD = $(if $(IS_DEFAULT),$(RESULTS)$(if $(SMALL),,/$(MODEL)),$(RESULTS))
 IS_SHIPPED = $(and $(IS_DEFAULT),$(filter $(MODEL),$(SHIPPED_MODELS)))
 
-leaderboard: $(STAMP)  ## the methods beside the oracle, and one's own: across.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
-	@code=0; $(if $(OWN)$(if $(IS_SHIPPED),,run),$(PY) run.py experiment=evidence model=$(MODEL) results_dir=$(BOARD) \
-		sweep.longer=null sweep.minutes.evidence=70 $(OWN) $(ARGS) || code=$$?;) \
+board: $(STAMP)  ## the methods beside the oracle, and one's own: board.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
+	@code=0; $(if $(OWN)$(if $(IS_SHIPPED),,run),$(PY) run.py experiment=board model=$(MODEL) results_dir=$(BOARD) \
+		sweep.longer=null sweep.minutes.board=70 $(OWN) $(ARGS) || code=$$?;) \
 	[ $$code = 0 ] || [ $$code = $(UNFINISHED) ] || exit $$code; \
-	$(PY) -m harness.results.across "$(BOARD)"; \
+	$(PY) -m harness.results.board "$(BOARD)"; \
 	$(PY) -m plots --results-dir "$(BOARD)"; \
 	$(PY) -m harness.report --results-dir "$(BOARD)"; \
 	exit $$code
-
-evidence: $(STAMP)  ## every method on three texts and two tasks, hours a model: tables/evidence.md (MODEL=, DATA_ROOT=, RESULTS=, ARGS=)
-	$(PY) run.py experiment=evidence model=$(MODEL) results_dir=$(RESULTS) $(if $(DATA_ROOT),sweep.data_root=$(DATA_ROOT)) $(ARGS)
-
-across: $(STAMP)  ## one table over the models of experiment=evidence: across.md, its figure, the report (RESULTS=)
-	$(PY) -m harness.results.across "$(RESULTS)" $(ARGS)
-	$(PY) -m plots --results-dir "$(RESULTS)"
-	$(PY) -m harness.report --results-dir "$(RESULTS)"
 
 paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)
 	@code=0; $(PY) run.py experiment=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \

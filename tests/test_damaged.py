@@ -70,7 +70,7 @@ def results(tmp_path_factory) -> Path:
     """Records of every shape of table, those of the board among them."""
     folder = tmp_path_factory.mktemp("results")
     for method in ("full", "streaming"):
-        chosen = ["experiment=evidence", f"method={method}"]
+        chosen = ["experiment=board", f"method={method}"]
         read = {"size": 0.16, "device_frac": 0.3, "resident_frac": 0.1, "num_samples": 4}
         places = [{"place": at / 2, "kl_nats": 0.5, "size": 0.16, "nll": 2.5, "nll_full": 2.4} for at in (0, 1)]
         save(folder, chosen, {"code": read | {"perplexity": 12.0, "kl_nats": 0.5}}, samples={"windows": places})
@@ -115,7 +115,7 @@ def test_damaged_records_are_refused_or_as_they_were_written_and_break_no_table(
 
 
 BOARD = [place("A"), place("B", ratio=3.0, seq_len=4096), place("C", apart="lacks code", rank=None)]
-TABLES = ("fig11", "fig12", "fig14", "fig16a", "across")
+TABLES = ("fig11", "fig12", "fig14", "fig16a", "board-methods")
 
 
 def test_a_damaged_table_is_refused_or_drawn_and_shown(tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_a_damaged_table_is_refused_or_drawn_and_shown(tmp_path, monkeypatch):
     for seed in SEEDS:
         name = TABLES[seed % len(TABLES)]
         monkeypatch.setattr(plots.drawing, "DRAWINGS", {name: DRAWINGS[name]})
-        write(tmp_path, name, BOARD if name == "across" else None)
+        write(tmp_path, name, BOARD if name == "board-methods" else None)
         path = tmp_path / "tables" / f"{name}.csv"
         path.write_bytes(with_damage(path.read_bytes(), seed))
         with at_most_refused(f"{name} seed {seed}"):

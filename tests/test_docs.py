@@ -315,9 +315,9 @@ def test_a_wrong_command_is_found(text):
 FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results", "tables", "figures", "tests")
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
 MADE_BY_RUNS = re.compile(
-    r"results/(jobs|runs)|(results/)?(report\.html|across\.md)|"
+    r"results/(jobs|runs)|(results/)?(report\.html|board\.md)|"
     r"((tables|figures)/)?"
-    r"(index|long|long_decode|across(-\w+)?|evidence-\w+|attention_error)\."
+    r"(index|long|long_decode|board(-\w+)?|attention_error)\."
 )
 
 
@@ -388,17 +388,17 @@ def cells(text: str) -> list[list[str]]:
     return rows[:1] + rows[2:]
 
 
-def test_the_readmes_table_is_that_across_models():
+def test_the_readmes_table_is_that_of_the_board():
     confirmed = ROOT / "results" / "confirm"
-    page = (confirmed / "across.md").read_text()
+    page = (confirmed / "board.md").read_text()
     readme = (ROOT / "README.md").read_text()
     shown = cells(readme[readme.index("| label | size (%) | read on device") :])
     assert len(shown) > 10 and shown == cells(page[page.index("| label ") :])
-    rows = pd.read_csv(confirmed / "tables" / "across.csv")
+    rows = pd.read_csv(confirmed / "tables" / "board-methods.csv")
     rows = rows[
         (rows.over == "all models") & (rows.seq_len == 1024) & (rows.asked_size.isna() | (rows.asked_size == 0.1))
     ].set_index("label")
-    of_models = pd.read_csv(confirmed / "tables" / "across-models.csv")
+    of_models = pd.read_csv(confirmed / "tables" / "board-models.csv")
     of_models = of_models[
         (of_models.seq_len == 1024) & (of_models.asked_size == 0.1) & (of_models.domain == "all texts")
     ]

@@ -25,7 +25,7 @@ from harness.model.dense_prompts import DensePrompts
 from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
-from harness.results import across
+from harness.results import board
 from harness.results.columns import read_table
 from harness.results.record import plain
 from harness.run.cli import main
@@ -486,20 +486,20 @@ def test_press_and_version_belong_to_a_run(monkeypatch):
 
 @needs_kvpress
 def test_a_press_stands_on_the_board(own_folder, monkeypatch, capsys):
-    """As `make leaderboard METHOD=kvpress:AdaKVPress:KnormPress` starts it, on a toy."""
+    """As `make board METHOD=kvpress:AdaKVPress:KnormPress` starts it, on a toy."""
     file = letters(own_folder, monkeypatch, 1000)
     tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("toy")
     byte_tokenizer().save_pretrained("toy")
     settings = ["model.path=toy", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
     press = "kvpress:AdaKVPress:KnormPress"
     for method in ("oracle", press):
-        asked = ["experiment=evidence", "sweep.longer=null", *settings, f"method={method}"]
+        asked = ["experiment=board", "sweep.longer=null", *settings, f"method={method}"]
         assert main(asked) == 0, capsys.readouterr().err
-    across.write([Path("outputs")])
-    rows = read_table(Path("outputs/tables/across.csv"))
+    board.write([Path("outputs")])
+    rows = read_table(Path("outputs/tables/board-methods.csv"))
     of_press = [row for row in rows if row["label"] == "kvpress: AdaKV of Knorm"]
     assert {row["asked_size"] for row in of_press} == {0.05, 0.1} and {row["method"] for row in of_press} == {press}
-    assert "kvpress: AdaKV of Knorm" in Path("outputs/across.md").read_text()
+    assert "kvpress: AdaKV of Knorm" in Path("outputs/board.md").read_text()
 
 
 @needs_kvpress

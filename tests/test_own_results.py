@@ -20,7 +20,7 @@ from tests.runs import outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 README_COMMAND = ["-m", "method=full,h2o,int4,infinigen", "num_windows=2"]
-WRITING = ("accuracy", "speedup", "run", "leaderboard", "evidence", "across", "paper", "plots", "report")
+WRITING = ("accuracy", "speedup", "run", "board", "paper", "plots", "report")
 """Targets of make that read or write results."""
 
 

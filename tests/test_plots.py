@@ -252,7 +252,7 @@ ROWS: dict[str, list[TokenCounts]] = {
 SHAPES = {
     **dict.fromkeys((*TIMED, "fig17-latency"), columns.LATENCY),
     **dict.fromkeys(CURVES, columns.ANALYSIS),
-    "across": columns.ACROSS,
+    "board-methods": columns.BOARD,
 }
 """Columns of the tables that are not of accuracy."""
 COMMON = {
@@ -365,7 +365,7 @@ def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
 
 @pytest.mark.parametrize("name", ["fig12", "fig18", "ruler"])  # lines, hatches, parts, images
 def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
-    elsewhere = {"capacity", "capacity-modelled", "across", "budget"}  # drawn in test_capacity and test_across
+    elsewhere = {"capacity", "capacity-modelled", "board", "budget"}  # drawn in test_capacity and test_board
     assert {*DRAWINGS} == {*ROWS, *MODELLED, *elsewhere} - {"perplexity", "fig17-latency"}
     monkeypatch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name]})
     monkeypatch.setattr(drawing, "DPI", 40)  # takes a fraction of the time

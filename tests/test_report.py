@@ -27,7 +27,7 @@ from harness.report.compared import main_scores, main_times, published_sheet, si
 from harness.report.explorer import explorer
 from harness.report.sections import MODELLED, REGISTRY, entries_of
 from harness.results import write as tables
-from harness.results.across_rows import OWN_SIZE
+from harness.results.board_rows import OWN_SIZE
 from harness.results.columns import ACCURACY, TableRow, names
 from harness.results.metrics import MISSING
 from plots import drawing
@@ -85,7 +85,7 @@ def results(tmp_path_factory) -> Path:
         save(folder, ["experiment=latency", f"system={label}"], LATENCY_METRICS, text=label, **RAN)
     for experiment in ("fig11", "perplexity", "latency"):
         tables.update(folder, experiment)
-    write(folder, "across", [place("A"), place(HOSTILE, asked_size=0.2)])
+    write(folder, "board-methods", [place("A"), place(HOSTILE, asked_size=0.2)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(published, "FIGURES", {name: published.FIGURES[name] for name in ("fig14", "fig15")})
         published.write_tables(folder)

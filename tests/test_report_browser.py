@@ -38,7 +38,7 @@ def report(tmp_path_factory) -> Path:
             boards.append(place("B", **sized, kl_nats=2 * kl, step_source="modelled"))
     boards.append(place("long", over="first", seq_len=4096))
     boards.append(place("unanswered", over="first", answers_difference=None))
-    write(folder, "across", boards)
+    write(folder, "board-methods", boards)
     for inner in (folder, folder / "second"):
         write(inner, "fig11", [score("A", 0.1, value, task=task) for task in "ab" for value in (0.75, 0.5)])
         (inner / "figures").mkdir()
@@ -118,7 +118,7 @@ const column = table => [...table.tBodies[0].rows].map(row => row.cells[3].textC
   seen.step = await choose("x", "step_s");
   seen.model = await choose("over", "first");
   seen.windows = await choose("windows", "4,096 tokens");
-  const table = document.querySelector("#across table");
+  const table = document.querySelector("#board table");
   seen.before = column(table);
   table.querySelectorAll("th button")[3].click();
   seen.after = column(table);
@@ -178,7 +178,7 @@ def test_the_explorer_answers_and_nothing_else_happens(report, profile, tmp_path
     text = text.replace("<title>", f"<script>{WATCH}</script><title>", 1)
     target = tmp_path / "report.html"
     target.write_text(text.removesuffix("</body>\n</html>\n") + f"<script>{PROBE}</script></body></html>")
-    shown = chromium(profile, "--window-size=500,2500", "--dump-dom", f"{target.as_uri()}#page-across-models")
+    shown = chromium(profile, "--window-size=500,2500", "--dump-dom", f"{target.as_uri()}#page-board")
     seen = json.loads(unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL).group(1)))
     assert isinstance(seen, dict), seen
     assert seen["troubles"] == []

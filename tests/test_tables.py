@@ -568,8 +568,8 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
     ("name", "column", "value"),
     [
         ("perplexity", "detectable", "-1"), ("perplexity", "resident_frac", "-0.1"), ("fig11", "num_contexts", "-1"),
-        ("evidence-steps", "step_s", "-1"), ("evidence-steps", "link_bytes", "-1"), ("across", "step_s", "-1"),
-        ("across", "size_low", "-0.1"), ("across", "ratio", "-1"), ("across-models", "count", "-1"),
+        ("board-steps", "step_s", "-1"), ("board-steps", "link_bytes", "-1"), ("board-methods", "step_s", "-1"),
+        ("board-methods", "size_low", "-0.1"), ("board-methods", "ratio", "-1"), ("board-models", "count", "-1"),
         ("capacity", "largest_batch", "-1"), ("disk", "read_amplification", "-1"), ("attention_error", "value", "-1"),
     ],
 )  # fmt: skip
@@ -582,7 +582,7 @@ def test_a_number_that_its_column_cannot_have_is_refused(name, column, value, tm
     assert "must be from" in refusal_of(tmp_path, rows)
 
 
-@pytest.mark.parametrize("name", ["evidence-steps", "evidence-texts"])
+@pytest.mark.parametrize("name", ["board-steps", "board-texts"])
 def test_a_row_that_stands_twice_is_refused(name, tmp_path):
     with (paths.SHIPPED / "tables" / f"{name}.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))

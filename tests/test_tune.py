@@ -1,4 +1,4 @@
-"""`experiment=tune` and the sweep of `experiment=evidence` that reads its numbers; one's own rows on the board."""
+"""`experiment=tune` and the sweep of `experiment=board` that reads its numbers; one's own rows on the board."""
 
 import re
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from test_own_codec import MINE as CODEC
 
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
-from harness.results import across, columns, tuned
-from harness.results.across_rows import ORACLES
+from harness.results import board, columns, tuned
+from harness.results.board_rows import ORACLES
 from harness.results.columns import TableRow, read_table
 from harness.results.step_time import step_at, step_seconds, timed_step
 from harness.run import cli, new_method
@@ -112,11 +112,11 @@ def test_dense_layers_are_the_best_of_each_model_and_size(monkeypatch, tmp_path)
         tuned.write([tmp_path])
 
 
-def test_evidence_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
+def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
     file = tmp_path / "tuned.yaml"
     file.write_text("qwen2.5-coder-0.5b: {quest: {0.05: 2, 0.1: 1}}\nsmollm2-135m: {sparq: {0.1: 2}}\n")
     monkeypatch.setattr(tuned, "FILE", file)
-    asked = ["experiment=evidence", "model=qwen2.5-coder-0.5b", "sweep.data_root=.", "sweep.methods=[quest]"]
+    asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.data_root=.", "sweep.methods=[quest]"]
     asked += ["sweep.long.methods=[quest]", "sweep.over_int8=[oracle,quest]", "sweep.long_over_int8=[quest]"]
     asked += ["sweep.tasks_over_int8=[oracle]"]
     with choosing("full", "quest", "int4", "sparq"):
@@ -154,8 +154,8 @@ def test_the_shipped_numbers_are_those_of_the_shipped_scores():
 
 
 def test_without_data_and_longer_windows_a_board_remains():
-    """As `make leaderboard` starts it. A method of one's own has its class's number of exempt layers."""
-    asked = ["experiment=evidence", "model=qwen2.5-coder-0.5b", "sweep.longer=null"]
+    """As `make board` starts it. A method of one's own has its class's number of exempt layers."""
+    asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.longer=null"]
     asked += ["sweep.over_int8=[quest]", "sweep.tasks_over_int8=[quest]", "sweep.methods=[quest,infinigen]"]
     with choosing("full", "quest", "infinigen"):
         cells = read_plan(compose(asked).sweep, asked).cells
@@ -179,9 +179,9 @@ def what_runs(cell: RunConfig) -> tuple[Any, ...]:
     [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))],
 )
 def test_slower_models_get_fewer_windows_and_questions(model, counts):
-    sweep = compose(["experiment=evidence", f"model={model}"]).sweep
+    sweep = compose(["experiment=board", f"model={model}"]).sweep
     assert (sweep.windows, sweep.questions) == counts
-    assert compose(["experiment=evidence", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
+    assert compose(["experiment=board", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
 
 
 def test_an_entry_is_lenient_only_where_it_says_so():
@@ -228,7 +228,7 @@ SMALL = [
 
 
 def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipped_beside, monkeypatch, capsys):
-    """As `make leaderboard METHOD= CODEC=` starts them, on a toy that has the shipped rows' model's name."""
+    """As `make board METHOD= CODEC=` starts them, on a toy that has the shipped rows' model's name."""
     file = letters(own_folder, monkeypatch, 1000)
     tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("smollm2-135m")
     byte_tokenizer().save_pretrained("smollm2-135m")
@@ -236,17 +236,17 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     Path("mine.py").write_text(CODEC_HEAD + CODEC)
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
     own = ["method=./page_means.py", "codec=./mine.py", "sweep.longer=null"]
-    assert cli.main(["experiment=evidence", *settings, *own]) == 0, capsys.readouterr().err
-    across.write([Path("outputs")])
-    rows = [row for row in read_table(Path("outputs/tables/across.csv")) if row["over"] == "smollm2-135m"]
+    assert cli.main(["experiment=board", *settings, *own]) == 0, capsys.readouterr().err
+    board.write([Path("outputs")])
+    rows = [row for row in read_table(Path("outputs/tables/board-methods.csv")) if row["over"] == "smollm2-135m"]
     label = "Page means + mine"
     mine = [row for row in rows if row["shipped"] != "yes"]
     assert {row["label"] for row in mine} == {label} and len({row["label"] for row in rows}) > 30
-    steps = [row for row in read_table(Path("outputs/tables/evidence-steps.csv")) if not row["shipped"]]
+    steps = [row for row in read_table(Path("outputs/tables/board-steps.csv")) if not row["shipped"]]
     assert {row["label"] for row in steps} == {label} and {row["asked_size"] for row in steps} == {None, 0.1}
     assert all(row["step_s"] > 0 and row["codec"] == "mine" for row in steps)
-    answered = [row for row in read_table(Path("outputs/tables/evidence-answers.csv")) if row["label"] == label]
+    answered = [row for row in read_table(Path("outputs/tables/board-answers.csv")) if row["label"] == label]
     assert {row["asked_size"] for row in answered} == {None, 0.05, 0.1}
-    page = Path("outputs/across.md").read_text()
+    page = Path("outputs/board.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
     assert len([line for line in page.splitlines() if re.match(r"\| \W*Page means \+ mine \W*\*", line)]) >= 2

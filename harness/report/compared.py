@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperBar, quantity
-from harness.results import across_page, columns, metrics
-from harness.results.across_rows import ORACLES
+from harness.results import board_page, columns, metrics
+from harness.results.board_rows import ORACLES
 from harness.results.columns import TableRow
 from harness.results.metrics import ASKED_SIZE, MISSING
 from harness.results.pages import is_brief
@@ -161,7 +161,7 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
     It has the oracle, the methods closest to the full cache at `MAIN_SIZE` and on the shortest
     windows, and those of the paper.
     """
-    compared = [row for row in across_page.first_board(rows) if not row["apart"]]
+    compared = [row for row in board_page.first_board(rows) if not row["apart"]]
     if not compared:
         return None
     seq_len = min(columns.values(compared, "seq_len"))
@@ -179,7 +179,7 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
         if is_first_oracle or (not is_oracle and (count <= BEST or row["method"] in ALWAYS)):
             shown.append(row)
     words = f"closest to the full cache at a size of {ASKED_SIZE.show(main_size)} %"
-    return across_page.methods_sheet(f"{compared[0]['over']}: {words}", shown)
+    return board_page.methods_sheet(f"{compared[0]['over']}: {words}", shown)
 
 
 def main_times(tables: Iterable[Sequence[TableRow]]) -> Sheet | None:

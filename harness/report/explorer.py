@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from harness.results import columns, metrics
-from harness.results.across_page import show_interval, show_ratio
-from harness.results.across_rows import COSTS, OWN_SIZE, TRAFFIC
+from harness.results.board_page import show_interval, show_ratio
+from harness.results.board_rows import COSTS, OWN_SIZE, TRAFFIC
 from harness.results.columns import TableRow
 from harness.results.metrics import Metric
 from harness.results.sheet import show_range

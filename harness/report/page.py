@@ -26,12 +26,12 @@ from harness.report.explorer import explorer, library
 from harness.report.lost import lost_questions, lost_sheet
 from harness.report.sections import REGISTRY, SOURCES, Entry, Section, entries_of, sections_of
 from harness.results import columns
-from harness.results.across import NAME as BOARD
 from harness.results.archive import opened
 from harness.results.columns import TableRow
 from harness.results.metrics import GIB, MISSING
 from harness.results.record import Record, read_all
 from harness.results.sheet import WORDS
+from harness.settings.kinds import BOARD
 from harness.settings.paths import COMMAND, RESULTS, models_beside
 
 HERE = Path(__file__).parent
@@ -95,7 +95,7 @@ def _render(folder: Path) -> str:
     rows_of_boards: list[TableRow] = []
     main_sheets = []
     for part in boards:
-        rows = [row for row in part.rows if columns.shape_of(row) == "across"]
+        rows = [row for row in part.rows if columns.shape_of(row) == "board"]
         main_sheets.append(main_scores(rows))
         for row in rows:
             over = f"{row['over']} ({part.where})" if part.where else row["over"]

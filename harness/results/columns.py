@@ -156,11 +156,11 @@ _OF_A_RUN = (
     EXPERIMENT, MODEL, METHOD, Metric("codec"), LABEL, SETTINGS, ASKED_SIZE, EXEMPT_LAYERS,
 )  # fmt: skip
 _READ = (SIZE, DEVICE_FRAC, RESIDENT_FRAC, SOURCE, SHIPPED, RUN_ID)
-EVIDENCE_TEXTS = (*_OF_A_RUN, FAMILY, SEQ_LEN, TEXT, WINDOW, PLACE, KL, *_READ)
+BOARD_TEXTS = (*_OF_A_RUN, FAMILY, SEQ_LEN, TEXT, WINDOW, PLACE, KL, *_READ)
 """A window of a text under a method. The sizes on the device are of all windows of its run."""
-EVIDENCE_ANSWERS = (*_OF_A_RUN, Metric("task"), CONTEXT_ID, RIGHT, ASKED, PROMPT_LEN, *_READ)
+BOARD_ANSWERS = (*_OF_A_RUN, Metric("task"), CONTEXT_ID, RIGHT, ASKED, PROMPT_LEN, *_READ)
 """The questions on one context of a task under a method. `prompt_len`: of the longest."""
-EVIDENCE_STEPS = (
+BOARD_STEPS = (
     *_OF_A_RUN, PLATFORM, BATCH_SIZE, PROMPT_LEN, GEN_LEN, *OF_A_STEP,
     SIZE, SOURCE, SHIPPED, RUN_ID,
 )  # fmt: skip
@@ -193,7 +193,7 @@ def _interval(metric: Metric) -> tuple[Metric, Metric]:
     return metric.part("low", "from", least=least), metric.part("high", "to", least=least)
 
 
-ACROSS = (
+BOARD = (
     OVER, MODEL, METHOD, FAMILY, LABEL, ASKED_SIZE, SEQ_LEN, RANK, *_interval(RANK),
     Metric("num_compared", "methods compared", POSITIVE, 0),
     KL, RATIO, *_interval(RATIO), DEGREES, NUM_MODELS, NUM_WINDOWS, NUM_PLACES,
@@ -209,13 +209,13 @@ are the places that it may have. `_low` and `_high` of `ratio` and `answers_diff
 intervals, of sizes the least and the largest of the models. `step_s` is of the one
 model in `step_on`; `step_source` says whether it was timed or modelled. `front`: the costs at which
 no method is closer. `apart` says why a method has no rank."""
-ACROSS_PAIRS = (
+BOARD_PAIRS = (
     MODEL, ASKED_SIZE, SEQ_LEN, LABEL, OTHER, RATIO, *_interval(RATIO), DEGREES, P, P_HOLM,
     Metric("closer"), SOURCE,
 )  # fmt: skip
 """Two methods: `ratio` is that of the KL of `label` to that of `other`. `closer` is the label of
 the one that is certainly closer to the full cache; empty where they are not told apart."""
-ACROSS_MODELS = (
+BOARD_MODELS = (
     MODEL, METHOD, LABEL, ASKED_SIZE, SEQ_LEN, DOMAIN, MEASURE, VALUE,
     VERSUS, *_interval(VERSUS), COUNT, NUM_CONTEXTS, SOURCE,
 )  # fmt: skip
@@ -223,7 +223,7 @@ ACROSS_MODELS = (
 `value`: mean KL in nats, or the share of right answers. `versus`: the ratio to the oracle's KL,
 or the difference to the full cache's answers, with its interval. `count`: windows or questions;
 `num_contexts`: places or contexts."""
-ACROSS_CLAIMS = (
+BOARD_CLAIMS = (
     MODEL, CLAIM, MEASURE, LABEL, OTHER, ASKED_SIZE, SEQ_LEN,
     BOUND, VALUE, *_interval(VALUE), COUNT, VERDICT, SOURCE,
 )  # fmt: skip
@@ -232,10 +232,10 @@ difference of their answers; `bound`: the largest ratio or the least difference 
 allows."""
 TABLES: Mapping[str, Sequence[Metric]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS,
-    "capacity": CAPACITY, "evidence_texts": EVIDENCE_TEXTS, "evidence_answers": EVIDENCE_ANSWERS,
-    "evidence_steps": EVIDENCE_STEPS,
-    "across": ACROSS, "across_pairs": ACROSS_PAIRS, "across_models": ACROSS_MODELS,
-    "across_claims": ACROSS_CLAIMS,
+    "capacity": CAPACITY, "board_texts": BOARD_TEXTS, "board_answers": BOARD_ANSWERS,
+    "board_steps": BOARD_STEPS,
+    "board": BOARD, "board_pairs": BOARD_PAIRS, "board_models": BOARD_MODELS,
+    "board_claims": BOARD_CLAIMS,
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
 NEEDED = {
@@ -243,13 +243,13 @@ NEEDED = {
     "latency": ("model", "label", "batch_size", "prompt_len", "gen_len"),
     "analysis": ("model", "series", "metric"),
     "capacity": ("model", "label", "batch_size", "prompt_len", "gen_len"),
-    "evidence_texts": ("model", "label", "seq_len", "text", "window", "place", "kl_nats", "size"),
-    "evidence_answers": ("model", "label", "task", "context_id", "right", "asked", "size"),
-    "evidence_steps": ("model", "label", "batch_size", "prompt_len", "step_s", "size"),
-    "across": ("model", "label", "asked_size", "seq_len"),
-    "across_pairs": ("model", "label", "other", "asked_size", "seq_len", "ratio"),
-    "across_models": ("model", "label", "domain", "measure", "value"),
-    "across_claims": ("model", "claim", "measure", "asked_size", "verdict"),
+    "board_texts": ("model", "label", "seq_len", "text", "window", "place", "kl_nats", "size"),
+    "board_answers": ("model", "label", "task", "context_id", "right", "asked", "size"),
+    "board_steps": ("model", "label", "batch_size", "prompt_len", "step_s", "size"),
+    "board": ("model", "label", "asked_size", "seq_len"),
+    "board_pairs": ("model", "label", "other", "asked_size", "seq_len", "ratio"),
+    "board_models": ("model", "label", "domain", "measure", "value"),
+    "board_claims": ("model", "claim", "measure", "asked_size", "verdict"),
 }  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
 IDENTITY = {
@@ -263,13 +263,13 @@ IDENTITY = {
         "memory_bytes", "prompt_len", "gen_len",
     ),
     "analysis": ("model", "source", "metric", "series", "x_name", "num_samples"),
-    "evidence_texts": (
+    "board_texts": (
         "model", "method", "codec", "label", "asked_size", "exempt_layers", "seq_len", "text",
     ),
-    "evidence_answers": (
+    "board_answers": (
         "model", "method", "codec", "label", "asked_size", "exempt_layers", "task",
     ),
-    "evidence_steps": (
+    "board_steps": (
         "model", "method", "codec", "label", "asked_size", "exempt_layers",
         "platform", "batch_size", "prompt_len",
     ),
@@ -278,9 +278,9 @@ IDENTITY = {
 of its task."""
 
 ONCE = {
-    "evidence_texts": (*IDENTITY["evidence_texts"], "window"),
-    "evidence_answers": (*IDENTITY["evidence_answers"], "context_id"),
-    "evidence_steps": IDENTITY["evidence_steps"],
+    "board_texts": (*IDENTITY["board_texts"], "window"),
+    "board_answers": (*IDENTITY["board_answers"], "context_id"),
+    "board_steps": IDENTITY["board_steps"],
 }
 """By shape of table, the columns in which no two rows are equal."""
 ROUNDING = 1e-6
@@ -371,10 +371,10 @@ def column(name: str) -> Metric:
 
 
 MARKS = {
-    "text": "evidence_texts", "context_id": "evidence_answers", "apart": "across",
-    "claim": "across_claims", "closer": "across_pairs", "domain": "across_models",
+    "text": "board_texts", "context_id": "board_answers", "apart": "board",
+    "claim": "board_claims", "closer": "board_pairs", "domain": "board_models",
     "series": "analysis", "metric": "accuracy",
-    "compute_s": "evidence_steps", "largest_batch": "capacity",
+    "compute_s": "board_steps", "largest_batch": "capacity",
 }  # fmt: skip
 """By the first of these columns that a row has, its shape of table; by none, `latency`."""
 

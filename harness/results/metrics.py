@@ -243,7 +243,7 @@ SERVING = (
 NEWER_OF_SERVING = (DECODE_RATE, SEQUENCE_RATE, *OF_SPREAD, HOST_KV_BYTES, *OF_LINK, *OF_DISK)
 """What a latency table that was made earlier lacks."""
 
-# The board: `harness/results/across.py`
+# The board: `harness/results/board.py`
 
 ASKED_SIZE = Metric("asked_size", "asked size", SHARE, 0)
 NUM_CONTEXTS = Metric("num_contexts", "contexts", POSITIVE, 0)

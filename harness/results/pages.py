@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from harness.results import across_page, columns, metrics
+from harness.results import board_page, columns, metrics
 from harness.results.columns import TableRow
 from harness.results.metrics import MISSING, Metric
 from harness.results.sheet import (
@@ -60,7 +60,7 @@ NOTES = {
     "analysis": "± is one standard error over heads, over windows for errors of attention outputs, "
     "or over layers for a number of the whole model. "
     f"At most {MAX_COLUMNS} values of x are shown; the CSV has all.",
-    **across_page.NOTES,
+    **board_page.NOTES,
 }
 """The meaning of the columns, by shape of table."""
 MODELLED_NOTE = (
@@ -78,8 +78,8 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart.
     """
-    if rows and columns.shape_of(rows[0]) in across_page.SHEETS:
-        yield from across_page.SHEETS[columns.shape_of(rows[0])](rows)
+    if rows and columns.shape_of(rows[0]) in board_page.SHEETS:
+        yield from board_page.SHEETS[columns.shape_of(rows[0])](rows)
         return
     for title, of_title in columns.grouped(rows, _title).items():
         for shape, of_shape in columns.grouped(of_title, columns.shape_of).items():

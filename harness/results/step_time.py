@@ -4,7 +4,7 @@ Each method is timed at one size. Seconds of compute stay as timed, bytes over t
 the size. As in live decoding, tokens that are selected a layer ahead are transferred during
 compute; `late_bytes`, selected by a layer's own query, are waited for.
 
-`BoardSteps` finds the step of a method for a row of the table across models.
+`BoardSteps` finds the step of a method for a row of the board.
 """
 
 import re
@@ -65,7 +65,7 @@ class BoardSteps:
     they compare.
 
     That is where most steps were timed, of the models of the table. timed: rows of
-    `columns.EVIDENCE_STEPS`. prompt_len: 0 without steps.
+    `columns.BOARD_STEPS`. prompt_len: 0 without steps.
     """
 
     def __init__(self, timed: Iterable[TableRow], models: Collection[str]) -> None:
@@ -83,7 +83,7 @@ class BoardSteps:
     def step_of(self, windows: Sequence[TableRow]) -> TableRow:
         """`step_s`, `step_source` and `step_on` of a method at a size, at windows of one length.
 
-        windows: its rows of `columns.EVIDENCE_TEXTS`, of any models. {} where no step of it was
+        windows: its rows of `columns.BOARD_TEXTS`, of any models. {} where no step of it was
         timed, and for windows that are not as long as the timed prompts.
         """
         here = []

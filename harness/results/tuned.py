@@ -5,7 +5,7 @@
 writes the numbers of the models of these results folders into the file. They come from
 `experiment=tune`, which scores every method with 0, 1 and 2 dense layers on `offline`, the
 calibration text. Of the numbers with which a method has the size, that with the least KL counts.
-No other text is looked at, and sweeps read the file alone. So the texts of `experiment=evidence`
+No other text is looked at, and sweeps read the file alone. So the texts of `experiment=board`
 are scored with settings that were chosen without them.
 """
 
@@ -21,7 +21,7 @@ import yaml
 
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
-from harness.results.across_rows import EQUAL
+from harness.results.board_rows import EQUAL
 from harness.results.columns import TableRow, read_table
 from harness.results.metrics import KL
 from harness.settings.own_method import shipped

@@ -20,21 +20,21 @@ from typing import Any
 
 from harness.errors import exit_code
 from harness.files import holding, write_atomic
-from harness.results import evidence_tables
+from harness.results import board_sources
 from harness.results.columns import TABLES, TableRow, read_table, render_csv, shape_of
 from harness.results.metrics import rank
 from harness.results.record import Record, read_records, record_path
 from harness.results.samples import full_runs
 from harness.results.shipped import merged
 from harness.results.table_rows import Pairs, layer_rows, with_rows
-from harness.settings.kinds import EVIDENCE, find
+from harness.settings.kinds import BOARD, find
 from harness.settings.schema import kind_of
 
 log = logging.getLogger(__name__)
 
 TableRows = Sequence[TableRow]
-ACROSS = "across"
-"""How the shapes of `harness.results.across` begin."""
+MADE = frozenset(("board", "board_claims", "board_models", "board_pairs"))
+"""Shapes of the tables that `harness.results.board` makes of other tables."""
 WITH_LAYERS, LAYERS_TABLE = "perplexity", "attention_error"
 """The experiment whose runs are shown layer by layer, and the table that shows them."""
 TIMED_CELLS = "latency"
@@ -45,8 +45,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from finished records and shipped rows.
 
     `latency` also gives the tables of the figures of speed, `perplexity` the errors of attention
-    outputs by layer; `evidence` gives the
-    windows, answers and steps that the table across models is made of. What is modelled of capacity
+    outputs by layer; `board` gives the
+    windows, answers and steps that the board is made of. What is modelled of capacity
     stands in a table of its own, `<experiment>-modelled`. A damaged record is left out with a
     warning that names it, a damaged table set aside with a warning. One process at a time writes
     the tables of a folder.
@@ -72,8 +72,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
             _write_speed_figures(path, rows)
         if experiment == WITH_LAYERS:
             _write_layers(path.with_stem(LAYERS_TABLE), [record for record, _ in pairs])
-        if experiment == EVIDENCE:
-            _write_evidence(folder, [record for record, _ in pairs])
+        if experiment == BOARD:
+            _write_board_sources(folder, [record for record, _ in pairs])
     return path
 
 
@@ -93,10 +93,10 @@ def _say_what_is_gone(path: Path, rows: TableRows) -> None:
         log.warning("%s: these runs leave it, as their records are gone: %s", path, runs)
 
 
-def _write_evidence(folder: Path, records: Sequence[Record]) -> None:
-    """The windows, answers and steps of `experiment=evidence`; no table without rows is written."""
-    for name, own in evidence_tables.rows_of_records(records).items():
-        path, shape = folder / f"{name}.csv", evidence_tables.SHAPES[name]
+def _write_board_sources(folder: Path, records: Sequence[Record]) -> None:
+    """The windows, answers and steps of `experiment=board`; no table without rows is written."""
+    for name, own in board_sources.rows_of_records(records).items():
+        path, shape = folder / f"{name}.csv", board_sources.SHAPES[name]
         rows = _ordered(shape, merged(path, shape, own))
         if rows:
             _write(path, shape, rows)
@@ -180,9 +180,9 @@ def ship(results_dir: Path) -> None:
     folder = results_dir / "tables"
     for path in sorted(folder.glob("*.csv")):
         rows = read_table(path)
-        shape = shape_of(rows[0]) if rows else ACROSS
-        if shape.startswith(ACROSS):  # made of other tables
+        if not rows or shape_of(rows[0]) in MADE:
             continue
+        shape = shape_of(rows[0])
         if shape == "capacity" or rows[0]["source"] != "modelled":
             _write(path, shape, _ordered(shape, _as_shipped(rows)))
 
@@ -201,8 +201,8 @@ def _write(path: Path, shape: str, rows: TableRows) -> None:
 
 def _ordered(shape: str, rows: TableRows) -> TableRows:
     """In the order of the CSV; points of an analysis as they were made."""
-    if shape in evidence_tables.SHAPES.values():
-        return evidence_tables.ordered(rows)
+    if shape in board_sources.SHAPES.values():
+        return board_sources.ordered(rows)
     return rows if shape == "analysis" else sorted(rows, key=_sort_key)
 
 

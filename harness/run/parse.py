@@ -27,7 +27,7 @@ from harness.settings.config import (
     RunConfig,
     codec_words,
 )
-from harness.settings.kinds import EVIDENCE, Kind, find
+from harness.settings.kinds import BOARD, Kind, find
 from harness.settings.schema import build, group, kind_of, options, setting_of
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ def _has_size(method: Method) -> bool:
 def _tables_of(experiment: str, usual_kind: str) -> set[str]:
     """The shapes of the tables that an experiment's rows go to."""
     table = find(usual_kind).table
-    return {table, "latency"} if experiment == EVIDENCE else {table}
+    return {table, "latency"} if experiment == BOARD else {table}
 
 
 def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:

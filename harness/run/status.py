@@ -1,7 +1,7 @@
 """How far runs are, by experiment: done, running, failed, interrupted, missing; and the time left.
 
     python run.py status=true                         # of all that was started there
-    python run.py experiment=evidence status=true        # of the cells of a command
+    python run.py experiment=board status=true        # of the cells of a command
 
 A sweep leaves a list of its cells in `runs/sweeps` until all have begun, so that after an
 interruption a folder counts those that were never begun as missing, too. A run is running if a

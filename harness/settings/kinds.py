@@ -56,7 +56,7 @@ class Kind:
     keeps_record: bool = True
 
 
-EVIDENCE = "evidence"
+BOARD = "board"
 """The experiment that methods are compared by: its runs are of texts, of tasks, and timed steps, so
 their rows go to several tables."""
 TEXTS = ("corpus", "data", "calibration")
