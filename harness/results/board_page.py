@@ -63,7 +63,7 @@ NOTE = (
     "with this number of exempt layers, has none. "
     f"{INTERVAL} By model and text: "
     "`tables/board-models.md`; all pairs: `tables/board-pairs.csv`; the formulas: "
-    "`docs/statistics.md`."
+    "`docs/results.md`."
 )
 MODELS_NOTE = (
     "Each model and text by itself. Of a text: mean KL in nats, its ratio to the oracle's KL "
