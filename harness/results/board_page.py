@@ -14,7 +14,6 @@ from harness.results.board_rows import (
     ALL_MODELS,
     ALL_TEXTS,
     COSTS,
-    EQUAL,
     OF_ANSWERS,
     OF_KL,
     OWN_SIZE,
@@ -24,7 +23,7 @@ from harness.results.board_rows import (
 )
 from harness.results.board_stats import Design
 from harness.results.columns import TableRow
-from harness.results.metrics import MISSING, Metric
+from harness.results.metrics import EQUAL, MISSING, Metric
 from harness.results.sheet import (
     SIZE_NOTE,
     Sheet,

@@ -22,7 +22,7 @@ from harness.results.board_stats import (
     ranks,
 )
 from harness.results.columns import TableRow
-from harness.results.metrics import CACHE, SIZE, Metric
+from harness.results.metrics import CACHE, EQUAL, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
 from harness.results.step_time import BoardSteps
@@ -35,8 +35,6 @@ RULE_OF_PAPER = "oracle-infinigen"
 """The oracle by the paper's rule for a group."""
 ORACLES = ("oracle", RULE_OF_PAPER)
 """Methods that select by the true scores, so they are upper bounds."""
-EQUAL = 0.01
-"""Sizes that differ by at most this count as equal, as when a method is sized."""
 OWN_SIZE = "reads at a size of its own"
 """Why a method without a size is not compared."""
 
