@@ -22,9 +22,9 @@ DeepSeek stores them in FP8, with which 2.6 % of the chosen tokens were others
 ([parity](../benchmarks/PARITY.md)). A step reads all index keys of such a layer. Layers that share
 indices in the model share them here, and their rows cross the link while the layer before computes.
 `every=2` lets further layers reuse them, as training-free IndexCache does: of the layers with an
-indexer, every second chooses. `layers=[0,3,7]` names those that choose; the first always does. Both change decode
-rows alone, where IndexCache also skips indexers in the prefill. A model
-without an indexer is refused. Other methods replace the indexers in decode rows, and need
+indexer, every second chooses. `layers=[0,3,7]` names those that choose; the first always does. Both
+change decode rows alone, where IndexCache also skips indexers in the prefill. A model without an
+indexer is refused. Other methods replace the indexers in decode rows, and need
 `num_exempt_layers=0`: no layer of such a model reads every token.
 """
 
