@@ -394,9 +394,6 @@ def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
         )
     systems.check_hot_rows(config.method, config.device_rows, config.prefetch)
     measurement_of(config.kind).check(config)
-    if config.tracker != "none" and not kind.keeps_record:
-        no_record = f"experiment={config.experiment} keeps no record to send"
-        raise UserError(f"tracker={config.tracker}: {no_record}")
 
 
 def _check_given_of_sized(method: Method, size: float, given: set[str]) -> None:

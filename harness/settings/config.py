@@ -553,7 +553,7 @@ class RunConfig:
     device_rows: rows of each layer and KV head that stay on the device, in times of what a
     step reads at most. prefetch: rows that a query made in the layer before would select cross the
     link early. size: the share of the full cache, of the layers that see every token, that a decode
-    step is to read; sizing: `nearest` for `size=nearest:SHARE`. tracker: gets a copy of the record.
+    step is to read; sizing: `nearest` for `size=nearest:SHARE`.
     """
 
     experiment: Text
@@ -597,7 +597,6 @@ class RunConfig:
     prompt: Text | None = None
     max_new_tokens: Count | None = None
     results_dir: PathText = RESULTS
-    tracker: Literal["none", "mlflow", "wandb"] = "none"
 
     def __post_init__(self) -> None:
         if self.size is not None:
