@@ -1,6 +1,6 @@
 """Keys of an index in few bits, and scores on them.
 
-A key is packed as `methods.codec` does it: lo and step of each group of columns, then the codes.
+A key is packed as `methods.codecs` does it: lo and step of each group of columns, then the codes.
 In memory each byte of a key lies beside the same byte of the next token's (`room_for_keys`). A
 query is multiplied with the codes themselves, and lo and step are applied to the products:
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from methods.attention import MANY_ROWS, by_matrix, product
-from methods.codec import GROUP_META_BYTES, Codec, plane_width
+from methods.codecs.base import plane_width
+from methods.codecs.uniform import GROUP_META_BYTES, Codec
 from methods.compiled import kernels_for
 
 BLOCK_BYTES = 2**19
@@ -97,7 +98,7 @@ def _products_by_blocks(query: Tensor, keys: Tensor, columns: int, codec: Codec)
 
 def unpack_to(codes: Tensor, bits: int, numbers: Tensor) -> None:
     """Write the codes in packed bytes [..., bytes, slots] to `numbers`, of a float dtype, [..., 8 /
-    bits * bytes, slots], plane by plane (`methods.codec`)."""
+    bits * bytes, slots], plane by plane (`methods.codecs.base`)."""
     width = codes.shape[-2]
     for shift in range(0, 8, bits):
         shifted = codes >> shift if shift else codes

@@ -31,7 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.base import QueryRows
-from methods.codec import Codec, plane_width
+from methods.codecs.base import plane_width
+from methods.codecs.uniform import Codec
 from methods.sampling import LASTING_BITS, mixed
 
 ELEMENTS = 1024
@@ -58,7 +59,7 @@ width_of = triton.constexpr_function(plane_width)
 )
 def _coded_scores(
     query,
-    keys,  # packed as `methods.codec` says
+    keys,  # packed as `methods.codecs` says
     scores, slots, rows, heads,
     batch_stride, head_stride, slot_stride, byte_stride,  # of `keys`
     COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr,
@@ -132,7 +133,7 @@ def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
 @triton.jit(do_not_specialize=["rows", "heads", "row_stride", "batch_stride", "head_stride"])
 def _coded_product(
     states,
-    side,  # packed as `methods.codec` says, one group a row
+    side,  # packed as `methods.codecs` says, one group a row
     products, rows, heads, row_stride,
     batch_stride, head_stride, element_stride,  # of `side`
     HEAD_DIM: tl.constexpr, ELEMENTS_OF_HEAD: tl.constexpr,  # HEAD_DIM rounded up

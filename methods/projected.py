@@ -40,14 +40,14 @@ from torch import Tensor
 
 from methods.attention import product
 from methods.base import EMPTY, Calibration, Geometry, PromptRows, QueryRows, Rest, State, require
-from methods.codec import INTEGER_BITS, Codec
+from methods.codecs.uniform import INTEGER_BITS, Codec
 from methods.coded_keys import coded_scores, room_for_keys
 from methods.compiled import kernels_for
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import one_of, setting, share
 
 INDEX_BITS = one_of(*INTEGER_BITS.values(), None)
-"""Bits of each number of an index, with scales as in `methods.codec`."""
+"""Bits of each number of an index, with scales as in `methods.codecs`."""
 BITS_MEANING = "bits of each number of the index; null keeps the dtype of the keys"
 
 

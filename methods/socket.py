@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from methods.base import Calibration, PromptRows, QueryRows
-from methods.codec import code_bytes, pack_codes
+from methods.codecs.base import code_bytes, pack_codes
 from methods.coded_keys import room_for_keys, unpack_to
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import Allowed, least, setting

@@ -24,7 +24,7 @@ import torch
 
 from harness.live.memory import Tuning
 from methods.base import QueryRows
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = (80, 89, 90)

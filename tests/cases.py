@@ -15,7 +15,9 @@ from harness.replay.setup import codec_of
 from harness.settings.schema import options
 from methods.base import Method, Rest
 from methods.capkv import CapKV
-from methods.codec import ChannelCodec, Codec, LayerCodecs, NamedLayers, SplitCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
+from methods.codecs.uniform import Codec
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
 from methods.full import Full

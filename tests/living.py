@@ -26,7 +26,8 @@ from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.settings.config import GREEDY
-from methods.codec import AnyCodec, Codec, every_codec
+from methods.codecs.split import AnyCodec, every_codec
+from methods.codecs.uniform import Codec
 
 PROMPT = 24
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}

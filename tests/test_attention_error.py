@@ -14,7 +14,8 @@ from harness.model.attach import attach
 from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from methods.attention import Softmax
-from methods.codec import Codec, SplitCodec
+from methods.codecs.split import SplitCodec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.streaming import Streaming
 from methods.vattention import VAttention

@@ -29,7 +29,7 @@ from harness.results import columns
 from harness.run.cli import main
 from harness.speed import capacity as emulated
 from harness.speed import latency as speed
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from plots import capacity as figures

@@ -17,22 +17,12 @@ from replaying import open_session, watched
 from harness.model.attach import attach
 from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
-from methods.codec import (
-    CODEC_NAMES,
-    FLOAT_DTYPES,
-    INTEGER_BITS,
-    TURBO_BITS,
-    ChannelCodec,
-    Codec,
-    Nvfp4Codec,
-    SplitCodec,
-    TurboCodec,
-    code_bytes,
-    hadamard,
-    lloyd_max,
-    pack_codes,
-    unpack_codes,
-)
+from methods.codecs.base import FLOAT_DTYPES, code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.nvfp4 import Nvfp4Codec
+from methods.codecs.split import SplitCodec
+from methods.codecs.turbo import TURBO_BITS, TurboCodec, lloyd_max
+from methods.codecs.uniform import CODEC_NAMES, INTEGER_BITS, Codec
 from methods.full import Full
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 200))

@@ -17,17 +17,11 @@ from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from harness.replay.setup import codec_of
 from harness.run.cli import main
-from methods.codec import (
-    ChannelCodec,
-    Codec,
-    LayerCodecs,
-    NamedLayers,
-    Nvfp4Codec,
-    SplitCodec,
-    TurboCodec,
-    codec_at,
-    without_keys,
-)
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.nvfp4 import Nvfp4Codec
+from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec, codec_at, without_keys
+from methods.codecs.turbo import TurboCodec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from methods import coded_keys
 from methods.attention import MANY_ROWS
 from methods.base import Geometry, Lengths, PromptRows, QueryRows
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.coded_keys import coded_scores, room_for_keys
 from methods.projected import Loki
 

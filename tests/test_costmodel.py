@@ -34,7 +34,7 @@ from harness.results.columns import LATENCY, OPTIONAL, names, published_rows
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS
 from methods.base import TokenCounts
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 

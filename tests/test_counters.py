@@ -16,7 +16,7 @@ import pytest
 from cases import Case
 from living import PROMPTS, attached_with_link, force, live, open_live, replay
 
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

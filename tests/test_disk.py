@@ -29,7 +29,7 @@ from harness.results.columns import read_table
 from harness.run.cli import main
 from harness.speed.link_rate import disk_rate
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 
 LAYOUTS = ("heads", "tokens")

@@ -27,7 +27,9 @@ from harness.model.prompts import prompt_bytes
 from harness.settings.config import LatencyConfig
 from harness.speed.timed_run import TimedRun, time_run
 from methods.base import IndexShape, TokenCounts
-from methods.codec import ChannelCodec, Codec, SplitCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.split import SplitCodec
+from methods.codecs.uniform import Codec
 from methods.dsa import Dsa, DsaState, FittedDsa, mask_of
 from methods.full import Full
 

@@ -26,7 +26,7 @@ from harness.model import output_projection
 from harness.model.tiny import tiny_model
 from harness.settings.systems import LABELS, ON_A_DISK, System
 from methods.base import Method
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -21,7 +21,9 @@ from harness.live.store import KeyValue, RowFormat
 from harness.model.attached import Attached
 from methods import compiled as switch
 from methods.attention import Softmax
-from methods.codec import ChannelCodec, Codec, SplitCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.split import SplitCodec
+from methods.codecs.uniform import Codec
 
 pytest.importorskip("triton")
 from harness.live.kernels import codes, rows

@@ -44,7 +44,7 @@ from harness.settings.config import LatencyConfig
 from harness.speed import latency as run
 from harness.speed import timed_run as timing
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 from tests.composed import load
 

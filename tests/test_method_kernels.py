@@ -18,7 +18,7 @@ from torch import Tensor
 
 from methods import compiled as switch
 from methods.base import EMPTY, Geometry, Lengths, QueryRows
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.coded_keys import room_for_keys
 from methods.h2o import H2O
 from methods.infinigen import SATURATED, InfiniGen, Oracle

@@ -12,14 +12,15 @@ from harness.replay.setup import codec_of
 from harness.results import record as records
 from harness.run.cli import main
 from harness.run.runner import Run
-from methods.codec import Codec, SplitCodec
+from methods.codecs.split import SplitCodec
+from methods.codecs.uniform import Codec
 from tests.composed import load
 from tests.runs import reading, tiny_loaded
 
 HEAD = """from dataclasses import dataclass
 
 import torch
-from methods.codec import RowCodec
+from methods.codecs.base import RowCodec
 """
 MINE = """
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def test_a_file_is_chosen_like_any_codec():
 
 REFUSED = [
     ("./mine.py", "\nclass Mine(:\n", "{here}/mine.py:6: SyntaxError: invalid syntax"),
-    ("./mine.py", "", "no class in it derives from methods.codec.RowCodec"),
+    ("./mine.py", "", "no class in it derives from methods.codecs.base.RowCodec"),
     ("./mine.py", MINE.replace("@dataclass(frozen=True)", ""), "Mine must be a @dataclass(frozen=True)"),
-    ("./mine.py", MINE.replace("def encode", "def pack"), "Mine lacks encode; methods/codec.py says what it is"),
+    ("./mine.py", MINE.replace("def encode", "def pack"), "Mine lacks encode; methods/codecs/base.py says what it is"),
     ("./int4.py", MINE, "int4 is a codec of this project; rename the file"),
 ]  # fmt: skip
 

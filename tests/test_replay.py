@@ -34,7 +34,8 @@ from harness.model.prompts import PromptPass, held_prompt, positions_of, shared_
 from harness.replay import decode_pass as passes
 from methods import attention
 from methods.base import LayerInputs, Method
-from methods.codec import Codec, LayerCodecs, SplitCodec, every_codec
+from methods.codecs.split import LayerCodecs, SplitCodec, every_codec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle

@@ -22,7 +22,8 @@ from harness.replay.setup import LENGTHS
 from harness.run.compose import Composer, load
 from harness.settings.schema import options
 from methods.base import Geometry, Lengths, TokenCounts
-from methods.codec import Codec, SplitCodec
+from methods.codecs.split import SplitCodec
+from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle

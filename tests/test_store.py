@@ -18,7 +18,7 @@ from harness.live.links import EmulatedLink
 from harness.live.memory import Tuning
 from harness.live.store import chosen
 from harness.model.policies import policies_of
-from methods.codec import CODEC_NAMES, Codec
+from methods.codecs.uniform import CODEC_NAMES, Codec
 from methods.infinigen import InfiniGen
 
 BATCH, HEADS, CAPACITY = 2, 3, 12

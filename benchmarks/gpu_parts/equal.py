@@ -18,7 +18,7 @@ from harness.replay.setup import Setup, codec_of
 from harness.run.compose import load
 from harness.speed.link_rate import LinkRate
 from methods import compiled
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.coded_keys import coded_scores, room_for_keys
 
 PROMPTS = (200, 180)

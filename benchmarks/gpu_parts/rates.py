@@ -13,7 +13,7 @@ from harness.live.links import open_link
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning
 from harness.live.store import KVStore, RowFormat, chosen, indices
 from harness.speed.link_rate import idle_s
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 
 REPEATS = 5
 HEAD_DIM, ROW_BYTES = 128, 512

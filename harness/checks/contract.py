@@ -32,14 +32,9 @@ from harness.replay.session import ReplaySession
 from harness.replay.setup import CheckedCodec, Setup, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, QueryRows, Selection, TokenCounts
-from methods.codec import (
-    FLOAT_DTYPES,
-    CacheCodec,
-    Codec,
-    RowCodec,
-    every_codec,
-    without_keys,
-)
+from methods.codecs.base import FLOAT_DTYPES, RowCodec
+from methods.codecs.split import CacheCodec, every_codec, without_keys
+from methods.codecs.uniform import Codec
 from methods.evicting import EvictingState
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -36,7 +36,7 @@ from harness.model.shape import read_yaml
 from harness.model.tiny import with_no_constants
 from harness.replay.setup import Setup
 from methods.base import Method
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 from methods.dsa import Dsa
 from methods.full import Full
 from methods.h2o import H2O

@@ -22,19 +22,20 @@ PAGE = PACKAGES_DIR / "docs" / "methods.md"
 
 
 def rule_of(module: str) -> str:
-    """What the docstring of a module of `methods` says behind `MARK`."""
-    source = (PACKAGES_DIR / "methods" / f"{module}.py").read_text(encoding="utf-8")
+    """What the docstring of a module of `methods`, such as `h2o`, says behind `MARK`."""
+    path = PACKAGES_DIR.joinpath("methods", *module.split(".")).with_suffix(".py")
+    source = path.read_text(encoding="utf-8")
     docstring = ast.get_docstring(ast.parse(source)) or ""
     _, mark, rule = docstring.partition(MARK)
     if not mark:
-        raise ValueError(f"methods/{module}.py: its docstring has no line {MARK!r}")
+        raise ValueError(f"{path}: its docstring has no line {MARK!r}")
     return rule.strip()
 
 
 def render(template: Path = TEMPLATE) -> str:
     """The page."""
     text = template.read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: rule_of(place[1]), text)
+    return re.sub(r"\{\{([\w.]+)\}\}", lambda place: rule_of(place[1]), text)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ from methods.base import (
     Selection,
     State,
 )
-from methods.codec import FLOAT_DTYPES
+from methods.codecs.base import FLOAT_DTYPES
 from methods.evicting import EvictingState
 from methods.prompt_evicting import PromptEvictingState
 

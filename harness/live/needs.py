@@ -33,15 +33,9 @@ from harness.model.policies import Policy, loses_tokens, policies_of, require_la
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
-from methods.codec import (
-    FLOAT_DTYPES,
-    AnyCodec,
-    CacheCodec,
-    Codec,
-    codec_at,
-    mean_bits,
-    without_keys,
-)
+from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.codecs.uniform import Codec
 
 
 class LayerSizes(NamedTuple):

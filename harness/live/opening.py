@@ -24,7 +24,8 @@ from harness.model.attached import Attached
 from harness.model.policies import Policy
 from harness.settings.config import Placement
 from methods.base import Method
-from methods.codec import AnyCodec, CacheCodec, Codec, SplitCodec, codec_at, mean_bits
+from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, mean_bits
+from methods.codecs.uniform import Codec
 from methods.evicting import EvictingState
 
 

@@ -22,7 +22,8 @@ from harness.model.attention import dense_attention
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import Policy
 from methods.base import EMPTY, Method, Selection, State, Window
-from methods.codec import RowCodec, SplitCodec
+from methods.codecs.base import RowCodec
+from methods.codecs.split import SplitCodec
 
 
 class ValuesCache(LayerCache):

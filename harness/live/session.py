@@ -49,7 +49,9 @@ from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method, State
-from methods.codec import FLOAT_DTYPES, CacheCodec, Codec, without_keys
+from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.split import CacheCodec, without_keys
+from methods.codecs.uniform import Codec
 
 
 class LiveSession:

@@ -30,7 +30,7 @@ from harness.model.attention import heads_last, row_attention, with_rest
 from harness.model.indexer import IndexCall
 from methods.attention import Softmax
 from methods.base import Rest, Selection
-from methods.codec import Codec
+from methods.codecs.uniform import Codec
 
 BIAS_ALIGNMENT = 8
 """Elements. torch's attention on a GPU copies a bias whose lines begin elsewhere."""

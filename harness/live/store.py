@@ -31,7 +31,9 @@ from harness.live import memory
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
 from methods import compiled
-from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
+from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.split import AnyCodec
+from methods.codecs.uniform import Codec
 
 
 class KeyValue(NamedTuple):

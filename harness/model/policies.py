@@ -32,7 +32,7 @@ from methods.base import (
     Window,
     require,
 )
-from methods.codec import CacheCodec, LayerCodecs
+from methods.codecs.split import CacheCodec, LayerCodecs
 from methods.evicting import EvictingState
 
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.settings.schema import is_unmet
 from methods.base import NAMES_ROWS, Geometry, Method, State, TokenCounts
-from methods.codec import AnyCodec, CacheCodec, codec_at, without_keys
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, without_keys
 
 log = logging.getLogger(__name__)
 

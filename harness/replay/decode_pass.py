@@ -25,7 +25,7 @@ from harness.replay.counts import PassCounts
 from harness.replay.history import History
 from methods.attention import hide, log_sum_exp, num_true
 from methods.base import EMPTY, Method, QueryRows, Selection, State
-from methods.codec import CacheCodec, SplitCodec
+from methods.codecs.split import CacheCodec, SplitCodec
 
 SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""

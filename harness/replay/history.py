@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.model.attached import Attached, require_codable
 from methods.base import EMPTY, State
-from methods.codec import AnyCodec
+from methods.codecs.split import AnyCodec
 
 
 class History:

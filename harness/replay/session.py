@@ -28,7 +28,7 @@ from harness.model.sizes import ReadStats, SessionConstants, resident_share
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
 from methods.base import Calibration, Lengths, Method, PromptRows, State
-from methods.codec import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
 
 
 class ReplaySession:

@@ -22,21 +22,12 @@ from harness.replay.session import ReplaySession
 from harness.settings.config import FLOAT_CODECS, RunConfig, layer_formats
 from harness.settings.kinds import find
 from methods.base import Calibration, Method, TokenCounts
-from methods.codec import (
-    INTEGER_BITS,
-    NVFP4,
-    TURBO_BITS,
-    AnyCodec,
-    CacheCodec,
-    ChannelCodec,
-    Codec,
-    LayerCodecs,
-    NamedLayers,
-    Nvfp4Codec,
-    RowCodec,
-    SplitCodec,
-    TurboCodec,
-)
+from methods.codecs.base import RowCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.nvfp4 import NVFP4, Nvfp4Codec
+from methods.codecs.split import AnyCodec, CacheCodec, LayerCodecs, NamedLayers, SplitCodec
+from methods.codecs.turbo import TURBO_BITS, TurboCodec
+from methods.codecs.uniform import INTEGER_BITS, Codec
 
 OF_TASKS = LengthWords("prompts of {} tokens", "answers of {} tokens")
 OF_TIMED = LengthWords("prompt_len={}", "gen_len={}")

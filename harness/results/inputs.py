@@ -161,7 +161,7 @@ def code(method_module: str, own: Sequence[str]) -> dict[str, str]:
 
     own: folders and modules of `harness` that only one kind of run uses.
     """
-    harness = {PACKAGES_DIR / METHODS / "codec.py"}
+    harness = {*(PACKAGES_DIR / METHODS / "codecs").glob("*.py")}
     for name in (*CORE, *own):
         path = PACKAGES_DIR / "harness" / name
         if path.is_file():

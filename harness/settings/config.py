@@ -33,7 +33,7 @@ from harness.settings.schema import (
 
 if TYPE_CHECKING:
     from methods.base import Method
-    from methods.codec import RowCodec
+    from methods.codecs.base import RowCodec
 else:
     Method = RowCodec = Any  # importing them here would import torch
 

@@ -128,7 +128,7 @@ def _press(choice: str, setting: str) -> type:
 
 def find_codec(choice: str) -> tuple[type, str]:
     """The class that `codec=<choice>` names, and its name in tables. Raises UserError as `find`."""
-    from methods.codec import RowCodec
+    from methods.codecs.base import RowCodec
 
     setting = f"codec={choice}"
     module, _, name = _module(choice, setting)
@@ -136,7 +136,7 @@ def find_codec(choice: str) -> tuple[type, str]:
     for part in ("bits", "row_bytes", "encode", "decode"):
         if getattr(cls, part) is getattr(RowCodec, part):
             raise UserError(
-                f"{setting}: {cls.__name__} lacks {part}; methods/codec.py says what it is"
+                f"{setting}: {cls.__name__} lacks {part}; methods/codecs/base.py says what it is"
             )
     _require_text(cls, "name", setting)
     _defaults(cls, setting)

@@ -64,7 +64,7 @@ from harness.model.prompts import run_prompt
 from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
 from methods.base import Calibration, Method
-from methods.codec import CacheCodec
+from methods.codecs.split import CacheCodec
 
 
 @dataclass(frozen=True)
