@@ -32,7 +32,7 @@ from torch import Tensor
 
 from methods.base import QueryRows
 from methods.codecs.base import plane_width
-from methods.codecs.uniform import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.sampling import LASTING_BITS, mixed
 
 ELEMENTS = 1024
@@ -102,7 +102,7 @@ def _half(low, byte_stride, held):
     return word.to(tl.float16, bitcast=True).to(tl.float32)
 
 
-def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
+def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
     """As `methods.coded_keys.coded_scores`, for at most `MOST_ROWS` rows."""
     batch, heads, rows, columns = query.shape
     slots = keys.shape[2]
@@ -162,7 +162,7 @@ def _coded_product(
         tl.store(products + column, of_plane, mask=(byte < width) & (column < COLUMNS))
 
 
-def coded_product(states: Tensor, side: Tensor, codec: Codec) -> Tensor:
+def coded_product(states: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
     """As `methods.projected.coded_product`."""
     batch, heads, rows, head_dim = states.shape
     columns = codec.group_size

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from methods.attention import product
 from methods.base import EMPTY, Calibration, Geometry, PromptRows, QueryRows, Rest, State, require
-from methods.codecs.uniform import INTEGER_BITS, Codec
+from methods.codecs.integers import INTEGER_BITS, IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
 from methods.compiled import kernels_for
 from methods.selection import Retrieving, RetrievingState
@@ -89,7 +89,7 @@ class PartialKeysState(State):
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
         bits = self.method.index_bits
-        self.codec = None if bits is None else Codec(f"int{bits}")
+        self.codec = None if bits is None else IntegerCodec(f"int{bits}")
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
         """Numbers that are kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads,
@@ -156,10 +156,10 @@ class ProjectedState(PartialKeysState):
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
         bits = getattr(self.method, "projection_bits", None)
-        self.projection_codec: Codec | None = None
+        self.projection_codec: IntegerCodec | None = None
         if bits is not None:  # a row is one group, as `coded_product` needs
             columns = self.method.num_columns(self.geometry.head_dim)
-            self.projection_codec = Codec(f"int{bits}", group_size=columns)
+            self.projection_codec = IntegerCodec(f"int{bits}", group_size=columns)
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         """The projection, shaped as above, from the prompt's query and key."""
@@ -203,7 +203,7 @@ def tokens_of(tensor: Tensor, geometry: Geometry) -> float:
     return tensor.numel() * width / geometry.elements
 
 
-def coded_product(rows: Tensor, side: Tensor, codec: Codec) -> Tensor:
+def coded_product(rows: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
     """`rows` [batch, num_kv_heads, n, head_dim] times a coded matrix: fp32 [batch, num_kv_heads, n,
     columns].
 

@@ -16,8 +16,9 @@ from harness.settings.schema import options
 from methods.base import Method, Rest
 from methods.capkv import CapKV
 from methods.codecs.channel import ChannelCodec
+from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
-from methods.codecs.uniform import Codec
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
 from methods.full import Full
@@ -128,7 +129,7 @@ ROUGH = Rough()
 
 class Case(NamedTuple):
     method: Method
-    codec: Codec | Smooth | LayerCodecs | None = None
+    codec: IntegerCodec | Smooth | LayerCodecs | None = None
 
 
 class BiasedState(QuestState):
@@ -163,20 +164,20 @@ ASKED = {"instruction": (5, 6, 7), "continuation": (8, 9), "suffix": (4,)}
 CASES = {
     "full": Case(Full(num_exempt_layers=2)),
     "full+smooth": Case(Full(num_exempt_layers=2), Smooth()),
-    "int4": Case(Full(num_exempt_layers=2), Codec("int4")),
-    "full+split": Case(Full(num_exempt_layers=2), SplitCodec(Codec("fp32"), Smooth())),
+    "int4": Case(Full(num_exempt_layers=2), IntegerCodec("int4")),
+    "full+split": Case(Full(num_exempt_layers=2), SplitCodec(FloatCodec("fp32"), Smooth())),
     "residual-groups": Case(Full(num_exempt_layers=2), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
     "residual-fills": Case(Full(num_exempt_layers=1), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
-    "kivi": Case(Full(num_exempt_layers=2), SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)),
+    "kivi": Case(Full(num_exempt_layers=2), SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)),
     "layers": Case(
         Full(num_exempt_layers=1),
-        LayerCodecs(Smooth(), (NamedLayers(1, 1, Codec("fp32")), NamedLayers(3, None, ROUGH))),
+        LayerCodecs(Smooth(), (NamedLayers(1, 1, FloatCodec("fp32")), NamedLayers(3, None, ROUGH))),
     ),
     "layers-residual": Case(
         Full(num_exempt_layers=0),
         LayerCodecs(
             SplitCodec(SmoothGroups(), Smooth(), residual=8),
-            (NamedLayers(0, 0, Codec("fp32")), NamedLayers(2, 2, SplitCodec(ROUGH, Smooth(), residual=8))),
+            (NamedLayers(0, 0, FloatCodec("fp32")), NamedLayers(2, 2, SplitCodec(ROUGH, Smooth(), residual=8))),
         ),
     ),
     "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2)),
@@ -364,13 +365,13 @@ CASES = {
         )
     ),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
-    "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
+    "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), IntegerCodec("int4")),
     "infinigen+layers": Case(
         InfiniGen(alpha=0.3, max_fetch_frac=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))
     ),
     "h2o+layers": Case(
         H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2),
-        LayerCodecs(ROUGH, (NamedLayers(2, 2, Codec("fp32")),)),
+        LayerCodecs(ROUGH, (NamedLayers(2, 2, FloatCodec("fp32")),)),
     ),
     "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
     "pool-lru": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)),

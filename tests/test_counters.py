@@ -16,7 +16,7 @@ import pytest
 from cases import Case
 from living import PROMPTS, attached_with_link, force, live, open_live, replay
 
-from methods.codecs.uniform import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -104,7 +104,9 @@ def rocketkv_index(t: int, prompt: int, kept: int, chunk: int, channels: int) ->
 
 HANDS = {
     "full": FULL,
-    "int4": FULL._replace(case=Case(Full(num_exempt_layers=2), Codec("int4")), row=INT4, width=WIDTH, ahead=True),
+    "int4": FULL._replace(
+        case=Case(Full(num_exempt_layers=2), IntegerCodec("int4")), row=INT4, width=WIDTH, ahead=True
+    ),
     "h2o": Hand(
         Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2)),
         read=lambda t, final: BUDGET[final],
@@ -176,7 +178,9 @@ HANDS = {
         kept=lambda final: final * (PARTIAL_KEY + 1) + PAIR + 8 * 2 + 16 * 2,  # and the mean value
         state=34 * (PARTIAL_KEY + 1) + PAIR + 8 * 4 + 16 * 4,
     ),
-    "infinigen+int4": INFINIGEN._replace(case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=WIDTH),
+    "infinigen+int4": INFINIGEN._replace(
+        case=Case(InfiniGen(fixed_fetch=6), IntegerCodec("int4")), row=INT4, width=WIDTH
+    ),
 }
 
 ROWS = [(t, 34) for t in range(24, 34)] + [(t, 25) for t in range(15, 25)]

@@ -24,9 +24,10 @@ from harness.live.links import CudaLink
 from harness.live.session import LiveSession
 from harness.model import output_projection
 from harness.model.tiny import tiny_model
+from harness.settings.codecs import codec_named
 from harness.settings.systems import LABELS, ON_A_DISK, System
 from methods.base import Method
-from methods.codecs.uniform import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -139,7 +140,7 @@ def test_the_trace_finds_what_it_is_for(gpu):
 def test_kernels_take_as_many_heads_as_a_large_batch_has(gpu):
     """65,535 is the most that a GPU takes on any axis of a grid but the first."""
     batch, heads, head_dim, columns, slots = 2048, 40, 128, 64, 4096
-    codec = Codec("int4", columns)
+    codec = IntegerCodec("int4", columns)
     query = torch.empty(batch, heads, 1, columns, device=CUDA)
     keys = torch.empty(batch, heads, slots, codec.row_bytes(columns), dtype=torch.uint8, device=CUDA)
     kernels.coded_scores(query, keys, codec)
@@ -209,7 +210,7 @@ def test_a_layer_launches_few_kernels(gpu, label):
     method, system = system_of(label)
     model = fake_model("opt-13b", num_hidden_layers=LAYERS)
     options = {name: getattr(system, name) for name in ("placement", "overlap", "device_rows", "prefetch", "pinned")}
-    codec = Codec(system.codec) if system.codec else None
+    codec = codec_named(system.codec) if system.codec else None
     with opened(gpu, model, (PROMPT_LEN,) * BATCH, method, codec=codec, **options) as (session, token):
         token = session.decode_step(token).argmax(-1)
         gpu.restart()

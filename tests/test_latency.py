@@ -36,7 +36,7 @@ from harness.settings.schema import options
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed import latency as speed
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
-from methods.codecs.uniform import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -87,7 +87,7 @@ PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
     [
         (TimedRun(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
         (
-            TimedRun(Full(num_exempt_layers=2), SHAPE, codec=Codec("int4")),
+            TimedRun(Full(num_exempt_layers=2), SHAPE, codec=IntegerCodec("int4")),
             (EXACT + INT4) * 2 * CACHED,
             8 * 2 * (EXACT + INT4),
             0,

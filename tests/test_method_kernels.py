@@ -18,7 +18,7 @@ from torch import Tensor
 
 from methods import compiled as switch
 from methods.base import EMPTY, Geometry, Lengths, QueryRows
-from methods.codecs.uniform import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import room_for_keys
 from methods.h2o import H2O
 from methods.infinigen import SATURATED, InfiniGen, Oracle
@@ -166,7 +166,7 @@ def test_samples_are_those_of_the_torch_code(case, covers, elements):
 )
 def test_scores_on_coded_keys_are_those_of_decoded_ones(case, bits, columns, behind, elements):
     """`behind`: the keys lie as a state keeps them, else a key in one piece."""
-    generator, codec = torch.Generator().manual_seed(case["seed"]), Codec(f"int{bits}")
+    generator, codec = torch.Generator().manual_seed(case["seed"]), IntegerCodec(f"int{bits}")
     batch, heads, rows, slots = (case[name] for name in ("batch", "num_kv_heads", "rows", "slots"))
     packed = codec.encode(torch.randn(batch, heads, slots, columns, generator=generator) + 3)
     query = torch.randn(batch, heads, rows, columns, generator=generator).to(DEVICE)
@@ -347,7 +347,7 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypat
 def test_products_with_coded_projections_are_those_of_the_torch_code(bits, head_dim, columns, rows):
     """The torch code multiplies codes, not what they decode to. Sides lie beside one another in memory."""
     generator = torch.Generator().manual_seed(bits)
-    codec = Codec(f"int{bits}", columns)
+    codec = IntegerCodec(f"int{bits}", columns)
     sides = codec.encode(torch.randn(2, 2, 3, head_dim, columns, generator=generator))
     states = torch.randn(2, rows, 3, head_dim, generator=generator).transpose(1, 2)
     for side in sides.unbind(1):

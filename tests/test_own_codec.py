@@ -12,8 +12,8 @@ from harness.replay.setup import codec_of
 from harness.results import record as records
 from harness.run.cli import main
 from harness.run.runner import Run
+from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec
-from methods.codecs.uniform import Codec
 from tests.composed import load
 from tests.runs import reading, tiny_loaded
 
@@ -58,7 +58,11 @@ def test_a_file_is_chosen_like_any_codec():
     assert (config.codec, config.label, codec.codec.levels) == ("mine", "Full cache + mine", 7)
     assert codec.row_bytes(64) == 66 and codec.bits_per_element(64) == 8.25 and codec is codec.keys is codec.values
     both = codec_of(load(["method=h2o", "codec=./mine.py:Mine", "value_codec=int4"]))
-    assert isinstance(both, SplitCodec) and type(both.keys.codec).__name__ == "Mine" and both.values == Codec("int4")
+    assert (
+        isinstance(both, SplitCodec)
+        and type(both.keys.codec).__name__ == "Mine"
+        and both.values == IntegerCodec("int4")
+    )
     config = load(["method=full", "codec=mine.Mine", "residual=64", "experiment=latency"])
     assert config.label == "full+mine.Mine-r64 (host)" and codec_of(config).residual == 64
 
@@ -84,7 +88,7 @@ def test_what_is_wrong_with_a_file_is_one_line(choice, text, expected, own_folde
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["codec=mine"], "allowed: fp32, fp16"),
+        (["codec=mine"], "allowed: bf16, fp16, fp32"),
         (["codec=./mine.py", "+codec_settings.levels=few"], "codec_settings.levels=few: must be a whole number"),
         (["codec=./mine.py", "+codec_settings.level=3"], "setting codec_settings.level: did you mean 'levels'?"),
         (["codec=./mine.py", "group_size=32"], "group_size=32: codec=mine has no groups"),

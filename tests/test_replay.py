@@ -34,8 +34,8 @@ from harness.model.prompts import PromptPass, held_prompt, positions_of, shared_
 from harness.replay import decode_pass as passes
 from methods import attention
 from methods.base import LayerInputs, Method
+from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import LayerCodecs, SplitCodec, every_codec
-from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
@@ -58,7 +58,7 @@ WELL_APART = 1e-6
 def has_steps(case: Case) -> bool:
     """True if the values of a layer are coded as integers."""
     codecs = [] if case.codec is None else every_codec(case.codec)
-    return any(isinstance(codec.values, Codec) and not codec.values.is_float for codec in codecs)
+    return any(isinstance(codec.values, IntegerCodec) for codec in codecs)
 
 
 WITHOUT_STEPS = [name for name, case in CASES.items() if not has_steps(case)]

@@ -22,8 +22,9 @@ from harness.replay.setup import LENGTHS
 from harness.run.compose import Composer, load
 from harness.settings.schema import options
 from methods.base import Geometry, Lengths, TokenCounts
+from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec
-from methods.codecs.uniform import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
@@ -50,7 +51,7 @@ decode_rows = st.builds(
     ],
     st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=4),
 )
-codecs = st.sampled_from([None, Codec("int2"), Codec("int1")])
+codecs = st.sampled_from([None, IntegerCodec("int2"), IntegerCodec("int1")])
 sizeable = st.sampled_from(
     [
         H2O(num_exempt_layers=2),
@@ -227,10 +228,10 @@ def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_
     ("codec", "geometry", "bits"),
     [
         (None, {}, 16),
-        (Codec("int4", 8), {}, 4 + 32 / 8),
-        (SplitCodec(Codec("int8", 8), Codec("int2", 8)), {}, ((8 + 4) + (2 + 4)) / 2),
-        (SplitCodec(Codec("fp16"), Codec("int4", 8)), {"value_dim": 24}, (8 * 16 + 24 * (4 + 4)) / 32),
-        (Codec("int4", 8), {"value_dim": 4, "values_in_keys": True}, 4 + 4),
+        (IntegerCodec("int4", 8), {}, 4 + 32 / 8),
+        (SplitCodec(IntegerCodec("int8", 8), IntegerCodec("int2", 8)), {}, ((8 + 4) + (2 + 4)) / 2),
+        (SplitCodec(FloatCodec("fp16"), IntegerCodec("int4", 8)), {"value_dim": 24}, (8 * 16 + 24 * (4 + 4)) / 32),
+        (IntegerCodec("int4", 8), {"value_dim": 4, "values_in_keys": True}, 4 + 4),
     ],
 )
 def test_the_bits_of_an_element_are_the_mean_over_key_and_value(codec, geometry, bits):

@@ -33,8 +33,8 @@ from harness.replay.setup import CheckedCodec, Setup, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, QueryRows, Selection, TokenCounts
 from methods.codecs.base import FLOAT_DTYPES, RowCodec
+from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, every_codec, without_keys
-from methods.codecs.uniform import Codec
 from methods.evicting import EvictingState
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -495,7 +495,7 @@ def codec_rows_are_as_counted(trial: Trial) -> str:
             if not torch.equal(half.encode(rows[:1, :, one].clone()), packed[:1, :, one]):
                 raise BrokenError("a row's code depends on the rows beside it")
             counted = half.bits_per_element(head_dim) * head_dim / 8
-            is_float = isinstance(half, Codec) and half.is_float  # it counts 16 bits in any case
+            is_float = isinstance(half, FloatCodec)  # it counts 16 bits in any case
             is_counted = counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES
             if not is_float and not is_counted:
                 raise BrokenError(

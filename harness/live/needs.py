@@ -34,8 +34,8 @@ from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
 from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.floats import FloatCodec
 from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
-from methods.codecs.uniform import Codec
 
 
 class LayerSizes(NamedTuple):
@@ -138,10 +138,10 @@ class Plan:
         return not self.method.reads_all or mean_bits(self.coded, numbers) < 16
 
     @property
-    def exact(self) -> Codec:
+    def exact(self) -> FloatCodec:
         """The codec that stores rows as they are."""
         dtype = self.model.dtype
-        return Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
+        return FloatCodec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
 
     def needs(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> DeviceNeeds:
         """The bytes of a batch. pass_tokens: prompt tokens in one pass.

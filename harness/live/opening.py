@@ -24,8 +24,8 @@ from harness.model.attached import Attached
 from harness.model.policies import Policy
 from harness.settings.config import Placement
 from methods.base import Method
+from methods.codecs.floats import FloatCodec
 from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, mean_bits
-from methods.codecs.uniform import Codec
 from methods.evicting import EvictingState
 
 
@@ -57,7 +57,7 @@ class Opening:
         method: Method,
         policies: Sequence[Policy],
         codec: CacheCodec,
-        exact: Codec,
+        exact: FloatCodec,
         placement: Placement,
         pinned: bool,
         slabs: MutableMapping[torch.device, PinnedSlab],

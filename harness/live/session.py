@@ -50,8 +50,8 @@ from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method, State
 from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, without_keys
-from methods.codecs.uniform import Codec
 
 
 class LiveSession:
@@ -110,7 +110,7 @@ class LiveSession:
                 f"placement={placement}: {method.title} selects by the true scores of all keys"
             )
         self.max_new_tokens = max_new_tokens
-        self.exact = Codec(_name_of(attached.dtype))
+        self.exact = FloatCodec(_name_of(attached.dtype))
         require_layers(codec, attached.geometry.num_layers)
         self.codec: CacheCodec = codec or self.exact
         if method.holds_keys:

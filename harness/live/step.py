@@ -30,7 +30,7 @@ from harness.model.attention import heads_last, row_attention, with_rest
 from harness.model.indexer import IndexCall
 from methods.attention import Softmax
 from methods.base import Rest, Selection
-from methods.codecs.uniform import Codec
+from methods.codecs.integers import IntegerCodec
 
 BIAS_ALIGNMENT = 8
 """Elements. torch's attention on a GPU copies a bias whose lines begin elsewhere."""
@@ -246,7 +246,7 @@ class DecodeStep(Handler):
         from harness.live.kernels import codes as kernels
 
         codec, visible = cache.store.codec, cache.visible(fetch)
-        assert isinstance(codec, Codec)
+        assert isinstance(codec, IntegerCodec)
         of_group = None if visible is None else visible.unsqueeze(2)
         scale = cache.policy.softmax.scale
         output = kernels.attend(query, fetch.cached, own, of_group, fetch.bias, scale, codec)

@@ -161,7 +161,8 @@ def code(method_module: str, own: Sequence[str]) -> dict[str, str]:
 
     own: folders and modules of `harness` that only one kind of run uses.
     """
-    harness = {*(PACKAGES_DIR / METHODS / "codecs").glob("*.py")}
+    codecs = PACKAGES_DIR / METHODS / "codecs"
+    harness = {*codecs.glob("*.py"), *codecs.glob("*.yaml")}
     for name in (*CORE, *own):
         path = PACKAGES_DIR / "harness" / name
         if path.is_file():

@@ -20,23 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.codecs.uniform import GROUP_META_BYTES, Codec
+from methods.codecs.integers import GROUP_META_BYTES, IntegerCodec
 
 
 @dataclass(frozen=True)
-class ChannelCodec(Codec):
+class ChannelCodec(IntegerCodec):
     """An integer codec whose groups are `group_size` consecutive tokens of a channel.
 
     Rows are [..., tokens, head_dim], groups are counted from the first token. `encode` and `decode`
     take whole groups; in `roundtrip` the last one may be shorter. A group's 4 * head_dim bytes of
     lo and step are dealt out to its rows, so that all rows have the same length. Raises ValueError
-    as Codec, and for floats, which have no groups.
+    as `IntegerCodec`.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.is_float:
-            raise ValueError(f"key_groups=channel: needs an integer codec, not {self.name}")
 
     @property
     def span(self) -> int:

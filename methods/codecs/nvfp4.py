@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from methods.codecs.base import RowCodec, pack_planes, plane_width, unpack_planes
-from methods.codecs.uniform import FP8_MAX
+from methods.codecs.floats import FP8_MAX
 
 NVFP4 = "nvfp4"
 E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

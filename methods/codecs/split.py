@@ -12,19 +12,16 @@ import torch
 from torch import Tensor
 
 from methods.codecs.base import Count, RowCodec
-from methods.codecs.uniform import Codec
+from methods.codecs.floats import FloatCodec
 
 
 @dataclass(frozen=True)
-class NoCodec(Codec):
+class NoCodec(RowCodec):
     """Codec of keys that are not stored, because the method holds them (`Method.holds_keys`): rows
     of no bytes."""
 
-    name: str = "none"
+    name: ClassVar[str] = "none"
     bits: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        pass  # users cannot give this name
 
     def bits_per_element(self, head_dim: int) -> float:
         return 0.0
@@ -157,7 +154,7 @@ def without_keys(codec: CacheCodec | None) -> CacheCodec:
         for layers in codec.named:
             named.append(layers._replace(codec=_values_alone(layers.codec)))
         return LayerCodecs(_values_alone(codec.others), tuple(named))
-    return _values_alone(codec or Codec("fp32"))
+    return _values_alone(codec or FloatCodec("fp32"))
 
 
 def _values_alone(codec: AnyCodec) -> SplitCodec:

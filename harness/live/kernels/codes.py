@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.codecs.base import plane_width
-from methods.codecs.uniform import Codec
+from methods.codecs.integers import IntegerCodec
 
 ELEMENTS = 4096
 """Keys or values that an attention program has in registers at a time."""
@@ -162,7 +162,7 @@ def _pack_rows(
         tl.store(rest, tl.zeros((2,), tl.uint8))
 
 
-def pack(keys: Tensor, values: Tensor, codec: Codec, slot_bytes: int) -> Tensor:
+def pack(keys: Tensor, values: Tensor, codec: IntegerCodec, slot_bytes: int) -> Tensor:
     """K and V [batch, num_kv_heads, n, head_dim] as rows [batch, num_kv_heads, n, slot_bytes]."""
     keys, values = _in_rows(keys), _in_rows(values)
     packed = torch.empty((*keys.shape[:3], slot_bytes), dtype=torch.uint8, device=keys.device)
@@ -320,7 +320,7 @@ def attend(
     visible: Tensor | None,
     bias: Tensor | None,
     scale: float,
-    codec: Codec,
+    codec: IntegerCodec,
 ) -> Tensor:
     """Attention of one row over cached rows of integer codes and its own.
 

@@ -1,17 +1,13 @@
-"""Floats, and integer codes with a minimum and a step for each group of elements.
+"""`int8` to `int1`: integer codes with a minimum and a step for each group of elements.
 
-Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses
-(section 5.1). Per token, KV head and group of `group_size` elements along head_dim: `lo = min`,
-`step = (max - lo) / (2^bits - 1)`, both rounded to fp16 before use; `code = round((x - lo) /
-step)`, clamped; `value = code * step + lo` in the compute dtype. A group whose step rounds to 0
-gives `lo`. The last group of a row may be shorter. A packed row is `[lo, step of each group (fp16)
-| codes]`.
+FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1). Per
+token, KV head and group of `group_size` elements along head_dim: `lo = min`, `step = (max - lo) /
+(2^bits - 1)`, both rounded to fp16 before use; `code = round((x - lo) / step)`, clamped; `value =
+code * step + lo` in the compute dtype. A group whose step rounds to 0 gives `lo`. The last group of
+a row may be shorter. A packed row is `[lo, step of each group (fp16) | codes]`.
 
 With `rotation="hadamard"` a row is rotated before it is quantized and back after, as in QuaRot's KV
 cache (Ashkboos et al., NeurIPS 2024): the rotation spreads an outlier over the row.
-
-`fp8` is e4m3 without a scale, saturating at +-448, as vLLM's `kv_cache_dtype=fp8` without
-calibrated scales.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -31,32 +27,18 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from methods.codecs.base import (
-    FLOAT_DTYPES,
-    RowCodec,
-    hadamard,
-    pack_planes,
-    plane_width,
-    unpack_planes,
-)
+from methods.codecs.base import RowCodec, hadamard, pack_planes, plane_width, unpack_planes
 
-STORED_DTYPES = FLOAT_DTYPES | {"fp8": torch.float8_e4m3fn}
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
-CODEC_NAMES = (*STORED_DTYPES, *INTEGER_BITS)
 Rotation = Literal["hadamard"]
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 GROUP_META_BYTES = 4  # lo and step, fp16 each
 
 
 @dataclass(frozen=True)
-class Codec(RowCodec):
-    """Floats and integers.
-
-    name: one of CODEC_NAMES. group_size: elements that share lo and step. rotation: applied to a
-    row before it is quantized. Both are for integer codecs only.
-    Raises ValueError for an unknown name, a group_size below 1, or a rotation of floats.
+class IntegerCodec(RowCodec):
+    """name: one of INTEGER_BITS. group_size: elements that share lo and step. rotation: applied to
+    a row before it is quantized. Raises ValueError for an unknown name, or a group_size below 1.
     """
 
     name: str
@@ -64,84 +46,48 @@ class Codec(RowCodec):
     rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in CODEC_NAMES:
-            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(CODEC_NAMES)}")
+        if self.name not in INTEGER_BITS:
+            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(INTEGER_BITS)}")
         if type(self.group_size) is not int or self.group_size < 1:
             raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 1")
-        if self.rotation is not None and self.is_float:
-            raise ValueError(f"rotation={self.rotation}: needs an integer codec, not {self.name}")
-
-    @property
-    def is_float(self) -> bool:
-        """True if elements are stored as floating-point numbers, without groups."""
-        return self.name in STORED_DTYPES
 
     @property
     def bits(self) -> int:
-        """Bits that an element counts, without lo and step: those stored, and 16 for any float but
-        fp8."""
-        return 16 if self.name in FLOAT_DTYPES else INTEGER_BITS.get(self.name, 8)
+        """Bits that an element counts, without lo and step."""
+        return INTEGER_BITS[self.name]
 
     def num_groups(self, head_dim: int) -> int:
-        """Groups in a row of head_dim elements; 0 for float codecs."""
-        return 0 if self.is_float else -(-head_dim // self.group_size)
+        """Groups in a row of head_dim elements."""
+        return -(-head_dim // self.group_size)
 
     def bits_per_element(self, head_dim: int) -> float:
         """Bits that an element counts in size: `bits`, and 32 for each group (lo and step)."""
         return self.bits + 32 * self.num_groups(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any
-        slot."""
-        if self.is_float:
-            return -(-head_dim * STORED_DTYPES[self.name].itemsize // 2) * 2
         return self._meta_bytes(head_dim) + plane_width(head_dim, self.bits)
 
     def roundtrip(self, x: Tensor) -> Tensor:
-        """`x` [..., head_dim] as it reads back from storage, in its own dtype; may be `x`
-        itself."""
-        if self.is_float:
-            return self._as_float(x).to(x.dtype)
         codes, lo, step = self._quantize(x)
         return self._values(codes.to(self._working(x.dtype)), lo, step, x.shape).to(x.dtype)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Packs `x` [..., head_dim] into uint8 [..., row_bytes(head_dim)]."""
-        head_dim = x.shape[-1]
-        if self.is_float:
-            packed = self._as_float(x).contiguous().view(torch.uint8)
-            missing = self.row_bytes(head_dim) - packed.shape[-1]
-            return pad(packed, (0, missing)) if missing else packed
         codes, lo, step = self._quantize(x)
         packed = pack_planes(self._ungrouped(codes, x.shape), self.bits)
         return torch.cat([self._pack_meta(lo, step), packed], dim=-1)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with
-        stride 1 last.
-
-        A float codec whose dtype is `dtype` gives a view of `packed`, not a copy.
-        """
-        if self.is_float:
-            stored = STORED_DTYPES[self.name]
-            return packed[..., : head_dim * stored.itemsize].view(stored).to(dtype)
         codes, lo, step = self.unpack(packed, head_dim, self._working(dtype))
         return self._values(self._grouped(codes), lo, step, codes.shape).to(dtype)
 
     def unpack(
         self, packed: Tensor, head_dim: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The codes of integer rows in `dtype`, [..., head_dim], and lo and step of their groups,
+        """The codes of rows in `dtype`, [..., head_dim], and lo and step of their groups,
         fp16 [..., num_groups, 1]. Arguments as in `decode`."""
         meta_bytes = self._meta_bytes(head_dim)
         lo, step = self._unpack_meta(packed[..., :meta_bytes], head_dim)
         return unpack_planes(packed[..., meta_bytes:], self.bits, head_dim, dtype), lo, step
-
-    def _as_float(self, x: Tensor) -> Tensor:
-        # The cast turns numbers beyond e4m3's range into NaN; deployed kernels saturate.
-        return (x.clamp(-FP8_MAX, FP8_MAX) if self.name == "fp8" else x).to(
-            STORED_DTYPES[self.name]
-        )
 
     def _working(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype to compute values in: fp32 if they are rotated back, so that they are rounded
