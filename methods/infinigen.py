@@ -106,13 +106,7 @@ from methods.base import (
 )
 from methods.compiled import kernels_for
 from methods.evicting import EvictingState
-from methods.projected import (
-    BITS_MEANING,
-    INDEX_BITS,
-    ProjectedState,
-    right_vectors,
-    tokens_of,
-)
+from methods.projection import BITS_MEANING, INDEX_BITS, ProjectedState, right_vectors, tokens_of
 from methods.sampling import lasting_numbers, log_weights, sampled
 from methods.selection import Selecting, SelectingBy, at_least, largest
 from methods.settings import Allowed, least, one_of, setting, share

@@ -163,7 +163,7 @@ def _coded_product(
 
 
 def coded_product(states: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
-    """As `methods.projected.coded_product`."""
+    """As `methods.projection.coded_product`."""
     batch, heads, rows, head_dim = states.shape
     columns = codec.group_size
     products = states.new_empty((batch, heads, rows, columns), dtype=torch.float32)

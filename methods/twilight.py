@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from methods.base import PromptRows, QueryRows, Selection, TokenCounts, floor_frac
-from methods.projected import BITS_MEANING, INDEX_BITS, PartialKeysState
+from methods.projection import BITS_MEANING, INDEX_BITS, PartialKeysState
 from methods.quest import Quest, QuestState
 from methods.selection import SelectingBy, ascending, largest_of_each
 from methods.settings import least, one_of, setting, share

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from methods.base import PromptRows, QueryRows, Selection, TokenCounts, When, floor_frac
-from methods.projected import BITS_MEANING, INDEX_BITS, PartialKeysState
+from methods.projection import BITS_MEANING, INDEX_BITS, PartialKeysState
 from methods.sampling import random_numbers
 from methods.selection import Selecting, largest, largest_of_each
 from methods.settings import Allowed, least, one_of, setting, share

@@ -21,14 +21,15 @@ from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
+from methods.doublesparsity import DoubleSparsity
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
 from methods.kascade import Kascade
 from methods.kvzip import KVzip
+from methods.loki import Loki
 from methods.pariskv import ParisKV
 from methods.pqcache import PQCache
-from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.quest import Quest, QuestState
 from methods.random_attention import RandomAttention
@@ -37,6 +38,7 @@ from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.shadowkv import ShadowKV
 from methods.socket import Socket
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.triattention import TriAttention

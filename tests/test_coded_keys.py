@@ -12,7 +12,7 @@ from methods.attention import MANY_ROWS
 from methods.base import Geometry, Lengths, PromptRows, QueryRows
 from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
-from methods.projected import Loki
+from methods.loki import Loki
 
 SLOTS = 23
 

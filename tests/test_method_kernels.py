@@ -22,7 +22,7 @@ from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import room_for_keys
 from methods.h2o import H2O
 from methods.infinigen import SATURATED, InfiniGen, Oracle
-from methods.projected import coded_product
+from methods.projection import coded_product
 from methods.selection import largest
 
 pytest.importorskip("triton")

@@ -16,9 +16,9 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle, balanced, choose_columns, fitted_query_side, mixing, moments
 from methods.kascade import Kascade
+from methods.loki import Loki
 from methods.pariskv import ParisKV, shares_of, sphere_levels
 from methods.pqcache import PQCache
-from methods.projected import Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
@@ -27,6 +27,7 @@ from methods.sampling import random_numbers
 from methods.selection import GROUPS
 from methods.shadowkv import ShadowKV, low_rank
 from methods.socket import Socket
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight

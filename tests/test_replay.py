@@ -40,7 +40,6 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
 from methods.kvzip import KVzip
-from methods.projected import SparQ
 from methods.prompt_evicting import PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.retroinfer import RetroInfer
@@ -48,6 +47,7 @@ from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.selection import largest
 from methods.shadowkv import ShadowKV
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.twilight import Twilight
 

@@ -27,10 +27,11 @@ from harness.model.calibration import calibrate
 from harness.model.prompts import PromptPass
 from harness.replay import decode_pass as passes
 from methods.base import Geometry, TokenCounts
+from methods.doublesparsity import DoubleSparsity
 from methods.infinigen import InfiniGen, balanced, mixing
+from methods.loki import Loki
 from methods.pariskv import ParisKV, random_signs, sphere_levels
 from methods.pqcache import PQCache
-from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.random_attention import RandomAttention
@@ -38,6 +39,7 @@ from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.shadowkv import ShadowKV
 from methods.socket import Socket, plane_normals
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention
 from methods.tova import TOVA
 from methods.triattention import TriAttention

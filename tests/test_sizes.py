@@ -25,18 +25,21 @@ from methods.base import Geometry, Lengths, TokenCounts
 from methods.codecs.floats import FloatCodec
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec
+from methods.doublesparsity import DoubleSparsity
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
+from methods.loki import Loki
 from methods.pariskv import ParisKV
 from methods.pqcache import PQCache
-from methods.projected import DoubleSparsity, Loki, PartialKeysState, SparQ
+from methods.projection import PartialKeysState
 from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 from methods.random_attention import RandomAttention
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.socket import Socket
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
