@@ -45,7 +45,7 @@ MOST_ROWS = 64
 EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
 """As `methods.base.EMPTY`."""
 SATURATED = tl.constexpr(255)
-"""As `methods.infinigen.SATURATED`."""
+"""As `methods.infinigen_pool.SATURATED`."""
 NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
 
 
@@ -163,7 +163,7 @@ def _coded_product(
 
 
 def coded_product(states: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
-    """As `methods.projection.coded_product`."""
+    """As `methods.infinigen2.coded_product`."""
     batch, heads, rows, head_dim = states.shape
     columns = codec.group_size
     products = states.new_empty((batch, heads, rows, columns), dtype=torch.float32)

@@ -22,7 +22,6 @@ from methods.attention import product
 from methods.base import Calibration, Geometry, PromptRows, QueryRows, State
 from methods.codecs.integers import INTEGER_BITS, IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
-from methods.compiled import kernels_for
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import one_of, setting, share
 
@@ -125,21 +124,12 @@ class ProjectedState(PartialKeysState):
     """Partial keys are products with a projection.
 
     projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and
-    keys together, or one for queries and one for keys. With `projection_bits` it is coded, each row
-    of `columns` numbers by itself: uint8 [batch, sides, num_kv_heads, head_dim, bytes of a row].
+    keys together, or one for queries and one for keys.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ("projection",)
     selects_without_own = True
     projection: dict[int, Tensor]
-
-    def start(self, calibration: Calibration | None) -> None:
-        super().start(calibration)
-        bits = getattr(self.method, "projection_bits", None)
-        self.projection_codec: IntegerCodec | None = None
-        if bits is not None:  # a row is one group, as `coded_product` needs
-            columns = self.method.num_columns(self.geometry.head_dim)
-            self.projection_codec = IntegerCodec(f"int{bits}", group_size=columns)
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         """The projection, shaped as above, from the prompt's query and key."""
@@ -162,18 +152,11 @@ class ProjectedState(PartialKeysState):
     def times(self, rows: Tensor, side: Tensor) -> Tensor:
         """`rows` [batch, num_kv_heads, n, head_dim] times a side of a projection: [batch,
         num_kv_heads, n, columns] in the dtype of `rows`."""
-        if self.projection_codec is None:
-            return rows @ side
-        return coded_product(rows, side, self.projection_codec).to(rows.dtype)
+        return rows @ side
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         side, stacked = self.projection[layer][:, 0], query.flatten(2, 3)
-        if self.projection_codec is None:
-            partial = product(stacked, side, self.geometry.scale)
-        else:
-            scaled = stacked.float() * self.geometry.scale
-            partial = coded_product(scaled, side, self.projection_codec)
-        return partial.unflatten(2, query.shape[2:4])
+        return product(stacked, side, self.geometry.scale).unflatten(2, query.shape[2:4])
 
 
 def tokens_of(tensor: Tensor, geometry: Geometry) -> float:
@@ -181,23 +164,6 @@ def tokens_of(tensor: Tensor, geometry: Geometry) -> float:
     bits."""
     width = 1.0 if tensor.is_floating_point() else tensor.itemsize / 2
     return tensor.numel() * width / geometry.elements
-
-
-def coded_product(rows: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
-    """`rows` [batch, num_kv_heads, n, head_dim] times a coded matrix: fp32 [batch, num_kv_heads, n,
-    columns].
-
-    side: uint8 [batch, num_kv_heads, head_dim, row bytes]. A row is one group of the codec, so that
-    it has one lo and one step. The codes are multiplied as they are: rows @ side = (rows * step) @
-    codes + rows @ lo.
-    """
-    kernels = kernels_for(rows)
-    if kernels and rows.shape[2] <= kernels.MOST_ROWS:
-        return kernels.coded_product(rows, side, codec)
-    codes, lo, step = codec.unpack(side, codec.group_size, torch.float32)
-    lo, step = lo.squeeze(-1).float(), step.squeeze(-1).float()
-    rows = rows.float()
-    return (rows * step.mT) @ codes + rows @ lo
 
 
 class FixedProjectionState(ProjectedState, RetrievingState):

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace as with_changes
 from statistics import mean
 from typing import NamedTuple
 
 import pytest
-from cases import Case
+from cases import Case, preset
 from living import PROMPTS, attached_with_link, force, live, open_live, replay
 
 from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2Sampled
 from methods.pariskv import ParisKV
 from methods.quest import Quest
 from methods.rocketkv import RocketKV
@@ -86,14 +86,13 @@ PAIR = 2 * 16 * (4 + 8 // 2)
 PARTIAL_KEY = 4 + 8 // 2
 """Bytes of 8 numbers of a key in 4 bits."""
 BALANCED = Hand(
-    Case(InfiniGen(fixed_fetch=6, index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4)),
+    Case(preset("infinigen-balanced", fixed_fetch=6, partial_weight_ratio=0.5, index_bits=4, projection_bits=4)),
     read=lambda t, final: 6,
     buffer=6,
     index=lambda t, final: (t * PARTIAL_KEY / 2 + PAIR / 2 + 8) / (2 * 16),  # a number has two bytes; and the mean
     kept=lambda final: final * PARTIAL_KEY + PAIR + 8 * 2,  # and the keys' mean
     state=34 * PARTIAL_KEY + PAIR + 8 * 4,
 )
-SAMPLED = {"rest": "sampled", "group": "sum_probs"}
 FULL = Hand(Case(Full(num_exempt_layers=2)), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
 
 
@@ -172,7 +171,7 @@ HANDS = {
     "infinigen": INFINIGEN,
     "infinigen, balanced": BALANCED,
     "infinigen, sampled": BALANCED._replace(
-        case=Case(with_changes(BALANCED.case.method, **SAMPLED)),
+        case=Case(InfiniGen2Sampled(fixed_fetch=6, when="previous_layer", own_query_layers=0, num_exempt_layers=2)),
         # a byte for the value's distance, and the mean value
         index=lambda t, final: (t * (PARTIAL_KEY + 1) / 2 + PAIR / 2 + 8 + 16) / (2 * 16),
         kept=lambda final: final * (PARTIAL_KEY + 1) + PAIR + 8 * 2 + 16 * 2,  # and the mean value

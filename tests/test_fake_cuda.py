@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from math import inf
 from typing import Any
 
 import pytest
@@ -31,6 +30,8 @@ from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2, InfiniGen2Sampled
+from methods.infinigen_pool import InfiniGenPool
 
 pytest.importorskip("triton")
 from methods import kernels
@@ -175,19 +176,15 @@ BUDGETS = {
 """Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's rehearsal
 included, and what torch launches to make a bias of a mask; at the shape of OPT-13B. A whole layer of a step costs them
 all, whatever the batch: at 5 us each, 40 of them in each of 40 layers are 8 ms."""
-INFINIGEN2 = {
-    "index": "balanced", "statistics": "prompt", "index_bits": 4, "projection_bits": 4, "group": "sum_probs",
-    "alpha": inf, "max_fetch_frac": 0.1, "when": "own_query", "own_query_layers": 2, "num_exempt_layers": 0,
-}  # fmt: skip
 METHODS = {"full": Full, "h2o": partial(H2O, num_exempt_layers=2), "infinigen": InfiniGen}
-METHODS["infinigen2"] = partial(InfiniGen, **INFINIGEN2)
+METHODS["infinigen2"] = partial(InfiniGen2, statistics="prompt", partial_weight_ratio=0.3)
 
 
 def system_of(label: str) -> tuple[Method, System]:
     if label == "pool":
-        return InfiniGen(pool_frac=0.8), LABELS["infinigen"]
+        return InfiniGenPool(pool_frac=0.8), LABELS["infinigen"]
     if label == "infinigen2-sampled":
-        return METHODS["infinigen2"](rest="sampled"), LABELS["infinigen2+rows"]
+        return InfiniGen2Sampled(statistics="prompt", partial_weight_ratio=0.3), LABELS["infinigen2+rows"]
     if label == "infinigen2+prefetch":
         return METHODS["infinigen2"](), System("infinigen2", device_rows=2, prefetch=True)
     if label == "infinigen (device)":

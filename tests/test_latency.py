@@ -40,6 +40,7 @@ from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2
 from tests.composed import load
 from tests.dying import die
 from tests.runs import reading, tiny_loaded
@@ -49,7 +50,7 @@ ON_A_LINK = [label for label in COUNTED if label not in ON_A_DISK]
 SHAPE = LatencyConfig(BATCH, PROMPT, gen_len=12, warmup_steps=2, timed_steps=4, repeats=2)
 TIMED = 2 * [2, 3, 4, 5]
 """The steps that are timed, of both repeats; before step s, PROMPT + s tokens are cached."""
-METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": InfiniGen}
+METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": InfiniGen2}
 FAST = 1e9
 """Bytes/s of a link that costs nothing here."""
 

@@ -38,8 +38,10 @@ from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import LayerCodecs, SplitCodec, every_codec
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle
+from methods.infinigen import InfiniGen
+from methods.infinigen_pool import InfiniGenPool
 from methods.kvzip import KVzip
+from methods.oracle import Oracle
 from methods.prompt_evicting import PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.retroinfer import RetroInfer
@@ -67,8 +69,7 @@ REFERENCED = [
     name
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced", "infinigen-pair", "infinigen-text"))
-    and not name.endswith("-sampled")
+    and name != "infinigen-coded"
     and not isinstance(CASES[name].codec, SplitCodec | LayerCodecs)
 ]
 """Cases that the plain reference knows; others have one of their own."""
@@ -281,7 +282,7 @@ LIMITS = {
     "streaming": Streaming(kept_frac=1.0),
     "oracle": Oracle(alpha=inf, max_fetch_frac=1.0),
     "infinigen-skew": InfiniGen(alpha=inf, max_fetch_frac=1.0),
-    "infinigen-pool": InfiniGen(alpha=inf, max_fetch_frac=1.0, pool_frac=1.0),
+    "infinigen-pool": InfiniGenPool(alpha=inf, max_fetch_frac=1.0, pool_frac=1.0),
     "quest": Quest(read_frac=1.0, page_size=5),
     "snapkv": SnapKV(kept_frac=1.0),
     "sparq": SparQ(read_tokens=None, read_frac=1.0),

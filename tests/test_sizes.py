@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +9,7 @@ from statistics import mean
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, preset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, setup_of, token_batch
@@ -28,8 +27,11 @@ from methods.codecs.split import SplitCodec
 from methods.doublesparsity import DoubleSparsity
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle
+from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2Sampled
+from methods.infinigen_pool import InfiniGenPool
 from methods.loki import Loki
+from methods.oracle import Oracle
 from methods.pariskv import ParisKV
 from methods.pqcache import PQCache
 from methods.projection import PartialKeysState
@@ -258,21 +260,21 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         # ceil(0.3 * 16) of 16 columns of every cached key, no value, and the projection of 16 x 5 numbers once
         (InfiniGen(skew=False, fixed_fetch=5), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
         (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
-        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED)),
+        (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED)),
         # two projections; with codes, the mean of the coded keys too
-        (InfiniGen(index="balanced"), mean((5 * t + 2 * 16 * 5) / 32 / t for t in CACHED)),
+        (preset("infinigen-balanced"), mean((5 * t + 2 * 16 * 5) / 32 / t for t in CACHED)),
         (
-            InfiniGen(index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4),
+            preset("infinigen-balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4),
             mean((8 * 8 / 16 * t + 2 * 16 * 8 * 8 / 16 + 8) / 32 / t for t in CACHED),
         ),
         (InfiniGen(partial_weight_ratio=1.0, index_bits=4), mean((16 * 6 / 16 * t + 16 * 16) / 32 / t for t in CACHED)),
         (
-            InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0),
+            InfiniGenPool(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0),
             mean((16 * 4 / 16 * t + 16 * 16) / 32 / t for t in CACHED),
         ),
         # and with a sample a byte a token, and the mean value
         (
-            InfiniGen(index="balanced", alpha=math.inf, group="sum_probs", rest="sampled"),
+            InfiniGen2Sampled(partial_weight_ratio=0.3, index_bits=None, projection_bits=None, num_exempt_layers=2),
             mean((5.5 * t + 2 * 16 * 5 + 16) / 32 / t for t in CACHED),
         ),
         (DoubleSparsity(rank=0.25), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
@@ -346,7 +348,7 @@ EVICTED = [
     (DuoAttention(num_sinks=1, num_recent=9, num_exempt_layers=2), [(t - 10) / 2 for t in CACHED]),
     (Full(num_exempt_layers=2), None),
     (Quest(read_frac=0.4, page_size=3), None),
-    (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
+    (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
 ]
 
 

@@ -50,14 +50,15 @@ def plan():
 
 def test_every_method_is_in_the_sweep():
     asked = OmegaConf.to_container(compose(["experiment=tune"]).sweep, resolve=False)
-    assert asked["methods"] == "${choices:method,full,dsa,random,triattention}"
+    left_out = "full,dsa,random,triattention,infinigen-pool,oracle-sampled"
+    assert asked["methods"] == f"${{choices:method,{left_out}}}"
     assert choices("method") == options("method") and set(ORACLES) <= set(options("method"))
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
 
 
 OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
-    ("doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "knorm", "quest", "turboquant2",
-     "turboquant3", "turboquant4", "twilight"), 2,
+    ("doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "infinigen-pool", "knorm", "quest",
+     "turboquant2", "turboquant3", "turboquant4", "twilight"), 2,
 )  # fmt: skip
 
 
