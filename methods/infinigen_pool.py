@@ -29,6 +29,7 @@ from methods.base import (
 )
 from methods.compiled import kernels_for
 from methods.evicting import EvictingState
+from methods.extras import ReplayOnly
 from methods.infinigen import InfiniGen, InfiniGenState
 from methods.settings import least, one_of, setting, share
 
@@ -197,7 +198,7 @@ def _order(worth: Tensor, positions: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class InfiniGenPool(InfiniGen):
+class InfiniGenPool(ReplayOnly, InfiniGen):
     """InfiniGen whose pool of each layer, sequence and KV head has a limit: `pool_tokens`, else
     `pool_frac`. `InfiniGenPoolState` says which token leaves a full pool."""
 

@@ -47,6 +47,7 @@ from methods.base import (
     require,
 )
 from methods.evicting import EvictingState, EvictingToBudget
+from methods.extras import ReadsFile
 from methods.settings import least, setting, share
 
 
@@ -137,7 +138,7 @@ class DuoState(WindowState):
 
 
 @dataclass(frozen=True)
-class DuoAttention(Method):
+class DuoAttention(ReadsFile, Method):
     """Of the KV heads of the layers that are not exempt, round(sparsity * their number) stream.
     Defaults are those that the authors deploy."""
 

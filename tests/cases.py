@@ -23,6 +23,7 @@ from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
 from methods.doublesparsity import DoubleSparsity
+from methods.extras import ReadsIndexer, tokenized
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -402,8 +403,8 @@ WIDE = (*{type(CASES[name].method): name for name in reversed(CASES)}.values(), 
 def shipped(name: str) -> Case:
     """`conf/method/<name>.yaml` with its defaults, its texts as ids of a tiny model."""
     config = load([f"method={name}"])
-    return Case(config.method.tokenized(tiny_ids), codec_of(config))
+    return Case(tokenized(config.method, tiny_ids), codec_of(config))
 
 
-SHIPPED = [name for name in options("method") if not shipped(name).method.needs_indexer]
+SHIPPED = [name for name in options("method") if not isinstance(shipped(name).method, ReadsIndexer)]
 """Every method there is: a new file in `conf/method` is a new test. Methods that need an indexer are in test_dsa.py."""

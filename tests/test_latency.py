@@ -37,6 +37,7 @@ from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed import latency as speed
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.codecs.integers import IntegerCodec
+from methods.extras import NeedsInputs
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -189,8 +190,8 @@ def test_a_prompt_that_ran_more_or_less_often_than_the_run_repeats_is_refused(ti
 
 
 def test_a_method_that_runs_the_prompt_itself_does_not_count_the_shared_pass(tiny_gqa, ids):
-    class Sees(H2O):
-        needs_inputs = True
+    class Sees(NeedsInputs, H2O):
+        pass
 
     _, samples = timed(tiny_gqa, ids, TimedRun(Sees(), SHAPE))
     assert samples["dense_s"] == [0, 0] and min(samples["begin_s"]) > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 import numpy as np
@@ -13,6 +13,7 @@ from cases import preset
 
 from harness.run.kinds import digests_of
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, QueryRows, TokenCounts
+from methods.extras import RereadsPrompt
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
@@ -152,7 +153,7 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     pattern.write_text("0\t1\n1\t0\n0.3\t0.9\n0.4\t0.1\n")
     method, lengths = DuoAttention(pattern=str(pattern), num_exempt_layers=2), lengths_of([40, 20], [50, 30])
     assert not method.needs_calibration and DuoAttention().needs_calibration
-    assert method.file == str(pattern) and DuoAttention().file is None and H2O().file is None
+    assert method.file == str(pattern) and DuoAttention().file is None
     heads = method.new_state(SHAPE, lengths).heads.tolist()
     assert heads == [[False, False], [False, False], [True, False], [False, True]]
     three = DuoAttention(pattern=str(pattern), sparsity=0.65, num_exempt_layers=2).new_state(SHAPE, lengths)
@@ -167,6 +168,16 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     assert "method" not in digests_of(load(["method=duo"]))
     with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file: llama has no rotary positions"):
         DuoAttention().new_state(SHAPE, lengths, {"gates": torch.ones(4, 2)})
+
+
+@dataclass(frozen=True)
+class Again(RereadsPrompt, Quest):
+    """A base of `methods.extras` before the one with the settings."""
+
+
+def test_a_base_without_settings_leaves_the_defaults():
+    assert Again() == Again(**{field.name: getattr(Quest(), field.name) for field in fields(Quest)})
+    assert Again().num_exempt_layers == 2 and InfiniGenPool().num_exempt_layers == 2
 
 
 # Names, and sizes by hand

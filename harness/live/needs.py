@@ -36,6 +36,7 @@ from methods.base import Calibration, Geometry, Method
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.extras import KeysOnDevice
 
 
 class LayerSizes(NamedTuple):
@@ -124,7 +125,7 @@ class Plan:
     def coded(self) -> CacheCodec:
         """The codec of the layers under the method."""
         codec = self.codec or self.exact
-        return without_keys(codec) if self.method.holds_keys else codec
+        return without_keys(codec) if isinstance(self.method, KeysOnDevice) else codec
 
     def codec_of(self, policy: Policy) -> AnyCodec:
         """The codec of a layer."""

@@ -27,6 +27,7 @@ from methods.base import Method
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, mean_bits
 from methods.evicting import EvictingState
+from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class Opening:
         method, codec = self.method, store.codec
         if isinstance(codec, SplitCodec) and codec.residual:
             return ResidualCache(policy, share, store, codec, method, fetcher)
-        if state is not None and method.holds_keys:
+        if isinstance(state, KeysOnDeviceState) and isinstance(method, KeysOnDevice):
             return ValuesCache(policy, share, store, state, method, fetcher)
         return LayerCache(policy, share, store, state, method, fetcher)
 
@@ -311,7 +312,7 @@ def resident_bytes(
     num_bytes = 0
     if rooms is not None and policy.names_rows:
         num_bytes += HotRows.bytes_of(rooms, store.num_kv_heads)
-    if policy.kind == "method" and method.holds_keys:
+    if policy.kind == "method" and isinstance(method, KeysOnDevice):
         rows = lengths.rows(0)
         most = max(method.tokens_resident(row, policy.number) for row in rows)
         num_bytes += ValuesCache.bytes_of(store, most, lengths.max_new_tokens)

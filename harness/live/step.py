@@ -31,6 +31,7 @@ from harness.model.indexer import IndexCall
 from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codecs.integers import IntegerCodec
+from methods.extras import ReadsIndexer
 
 BIAS_ALIGNMENT = 8
 """Elements. torch's attention on a GPU copies a bias whose lines begin elsewhere."""
@@ -117,7 +118,7 @@ class DecodeStep(Handler):
 
     def take_index(self, layer: int, index: IndexCall) -> None:
         cache = self.caches[layer]
-        if not isinstance(cache, LayerCache) or not cache.method.needs_indexer:
+        if not isinstance(cache, LayerCache) or not isinstance(cache.method, ReadsIndexer):
             return
         if cache.policy.when == "own_query":  # else the layer has selected, and does not ask it
             cache.index = index

@@ -22,10 +22,12 @@ from harness.replay.session import ReplaySession
 from harness.settings.codecs import codec_named, is_float, is_integer
 from harness.settings.config import RunConfig, layer_formats
 from harness.settings.kinds import find
+from methods import extras
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.base import RowCodec
 from methods.codecs.channel import ChannelCodec
 from methods.codecs.split import AnyCodec, CacheCodec, LayerCodecs, NamedLayers, SplitCodec
+from methods.extras import SettledByCalibration
 
 OF_TASKS = LengthWords("prompts of {} tokens", "answers of {} tokens")
 OF_TIMED = LengthWords("prompt_len={}", "gen_len={}")
@@ -58,8 +60,9 @@ class Setup:
     prefetch: bool = False
 
     def __post_init__(self) -> None:
-        if self.method.needs_calibration and self.calibration is not None:
-            object.__setattr__(self, "method", self.method.settled(self.calibration))
+        method = self.method
+        if isinstance(method, SettledByCalibration) and self.calibration is not None:
+            object.__setattr__(self, "method", method.settled(self.calibration))
 
     def replay(
         self,
@@ -194,7 +197,7 @@ def tokenized(method: Method, loaded: LoadedModel) -> Method:
             )
         return token_ids(text, loaded.reader)
 
-    return method.tokenized(encode)
+    return extras.tokenized(method, encode)
 
 
 def calibrated(

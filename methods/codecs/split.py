@@ -17,10 +17,10 @@ from methods.codecs.floats import FloatCodec
 
 @dataclass(frozen=True)
 class NoCodec(RowCodec):
-    """Codec of keys that are not stored, because the method holds them (`Method.holds_keys`): rows
+    """Codec of keys that are not stored, because the method holds them (`KeysOnDevice`): rows
     of no bytes."""
 
-    name: ClassVar[str] = "none"
+    name: str = "none"
     bits: ClassVar[int] = 0
 
     def bits_per_element(self, head_dim: int) -> float:
