@@ -25,7 +25,12 @@ from methods.settings import one_of, setting
 @dataclass(frozen=True)
 class DoubleSparsity(Calibrated):
     """Scores on a few channels. Defaults are the paper's 1/16 of the tokens by 1/16 of the
-    channels."""
+    channels.
+
+    Source: Double Sparsity (2024)
+    Keeps: every token; a few channels of its key
+    Reads: the best by these channels
+    """
 
     channels: str = setting(
         "qk",

@@ -137,7 +137,12 @@ class DsaState(HandsOn):
 
 @dataclass(frozen=True)
 class Dsa(FitsModel, ReadsIndexer):
-    """Reads what the model's own indexers choose."""
+    """Reads what the model's own indexers choose.
+
+    Source: DeepSeek-V3.2 (2025), IndexCache (2026)
+    Keeps: every token; index keys of the model's own
+    Reads: what the model's own indexer chooses; on models that have one
+    """
 
     every: int = setting(
         1, "of the layers with an indexer, every n-th chooses; the others reuse", least(1)

@@ -285,7 +285,12 @@ class ScoreSelecting(Capped, Selecting):
 
 @dataclass(frozen=True)
 class InfiniGen(ScoreSelecting, SelectingBy):
-    """InfiniGen's settings beside the count rule's; defaults are the paper's (section 5.1)."""
+    """InfiniGen's settings beside the count rule's; defaults are the paper's (section 5.1).
+
+    Source: InfiniGen (OSDI 2024)
+    Keeps: every token; partial keys
+    Reads: the best by a rehearsal one layer ahead
+    """
 
     partial_weight_ratio: float = setting(0.3, "share of the columns that rehearse", share())
     round_columns: str = setting(

@@ -189,7 +189,11 @@ class InfiniGen2State(ProjectedState):
 
 @dataclass(frozen=True)
 class InfiniGen2(BalancedIndex, ScoreSelecting):
-    """Reads the best tokens: by default always as many as the cap says."""
+    """Reads the best tokens: by default always as many as the cap says.
+
+    Keeps: every token; its key in few numbers of 4 bits
+    Reads: the best by the layer's own query; `infinigen-balanced`: by a rehearsal
+    """
 
     max_fetch_frac: float = 0.1
     alpha: float | None = math.inf
@@ -307,7 +311,11 @@ def decoded_distances(codes: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class InfiniGen2Sampled(BalancedIndex, SampledRest):
     """Reads a sample by the estimated probabilities, times the distance of a token's value from the
-    prompt's mean value."""
+    prompt's mean value.
+
+    Keeps: as `infinigen2`
+    Reads: a weighted sample by the layer's own query
+    """
 
     max_fetch_frac: float = 0.1
 

@@ -200,7 +200,12 @@ def _order(worth: Tensor, positions: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class InfiniGenPool(ReplayOnly, InfiniGen):
     """InfiniGen whose pool of each layer, sequence and KV head has a limit: `pool_tokens`, else
-    `pool_frac`. `InfiniGenPoolState` says which token leaves a full pool."""
+    `pool_frac`. `InfiniGenPoolState` says which token leaves a full pool.
+
+    Source: InfiniGen (OSDI 2024), section 4.4
+    Keeps: a pool of tokens; their partial keys
+    Reads: the same of the pool
+    """
 
     pool_tokens: int | None = setting(
         None, "limit of the pool in tokens; null: as pool_frac says", least(1, null=True)

@@ -118,7 +118,13 @@ class KascadeState(HandsOn):
 @dataclass(frozen=True)
 class Kascade(SettledByCalibration):
     """Anchors read every token. Other layers read max(`min_tokens`, floor(`read_frac` * cached)).
-    The first layer under the method always is an anchor."""
+    The first layer under the method always is an anchor.
+
+    Source: Kascade (2025)
+    Keeps: every token
+    Reads: all in anchor layers, which choose the best by exact attention; in the layers behind,
+        what the anchor chose
+    """
 
     read_frac: float = setting(0.1, "share of the cached tokens that other layers read", share())
     min_tokens: int = setting(128, "tokens that other layers read at least", least(1))

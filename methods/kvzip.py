@@ -93,7 +93,11 @@ class KVzipState(RereadingState, PromptEvictingState):
 @dataclass(frozen=True)
 class KVzip(RereadsPrompt, PromptEvicting):
     """The sinks play the part of the system prompt in the official code: they stay, and are not
-    repeated. Texts may be token ids, for a model without a tokenizer."""
+    repeated. Texts may be token ids, for a model without a tokenizer.
+
+    Source: KVzip (NeurIPS 2025), KVzip+ (KVzap, 2026)
+    Keeps: the prompt's tokens that the model needs to repeat the prompt; all generated tokens
+    """
 
     num_sinks: int = 4
     layers: str = setting(

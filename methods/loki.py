@@ -21,7 +21,12 @@ from methods.projection import Calibrated, right_vectors
 
 @dataclass(frozen=True)
 class Loki(Calibrated):
-    """Scores on the first principal components. Defaults are the paper's k_f = d_f = 0.25."""
+    """Scores on the first principal components. Defaults are the paper's k_f = d_f = 0.25.
+
+    Source: Loki (NeurIPS 2024)
+    Keeps: every token; a few principal components of its key
+    Reads: the best by these components
+    """
 
     read_frac: float = 0.25
 

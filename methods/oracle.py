@@ -42,7 +42,11 @@ class OracleSampledState(OracleState):
 
 @dataclass(frozen=True)
 class Oracle(ScoreSelecting):
-    """Selects by the true scores."""
+    """Selects by the true scores.
+
+    Keeps: every token
+    Reads: the best by the true scores; by InfiniGen's rule for a group
+    """
 
     when = "true_scores"  # they are known no earlier
 
@@ -52,7 +56,11 @@ class Oracle(ScoreSelecting):
 
 @dataclass(frozen=True)
 class OracleSampled(SampledRest):
-    """Draws tokens by their true probabilities; a weighted sample stands for the others."""
+    """Draws tokens by their true probabilities; a weighted sample stands for the others.
+
+    Keeps: every token
+    Reads: a weighted sample by the true scores
+    """
 
     when = "true_scores"
 

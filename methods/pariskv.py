@@ -180,7 +180,13 @@ class ParisKVState(RetrievingState):
 
 @dataclass(frozen=True)
 class ParisKV(Retrieving):
-    """Reads first and recent tokens, and of the candidates by votes the best by keys in 4 bits."""
+    """Reads first and recent tokens, and of the candidates by votes the best by keys in 4 bits.
+
+    Source: ParisKV (ICML 2026)
+    Keeps: every token; its key in 4 bits
+    Reads: first and recent tokens, and the best by these bits of the candidates that sign patterns
+        vote for
+    """
 
     collision_frac: float | None = setting(
         None,

@@ -334,6 +334,10 @@ class RetroInfer(WeighsRest):
 
     With `read_frac` the last cluster is read in part, and its other tokens are estimated. First
     and last tokens count in it.
+
+    Source: RetroInfer (PVLDB 19)
+    Keeps: every token; centroids of clusters of keys, and the sums of their values
+    Reads: the clusters with the best centroids; the next best are estimated
     """
 
     retrieval_frac: float = setting(

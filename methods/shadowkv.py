@@ -193,7 +193,12 @@ def _strongest(square: Tensor, rank: int) -> Tensor:
 class ShadowKV(KeysOnDevice, RetrievingPages):
     """Fetches the values of `read_frac` of the cached tokens, or of `read_tokens`, in chunks of
     `page_size` tokens. The official code keeps a rank of 160 of 1,024, and 48 outliers of 128 Ki
-    tokens."""
+    tokens.
+
+    Source: ShadowKV (ICML 2025)
+    Keeps: values; keys of low rank, landmarks and some exact tokens on the device
+    Reads: values of the chunks with the best landmarks
+    """
 
     group: str = "max_probs"
     covers: str = setting("kv_head", "each KV head keeps tokens of its own", one_of("kv_head"))

@@ -129,7 +129,12 @@ class SocketState(RetrievingState):
 @dataclass(frozen=True)
 class Socket(Retrieving):
     """Reads first and recent tokens, and the best by soft collisions. Defaults are the paper's for
-    RULER at a twentieth of the tokens."""
+    RULER at a twentieth of the tokens.
+
+    Source: SOCKET (2026)
+    Keeps: every token; hashes of its key, the length of its value
+    Reads: first and recent tokens, and the best by soft collisions of hashes
+    """
 
     tables: int = setting(60, "hashes of a key, L", least(1))
     planes: int = setting(

@@ -97,7 +97,12 @@ class SparQState(PartialKeysState, RetrievingState):
 @dataclass(frozen=True)
 class SparQ(Projected):
     """Scores on the query's largest channels; the index is the keys. Defaults are the paper's r =
-    head_dim / 4, k = 128, l = k / 4."""
+    head_dim / 4, k = 128, l = k / 4.
+
+    Source: SparQ (ICML 2024)
+    Keeps: every token; all keys twice, the mean value
+    Reads: the best by the query's largest channels
+    """
 
     mean_value: bool = setting(True, "the mean value stands for the tokens that are not read")
 

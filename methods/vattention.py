@@ -132,6 +132,10 @@ class VAttention(Selecting):
 
     The fixed set holds the sinks, `recent_frac` of it are the most recent tokens, and the rest the
     best by the index.
+
+    Source: vAttention (ICLR 2026)
+    Keeps: every token; its key in 4 bits
+    Reads: first, recent and best tokens, and a weighted sample of the others
     """
 
     fixed_frac: float = setting(0.1, "share of the cached tokens in the fixed set", share())

@@ -62,7 +62,7 @@ OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", choices("method"))
+@pytest.mark.parametrize("method", OF_OFFICIAL_CODE)
 def test_a_method_exempts_as_many_layers_as_its_official_code(method):
     default, given = (load([f"method={method}", *more]) for more in ([], ["method.num_exempt_layers=3"]))
     assert default.method.num_exempt_layers == OF_OFFICIAL_CODE.get(method, 0)
