@@ -49,7 +49,7 @@ def _methods() -> dict[type[Method], list[str]]:
     those that evict first, in the order of their names."""
     found: dict[type[Method], list[str]] = {}
     for name in options("method"):
-        cls, _ = shipped(name)
+        cls: type[Method] = shipped(name)[0]
         if not cls.reads_all:
             found.setdefault(cls, []).append(name)
     return dict(sorted(found.items(), key=lambda item: (_group(item[0]), item[1][0])))
