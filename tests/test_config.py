@@ -19,7 +19,7 @@ from methods.settings import settings_of
 from tests.composed import composed, load
 
 PRESETS = (
-    "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinigen2", "infinigen2-sampled", "kvzip-plus",
+    "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "kvzip-plus",
     "oracle", "pyramidkv", "turboquant2", "turboquant3", "turboquant4",
 )  # fmt: skip
 """Other settings of a method, worth a name."""

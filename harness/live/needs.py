@@ -26,15 +26,10 @@ from harness.model.policies import Policy, loses_tokens, policies_of, require_la
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
-from methods.codec import (
-    FLOAT_DTYPES,
-    AnyCodec,
-    CacheCodec,
-    Codec,
-    codec_at,
-    mean_bits,
-    without_keys,
-)
+from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.floats import FloatCodec
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.extras import KeysOnDevice
 
 
 class LayerSizes(NamedTuple):
@@ -123,7 +118,7 @@ class Plan:
     def coded(self) -> CacheCodec:
         """The codec of the layers under the method."""
         codec = self.codec or self.exact
-        return without_keys(codec) if self.method.holds_keys else codec
+        return without_keys(codec) if isinstance(self.method, KeysOnDevice) else codec
 
     def codec_of(self, policy: Policy) -> AnyCodec:
         """The codec of a layer."""
@@ -141,10 +136,10 @@ class Plan:
         return [policy.number for policy in policies if policy.kind == "method"]
 
     @property
-    def exact(self) -> Codec:
+    def exact(self) -> FloatCodec:
         """The codec that stores rows as they are."""
         dtype = self.model.dtype
-        return Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
+        return FloatCodec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
 
     def needs(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> DeviceNeeds:
         """The bytes of a batch. pass_tokens: prompt tokens in one pass.

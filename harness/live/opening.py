@@ -23,8 +23,10 @@ from harness.model.attached import Attached
 from harness.model.policies import Policy
 from harness.settings.config import Placement
 from methods.base import Method
-from methods.codec import CacheCodec, Codec, SplitCodec, codec_at
+from methods.codecs.floats import FloatCodec
+from methods.codecs.split import CacheCodec, SplitCodec, codec_at
 from methods.evicting import EvictingState
+from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
 class Opening:
@@ -42,7 +44,7 @@ class Opening:
         method: Method,
         policies: Sequence[Policy],
         codec: CacheCodec,
-        exact: Codec,
+        exact: FloatCodec,
         placement: Placement,
         pinned: bool,
         slabs: MutableMapping[torch.device, PinnedSlab],
@@ -193,7 +195,7 @@ class Opening:
         method, codec = self.method, store.codec
         if isinstance(codec, SplitCodec) and codec.residual:
             return ResidualCache(policy, share, store, codec, method, fetcher)
-        if state is not None and method.holds_keys:
+        if isinstance(state, KeysOnDeviceState) and isinstance(method, KeysOnDevice):
             return ValuesCache(policy, share, store, state, method, fetcher)
         return LayerCache(policy, share, store, state, method, fetcher)
 

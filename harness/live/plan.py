@@ -15,7 +15,8 @@ from harness.live.share import LAYERS_UNDER_WAY, BatchLengths
 from harness.live.store import KVStore
 from harness.model.policies import Policy
 from methods.base import Method
-from methods.codec import AnyCodec, CacheCodec, SplitCodec, mean_bits
+from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, mean_bits
+from methods.extras import KeysOnDevice
 
 
 class MemoryPlan(NamedTuple):
@@ -146,7 +147,7 @@ def resident_bytes(
     num_bytes = 0
     if rooms is not None and policy.names_rows:
         num_bytes += HotRows.bytes_of(rooms, store.num_kv_heads)
-    if policy.kind == "method" and method.holds_keys:
+    if policy.kind == "method" and isinstance(method, KeysOnDevice):
         rows = lengths.rows(0)
         most = max(method.tokens_resident(row, policy.number) for row in rows)
         num_bytes += ValuesCache.bytes_of(store, most, lengths.max_new_tokens)
