@@ -1,16 +1,16 @@
 """InfiniGen (Lee et al., OSDI 2024): rehearse the next layer's attention on few columns, fetch only
 the best tokens.
 
-This file follows section 4 of the paper:
-- Skewing, offline (section 4.2): per KV head, A = V of the SVD of the queries concentrates the
+This file follows the design of the paper, step by step:
+- Skewing, offline: per KV head, A = V of the SVD of the queries concentrates the
   scores in few columns (`skewing`).
-- Partial weights, after the prompt (section 4.3): the columns of largest magnitude are kept of
+- Partial weights, after the prompt (prefill stage): the columns of largest magnitude are kept of
   every key (`choose_columns`, `InfiniGenState`).
-- Rehearsal and selection, in each step (section 4.3): while layer l - 1 computes, a query made from
+- Rehearsal and selection, in each step (decoding stage): while layer l - 1 computes, a query made from
   its attention input is scored on the partial keys. These scores choose the tokens that layer l
   fetches (`ScoreSelecting`).
 
-The pool of limited size (section 4.4) is in `methods/infinigen_pool.py`.
+The pool of limited size (KV cache pool management) is in `methods/infinigen_pool.py`.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -69,7 +69,7 @@ ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
 """The paper's alpha, by family (section 5.1)."""
 
 
-# Section 4.2: skewing
+# Skewing, offline
 
 
 def skewing(query: Tensor, num_kv_heads: int) -> Tensor:
@@ -79,7 +79,7 @@ def skewing(query: Tensor, num_kv_heads: int) -> Tensor:
     return right_vectors(stacked)
 
 
-# Section 4.3: partial weights
+# Prefill stage: partial weights
 
 
 def choose_columns(
@@ -111,7 +111,7 @@ def choose_columns(
     return projection * kept.values[:, :, None].ne(0) if method.columns == "union" else projection
 
 
-# Section 4.3: rehearsal
+# Decoding stage: rehearsal
 
 
 class InfiniGenState(ProjectedState):
@@ -155,7 +155,7 @@ def by_layer(
     return measured
 
 
-# Section 4.3: selection
+# Decoding stage: selection
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""InfiniGen with a pool of limited size (section 4.4 of the paper).
+"""InfiniGen with a pool of limited size (the paper's KV cache pool management).
 
 The rule, and where it differs (made into docs/methods.md):
 
-The **pool** of **infinigen-pool** (section 4.4) holds `pool_tokens` tokens, or `pool_frac` of T,
+The **pool** of **infinigen-pool** holds `pool_tokens` tokens, or `pool_frac` of T,
 for each layer, sequence and KV head. A token that enters a full pool replaces one: the oldest
 (`pool_policy=fifo`), the one fetched longest ago (`lru`) or least often (`counter`), among the
 floor((1 - `protect_recent`) · capacity) oldest. `eviction=artifact` follows the artifact's
@@ -39,7 +39,7 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 class InfiniGenPoolState(InfiniGenState, EvictingState):
-    """InfiniGen's state over a pool that has a limit (section 4.4).
+    """InfiniGen's state over a pool that has a limit.
 
     `fifo` evicts the lowest position, `lru` the oldest last fetch, `counter` the smallest number of
     fetches; ties go to the lowest position. Victims come from the floor((1 - protect_recent) *
@@ -202,7 +202,7 @@ class InfiniGenPool(ReplayOnly, InfiniGen):
     """InfiniGen whose pool of each layer, sequence and KV head has a limit: `pool_tokens`, else
     `pool_frac`. `InfiniGenPoolState` says which token leaves a full pool.
 
-    Source: InfiniGen (OSDI 2024), section 4.4
+    Source: InfiniGen (OSDI 2024)
     Keeps: a pool of tokens; their partial keys
     Reads: the same of the pool
     """
