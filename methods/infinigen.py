@@ -6,8 +6,8 @@ This file follows the design of the paper, step by step:
   scores in few columns (`skewing`).
 - Partial weights, after the prompt (prefill stage): the columns of largest magnitude are kept of
   every key (`choose_columns`, `InfiniGenState`).
-- Rehearsal and selection, in each step (decoding stage): while layer l - 1 computes, a query made from
-  its attention input is scored on the partial keys. These scores choose the tokens that layer l
+- Rehearsal and selection, in each step (decoding stage): while layer l - 1 computes, a query made
+  from its attention input is scored on the partial keys. These scores choose the tokens that l
   fetches (`ScoreSelecting`).
 
 The pool of limited size (KV cache pool management) is in `methods/infinigen_pool.py`.
