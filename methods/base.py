@@ -22,7 +22,7 @@ head_dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self, final
@@ -58,7 +58,7 @@ NAMES_ROWS: frozenset[When] = frozenset(
 """Here `select` runs before the fetch and decides which rows are fetched."""
 
 Calibration = Mapping[str, Tensor]
-"""What `Method.calibrate` measured, by name; for all layers together they are stacked first:
+"""What `Calibrates.calibrate` measured, by name; for all layers together they are stacked first:
 [num_layers, ...]."""
 
 
@@ -111,39 +111,23 @@ class Method:
         the state."""
         return False
 
-    # Calibration: what is measured once of a model
-
-    @property
-    def needs_calibration(self) -> bool:
-        """True if `calibrate` must run before the first batch."""
-        return False
-
-    def calibrate(
-        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
-    ) -> Calibration:
-        """Measure one layer on the calibration text. The result is kept on disk for the same method
-        and settings.
-
-        query: [heads, tokens, head_dim], key: [num_kv_heads, tokens, head_dim], post-position, from
-        position 0 on. earlier: results of the layers before this one, so `len(earlier)` is the
-        layer's number.
-        """
-        raise NotImplementedError
-
     # A batch
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """Raise ValueError where the method cannot work on this model or at these lengths."""
 
+    @final
     def new_state(
         self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
     ) -> State:
         """A fresh state for a batch. Raises ValueError as `check`, and without a calibration that
         is needed."""
         self.check(geometry, lengths)
-        if self.needs_calibration and calibration is None:
-            raise ValueError(f"method {self.title}: needs a calibration; calibrate first")
-        return self.state(self, geometry, lengths, calibration if self.needs_calibration else None)
+        return self.state(self, geometry, lengths, self._needed(calibration))
+
+    def _needed(self, calibration: Calibration | None) -> Calibration | None:
+        """The calibration where the method needs one (`methods.extras.Calibrates`)."""
+        return None
 
     # Sizes
 

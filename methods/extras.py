@@ -176,24 +176,52 @@ class HandsOn(State):
             setattr(self, name, each_tensor(held, lambda tensor: tensor.to(device)))
 
 
-# Other
+# What is measured once of a model
 
 
-class SettledByCalibration(Extra):
-    """The calibration decides settings, such as which layers choose for others."""
+class Calibrates(Extra):
+    """Measures each layer of the model on the calibration text, before the first batch.
 
-    def settled(self, calibration: Calibration) -> Self:
-        """This method with these settings. It reads as many tokens as before."""
-        return self
-
-
-class CalibratedBySettings(Extra):
-    """Settings change what `calibrate` measures.
-
-    calibration_settings: their names.
+    calibration_settings: names of the settings that change what `calibrate` measures.
     """
 
     calibration_settings: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def needs_calibration(self) -> bool:
+        """True if `calibrate` must run, as settings may do without."""
+        return True
+
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
+        """Measure one layer. The result is kept on disk for the same method and settings.
+
+        query: [heads, tokens, head_dim], key: [num_kv_heads, tokens, head_dim], post-position, from
+        position 0 on. earlier: results of the layers before this one, so `len(earlier)` is the
+        layer's number.
+        """
+        raise NotImplementedError
+
+    def settled(self, calibration: Calibration) -> Self:
+        """This method with the settings that its calibration decides, such as which layers choose
+        for others. It reads as many tokens as before."""
+        return self
+
+    def _needed(self, calibration: Calibration | None) -> Calibration | None:
+        if not self.needs_calibration:
+            return None
+        if calibration is None:
+            raise ValueError(f"method {self.title}: needs a calibration; calibrate first")
+        return calibration
+
+
+def to_calibrate(method: Method) -> Calibrates | None:
+    """The method, if it is to be calibrated before the first batch; else None."""
+    return method if isinstance(method, Calibrates) and method.needs_calibration else None
+
+
+# Other
 
 
 class FitsModel(Extra):

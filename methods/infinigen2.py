@@ -51,6 +51,7 @@ from torch import Tensor
 from methods.base import Calibration, Geometry, PromptRows, QueryRows, Selection
 from methods.codecs.integers import IntegerCodec
 from methods.compiled import kernels_for
+from methods.extras import Calibrates
 from methods.infinigen import Capped, ScoreSelecting, by_layer
 from methods.projection import BITS_MEANING, INDEX_BITS, ProjectedState, tokens_of
 from methods.sampling import lasting_numbers, log_weights, sampled
@@ -70,7 +71,7 @@ TIE = 1e-9
 
 
 @dataclass(frozen=True)
-class BalancedIndex(ChoosingBy):
+class BalancedIndex(Calibrates, ChoosingBy):
     """Settings of the index."""
 
     partial_weight_ratio: float = setting(

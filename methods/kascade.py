@@ -55,7 +55,7 @@ from methods.base import (
     floor_frac,
     require,
 )
-from methods.extras import HandsOn, SettledByCalibration
+from methods.extras import Calibrates, HandsOn
 from methods.selection import largest
 from methods.settings import least, setting, share
 
@@ -116,7 +116,7 @@ class KascadeState(HandsOn):
 
 
 @dataclass(frozen=True)
-class Kascade(SettledByCalibration):
+class Kascade(Calibrates):
     """Anchors read every token. Other layers read max(`min_tokens`, floor(`read_frac` * cached)).
     The first layer under the method always is an anchor.
 
@@ -136,7 +136,6 @@ class Kascade(SettledByCalibration):
     title = "Kascade"
     state = KascadeState
     when = "earlier_layer"
-    needs_calibration = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,6 +22,7 @@ from methods.attention import product
 from methods.base import Calibration, Geometry, PromptRows, QueryRows, State
 from methods.codecs.integers import INTEGER_BITS, IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
+from methods.extras import Calibrates
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import one_of, setting, share
 
@@ -178,14 +179,12 @@ class FixedProjectionState(ProjectedState, RetrievingState):
 
 
 @dataclass(frozen=True)
-class Calibrated(Projected):
+class Calibrated(Calibrates, Projected):
     """A method whose projection is measured once, by `calibrate`."""
 
     index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)
 
     state = FixedProjectionState
-
-    needs_calibration = True
 
     def projection(self, head_dim: int, calibration: Calibration) -> Tensor:
         """[num_layers, num_kv_heads, head_dim, columns]."""

@@ -47,7 +47,7 @@ from methods.base import (
     require,
 )
 from methods.evicting import EvictingState, EvictingToBudget
-from methods.extras import ReadsFile
+from methods.extras import Calibrates, ReadsFile
 from methods.settings import least, setting, share
 
 
@@ -142,7 +142,7 @@ class DuoState(WindowState):
 
 
 @dataclass(frozen=True)
-class DuoAttention(ReadsFile, Method):
+class DuoAttention(Calibrates, ReadsFile, Method):
     """Of the KV heads of the layers that are not exempt, round(sparsity * their number) stream.
     Defaults are those that the authors deploy.
 

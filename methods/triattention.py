@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from methods.base import Calibration, Geometry
+from methods.extras import Calibrates
 from methods.periodic import Held, KeyedState, Periodic
 from methods.settings import least, require, setting
 
@@ -97,7 +98,7 @@ class TriAttentionState(KeyedState):
 
 
 @dataclass(frozen=True)
-class TriAttention(Periodic):
+class TriAttention(Calibrates, Periodic):
     """The prompt stays, and the default budget is the official one.
 
     Source: TriAttention (ICML 2026)
@@ -123,10 +124,6 @@ class TriAttention(Periodic):
         while 2 * found[-1] <= self.offset_max_length:
             found.append(2 * found[-1])
         return found
-
-    @property
-    def needs_calibration(self) -> bool:
-        return True
 
     def calibrate(
         self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]

@@ -32,6 +32,7 @@ from harness.model.policies import SelectErrors, check_selection
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from methods.base import Geometry, QueryRows, Rest, Selection
+from methods.extras import to_calibrate
 
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
@@ -124,7 +125,7 @@ def test_a_shipped_method_passes_every_check_between_windows(name):
     method = shipped(name).method
     model_type, shape = MODELS["Gemma 2"]
     with attach(tiny_model(model_type, **shape)) as attached, EmulatedLink(1e12) as link:
-        measured = calibrate(attached, method, list(range(3, 253))) if method.needs_calibration else None
+        measured = calibrate(attached, method, list(range(3, 253))) if to_calibrate(method) else None
         trial = Trial(attached, link, Setup(method, None, measured), LONG)
         found = [judge(check, trial) for check in CHECKS.values()]
     assert len(found) == len(CHECKS) == 7 and "FAILED" not in {finding.verdict for finding in found}, found

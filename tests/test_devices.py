@@ -54,9 +54,6 @@ class Following(Quest):
     def when_of(self, layer):
         return "own_query" if layer % 3 == 1 else "earlier_layer"
 
-    def new_state(self, geometry, lengths, calibration=None):
-        return FollowingState(self, geometry, lengths)
-
 
 class FollowingState(HandsOn, QuestState):
     handed_on = ("chosen",)
@@ -67,6 +64,9 @@ class FollowingState(HandsOn, QuestState):
             found = super().select(layer, rows)
             self.chosen = {"mask": found.mask, "num_read": found.num_read}
         return Selection(self.chosen["mask"], self.chosen["num_read"])
+
+
+Following.state = FollowingState
 
 
 class ProjectedState(PromptEvictingState):

@@ -74,7 +74,6 @@ HOOKS = {
     "when": lambda raising: method(f"    @property\n    def when(self): {raising}"),
     "with_size": lambda raising: method(f"    def with_size(self, frac): {raising}"),
     "tokens_read": lambda raising: method(f"    def tokens_read(self, row, layer): {raising}"),
-    "new_state": lambda raising: method(f"    def new_state(self, *given): {raising}"),
 }
 
 
@@ -133,7 +132,7 @@ def test_what_a_method_says_of_itself_is_checked(constant, expected, texts, caps
     ("base", "constant", "expected"),
     [
         ("ReadsFile", "file = 5", "Mine.file=5: must be a path or None"),
-        ("CalibratedBySettings", "calibration_settings = ('kept_fract',)", "='kept_fract': did you mean 'kept_frac'"),
+        ("Calibrates", "calibration_settings = ('kept_fract',)", "='kept_fract': did you mean 'kept_frac'"),
     ],
 )
 def test_what_a_method_says_by_a_further_base_is_checked(base, constant, expected, texts, capsys):

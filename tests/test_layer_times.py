@@ -19,6 +19,7 @@ from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
 from methods.base import Method, Selection, State
+from methods.extras import Calibrates
 from methods.infinigen import InfiniGen
 from methods.quest import Quest
 
@@ -41,9 +42,6 @@ class Shared(Method):
     def when_of(self, layer):
         return self.anchor if layer in self.anchors else "earlier_layer"
 
-    def new_state(self, geometry, lengths, calibration=None):
-        return SharedState(self, geometry, lengths)
-
     def tokens_read(self, row, layer):
         reads_all = layer in self.anchors and self.anchor == "kept"
         return row.cached if reads_all else max(1, int(self.share * row.cached))
@@ -57,8 +55,7 @@ class SharedState(State):
 
     slot_tensors = {"means": 0.0}
 
-    def __init__(self, method, geometry, lengths):
-        super().__init__(method, geometry, lengths)
+    def start(self, calibration):
         self.chosen = {}
 
     def prompt(self, layer, query, key, value, rows):
@@ -93,6 +90,9 @@ class SharedState(State):
         child = super().fork(index, num_slots)
         child.chosen = {}
         return child
+
+
+Shared.state = SharedState
 
 
 SHARED = {
@@ -152,10 +152,8 @@ def test_true_scores_of_a_single_layer_lie_behind_no_link():
 
 
 @dataclass(frozen=True)
-class Ranked(Shared):
+class Ranked(Calibrates, Shared):
     """Measures of each layer how its mean score compares with that of the layer before."""
-
-    needs_calibration = True
 
     def calibrate(self, query, key, geometry, earlier):
         mean = (query.mean(1).unflatten(0, (geometry.num_kv_heads, -1)).mean(1) * key.mean(1)).sum(-1)

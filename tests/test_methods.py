@@ -13,7 +13,7 @@ from cases import preset
 
 from harness.run.kinds import digests_of
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, QueryRows, TokenCounts
-from methods.extras import RereadsPrompt
+from methods.extras import RereadsPrompt, to_calibrate
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
@@ -152,7 +152,7 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     pattern = tmp_path / "gates.tsv"
     pattern.write_text("0\t1\n1\t0\n0.3\t0.9\n0.4\t0.1\n")
     method, lengths = DuoAttention(pattern=str(pattern), num_exempt_layers=2), lengths_of([40, 20], [50, 30])
-    assert not method.needs_calibration and DuoAttention().needs_calibration
+    assert to_calibrate(method) is None and to_calibrate(DuoAttention())
     assert method.file == str(pattern) and DuoAttention().file is None
     heads = method.new_state(SHAPE, lengths).heads.tolist()
     assert heads == [[False, False], [False, False], [True, False], [False, True]]
@@ -203,7 +203,7 @@ def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):
      (preset("infinigen-balanced", statistics="prompt"), False), (preset("infinigen-balanced"), True)],
 )  # fmt: skip
 def test_a_method_says_whether_it_needs_a_calibration(method, needs):
-    assert method.needs_calibration == needs
+    assert (to_calibrate(method) is not None) == needs
 
 
 def test_budgets_of_the_artifacts_prefill():

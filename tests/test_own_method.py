@@ -85,7 +85,7 @@ REFUSED = [
     ("./mine.py:Mime", MINE + OTHER, "did you mean 'Mine'? allowed: Mine, Other"),
     ("nowhere.Mine", MINE, "ModuleNotFoundError: No module named 'nowhere'"),
     ("./mine.py", "\nclass Mine(Streaming):\n    kept_frac: float = 0.5\n", "Mine must be a @dataclass(frozen=True)"),
-    ("./mine.py", "\n@dataclass(frozen=True)\nclass Mine(Method):\n    def new_state(self, *_): ...\n",
+    ("./mine.py", "\n@dataclass(frozen=True)\nclass Mine(Method):\n    state = Streaming.state\n",
      "Mine lacks tokens_read; methods/base.py says what it is"),
     ("./mine.py", MINE + "    late: int = field(kw_only=True)\n", "Mine.late needs a default"),
     ("./h2o.py", MINE, "h2o is a method of conf/method; rename the file"),
@@ -204,7 +204,7 @@ class State(Base):
 class Mine(Method):
     when = "own_query"
 
-    def new_state(self, geometry, lengths, calibration=None): return State(self, geometry, lengths)
+    state = State
     def tokens_read(self, row, layer): return None
 """
 MISTAKES = {

@@ -20,6 +20,7 @@ from harness.speed.link_rate import LinkRate
 from methods import compiled
 from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
+from methods.extras import Calibrates
 
 PROMPTS = (200, 180)
 CODED_TOLERANCE = 3e-2
@@ -39,7 +40,7 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
             config = load(["experiment=latency", f"system={label}"])
             method, codec = config.method, codec_of(config)
             ids = torch.arange(256) % VOCAB_SIZE
-            calibration = calibrate(attached, method, ids.tolist()) if method.needs_calibration else None
+            calibration = calibrate(attached, method, ids.tolist()) if isinstance(method, Calibrates) else None
             decode = partial(live, attached, Setup(method, codec, calibration), PROMPTS)
             on_device = decode(placement="device").logits
             rows = {"device_rows": config.device_rows, "prefetch": config.prefetch}

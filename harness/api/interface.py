@@ -52,7 +52,7 @@ from harness.speed.ask import ask_all
 from harness.speed.generate import Generated, new_tokens_of, run_generate
 from harness.speed.latency import compute_threads, two_memories
 from methods.base import TokenCounts
-from methods.extras import RereadsPrompt
+from methods.extras import RereadsPrompt, to_calibrate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -485,7 +485,7 @@ def attach(
         config = model.configured(method=method, size=size, **settings)
         loaded, platform = model.loaded, config.platform
         needs_tokenizer = (
-            config.method.needs_calibration
+            to_calibrate(config.method) is not None
             or isinstance(config.method, RereadsPrompt)
             or config.size_is_measured
         )

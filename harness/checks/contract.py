@@ -36,7 +36,13 @@ from methods.codecs.base import FLOAT_DTYPES, RowCodec
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, every_codec, without_keys
 from methods.evicting import EvictingState
-from methods.extras import KeysOnDevice, ReadsIndexer, tokenized, why_replay_only
+from methods.extras import (
+    KeysOnDevice,
+    ReadsIndexer,
+    to_calibrate,
+    tokenized,
+    why_replay_only,
+)
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_key_value_heads": 2}),
@@ -620,9 +626,10 @@ def _trials(
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
             measured = None
-            if method.needs_calibration:  # with random weights, random tokens are as good as a text
+            to_measure = to_calibrate(method)
+            if to_measure is not None:  # with random weights, random tokens are as good as a text
                 tokens, _ = token_batch((NUM_CALIBRATION_TOKENS,), steps=0, seed=1)
-                measured = calibrate(attached, method, tokens[0].tolist())
+                measured = calibrate(attached, to_measure, tokens[0].tolist())
             setup = Setup(fitted(attached, method, codec), codec, measured)
             for padding, prompts in PROMPTS.items():
                 yield f"{family} {padding}", Trial(attached, link, setup, prompts)

@@ -38,6 +38,7 @@ from harness.replay.setup import Setup
 from methods.base import Method
 from methods.codecs.integers import IntegerCodec
 from methods.dsa import Dsa
+from methods.extras import to_calibrate
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -178,9 +179,10 @@ def methods_agree(model: Any) -> str:
             if method.when == "previous_layer" and attached.decoder.no_rehearsal:
                 continue
             calibration = None
-            if method.needs_calibration:
+            to_measure = to_calibrate(method)
+            if to_measure is not None:
                 tokens, _ = token_batch((15 if short else 64,), steps=0)
-                calibration = calibrate(attached, method, tokens[0].tolist())
+                calibration = calibrate(attached, to_measure, tokens[0].tolist())
             setup = Setup(replace(method, num_exempt_layers=exempt), codec, calibration)
             for only in _batches(attached, prompts):
                 expected = replay(attached, setup, prompts, steps=STEPS, only=only)

@@ -21,7 +21,7 @@ from harness.errors import UserError
 from harness.live.memory import layer_bytes, tensor_bytes
 from methods.base import Calibration, Geometry, Lengths, Method, PromptRows, When
 from methods.evicting import EvictingState
-from methods.extras import KeysOnDeviceState, RereadingState
+from methods.extras import Calibrates, KeysOnDeviceState, RereadingState, to_calibrate
 
 META = torch.device("meta")
 
@@ -151,8 +151,9 @@ def _state_sizes(
         shape = batch, columns, geometry.index.head_dim
         index_keys = torch.empty(shape, dtype=dtype, device=META)
     with ShapesAlone():
-        if calibration is None and method.needs_calibration:
-            calibration = _calibration(method, geometry, dtype, calibration_tokens)
+        to_measure = to_calibrate(method)
+        if calibration is None and to_measure is not None:
+            calibration = _calibration(to_measure, geometry, dtype, calibration_tokens)
         state = method.new_state(geometry, lengths, calibration)
         if isinstance(state, RereadingState):
             worth = torch.empty(batch, kv_heads, columns, device=META)
@@ -183,7 +184,7 @@ def _state_sizes(
 
 
 def _calibration(
-    method: Method, geometry: Geometry, dtype: torch.dtype, num_tokens: int
+    method: Calibrates, geometry: Geometry, dtype: torch.dtype, num_tokens: int
 ) -> Calibration:
     """A calibration without numbers, of all layers."""
     query = torch.empty(geometry.num_heads, num_tokens, geometry.head_dim, dtype=dtype, device=META)

@@ -22,15 +22,15 @@ from harness.files import replacing, text_sha256
 from harness.model.attached import Attached
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.prompts import PromptPass
-from methods.base import Calibration, Method
-from methods.extras import CalibratedBySettings
+from methods.base import Calibration
+from methods.extras import Calibrates
 
 FORMAT = 4
 """Part of the cache key: raise it when the computation around `Method.calibrate`, or the file,
 changes."""
 
 
-def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[str, Tensor]:
+def calibrate(attached: Attached, method: Calibrates, ids: Sequence[int]) -> dict[str, Tensor]:
     """The tensors that `method` measures on one sequence of token ids, by name, [num_layers, ...].
 
     Raises UserError where a number is not finite, as with damaged weights.
@@ -65,15 +65,13 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
 
 
 def cached_calibration(
-    attached: Attached, method: Method, ids: Sequence[int], fingerprint: str, cache_dir: Path
+    attached: Attached, method: Calibrates, ids: Sequence[int], fingerprint: str, cache_dir: Path
 ) -> Calibration:
     """`calibrate`, or its earlier result for the same weights, dtype, ids, method and settings.
 
     It lies in host memory: a state takes to its device what it needs.
     """
-    settings = []
-    if isinstance(method, CalibratedBySettings):
-        settings = [getattr(method, name) for name in method.calibration_settings]
+    settings = [getattr(method, name) for name in method.calibration_settings]
     module = sys.modules[type(method).__module__]
     code = [inspect.getsource(type(method).calibrate), inspect.getsource(module)]
     dtype, name = str(attached.dtype), type(method).__name__

@@ -27,7 +27,7 @@ from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.base import RowCodec
 from methods.codecs.channel import ChannelCodec
 from methods.codecs.split import AnyCodec, CacheCodec, LayerCodecs, NamedLayers, SplitCodec
-from methods.extras import SettledByCalibration
+from methods.extras import Calibrates
 
 OF_TASKS = LengthWords("prompts of {} tokens", "answers of {} tokens")
 OF_TIMED = LengthWords("prompt_len={}", "gen_len={}")
@@ -61,7 +61,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         method = self.method
-        if isinstance(method, SettledByCalibration) and self.calibration is not None:
+        if isinstance(method, Calibrates) and self.calibration is not None:
             object.__setattr__(self, "method", method.settled(self.calibration))
 
     def replay(
@@ -204,7 +204,8 @@ def calibrated(
     config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached
 ) -> Calibration | None:
     """The calibration of a method on a loaded model; None where it needs none."""
-    if not method.needs_calibration:
+    to_measure = extras.to_calibrate(method)
+    if to_measure is None:
         return None
     num_tokens = config.calibration.num_tokens
     if num_tokens > loaded.max_length:
@@ -212,7 +213,7 @@ def calibrated(
         raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
     ids = calibration_ids(config.calibration, loaded.reader)
     folder = cache_dir() / "calibration"
-    return cached_calibration(attached, method, ids, loaded.fingerprint, folder)
+    return cached_calibration(attached, to_measure, ids, loaded.fingerprint, folder)
 
 
 def codec_of(config: RunConfig) -> CacheCodec | None:

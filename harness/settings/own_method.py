@@ -101,12 +101,12 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     when = _constant(cls, "when", "kept")
     if when not in get_args(When):
         raise UserError(f"{setting}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
-    has_state = cls.reads_all or hasattr(cls, "state") or cls.new_state is not Method.new_state
+    has_state = cls.reads_all or hasattr(cls, "state")
     has_size = cls.reads_all or cls.tokens_read is not Method.tokens_read
     if not has_state or not has_size:
         lacks = "tokens_read" if has_state else "state"
         raise UserError(f"{setting}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
-    if cls.new_state is Method.new_state and not cls.reads_all:
+    if not cls.reads_all:
         state = _constant(cls, "state", State)
         if not (inspect.isclass(state) and issubclass(state, State)):
             derives = "must be a class that derives from State"
