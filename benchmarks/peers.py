@@ -60,9 +60,9 @@ from benchmarks.timing import Timed, Took, in_turn, keep_freed_memory, ratios
 from harness.data.generated import offline_sentences
 from harness.data.tasks import load_suite
 from harness.data.text import corpus_ids, first_window_offset, offline_text, start_ids, text_windows, token_ids
+from harness.decode.session import LiveSession
 from harness.errors import UserError, exit_code, nearest, reason, refused
 from harness.files import cache_dir, write_atomic
-from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.dense_prompts import DensePrompts
 from harness.model.load import LoadedModel, load_model

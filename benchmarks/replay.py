@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.timing import in_turn, spread
 from harness.checks.contract import open_live, open_replay
 from harness.data.text import offline_text, token_ids
-from harness.live.links import open_link
+from harness.decode.links import open_link
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.load import load_model

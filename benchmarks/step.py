@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 from benchmarks.machine import machine
 from benchmarks.timing import keep_freed_memory, spread
+from harness.decode.timeline import SEGMENTS
 from harness.errors import exit_code
-from harness.live.timeline import SEGMENTS
 from harness.model.attach import attach
 from harness.model.load import load_model
 from harness.replay.setup import Setup, prepare

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from harness.live.memory import Tuning
+from harness.decode.memory import Tuning
 from methods.base import QueryRows
 from methods.codecs.integers import IntegerCodec
 
@@ -100,7 +100,7 @@ SLOTS = (2033, 2048)
 
 def launch_moves(slot_bytes: int) -> None:
     """What a session launches when it opens, and then in its steps."""
-    from harness.live.kernels.rows import gather_rows, scatter_rows, warm
+    from harness.decode.kernels.rows import gather_rows, scatter_rows, warm
 
     def rows(count: int) -> torch.Tensor:
         return torch.empty(1, 2, count, slot_bytes, dtype=torch.uint8)
@@ -123,7 +123,7 @@ def launch_narrow_moves() -> None:
 
 
 def launch_lists() -> None:
-    from harness.live.kernels.rows import indices, missing_rows
+    from harness.decode.kernels.rows import indices, missing_rows
 
     masks = [torch.empty(2, 1, num_slots, dtype=torch.bool).expand(-1, 3, -1) for _, num_slots in COUNTS]
     for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
@@ -135,8 +135,8 @@ def launch_lists() -> None:
 
 
 def launch(codec: IntegerCodec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:
-    from harness.live.kernels.codes import attend, pack
-    from harness.live.store import RowFormat
+    from harness.decode.kernels.codes import attend, pack
+    from harness.decode.store import RowFormat
 
     states, width = torch.empty(4, num_kv_heads, 1, head_dim, dtype=dtype), RowFormat(codec, head_dim, dtype).slot_bytes
     pack(states, states, codec, width)

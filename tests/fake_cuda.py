@@ -40,9 +40,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import files
-from harness.live import memory, opening
-from harness.live import store as copies
-from harness.live.memory import PinnedSlab
+from harness.decode import memory, opening
+from harness.decode import store as copies
+from harness.decode.memory import PinnedSlab
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.attention import Rotary

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from harness.checks import contract as decode
 from harness.checks.contract import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
-from harness.live.links import EmulatedLink, Link, Ticket
-from harness.live.session import LiveSession
-from harness.live.store import Chosen, KVStore, RowFormat, SlotRequest
+from harness.decode.links import EmulatedLink, Link, Ticket
+from harness.decode.session import LiveSession
+from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.generation import ENDLESS, GenerationRule

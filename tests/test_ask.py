@@ -11,8 +11,8 @@ import torch
 from tokens import byte_tokenizer
 
 import harness
+from harness.decode.session import LiveSession
 from harness.errors import UserError
-from harness.live.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.tiny import tiny_model
 

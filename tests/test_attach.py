@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from harness.checks.contract import open_replay, token_batch
 from harness.checks.families import tiny_family
+from harness.decode.session import LiveSession
 from harness.errors import UserError
-from harness.live.session import LiveSession
 from harness.model import attach as checks
 from harness.model.attach import attach
 from harness.model.attached import Attached

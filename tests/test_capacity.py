@@ -12,11 +12,11 @@ from cases import CASES
 from living import PROMPT, attached_with_link, calibration_of, force, open_live, tiny
 from test_needs import prompts_of
 
+from harness.decode import memory
+from harness.decode.capacity import Capacity
+from harness.decode.memory import GIB
+from harness.decode.needs import Plan, sizes_of
 from harness.errors import UserError
-from harness.live import memory
-from harness.live.capacity import Capacity
-from harness.live.memory import GIB
-from harness.live.needs import Plan, sizes_of
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.prompts import run_prompt

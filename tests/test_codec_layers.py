@@ -10,8 +10,8 @@ from cases import Case
 from living import PROMPTS, Crossed, attached_with_link, force, live, open_live, replay, tiny, token_batch
 from replaying import open_session, watched
 
+from harness.decode.needs import Plan, sizes_of
 from harness.errors import UserError
-from harness.live.needs import Plan, sizes_of
 from harness.model.attach import attach
 from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass

@@ -24,8 +24,8 @@ from living import (
 from living import live as live_session
 
 from harness.checks.contract import CHECKS, MODELS, Trial, judge
+from harness.decode.links import EmulatedLink
 from harness.errors import UserError
-from harness.live.links import EmulatedLink
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.policies import SelectErrors, check_selection

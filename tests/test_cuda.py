@@ -21,8 +21,8 @@ from living import (
 )
 
 from harness.checks import contract
-from harness.live.links import open_link
-from harness.live.session import LiveSession
+from harness.decode.links import open_link
+from harness.decode.session import LiveSession
 from harness.model.attach import attach
 from harness.replay.setup import Setup
 

@@ -20,12 +20,12 @@ from fake_cuda import CUDA, LIBC10, FakeSlab, Stream, Trace, fake_gpu
 from living import PROMPTS, Crossed, force, live, open_live, replay, tiny
 from torch import nn
 
+from harness.decode import weights as weights_module
+from harness.decode.links import CudaLink, EmulatedLink
+from harness.decode.session import LiveSession
+from harness.decode.timeline import Timeline
+from harness.decode.weights import streamed_weights
 from harness.errors import UserError
-from harness.live import weights as weights_module
-from harness.live.links import CudaLink, EmulatedLink
-from harness.live.session import LiveSession
-from harness.live.timeline import Timeline
-from harness.live.weights import streamed_weights
 from harness.model import load
 from harness.model.attach import attach
 from harness.model.attached import Attached

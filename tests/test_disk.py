@@ -18,12 +18,12 @@ from cases import CASES, SHIPPED, shipped
 from composed import load
 from living import PROMPTS, live, make_store, tiny
 
+from harness.decode import disk as disks
+from harness.decode.disk import BLOCK_BYTES, Disk
+from harness.decode.disk_store import DiskStore, Lines
+from harness.decode.links import DiskLink, EmulatedLink
+from harness.decode.store import RowFormat, chosen
 from harness.errors import UserError
-from harness.live import disk as disks
-from harness.live.disk import BLOCK_BYTES, Disk
-from harness.live.disk_store import DiskStore, Lines
-from harness.live.links import DiskLink, EmulatedLink
-from harness.live.store import RowFormat, chosen
 from harness.model.attach import attach
 from harness.results.columns import read_table
 from harness.run.cli import main
@@ -267,7 +267,7 @@ def test_what_the_system_refuses(target, name, code, says, folder, monkeypatch):
 
 
 def test_a_file_that_may_not_be_so_large(folder):
-    code = "from harness.live.disk import Disk; import sys; Disk(sys.argv[1]).new_file(100)"
+    code = "from harness.decode.disk import Disk; import sys; Disk(sys.argv[1]).new_file(100)"
     limit = (64 * BLOCK_BYTES, 64 * BLOCK_BYTES)
     done = subprocess.run(
         [sys.executable, "-c", code, folder],
@@ -317,7 +317,7 @@ def test_a_failing_disk_ends_the_run_in_one_line(folder, monkeypatch):
 
 def test_a_run_waits_for_that_of_another_process_and_a_killed_one_leaves_nothing(folder, capsys):
     code = (
-        "import sys; from harness.live.disk import Disk; disk = Disk(sys.argv[1], is_alone=True); "
+        "import sys; from harness.decode.disk import Disk; disk = Disk(sys.argv[1], is_alone=True); "
         "file = disk.new_file(1000); print('open', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

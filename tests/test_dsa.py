@@ -14,10 +14,10 @@ from living import PROMPTS, STEPS, force, live, open_live, replay, token_batch
 from harness.api.cached_model import CachedModel
 from harness.checks import contract
 from harness.checks.families import tiny_family
+from harness.decode.links import EmulatedLink
+from harness.decode.needs import Plan, sizes_of
+from harness.decode.share import BatchLengths
 from harness.errors import UserError
-from harness.live.links import EmulatedLink
-from harness.live.needs import Plan, sizes_of
-from harness.live.share import BatchLengths
 from harness.model.attach import attach
 from harness.model.calls import Call
 from harness.model.dense_prompts import DensePrompts

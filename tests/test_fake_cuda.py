@@ -18,9 +18,9 @@ from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from living import PROMPTS
 from torch import Tensor
 
-from harness.live import memory as managed
-from harness.live.links import CudaLink
-from harness.live.session import LiveSession
+from harness.decode import memory as managed
+from harness.decode.links import CudaLink
+from harness.decode.session import LiveSession
 from harness.model import output_projection
 from harness.model.tiny import tiny_model
 from harness.settings.codecs import codec_named

@@ -10,9 +10,9 @@ from cases import CASES
 from living import PROMPT, PROMPTS, STEPS, attached_with_link, endless, force, live, open_live, tiny, token_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from harness.live.links import EmulatedLink
-from harness.live.session import generate
-from harness.live.store import KVStore
+from harness.decode.links import EmulatedLink
+from harness.decode.session import generate
+from harness.decode.store import KVStore
 from harness.model.attach import attach
 
 EVEN = PROMPTS["even"]

@@ -12,7 +12,7 @@ from living import PROMPTS, LatestLink, open_live, token_batch
 from mixed_models import mixed
 from torch import Tensor
 
-from harness.live.session import LiveSession
+from harness.decode.session import LiveSession
 from harness.model.attach import attach
 
 ROOM = 14

@@ -18,8 +18,8 @@ from fake_cuda import CUDA, FakeSlab, fake_gpu
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import apart, equal, rates, trace
-from harness.live import memory as pinned
-from harness.live.memory import Tuning
+from harness.decode import memory as pinned
+from harness.decode.memory import Tuning
 from harness.results.record import read_record
 from harness.settings.config import LatencyConfig
 from tests.composed import load

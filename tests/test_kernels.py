@@ -13,11 +13,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from living import TOLERANCE, attached_with_link, force, open_live
 
-from harness.live import store
-from harness.live.hot_rows import missing_rows
-from harness.live.memory import Tuning
-from harness.live.step import attend_by_scores
-from harness.live.store import KeyValue, RowFormat
+from harness.decode import store
+from harness.decode.hot_rows import missing_rows
+from harness.decode.memory import Tuning
+from harness.decode.step import attend_by_scores
+from harness.decode.store import KeyValue, RowFormat
 from harness.model.attached import Attached
 from methods import compiled as switch
 from methods.attention import Softmax
@@ -27,7 +27,7 @@ from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec
 
 pytest.importorskip("triton")
-from harness.live.kernels import codes, rows
+from harness.decode.kernels import codes, rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=12, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.gpu import TINY
 from harness import files
+from harness.decode.links import open_link
+from harness.decode.session import LiveSession
 from harness.errors import UserError
-from harness.live.links import open_link
-from harness.live.session import LiveSession
 from harness.model import load as models
 from harness.model.attach import attach
 from harness.model.calibration import calibrate

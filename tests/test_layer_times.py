@@ -13,8 +13,8 @@ from mixed_models import mixed
 from torch.nn.functional import pad
 
 from harness.checks.contract import CHECKS, Trial
-from harness.live.links import EmulatedLink
-from harness.live.session import LiveSession
+from harness.decode.links import EmulatedLink
+from harness.decode.session import LiveSession
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import Crossed, make_store
 
-from harness.live.links import EmulatedLink
-from harness.live.store import chosen
+from harness.decode.links import EmulatedLink
+from harness.decode.store import chosen
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
 FAST = 1e12  # bytes/s: the copy's own time decides

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from harness.live.links import open_link
-from harness.live.memory import Tuning
+from harness.decode.links import open_link
+from harness.decode.memory import Tuning
 from harness.results.environment import processor
 from harness.speed import link_rate as rates
 from harness.speed.link_rate import choose_gather, choose_min_copy, default_bytes_per_s, link_rate

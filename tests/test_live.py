@@ -5,12 +5,12 @@ import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, Crossed, attached_with_link, endless, force, live, open_live, token_batch
 
+from harness.decode import links as emulated
+from harness.decode import timeline as timelines
+from harness.decode.hot_rows import HotFetcher
+from harness.decode.session import generate
+from harness.decode.timeline import SEGMENTS, Timeline
 from harness.errors import UserError
-from harness.live import links as emulated
-from harness.live import timeline as timelines
-from harness.live.hot_rows import HotFetcher
-from harness.live.session import generate
-from harness.live.timeline import SEGMENTS, Timeline
 from harness.model.prompts import run_prompt
 from methods.full import Full
 from methods.h2o import H2O

@@ -12,8 +12,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer, starting_tokenizer
 
+from harness.decode.session import generate as live_texts
 from harness.errors import UserError
-from harness.live.session import generate as live_texts
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes

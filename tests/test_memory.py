@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.errors import UserError
-from harness.live import memory
-from harness.live.cache import LayerCache
-from harness.live.memory import (
+from harness.decode import memory
+from harness.decode.cache import LayerCache
+from harness.decode.memory import (
     ALIGNMENT,
     GIB,
     RUNTIME,
@@ -33,6 +32,7 @@ from harness.live.memory import (
     layer_bytes,
     require_session,
 )
+from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.decoder import read_decoder
 from harness.model.load import LoadedModel

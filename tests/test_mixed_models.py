@@ -11,9 +11,9 @@ from living import PROMPT, PROMPTS, STEPS, Crossed, force, largest_difference, l
 from mixed_models import LOCAL, MIXED, WINDOW, mixed
 from replaying import assert_close, open_session, pad, run_one, run_ragged, token_ids
 
+from harness.decode.links import EmulatedLink
+from harness.decode.resident import LocalCache
 from harness.errors import UserError
-from harness.live.links import EmulatedLink
-from harness.live.resident import LocalCache
 from harness.model.attach import attach
 from methods.base import Window
 from methods.full import Full

@@ -9,10 +9,10 @@ from cases import CASES, Case, shipped
 from living import PROMPT, attached_with_link, calibration_of, open_live
 from torch import Tensor
 
+from harness.decode.needs import Plan, largest_batch, sizes_of
+from harness.decode.share import BatchLengths
+from harness.decode.state_sizes import state_sizes
 from harness.errors import UserError
-from harness.live.needs import Plan, largest_batch, sizes_of
-from harness.live.share import BatchLengths
-from harness.live.state_sizes import state_sizes
 from harness.model.prompts import prompt_bytes
 from methods.base import Geometry
 from methods.full import Full

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.live.links import CudaLink
+from harness.decode.links import CudaLink
 from harness.model.attach import attach
 
 STEPS = 4

@@ -13,10 +13,10 @@ from fake_cuda import CUDA, Event, Stream, fake_streams
 from living import attached_with_link, calibration_of
 
 from harness.api.cached_model import CachedModel
-from harness.live.hot_rows import HotFetcher
-from harness.live.links import CudaLink, LinkUse
-from harness.live.session import LiveSession
-from harness.live.timeline import StepClock
+from harness.decode.hot_rows import HotFetcher
+from harness.decode.links import CudaLink, LinkUse
+from harness.decode.session import LiveSession
+from harness.decode.timeline import StepClock
 from harness.results import columns
 from harness.results.step_stats import StepStats, StepTimes, deviation, stats_of, times_of
 from harness.speed.generate import Generated
@@ -80,7 +80,7 @@ class MadeUpLink:
 def test_a_link_is_busy_while_a_transfer_lies_in_the_span(monkeypatch, kept):
     """kept: sums as it goes or at the end. The second transfer begins before the span and the last ends after it; two
     overlap, as those of several threads may."""
-    monkeypatch.setattr("harness.live.links.TRANSFERS_KEPT", kept)
+    monkeypatch.setattr("harness.decode.links.TRANSFERS_KEPT", kept)
     link = MadeUpLink()
     use = LinkUse(link)
     link.at = 10.0

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import CPU, PROMPTS, Crossed, LatestLink, attached_with_link, live, make_store
 
+from harness.decode import store as rows_module
+from harness.decode.hot_rows import HotRows, missing_rows, rooms
+from harness.decode.links import EmulatedLink
+from harness.decode.memory import Tuning
+from harness.decode.store import chosen
 from harness.errors import UserError
-from harness.live import store as rows_module
-from harness.live.hot_rows import HotRows, missing_rows, rooms
-from harness.live.links import EmulatedLink
-from harness.live.memory import Tuning
-from harness.live.store import chosen
 from harness.model.policies import policies_of
 from harness.settings.codecs import codec_named
 from methods.codecs.floats import STORED_DTYPES
@@ -124,7 +124,7 @@ def test_refusals(monkeypatch):
     ):
         with pytest.raises(error, match=message):
             refused()
-    monkeypatch.setattr("harness.live.memory.available_bytes", lambda home: 2**30)
+    monkeypatch.setattr("harness.decode.memory.available_bytes", lambda home: 2**30)
     with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
         store_of("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)
 
@@ -137,7 +137,7 @@ def backend(name):
         return rows_module, CPU
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: its kernel is not covered here")
-    from harness.live.kernels import rows as kernels
+    from harness.decode.kernels import rows as kernels
 
     return kernels, DEVICE
 

@@ -9,10 +9,10 @@ from cases import CASES
 from fake_cuda import fake_runtime
 from living import FAMILIES, PROMPTS, STEPS, LatestLink, live, tiny
 
+from harness.decode.links import EmulatedLink, open_link
+from harness.decode.timeline import Timeline
+from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.errors import UserError
-from harness.live.links import EmulatedLink, open_link
-from harness.live.timeline import Timeline
-from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from harness.checks.contract import TOLERANCE, largest_difference, live
-from harness.live.links import open_link
+from harness.decode.links import open_link
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.tiny import VOCAB_SIZE, tiny_model

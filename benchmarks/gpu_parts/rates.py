@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from harness.live.links import open_link
-from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning
-from harness.live.store import KVStore, RowFormat, chosen, indices
+from harness.decode.links import open_link
+from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning
+from harness.decode.store import KVStore, RowFormat, chosen, indices
 from harness.settings.codecs import codec_named
 from harness.speed.link_rate import idle_s
 

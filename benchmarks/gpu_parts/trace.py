@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from harness.live.session import LiveSession
+from harness.decode.session import LiveSession
 from harness.model.attach import attach
 from harness.model.resources import Resources
 from harness.replay.setup import prepare

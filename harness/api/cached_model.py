@@ -46,9 +46,9 @@ from harness.api.arguments import (
     require_taken,
 )
 from harness.api.outputs import MethodCache, PartialLogits, Usage
+from harness.decode.links import Links
+from harness.decode.session import LiveSession
 from harness.errors import UserError
-from harness.live.links import Links
-from harness.live.session import LiveSession
 from harness.model.attached import IS_COPIED, Attached, require_eager
 from harness.model.calls import replaced_forward, replaced_method
 from harness.model.generation import Settings, require_count, short

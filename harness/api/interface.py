@@ -29,9 +29,9 @@ import pandas as pd
 
 from harness.api.cached_model import CachedModel
 from harness.data.text import prompt_ids
+from harness.decode.weights import streamed_weights
 from harness.errors import UserError, nearest, printable, reason
 from harness.files import stated_memory
-from harness.live.weights import streamed_weights
 from harness.model.attach import attach as attach_decoder
 from harness.model.generation import Settings
 from harness.model.load import LoadedModel, from_memory

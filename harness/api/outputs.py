@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from harness.decode.session import LiveSession
 from harness.errors import UserError
-from harness.live.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.model_cache import ModelCache
 from harness.results.step_stats import StepStats, stats_of

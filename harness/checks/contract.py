@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.decode.links import Link, open_link
+from harness.decode.session import LiveSession
 from harness.errors import UserError, line_in, reason
-from harness.live.links import Link, open_link
-from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import calibrate

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.live.hot_rows import HotRows
+from harness.decode.hot_rows import HotRows
 from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.indexer import IndexCall

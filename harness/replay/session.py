@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.live.hot_rows import HotRows, rooms
+from harness.decode.hot_rows import HotRows, rooms
 from harness.model.attached import Attached
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import fitted, new_states, policies_of, require_layers

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CODE = "code:"
 """Prefix of the inputs that are code."""
-CORE = ("data", "live", "model", "replay")
+CORE = ("data", "decode", "model", "replay")
 """Folders of `harness` that all kinds of run share."""
 METHODS = "methods"
 

@@ -37,7 +37,7 @@ from tabulate import tabulate
 from harness.results import columns
 
 if TYPE_CHECKING:
-    from harness.live.session import LiveSession
+    from harness.decode.session import LiveSession
 
 
 @dataclass(frozen=True, kw_only=True)

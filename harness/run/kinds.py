@@ -43,11 +43,11 @@ def _check_one_answer(config: RunConfig) -> None:
 def _check_managed(config: RunConfig) -> None:
     """Raise UserError where the weights and a managed cache are more than the run's card has, as
     far as the model's shape tells: before the weights are loaded, and before a sweep begins. The
-    session asks again, for all that it needs (`harness.live.memory.require_managed`)."""
+    session asks again, for all that it needs (`harness.decode.memory.require_managed`)."""
     import torch
 
-    from harness.live.memory import GIB, MEMORY_HINTS
-    from harness.live.share import BatchLengths
+    from harness.decode.memory import GIB, MEMORY_HINTS
+    from harness.decode.share import BatchLengths
     from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, ModelShape
     from harness.paper.costmodel.capacity import plan_of_shape
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from harness.data.text import prompt_ids
+from harness.decode.session import LiveSession
+from harness.decode.weights import streamed_weights
 from harness.errors import UserError, printable
-from harness.live.session import LiveSession
-from harness.live.weights import streamed_weights
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.sampling import Draft

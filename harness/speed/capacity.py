@@ -3,7 +3,7 @@ tokens/s at that batch and below it.
 
 `platform=cpu`: the device is emulated, and its memory (`platform.device_gib`) is limited for real:
 a session that does not fit beside the weights is refused. The largest batch is found by arithmetic
-(`harness.live.capacity`), opened, and timed as in `experiment=latency`; the session of a batch of
+(`harness.decode.capacity`), opened, and timed as in `experiment=latency`; the session of a batch of
 one more must be refused. On a CPU host and device are one RAM; the limit counts what would lie on
 the device. All sequences of a batch are one text, whose dense pass runs once: bytes and time depend
 on lengths, not on words.
@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
+from harness.decode.capacity import Capacity, Wall, points
+from harness.decode.memory import GIB, NoRoomError
+from harness.decode.needs import Plan, sizes_of
+from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.files import available_bytes, available_memory
-from harness.live.capacity import Capacity, Wall, points
-from harness.live.memory import GIB, NoRoomError
-from harness.live.needs import Plan, sizes_of
-from harness.live.session import LiveSession
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.load import LoadedModel

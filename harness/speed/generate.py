@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from harness.data.text import prompt_ids
+from harness.decode.links import Links
+from harness.decode.session import LiveSession, generate
+from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.errors import UserError
-from harness.live.links import Links
-from harness.live.session import LiveSession, generate
-from harness.live.weights import StreamedWeights, streamed_weights
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.generation import ENDLESS, GenerationRule, Settings

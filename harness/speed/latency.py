@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from harness.data.text import named_text, start_ids, token_ids
+from harness.decode.disk import Disk
+from harness.decode.links import DiskLink, Link, open_link
+from harness.decode.memory import emulated_device, require_memory, smaller_card
 from harness.errors import UserError
-from harness.live.disk import Disk
-from harness.live.links import DiskLink, Link, open_link
-from harness.live.memory import emulated_device, require_memory, smaller_card
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.load import LoadedModel
@@ -203,7 +203,7 @@ def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
 def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:
     """UserError where the states of the shared prompt, its pass and the uncompressed cache do not
     fit into memory. A session that runs its prompt itself checks its own memory
-    (`harness.live.memory`)."""
+    (`harness.decode.memory`)."""
     geometry = attached.geometry
     row = geometry.num_layers * geometry.head_dim * attached.dtype.itemsize * batch
     shared = row * prompt * (geometry.num_heads + 2 * geometry.num_kv_heads)

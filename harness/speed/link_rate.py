@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.decode.disk import BLOCK_BYTES, Disk
+from harness.decode.memory import DEFAULT_TUNING, Tuning
+from harness.decode.store import copy_heads, gather_rows
 from harness.errors import reason
 from harness.files import write_atomic
-from harness.live.disk import BLOCK_BYTES, Disk
-from harness.live.memory import DEFAULT_TUNING, Tuning
-from harness.live.store import copy_heads, gather_rows
 from harness.results.environment import processor
 
 log = logging.getLogger(__name__)

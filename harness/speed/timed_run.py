@@ -17,7 +17,7 @@ step_s: one decode step: choosing the token, the forward pass, and every wait fo
   compute stream, not for the link. The first `warmup_steps` are not timed. By repeat.
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their
   number. tokens_per_s: of gen_len tokens, likewise.
-segments: seconds of a timed step by `harness.live.timeline.SEGMENTS`; they sum to it.
+segments: seconds of a timed step by `harness.decode.timeline.SEGMENTS`; they sum to it.
   exposed_transfer_s is `transfer`. Under managed placement the driver moves pages: a fault stalls
   the kernel that meets it, no byte is counted, and peak_device_bytes, torch's, leaves out the
   cache.
@@ -52,11 +52,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.live.links import Links, Transfer
-from harness.live.memory import PinnedSlab
-from harness.live.session import LiveSession
-from harness.live.timeline import SEGMENTS, Timeline
-from harness.live.weights import StreamedWeights, streamed_weights
+from harness.decode.links import Links, Transfer
+from harness.decode.memory import PinnedSlab
+from harness.decode.session import LiveSession
+from harness.decode.timeline import SEGMENTS, Timeline
+from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.policies import fitted

@@ -4,7 +4,7 @@ model.
 
     python run.py experiment=capacity platform=h100-pcie5 model=llama3.1-8b system=infinigen2
 
-Bytes are those that a live session would have in half precision (`harness.live.needs`). A step is
+Bytes are those that a live session would have in half precision (`harness.decode.needs`). A step is
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
 ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
 for; rows of exempt layers, where others read less, cross during the whole step. Beside the counts
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from harness.decode.capacity import Capacity, points
+from harness.decode.memory import GIB
+from harness.decode.needs import LayerSizes, ModelSizes, Plan
+from harness.decode.store import KVStore
 from harness.errors import UserError
-from harness.live.capacity import Capacity, points
-from harness.live.memory import GIB
-from harness.live.needs import LayerSizes, ModelSizes, Plan
-from harness.live.store import KVStore
 from harness.model.policies import Policy, method_policy
 from harness.model.prompts import PassSizes, attention_elements
 from harness.model.shape import WEIGHT_BYTES, ModelShape, as_config, count_weights

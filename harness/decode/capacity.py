@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from harness.decode.memory import GIB
+from harness.decode.needs import DeviceNeeds, Plan, largest_batch
+from harness.decode.share import BatchLengths
 from harness.errors import UserError
-from harness.live.memory import GIB
-from harness.live.needs import DeviceNeeds, Plan, largest_batch
-from harness.live.share import BatchLengths
 from harness.model.policies import Policy
 from harness.model.prompts import PASS_TOKENS
 from methods.full import Full

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from harness.live.cache import Fetch, Fetcher
-from harness.live.links import Link
-from harness.live.share import DeviceShare
-from harness.live.store import KVStore
+from harness.decode.cache import Fetch, Fetcher
+from harness.decode.links import Link
+from harness.decode.share import DeviceShare
+from harness.decode.store import KVStore
 
 
 class AheadFetcher(Fetcher):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.live.cache import Fetch, Fetcher, LayerCache
-from harness.live.share import DeviceShare, TokenBatch
-from harness.live.store import KeyValue, KVStore, indices
+from harness.decode.cache import Fetch, Fetcher, LayerCache
+from harness.decode.share import DeviceShare, TokenBatch
+from harness.decode.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import Policy

@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.live.disk import BLOCK_BYTES, Blocks, Disk, DiskFile
-from harness.live.memory import PinnedSlab
-from harness.live.store import Chosen, KVStore, RowFormat, SlotRequest
+from harness.decode.disk import BLOCK_BYTES, Blocks, Disk, DiskFile
+from harness.decode.memory import PinnedSlab
+from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest
 from harness.settings.config import DiskLayout
 
 Bytes = NDArray[np.int64]

@@ -4,7 +4,7 @@ Under host placement the cache of every layer that sees every token lies in host
 rows are requested while the previous layer computes: everything that is kept, or what a rehearsal
 there selects. A method that selects by the layer's own query requests them in the layer itself and
 waits. Rows of the exempt layers, where the others read less, cross during the step before.
-`harness.live.step` is the page on which a step can be read.
+`harness.decode.step` is the page on which a step can be read.
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
@@ -20,19 +20,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from harness.decode import hot_rows, memory
+from harness.decode.ahead import AheadPart
+from harness.decode.cache import Fetcher, LayerCache
+from harness.decode.links import Link, Links, LinkUse, leads_to_disk, link_of
+from harness.decode.memory import PinnedSlab
+from harness.decode.opening import Opening
+from harness.decode.resident import LocalCache
+from harness.decode.share import DeviceShare, TokenBatch, Traffic
+from harness.decode.step import DecodeStep
+from harness.decode.step_reads import StepReads
+from harness.decode.store import KVStore
+from harness.decode.timeline import StepClock, Timeline
 from harness.errors import UserError
-from harness.live import hot_rows, memory
-from harness.live.ahead import AheadPart
-from harness.live.cache import Fetcher, LayerCache
-from harness.live.links import Link, Links, LinkUse, leads_to_disk, link_of
-from harness.live.memory import PinnedSlab
-from harness.live.opening import Opening
-from harness.live.resident import LocalCache
-from harness.live.share import DeviceShare, TokenBatch, Traffic
-from harness.live.step import DecodeStep
-from harness.live.step_reads import StepReads
-from harness.live.store import KVStore
-from harness.live.timeline import StepClock, Timeline
 from harness.model.attached import Attached, launching_on, require_codable
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.policies import (

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.live.disk import DiskFile
-from harness.live.links import Link, Ticket
-from harness.live.memory import PinnedSlab
-from harness.live.store import KVStore
+from harness.decode.disk import DiskFile
+from harness.decode.links import Link, Ticket
+from harness.decode.memory import PinnedSlab
+from harness.decode.store import KVStore
 from methods.base import EMPTY, Lengths, PromptRows, State, TokenCounts
 
 LAYERS_UNDER_WAY = 2
@@ -135,7 +135,7 @@ class DeviceShare:
     Set by the session: device; batch; link, None but under host placement; rooms: of each sequence,
     the rows of a KV head that stay on the device in each layer, None: no row stays; state: the
     method's, None where it reads everything.
-    Set by `harness.live.opening`: slab: the page-locked memory of the stores. file: the file of the
+    Set by `harness.decode.opening`: slab: the page-locked memory of the stores. file: the file of the
     stores on a disk.
     Changed by the layers: buffers: all that fetched rows may lie in; free: the buffers that layers
     use in turns and that hold no rows, the one that was read last at the end. loaded, written: rows

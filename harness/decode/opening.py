@@ -1,4 +1,4 @@
-"""Opens the caches of a live session on one device: asks whether they fit (`harness.live.plan`),
+"""Opens the caches of a live session on one device: asks whether they fit (`harness.decode.plan`),
 and allocates them."""
 
 from __future__ import annotations
@@ -7,18 +7,18 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 
-from harness.live import memory
-from harness.live.ahead import AheadFetcher, AheadPart
-from harness.live.cache import Fetcher, LayerCache
-from harness.live.disk import Disk
-from harness.live.disk_store import DiskStore
-from harness.live.hot_rows import HotFetcher, HotRows
-from harness.live.links import DiskLink
-from harness.live.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
-from harness.live.plan import num_slots, plan_memory
-from harness.live.resident import LocalCache, ResidualCache, ValuesCache
-from harness.live.share import DeviceShare
-from harness.live.store import KVStore, RowFormat, indices
+from harness.decode import memory
+from harness.decode.ahead import AheadFetcher, AheadPart
+from harness.decode.cache import Fetcher, LayerCache
+from harness.decode.disk import Disk
+from harness.decode.disk_store import DiskStore
+from harness.decode.hot_rows import HotFetcher, HotRows
+from harness.decode.links import DiskLink
+from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
+from harness.decode.plan import num_slots, plan_memory
+from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
+from harness.decode.share import DeviceShare
+from harness.decode.store import KVStore, RowFormat, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
 from harness.settings.config import Placement
@@ -216,7 +216,7 @@ def _allocate_on_disk(share: DeviceShare, disk: Disk, stores: Sequence[KVStore])
 
 
 def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
-    from harness.live.kernels import rows as kernels
+    from harness.decode.kernels import rows as kernels
 
     warm: set[int] = set()
     for store in stores:

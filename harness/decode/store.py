@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.live import memory
-from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
+from harness.decode import memory
+from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
 from methods import compiled
 from methods.codecs.base import FLOAT_DTYPES
@@ -130,7 +130,7 @@ class RowFormat:
         """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n,
         slot_bytes]."""
         if self.has_kernels(keys.device):
-            from harness.live.kernels import codes as kernels
+            from harness.decode.kernels import codes as kernels
 
             assert isinstance(self.codec, IntegerCodec)
             return kernels.pack(keys, values, self.codec, self.slot_bytes)
@@ -345,7 +345,7 @@ def gather_rows(
     to keep their content. Raises IndexError for an index beyond the capacity, on the CPU only.
     """
     if rows.is_cuda:
-        from harness.live.kernels import rows as kernels
+        from harness.decode.kernels import rows as kernels
 
         kernels.gather_rows(slots, index, rows, targets, tuning)
         return
@@ -389,7 +389,7 @@ def scatter_rows(
     A slot may occur once in a head's index. Shapes and errors as in `gather_rows`.
     """
     if rows.is_cuda:
-        from harness.live.kernels import rows as kernels
+        from harness.decode.kernels import rows as kernels
 
         kernels.scatter_rows(slots, index, rows, tuning)
         return
@@ -416,7 +416,7 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     """The first `cap` slots where `mask`, bool [batch, heads, slots], is True, in order: int64
     [batch, heads, cap], -1 behind the last."""
     if mask.is_cuda:
-        from harness.live.kernels import rows as kernels
+        from harness.decode.kernels import rows as kernels
 
         return kernels.indices(mask, cap)
     order = torch.where(mask, mask.cumsum(-1) - 1, cap).clamp_(max=cap)

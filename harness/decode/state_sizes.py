@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harness.decode.memory import layer_bytes, tensor_bytes
 from harness.errors import UserError
-from harness.live.memory import layer_bytes, tensor_bytes
 from methods.base import Calibration, Geometry, Lengths, Method, PromptRows, When
 from methods.evicting import EvictingState
 from methods.extras import Calibrates, KeysOnDeviceState, RereadingState, to_calibrate

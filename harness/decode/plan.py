@@ -1,6 +1,6 @@
 """The memory of the layers on one device, by arithmetic alone.
 
-`harness.live.opening` opens a session by it, and `harness.live.needs` asks it before there is one.
+`harness.decode.opening` opens a session by it, and `harness.decode.needs` asks it before there is one.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from harness.live.hot_rows import HotRows
-from harness.live.resident import ResidualCache, ValuesCache
-from harness.live.share import LAYERS_UNDER_WAY, BatchLengths
-from harness.live.store import KVStore
+from harness.decode.hot_rows import HotRows
+from harness.decode.resident import ResidualCache, ValuesCache
+from harness.decode.share import LAYERS_UNDER_WAY, BatchLengths
+from harness.decode.store import KVStore
 from harness.model.policies import Policy
 from methods.base import Method
 from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, mean_bits

@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.live.ahead import AheadPart
-from harness.live.cache import Fetch, LayerCache
-from harness.live.resident import LocalCache
-from harness.live.step_reads import LayerRead
-from harness.live.store import KeyValue
-from harness.live.timeline import Timeline
+from harness.decode.ahead import AheadPart
+from harness.decode.cache import Fetch, LayerCache
+from harness.decode.resident import LocalCache
+from harness.decode.step_reads import LayerRead
+from harness.decode.store import KeyValue
+from harness.decode.timeline import Timeline
 from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
 from harness.model.indexer import IndexCall
@@ -244,7 +244,7 @@ class DecodeStep(Handler):
         self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue
     ) -> Tensor:
         """Kernels decode the rows as they go."""
-        from harness.live.kernels import codes as kernels
+        from harness.decode.kernels import codes as kernels
 
         codec, visible = cache.store.codec, cache.visible(fetch)
         assert isinstance(codec, IntegerCodec)

@@ -1,8 +1,8 @@
 """The memory that a live session will take, and the largest batch that a device's memory holds,
 known without opening a session.
 
-It is the plan by which `harness.live.opening` opens one (`harness.live.plan`), over the same
-stores; the method's state is sized by its own code (`harness.live.state_sizes`).
+It is the plan by which `harness.decode.opening` opens one (`harness.decode.plan`), over the same
+stores; the method's state is sized by its own code (`harness.decode.state_sizes`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from harness.live import memory
-from harness.live.hot_rows import rooms
-from harness.live.plan import num_slots, plan_memory
-from harness.live.resident import LocalCache
-from harness.live.share import BatchLengths
-from harness.live.state_sizes import StateSizes, state_sizes
-from harness.live.store import KVStore, RowFormat
+from harness.decode import memory
+from harness.decode.hot_rows import rooms
+from harness.decode.plan import num_slots, plan_memory
+from harness.decode.resident import LocalCache
+from harness.decode.share import BatchLengths
+from harness.decode.state_sizes import StateSizes, state_sizes
+from harness.decode.store import KVStore, RowFormat
 from harness.model.attached import Attached
 from harness.model.policies import Policy, loses_tokens, policies_of, require_layers
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes

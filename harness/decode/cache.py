@@ -1,18 +1,18 @@
 """One layer's cache in live decoding: which token lies in which slot, and which rows are on their
 way to the device.
 
-`LayerCache` serves a layer that sees every token; `harness.live.resident` has the caches that leave
+`LayerCache` serves a layer that sees every token; `harness.decode.resident` has the caches that leave
 some rows on the device. Slots are filled in the order of the columns. Where a method evicts, its
 state knows the token of each slot: after the prompt the kept tokens move to the first slots, and a
 freed slot takes a later row. The number of slots in use is the method's arithmetic
 (`Method.tokens_kept`), so no step asks the device.
 
 A layer's `Fetcher` brings its rows. Under host placement a request starts a transfer into one of
-the device's two buffers (`harness.live.share`), for the layer that computes and the next one. Under
+the device's two buffers (`harness.decode.share`), for the layer that computes and the next one. Under
 other placements whole layers are read in place. Behind a head's rows a buffer has room for the
 step's own row, so that attention finds all rows in one piece. Two other fetchers have files of
-their own: one leaves rows on the device (`harness.live.hot_rows`), and one brings the rows of the
-exempt layers in parts (`harness.live.ahead`).
+their own: one leaves rows on the device (`harness.decode.hot_rows`), and one brings the rows of the
+exempt layers in parts (`harness.decode.ahead`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from harness.live.links import Ticket
-from harness.live.share import DeviceShare
-from harness.live.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
+from harness.decode.links import Ticket
+from harness.decode.share import DeviceShare
+from harness.decode.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.indexer import IndexCall
 from harness.model.policies import Policy, SelectErrors, check_selection
@@ -177,7 +177,7 @@ class LayerCache:
     is_fused: attention is one fused call over the fetched rows with the own row behind them, since
     rows are stored in the compute dtype and no method looks at their scores. attends_to_codes:
     kernels attend to the coded rows as they are stored.
-    Set by `harness.live.opening`: following: the next layer that fetches rows. earlier: state of
+    Set by `harness.decode.opening`: following: the next layer that fetches rows. earlier: state of
     the layer before, maybe on another device.
     Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
     index: the call of the layer's own indexer, until the layer has selected.

@@ -24,10 +24,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.decode.disk import Disk
+from harness.decode.memory import DEFAULT_TUNING, Tuning
+from harness.decode.store import Chosen, KVStore, SlotRequest
 from harness.errors import UserError
-from harness.live.disk import Disk
-from harness.live.memory import DEFAULT_TUNING, Tuning
-from harness.live.store import Chosen, KVStore, SlotRequest
 from harness.settings.config import DiskLayout
 
 SLEEP_SLACK_S = 1e-4
@@ -416,7 +416,7 @@ class EmulatedLink(WorkerLink):
 class DiskLink(WorkerLink):
     """Rows of files on a disk, whose own rate it has. A transfer's bytes are those of whole blocks.
 
-    layout, gap_blocks: of the stores, see `harness.live.disk_store`. It closes the disk.
+    layout, gap_blocks: of the stores, see `harness.decode.disk_store`. It closes the disk.
     """
 
     def __init__(

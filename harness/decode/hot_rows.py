@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.live.cache import Fetch, Fetcher
-from harness.live.share import DeviceShare
-from harness.live.store import Chosen, KVStore, chosen
+from harness.decode.cache import Fetch, Fetcher
+from harness.decode.share import DeviceShare
+from harness.decode.store import Chosen, KVStore, chosen
 from harness.model.policies import Policy
 from methods.base import Method, TokenCounts
 
@@ -176,7 +176,7 @@ def missing_rows(
     and `age`; and which rows hold slots of the mask.
     """
     if mask.is_cuda:
-        from harness.live.kernels import rows as kernels
+        from harness.decode.kernels import rows as kernels
 
         return kernels.missing_rows(mask, tokens, kept, age, now, most)
     return _missing_rows_on_cpu(mask, tokens, kept, age, now, most)

@@ -9,7 +9,7 @@ to compute; within the device there is one program for every tile.
 
 Counts change from step to step and no launch may compile anew, so only the width of an access is
 known at compile time: 16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in
-`harness.live.store`. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
+`harness.decode.store`. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harness.live.memory import Tuning
+from harness.decode.memory import Tuning
 
 WORD_BYTES = 4
 WORDS_AT_ONCE = 4  # a thread's widest access
@@ -249,7 +249,7 @@ def _list_missing(
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:
-    """As `harness.live.store.indices`."""
+    """As `harness.decode.store.indices`."""
     batch, heads, num_slots = mask.shape
     found = torch.empty((batch, heads, cap), dtype=torch.int64, device=mask.device)
     if found.numel():
@@ -270,7 +270,7 @@ def indices(mask: Tensor, cap: int) -> Tensor:
 def missing_rows(
     mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `harness.live.hot_rows.missing_rows`. A target without a missing slot may be anything."""
+    """As `harness.decode.hot_rows.missing_rows`. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
     missing = kept.new_empty((batch, heads, most))
     targets = torch.empty_like(missing)

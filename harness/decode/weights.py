@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from harness.decode.links import Links, Ticket, link_of
+from harness.decode.memory import PinnedSlab, aligned
+from harness.decode.timeline import Timeline
 from harness.errors import UserError
 from harness.files import HOST_HINT, available_memory
-from harness.live.links import Links, Ticket, link_of
-from harness.live.memory import PinnedSlab, aligned
-from harness.live.timeline import Timeline
 from harness.model.attached import Attached, launching_on
 
 
