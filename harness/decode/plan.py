@@ -1,6 +1,7 @@
 """The memory of the layers on one device, by arithmetic alone.
 
-`harness.decode.opening` opens a session by it, and `harness.decode.needs` asks it before there is one.
+`harness.decode.opening` opens a session by it, and `harness.decode.needs` asks it before there is
+one.
 """
 
 from __future__ import annotations

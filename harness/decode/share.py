@@ -135,8 +135,8 @@ class DeviceShare:
     Set by the session: device; batch; link, None but under host placement; rooms: of each sequence,
     the rows of a KV head that stay on the device in each layer, None: no row stays; state: the
     method's, None where it reads everything.
-    Set by `harness.decode.opening`: slab: the page-locked memory of the stores. file: the file of the
-    stores on a disk.
+    Set by `harness.decode.opening`: slab: the page-locked memory of the stores. file: the file of
+    the stores on a disk.
     Changed by the layers: buffers: all that fetched rows may lie in; free: the buffers that layers
     use in turns and that hold no rows, the one that was read last at the end. loaded, written: rows
     that the decode steps took from the link and wrote back, counted in the step that waits for

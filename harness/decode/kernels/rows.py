@@ -9,7 +9,7 @@ to compute; within the device there is one program for every tile.
 
 Counts change from step to step and no launch may compile anew, so only the width of an access is
 known at compile time: 16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in
-`harness.decode.store`. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
+`harness.decode.store`. With TRITON_INTERPRET=1 set before the import they run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def indices(mask: Tensor, cap: int) -> Tensor:
 def missing_rows(
     mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `harness.decode.hot_rows.missing_rows`. A target without a missing slot may be anything."""
+    """As `hot_rows.missing_rows`. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
     missing = kept.new_empty((batch, heads, most))
     targets = torch.empty_like(missing)
