@@ -2,15 +2,15 @@
 way to the device.
 
 `LayerCache` serves a layer that sees every token; `harness.decode.resident` has the caches that
-leave some rows on the device. Slots are filled in the order of the columns. Where a method evicts, its
-state knows the token of each slot: after the prompt the kept tokens move to the first slots, and a
-freed slot takes a later row. The number of slots in use is the method's arithmetic
+leave some rows on the device. Slots are filled in the order of the columns. Where a method evicts,
+its state knows the token of each slot: after the prompt the kept tokens move to the first slots,
+and a freed slot takes a later row. The number of slots in use is the method's arithmetic
 (`Method.tokens_kept`), so no step asks the device.
 
 A layer's `Fetcher` brings its rows. Under host placement a request starts a transfer into one of
 the device's two buffers (`harness.decode.share`), for the layer that computes and the next one.
-Under other placements whole layers are read in place. Behind a head's rows a buffer has room for the
-step's own row, so that attention finds all rows in one piece. Two other fetchers have files of
+Under other placements whole layers are read in place. Behind a head's rows a buffer has room for
+the step's own row, so that attention finds all rows in one piece. Two other fetchers have files of
 their own: one leaves rows on the device (`harness.decode.hot_rows`), and one brings the rows of the
 exempt layers in parts (`harness.decode.ahead`).
 """
