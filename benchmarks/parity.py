@@ -175,7 +175,7 @@ def press(name: str, method: Callable[..., Method]) -> Callable[[Any, Layer], fl
 
 
 def kvzip(module: Any, layer: Layer) -> float:
-    """Worths within 1e-6. The first half of the tokens is the prompt, and the second half stands for its repetition."""
+    """Scores within 1e-6. The first half of the tokens is the prompt, and the second half stands for its repetition."""
     num_sinks, half = 4, layer.key.shape[2] // 2
     query, key = layer.query[:, :, half:], layer.key[:, :, half:]
     score = module.KVScore()
@@ -253,8 +253,8 @@ def freekv(policy: str) -> Callable[[Any, Layer], float]:
             ours = mask[:, competing]
             paged = keys[:, :, : pages * size].unflatten(2, (pages, size))[:, :, competing].transpose(1, 2)
             asked = query.transpose(1, 2), paged.amin(3), paged.amax(3), policy
-            worth = module.quest_sel(*asked, geometry.num_heads, geometry.num_kv_heads)
-            best = worth[0].topk(int(ours[0].sum())).indices
+            score = module.quest_sel(*asked, geometry.num_heads, geometry.num_kv_heads)
+            best = score[0].topk(int(ours[0].sum())).indices
             found.append(shared(ours, torch.zeros_like(ours).scatter_(1, best, True)))
         return sum(found) / len(found)
 
@@ -302,7 +302,7 @@ COMPARISONS = {
     "triattention": Comparison(
         "WeianMao/triattention", "triattention/methods/pruning_utils.py", triattention, "kept tokens of the prompt"
     ),
-    "kvzip": Comparison("snu-mllab/KVzip", "attention/score.py", kvzip, "worths of the prompt's tokens"),
+    "kvzip": Comparison("snu-mllab/KVzip", "attention/score.py", kvzip, "scores of the prompt's tokens"),
     "tova": Comparison("schwartz-lab-NLP/TOVA", "src/tova_cache.py", tova, "kept tokens of the prompt"),
     "keydiff": Comparison(
         "NVIDIA/kvpress", "kvpress/presses/keydiff_press.py", press("KeyDiffPress", KeyDiff), "kept tokens", True

@@ -11,7 +11,7 @@ it is a row of the KV store, and a freed slot is used again. `QueryRows.slot_pos
 token a slot holds.
 
 Most methods start from an easier base: `methods.selection` scores tokens or pages and reads the
-best ones, `methods.prompt_evicting` and `methods.evicting` give each token a worth and keep the
+best ones, `methods.prompt_evicting` and `methods.evicting` give each token a score and keep the
 best ones. What only some methods need, such as a second reading of the prompt, is in
 `methods.extras`: a class to derive from beside such a base.
 

@@ -8,7 +8,7 @@ of the prompt's queries.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**capkv** follows kvpress' CapPress. A token's worth is the mean over the group of w v' A^-1 v, with
+**capkv** follows kvpress' CapPress. A token's score is the mean over the group of w v' A^-1 v, with
 A = I + the sum of w v v' over all tokens but the `num_sinks` (4) first, which stay. w = exp(`tau`
 (5) · cosine of the key and the anchor), divided by its largest. The anchor is the mean of the
 prompt's queries without those of the sinks, rotated to the next 512 positions as in `expected`. The
@@ -33,9 +33,9 @@ EPSILON = 1e-6
 
 
 class CapKVState(ComingQueriesState):
-    """Worth: the weighted leverage of a token's value."""
+    """Score: the weighted leverage of a token's value."""
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
         past_sinks = self.past_sinks(rows)[:, None, None]  # [batch, 1, 1, prompt]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from methods.attention import PROMPT_CHUNK
 from methods.base import Geometry, floor_frac
-from methods.evicting import INF, least_worthy
+from methods.evicting import INF, lowest_scores
 from methods.prompt_evicting import SnapKV, SnapKVState
 from methods.settings import setting, share, zero_or_more
 
@@ -52,12 +52,12 @@ def output_norms(geometry: Geometry, layer: int, value: Tensor) -> Tensor:
 
 
 class CriticalKVState(SnapKVState):
-    """Worth: SnapKV's for the first places; for the others it is weighted by the value."""
+    """Score: SnapKV's for the first places; for the others it is weighted by the value."""
 
-    def second_worth(
+    def second_score(
         self,
         layer: int,
-        worth: Tensor,
+        score: Tensor,
         of_equals: Tensor | None,
         competes: Tensor,
         stay: Tensor,
@@ -67,8 +67,8 @@ class CriticalKVState(SnapKVState):
         places = floor_frac(method.first_share, stay)
         if method.first_share:
             places = places.clamp(min=1)
-        chosen = competes & ~least_worthy(worth, competes, competes.sum(-1) - places, of_equals)
-        attention = worth / (method.window * self.geometry.group)
+        chosen = competes & ~lowest_scores(score, competes, competes.sum(-1) - places, of_equals)
+        attention = score / (method.window * self.geometry.group)
         weighted = (attention + method.epsilon) * output_norms(self.geometry, layer, value)
         return weighted.masked_fill(chosen, INF)
 

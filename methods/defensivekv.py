@@ -11,7 +11,7 @@ The rule, and where it differs (made into docs/methods.md):
 `kvpress/presses/efficient_defensivekv_press.py`). The attention of each of the prompt's last
 `window` (32) rows is averaged over `kernel` (5) neighbouring tokens, and scaled so that the row's
 sum stays. A token's risk is the largest of these numbers over rows and group, and at least the mean
-risk of the tokens before the window. Its worth is the risk times |W_O v|_1 (as `criticalkv`), over
+risk of the tokens before the window. Its score is the risk times |W_O v|_1 (as `criticalkv`), over
 the sum of |W_O v|_1 of the token's KV heads. Before that, each head's tokens with the most mean
 attention are chosen until they have `first_mass` (0.9) of it, less the share of the attention on
 the `window` tokens that stand before the window; at most the head's share of the budget, from which
@@ -19,7 +19,7 @@ the code takes the window twice. The best of a layer over all its KV heads stay,
 (`heads=adaptive`); a head may keep the whole prompt, so memory is reserved for it, and what is
 evicted does not cross the link. `heads=uniform` gives each head the same number. CriticalKV's first
 choice is half of the places instead. The variant whose layers share a budget (LayerDefensiveKV) is
-left out: it needs the worths of all layers before the first evicts.
+left out: it needs the scores of all layers before the first evicts.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ TINY = 1e-30
 
 
 class DefensiveKVState(PromptEvictingState):
-    """Worth: the largest attention from the window's rows, times the length of the projected value;
+    """Score: the largest attention from the window's rows, times the length of the projected value;
     inf for the tokens that have most of the mean attention."""
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        """The window's own tokens have a worth of 0; they stay."""
+        """The window's own tokens have a score of 0; they stay."""
         before = max(0, key.shape[2] - self.method.window)
-        worth = torch.zeros(key.shape[:3], device=key.device)
+        score = torch.zeros(key.shape[:3], device=key.device)
         if not before:
-            return worth
+            return score
         real = rows.real[:, :before]
         attention = self._window_attention(layer, query, key, rows.real)
         risk = self._risk(attention, real, rows.lengths - self.method.window)
         norms = output_norms(self.geometry, layer, value[:, :, :before])
         weighted = risk * norms / norms.sum(1, keepdim=True).clamp(min=TINY)
-        worth[..., :before] = weighted.masked_fill(self._first(layer, attention), INF)
-        return worth
+        score[..., :before] = weighted.masked_fill(self._first(layer, attention), INF)
+        return score
 
     def _window_attention(self, layer: int, query: Tensor, key: Tensor, real: Tensor) -> Tensor:
         """Attention of the window's rows to the tokens before it, fp32 [batch, num_kv_heads, group,
@@ -98,11 +98,11 @@ class DefensiveKVState(PromptEvictingState):
         is_first = torch.arange(mean.shape[-1], device=mean.device) < number.minimum(budget)
         return torch.zeros_like(is_first).scatter_(-1, ranked.indices, is_first)
 
-    def stay(self, layer: int, worth: Tensor) -> Tensor:
+    def stay(self, layer: int, score: Tensor) -> Tensor:
         share = self.shares[layer - self.method.num_exempt_layers, :, None]
         if self.method.heads == "uniform":
             return share
-        return won(worth, worth.shape[1] * share)
+        return won(score, score.shape[1] * share)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DefensiveKV(PromptEvicting):
     Keeps: the prompt's tokens that any of its last rows attended to most; all generated tokens
     """
 
-    window: int = setting(32, "last tokens, whose attention is the worth; they stay", least(1))
+    window: int = setting(32, "last tokens, whose attention is the score; they stay", least(1))
     heads: str = "adaptive"
     kernel: int = setting(5, "width of the smoothing", odd())
     first_mass: float = setting(

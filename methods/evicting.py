@@ -1,9 +1,9 @@
 """Methods that evict tokens for good. Live decoding reuses their slots and reads all that is kept.
 
-`EvictingState` records which token lies in which slot. `WorthState` is the easy base for methods
-that evict after the prompt and after every row: each token has a worth, and the tokens of the least
-worth leave. A subclass gives a budget, how many recent tokens are safe, and the worth
-(`prompt_worth`, `observe`). Methods that evict after the prompt alone have their own base,
+`EvictingState` records which token lies in which slot. `ScoreState` is the easy base for methods
+that evict after the prompt and after every row: each token has a score, and the tokens of the least
+score leave. A subclass gives a budget, how many recent tokens are safe, and the score
+(`prompt_score`, `observe`). Methods that evict after the prompt alone have their own base,
 `methods.prompt_evicting`.
 """
 
@@ -189,18 +189,18 @@ class EvictingState(State):
         return first.masked_fill(gone, -1)
 
 
-class WorthState(EvictingState):
-    """Keeps the tokens of the largest worth, and the `recent` last ones whatever their worth.
+class ScoreState(EvictingState):
+    """Keeps the tokens of the largest score, and the `recent` last ones whatever their score.
 
-    worth[layer]: fp32, shaped like tokens[layer], 0 in a slot that was never used; anything in a
+    score[layer]: fp32, shaped like tokens[layer], 0 in a slot that was never used; anything in a
     slot that was freed. limits[layer]: `budget` and `recent` as they were at the prompt, int
     [batch, 2].
     """
 
     sequence_tensors = ("limits",)
-    slot_tensors = {**EvictingState.slot_tensors, "worth": 0}
+    slot_tensors = {**EvictingState.slot_tensors, "score": 0}
     limits: dict[int, Tensor]
-    worth: dict[int, Tensor]
+    score: dict[int, Tensor]
 
     def budget(self, layer: int) -> Tensor:
         """Tokens kept, int [batch]; may differ by layer."""
@@ -211,15 +211,15 @@ class WorthState(EvictingState):
         """Number of most recent tokens that never leave, int [batch]."""
         raise NotImplementedError
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the
+        """Score of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the
         padding."""
         raise NotImplementedError
 
-    def observe(self, worth: Tensor, probs: Tensor) -> None:
-        """Update `worth` [batch, num_kv_heads, slots] by a row's attention [batch, num_kv_heads,
+    def observe(self, score: Tensor, probs: Tensor) -> None:
+        """Update `score` [batch, num_kv_heads, slots] by a row's attention [batch, num_kv_heads,
         group, slots]."""
         raise NotImplementedError
 
@@ -231,12 +231,12 @@ class WorthState(EvictingState):
         budget, recent = self.budget(layer), self.recent
         self.limits[layer] = torch.stack((budget, recent), -1)
         prompt = slice(0, key.shape[2])
-        self.worth[layer] = torch.zeros_like(self.tokens[layer], dtype=torch.float32)
-        tokens, worth = self.tokens[layer][:, :, prompt], self.worth[layer][:, :, prompt]
-        worth.copy_(self.prompt_worth(layer, query, key, value, rows))
+        self.score[layer] = torch.zeros_like(self.tokens[layer], dtype=torch.float32)
+        tokens, score = self.tokens[layer][:, :, prompt], self.score[layer][:, :, prompt]
+        score.copy_(self.prompt_score(layer, query, key, value, rows))
         old = tokens < (rows.lengths - recent)[:, None, None]
-        gone = least_worthy(worth, old, (rows.lengths - budget)[:, None]) | ~rows.real[:, None]
-        worth.masked_fill_(gone, 0.0)
+        gone = lowest_scores(score, old, (rows.lengths - budget)[:, None]) | ~rows.real[:, None]
+        score.masked_fill_(gone, 0.0)
         tokens.masked_fill_(gone, EMPTY)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
@@ -255,18 +255,18 @@ class WorthState(EvictingState):
 
         positions: int [batch, rows], -1 for padding, which evicts nothing. The loop runs for every
         row of a text, so it has few operations, on the slots in use alone: it updates `hidden` and
-        the worth; `tokens` and the mask follow after the last row.
+        the score; `tokens` and the mask follow after the last row.
         """
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
         num_rows, slots = scores.shape[3:]
         held = self.tokens[layer][..., :slots]
-        worth_of_slots = worth = self.worth[layer][..., :slots]
+        score_of_slots = score = self.score[layer][..., :slots]
         budget, recent = self.limits[layer].split(1, -1)
         evicts = (positions >= budget)[:, None]
         used = _used_slots(held, num_rows)
         tokens = held
         if used is not None:
-            tokens, worth = held.gather(-1, used), worth_of_slots.gather(-1, used)
+            tokens, score = held.gather(-1, used), score_of_slots.gather(-1, used)
             scores = scores.gather(-1, used[:, :, None, None].expand(*scores.shape[:4], -1))
         loss = mask_bias(~evicts).unsqueeze(-1).expand(-1, held.shape[1], -1, -1)
         safe = -mask_bias(
@@ -275,18 +275,18 @@ class WorthState(EvictingState):
         hidden = mask_bias(tokens != EMPTY)
         victims = torch.empty((num_rows, *held.shape[:2], 1), dtype=torch.int64, device=held.device)
         visible_scores = scores.new_empty((*scores.shape[:3], 1, scores.shape[-1]))
-        standing = torch.empty_like(worth)
+        standing = torch.empty_like(score)
         is_real = rows.real.float().unbind(1)
         hidden_of_head = hidden[:, :, None, None]
         # Parts of all rows at once: an index in the loop takes as long as an operation.
         of_rows = scores.split(1, 3), safe.unbind(2), loss.unbind(2), victims.unbind(), is_real
-        for score, is_safe, lost, victim, real in zip(*of_rows, strict=True):
-            torch.add(score, hidden_of_head, out=visible_scores)
+        for of_row, is_safe, lost, victim, real in zip(*of_rows, strict=True):
+            torch.add(of_row, hidden_of_head, out=visible_scores)
             probs = softmax.weights(visible_scores).squeeze(3)
             if rows.padded:
                 probs = probs * real[:, None, None, None]
-            self.observe(worth, probs)
-            torch.sub(worth, hidden, out=standing).add_(is_safe)
+            self.observe(score, probs)
+            torch.sub(score, hidden, out=standing).add_(is_safe)
             torch.argmin(standing, -1, keepdim=True, out=victim)
             hidden.scatter_add_(-1, victim, lost)
         victim = victims.movedim(0, -2).squeeze(-1)
@@ -304,7 +304,7 @@ class WorthState(EvictingState):
         tokens.masked_fill_(hidden == -INF, EMPTY)
         if used is not None:  # what was gathered goes back
             held.scatter_(-1, used, tokens)
-            worth_of_slots.scatter_(-1, used, worth)
+            score_of_slots.scatter_(-1, used, score)
         return mask
 
     def _scan_by_kernels(
@@ -313,7 +313,7 @@ class WorthState(EvictingState):
         """The same result as `_scan`."""
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
         num_rows, slots = scores.shape[3:]
-        tokens, worth = self.tokens[layer], self.worth[layer]
+        tokens, score = self.tokens[layer], self.score[layer]
         held = tokens[..., :slots]
         mask = torch.empty((*held.shape[:2], num_rows, slots), dtype=torch.bool, device=held.device)
         for row in range(num_rows):
@@ -323,29 +323,29 @@ class WorthState(EvictingState):
             )
             probs = softmax.weights(of_row)[:, :, :, 0]
             self.observe(
-                worth[..., :slots],
+                score[..., :slots],
                 probs * rows.real[:, None, row, None, None] if rows.padded else probs,
             )
-            kernels.evict_least(worth, tokens, slots, positions[:, row], self.limits[layer])
+            kernels.evict_least(score, tokens, slots, positions[:, row], self.limits[layer])
         return mask
 
 
-def least_worthy(
-    worth: Tensor, competes: Tensor, count: Tensor, of_equals: Tensor | None = None
+def lowest_scores(
+    score: Tensor, competes: Tensor, count: Tensor, of_equals: Tensor | None = None
 ) -> Tensor:
-    """Mask of the `count` tokens of the least `worth` among those that compete.
+    """Mask of the `count` tokens of the least `score` among those that compete.
 
     Of equal ones those of the least `of_equals`, if given, and then the earlier.
-    worth, competes, of_equals: [batch, num_kv_heads, tokens], oldest first; count: int [batch,
+    score, competes, of_equals: [batch, num_kv_heads, tokens], oldest first; count: int [batch,
     num_kv_heads or 1].
     """
-    worth = worth.masked_fill(~competes, INF)
+    score = score.masked_fill(~competes, INF)
     if of_equals is None:
-        ascending = worth.argsort(dim=-1, stable=True)
+        ascending = score.argsort(dim=-1, stable=True)
     else:
         second = of_equals.argsort(dim=-1, stable=True)
-        ascending = second.gather(-1, worth.gather(-1, second).argsort(dim=-1, stable=True))
-    first = torch.arange(worth.shape[-1], device=worth.device) < count.unsqueeze(-1)
+        ascending = second.gather(-1, score.gather(-1, second).argsort(dim=-1, stable=True))
+    first = torch.arange(score.shape[-1], device=score.device) < count.unsqueeze(-1)
     return torch.zeros_like(competes).scatter_(-1, ascending, first.expand_as(competes))
 
 

@@ -69,7 +69,7 @@ class RereadRows(NamedTuple):
 
 class RereadsPrompt(Extra):
     """The model reads the prompt again after its dense pass: it runs over the rows that
-    `repetitions` lists, and `reread` makes a worth of each prompt token from them. Its states are
+    `repetitions` lists, and `reread` makes a score of each prompt token from them. Its states are
     `RereadingState`."""
 
     @property
@@ -86,7 +86,7 @@ class RereadsPrompt(Extra):
         raise NotImplementedError
 
     def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
-        """What a pass says of the tokens of its chunk in one layer: worths, fp32 [num_kv_heads,
+        """What a pass says of the tokens of its chunk in one layer: scores, fp32 [num_kv_heads,
         chunk]."""
         raise NotImplementedError
 
@@ -94,10 +94,10 @@ class RereadsPrompt(Extra):
 class RereadingState(State):
     """State of a method that `RereadsPrompt`."""
 
-    def take_worth(self, worth: Mapping[int, Tensor], rows: PromptRows) -> None:
+    def take_scores(self, score: Mapping[int, Tensor], rows: PromptRows) -> None:
         """Take what `reread` said of each prompt token, before the `prompt` of any layer.
 
-        worth: of every layer under the method, on the layer's device, fp32 [batch, num_kv_heads,
+        score: of every layer under the method, on the layer's device, fp32 [batch, num_kv_heads,
         prompt]; 0 for a token of no chunk.
         """
         raise NotImplementedError

@@ -7,8 +7,8 @@ InfiniGen artifact drops new tokens from the heavy set at once, which recalls le
 
 The rule, and where it differs (made into docs/methods.md):
 
-**h2o**: a token's worth is the attention it received, summed over all rows and the group. After the
-prompt and after each step, tokens of the least worth leave until floor(`heavy_frac` · T) +
+**h2o**: a token's score is the attention it received, summed over all rows and the group. After the
+prompt and after each step, tokens of the least score leave until floor(`heavy_frac` · T) +
 floor(`recent_frac` · T) are left, or `kept_tokens`, half of them recent; the recent ones are safe.
 InfiniGen's artifact drops new tokens
 from the heavy set at once ([how to compare](paper.md)).
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from methods.attention import received_attention
 from methods.base import PromptRows, TokenCounts, floor_frac, require
-from methods.evicting import Evicting, WorthState
+from methods.evicting import Evicting, ScoreState
 from methods.settings import least, setting, share
 
 
-class H2OState(WorthState):
-    """A token's worth is the attention it received, summed over rows and the group."""
+class H2OState(ScoreState):
+    """A token's score is the attention it received, summed over rows and the group."""
 
     def budget(self, layer: int) -> Tensor:
         method, final = self.method, self.lengths.final
@@ -44,13 +44,13 @@ class H2OState(WorthState):
             return torch.full_like(final, method.kept_tokens // 2)
         return floor_frac(method.recent_frac, final)
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
         return received_attention(query, key, rows.real, self.geometry.softmax(layer))
 
-    def observe(self, worth: Tensor, probs: Tensor) -> None:
-        worth += probs[:, :, 0] if probs.shape[2] == 1 else probs.sum(2)
+    def observe(self, score: Tensor, probs: Tensor) -> None:
+        score += probs[:, :, 0] if probs.shape[2] == 1 else probs.sum(2)
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,8 @@ class InfiniGen2(BalancedIndex, ScoreSelecting):
 
 @dataclass(frozen=True)
 class SampledRest(Capped):
-    """Tokens are drawn by their worth. The likely ones are read, and a weighted sample stands for
-    the others. A token's worth is its probability, summed over the heads that choose together."""
+    """Tokens are drawn by their score. The likely ones are read, and a weighted sample stands for
+    the others. A token's score is its probability, summed over the heads that choose together."""
 
     seed: int = setting(0, "of the sample", least(0))
 
@@ -225,27 +225,27 @@ class SampledRest(Capped):
         """As many tokens as the cap says, and the logarithms of their weights as a bias.
 
         scores: as for `ScoreSelecting.choose`; final: int [batch], T. distances: factors of the
-        tokens' worth, fp32 [batch, num_kv_heads, slots], above 0; None: all are 1. The layer
+        tokens' score, fp32 [batch, num_kv_heads, slots], above 0; None: all are 1. The layer
         decides the random numbers.
         """
         cached = rows.positions
         if kernels := kernels_for(scores):
-            worth = kernels.summed_probs(self.by_set(scores), rows)
+            score = kernels.summed_probs(self.by_set(scores), rows)
             if distances is not None:
-                worth = worth * self._of_sets(distances)
-            ranked = kernels.ranked(worth, rows, self.seed, layer)
+                score = score * self._of_sets(distances)
+            ranked = kernels.ranked(score, rows, self.seed, layer)
             frac, least, whole = self.limits(cached, final)
             mask, num_read = kernels.largest(
                 ranked, None, None, frac=frac, least=least, whole=whole, cached=cached
             )
-            return Selection(mask, num_read, bias=log_weights(worth, ranked, mask).unsqueeze(2))
+            return Selection(mask, num_read, bias=log_weights(score, ranked, mask).unsqueeze(2))
         hide(scores, rows)
-        worth = summed_probs(self.by_set(scores))
+        score = summed_probs(self.by_set(scores))
         if distances is not None:
-            worth *= self._of_sets(distances)
-        numbers = lasting_numbers(self.seed, layer, rows, worth.shape[1])
+            score *= self._of_sets(distances)
+        numbers = lasting_numbers(self.seed, layer, rows, score.shape[1])
         count = self.cap(cached, final)
-        sample = sampled(worth, numbers, count)
+        sample = sampled(score, numbers, count)
         return Selection(sample.mask, count.double(), bias=sample.log_weights.unsqueeze(2))
 
     def _of_sets(self, distances: Tensor) -> Tensor:

@@ -157,44 +157,44 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
         torch.where(mask, position.int(), last_fetch, out=last_fetch)
         if not self.simulates:
             fetches >>= (fetches >= SATURATED).any(-1, keepdim=True).int()
-        worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[
+        score = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[
             self.method.pool_policy
         ]
         if self.simulates:
-            seen = row.slot_positions.expand(worth.shape)
+            seen = row.slot_positions.expand(score.shape)
             leaving = artifact_victim(
-                seen, self.method.pool_policy, worth, self.capacities, position
+                seen, self.method.pool_policy, score, self.capacities, position
             )
         else:
             held = tokens[..., :slots]
             rank = (self.unprotected.clamp(max=slots) - 1)[:, None, None].expand(*held.shape[:2], 1)
             protected = held > ascending.gather(-1, rank)
-            leaving = _order(worth, held).masked_fill(protected, NEVER).argmin(-1, keepdim=True)
+            leaving = _order(score, held).masked_fill(protected, NEVER).argmin(-1, keepdim=True)
         stays = position < self.capacities[:, None, None]
         tokens.scatter_(-1, leaving.masked_fill_(stays, tokens.shape[-1] - 1), EMPTY)  # the dump
 
 
 def artifact_victim(
-    positions: Tensor, policy: str, worth: Tensor, capacities: Tensor, position: Tensor
+    positions: Tensor, policy: str, score: Tensor, capacities: Tensor, position: Tensor
 ) -> Tensor:
     """The slot that the artifact frees after the row at `position` [batch, 1, 1]: int64 [batch,
     num_kv_heads, 1].
 
-    positions: int [batch, num_kv_heads, slots], of every token that ever entered; worth: same
+    positions: int [batch, num_kv_heads, slots], of every token that ever entered; score: same
     shape, the smallest leaves, of equal ones the lowest position; capacities: int [batch].
     """
     if policy == "fifo":
         return (positions == position - capacities[:, None, None]).int().argmax(-1, keepdim=True)
     return (
-        _order(worth, positions)
+        _order(score, positions)
         .masked_fill(positions >= position // 2, NEVER)
         .argmin(-1, keepdim=True)
     )
 
 
-def _order(worth: Tensor, positions: Tensor) -> Tensor:
-    """One number to order by: worth, then position."""
-    return (worth.long() << 31) + positions
+def _order(score: Tensor, positions: Tensor) -> Tensor:
+    """One number to order by: score, then position."""
+    return (score.long() << 31) + positions
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ def _mixed(numbers):
 
 @triton.jit(do_not_specialize=["slots", "salt", "layer"])
 def _ranked(
-    worth,
+    score,
     tokens,  # the position of each slot's token
     ranked,
     salt,  # a hash of the seed
@@ -287,19 +287,19 @@ def _ranked(
     batch, of_set = of_all // sets, of_all % sets
     tokens += batch.to(tl.int64) * batch_stride + of_set * set_stride
     turn = _mixed(of_set.to(tl.int64) + layer.to(tl.int64) * 65536)
-    worth += program.to(tl.int64) * slots
+    score += program.to(tl.int64) * slots
     ranked += program.to(tl.int64) * slots
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
         turned = (_mixed(token + salt) + turn) & (NUMBERS - 1)
         number = (turned.to(tl.float32) + 0.5) / NUMBERS
-        of_slots = tl.load(worth + slot, mask=slot < slots, other=0)
+        of_slots = tl.load(score + slot, mask=slot < slots, other=0)
         tl.store(ranked + slot, of_slots / number, mask=slot < slots)
 
 
 @triton.jit(do_not_specialize=["slots"])
-def _log_weights(worth, ranked, mask, found, slots, TILE: tl.constexpr):
+def _log_weights(score, ranked, mask, found, slots, TILE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64) * slots
     left_out = tl.zeros((TILE,), tl.float32)
     for start in range(0, slots, TILE):
@@ -311,7 +311,7 @@ def _log_weights(worth, ranked, mask, found, slots, TILE: tl.constexpr):
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         taken = tl.load(mask + program + slot, mask=slot < slots, other=0) != 0
-        of_slots = tl.load(worth + program + slot, mask=taken, other=1.0)
+        of_slots = tl.load(score + program + slot, mask=taken, other=1.0)
         weight = tl.maximum(border / of_slots, 1.0)
         tl.store(found + program + slot, tl.log(tl.where(taken, weight, 1.0)), mask=slot < slots)
 
@@ -417,16 +417,16 @@ def summed_probs(scores: Tensor, rows: QueryRows) -> Tensor:
     return summed
 
 
-def ranked(worth: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
-    """Worth / number of each token, by which a sample is drawn (`methods.sampling`): fp32 [batch,
-    sets, rows, slots], like `worth`."""
-    batch, sets, num_rows, slots = worth.shape
+def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
+    """Score / number of each token, by which a sample is drawn (`methods.sampling`): fp32 [batch,
+    sets, rows, slots], like `score`."""
+    batch, sets, num_rows, slots = score.shape
     tokens = rows.slot_positions
-    found = torch.empty_like(worth)
+    found = torch.empty_like(score)
     strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
     shape = (slots, sets, num_rows)
     _ranked[(batch * sets * num_rows,)](
-        worth,
+        score,
         tokens,
         found,
         mixed(seed),
@@ -439,12 +439,12 @@ def ranked(worth: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
     return found
 
 
-def log_weights(worth: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
+def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
     """As `methods.sampling.log_weights`."""
-    worth, ranked, mask = worth.contiguous(), ranked.contiguous(), mask.contiguous()
-    found = torch.empty_like(worth)
-    grid = (worth.numel() // max(1, worth.shape[-1]),)
-    _log_weights[grid](worth, ranked, mask, found, worth.shape[-1], TILE=ELEMENTS)
+    score, ranked, mask = score.contiguous(), ranked.contiguous(), mask.contiguous()
+    found = torch.empty_like(score)
+    grid = (score.numel() // max(1, score.shape[-1]),)
+    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=ELEMENTS)
     return found
 
 
@@ -523,21 +523,21 @@ def _place_own(
 
 @triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
 def _evict_least(
-    worth, tokens, positions, limits, slots, num_slots, heads, position_stride,
+    score, tokens, positions, limits, slots, num_slots, heads, position_stride,
     TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + head // heads * position_stride).to(tl.int64)
     limits += head // heads * 2
     budget, recent = tl.load(limits), tl.load(limits + 1)
-    worth += head * num_slots
+    score += head * num_slots
     tokens += head * num_slots
     least, victim = float("inf"), 0
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
         old = (slot < slots) & (token <= position - recent)
-        of_slots = tl.where(old, tl.load(worth + slot, mask=old, other=0), float("inf"))
+        of_slots = tl.where(old, tl.load(score + slot, mask=old, other=0), float("inf"))
         lowest = tl.min(of_slots, 0)
         first = tl.min(tl.where(of_slots == lowest, slot, slots), 0)
         victim = tl.where(lowest < least, first, victim)
@@ -583,8 +583,8 @@ def _use(
         )
         tl.store(fetches + slot, count, mask=slot < slots)
         tl.store(last_fetch + slot, last, mask=slot < slots)
-        worth = count if POLICY == "counter" else last if POLICY == "lru" else tl.zeros_like(count)
-        order = (worth.to(tl.int64) << 31) + token
+        score = count if POLICY == "counter" else last if POLICY == "lru" else tl.zeros_like(count)
+        order = (score.to(tl.int64) << 31) + token
         least = tl.minimum(least, tl.min(tl.where(token <= newest, order, NEVER), 0))
     victim = (least & EMPTY).to(tl.int32)  # the token
     leaves = position >= tl.load(capacities + head // heads)
@@ -612,17 +612,17 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
 
 
 def evict_least(
-    worth: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor
+    score: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor
 ) -> None:
-    """Free the least worthy token of each head that is not recent, where more than the budget are
-    held.
+    """Free the token of the lowest score of each head that is not recent, where more tokens than the
+    budget are held.
 
     positions: int [batch], -1 for padding, which evicts nothing; limits: budget and recent tokens,
     int [batch, 2].
     """
     heads = tokens.shape[1]
     sizes = (slots, tokens.shape[2], heads, positions.stride(0))
-    _evict_least[(len(tokens) * heads,)](worth, tokens, positions, limits, *sizes, TILE=ELEMENTS)
+    _evict_least[(len(tokens) * heads,)](score, tokens, positions, limits, *sizes, TILE=ELEMENTS)
 
 
 def use(

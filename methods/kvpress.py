@@ -505,19 +505,19 @@ class PressState(PromptEvictingState):
 
 
 class ScoringState(PressState):
-    """Worth: the press's score."""
+    """Score: the press's score."""
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        worth = torch.zeros(key.shape[:3], device=key.device)
+        score = torch.zeros(key.shape[:3], device=key.device)
         for sequence in self.sequences(layer, query, key, value, rows):
-            score = self.asked(self.press.score, sequence)
+            given = self.asked(self.press.score, sequence)
             allowed = sequence.keys.shape[:3]
-            if score.shape != allowed:
-                raise self.method.refuse(f"gave scores {[*score.shape]}; allowed: {[*allowed]}")
-            worth[sequence.at, :, sequence.first :] = score[0]
-        return worth
+            if given.shape != allowed:
+                raise self.method.refuse(f"gave scores {[*given.shape]}; allowed: {[*allowed]}")
+            score[sequence.at, :, sequence.first :] = given[0]
+        return score
 
 
 class ChoosingState(PressState):

@@ -2,7 +2,7 @@
 prompt.
 
 After the dense pass, each chunk of the prompt is read again behind an instruction to repeat it,
-with the whole prompt in the cache. A token's worth in a KV head is the largest probability that it
+with the whole prompt in the cache. A token's score in a KV head is the largest probability that it
 gets from any row of that pass and any query head of the group, among the sinks, the chunk, and the
 pass's own rows up to that row (https://github.com/snu-mllab/KVzip, attention/score.py). No question
 is needed, so that the kept tokens serve any.
@@ -18,7 +18,7 @@ The rule, and where it differs (made into docs/methods.md):
 **kvzip**: after the dense pass, each chunk of `chunk_size` (2,048) tokens is read again, with the
 whole prompt in the cache: the model gets `instruction` and `suffix`, or from the second chunk on
 `continuation`, the last 8 tokens of the chunk before and `suffix`, and then the chunk. A token's
-worth in a KV head is the largest probability that any row of that pass gives it, over the group's
+score in a KV head is the largest probability that any row of that pass gives it, over the group's
 heads; the softmax is over the `num_sinks` (4) first tokens, the chunk, and the pass's own rows up
 to that row. The best tokens over all layers and KV heads stay, so that a head may keep only the
 sinks, or everything (`layers=adaptive`); `layers=uniform heads=uniform` is the official code's
@@ -58,13 +58,13 @@ NUM_LEADING = 8
 
 
 class KVzipState(RereadingState, PromptEvictingState):
-    """worth: by layer, until its prompt is taken in, fp32 [batch, num_kv_heads, prompt]. counts: by
+    """score: by layer, until its prompt is taken in, fp32 [batch, num_kv_heads, prompt]. counts: by
     layer, number of competing tokens that stay where the layers share one budget, int [batch,
     num_kv_heads]."""
 
-    def take_worth(self, worth: Mapping[int, Tensor], rows: PromptRows) -> None:
+    def take_scores(self, score: Mapping[int, Tensor], rows: PromptRows) -> None:
         device = rows.real.device
-        self.worth = {layer: each for layer, each in worth.items() if each.device == device}
+        self.score = {layer: each for layer, each in score.items() if each.device == device}
         self.counts: dict[int, Tensor] = {}
         if self.method.layers != "adaptive":
             return
@@ -72,22 +72,22 @@ class KVzipState(RereadingState, PromptEvictingState):
         tokens = rows.positions[:, None, None]
         before = (rows.lengths - self.method.window)[:, None, None, None]
         stacked = torch.stack(
-            [worth[layer].to(device) for layer in layers], 1
+            [score[layer].to(device) for layer in layers], 1
         )  # [batch, layers, num_kv_heads, prompt]
         stacked = stacked.masked_fill((tokens < self.method.num_sinks) | (tokens >= before), -INF)
         counts = won(
             stacked.flatten(1, 2), self.shares.sum(0)[:, None] * self.geometry.num_kv_heads
         )
         by_layer = dict(zip(layers, counts.unflatten(1, stacked.shape[1:3]).unbind(1), strict=True))
-        self.counts = {layer: by_layer[layer] for layer in self.worth}
+        self.counts = {layer: by_layer[layer] for layer in self.score}
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        return self.worth.pop(layer)
+        return self.score.pop(layer)
 
-    def stay(self, layer: int, worth: Tensor) -> Tensor:
-        return self.counts.pop(layer) if self.counts else super().stay(layer, worth)
+    def stay(self, layer: int, score: Tensor) -> Tensor:
+        return self.counts.pop(layer) if self.counts else super().stay(layer, score)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class KVzip(RereadsPrompt, PromptEvicting):
     suffix: str | tuple[int, ...] = setting(
         "\n", "text behind both; officially what the chat template has before the answer"
     )
-    value_weighted: bool = setting(False, "KVzip+: the worth is weighted by the value's length")
+    value_weighted: bool = setting(False, "KVzip+: the score is weighted by the value's length")
 
     title = "KVzip"
     state = KVzipState
@@ -169,7 +169,7 @@ class KVzip(RereadsPrompt, PromptEvicting):
         )
         key = torch.cat([sinks, prompt_chunk, rows.key], 2)
         num_cached, order = key.shape[2] - num_rows, torch.arange(num_rows, device=key.device)
-        worth = torch.zeros(num_kv_heads, stop - begin, device=key.device)
+        score = torch.zeros(num_kv_heads, stop - begin, device=key.device)
         for first in range(0, num_rows, PROMPT_CHUNK):
             part = slice(first, first + PROMPT_CHUNK)
             scores = softmax.scores(rows.query[:, :, part], key)
@@ -180,8 +180,8 @@ class KVzip(RereadsPrompt, PromptEvicting):
             if rows.input_norms is not None and rows.value_norms is not None:
                 values = rows.value_norms.view(num_kv_heads, -1, 1, stop - begin)
                 probs = probs * values / rows.input_norms[part, None]
-            worth = torch.maximum(worth, probs.amax((1, 2)))
-        return worth
+            score = torch.maximum(score, probs.amax((1, 2)))
+        return score
 
     def _most(self, prompt: int) -> int:
         """Where the layers share one budget, a head may keep every token."""

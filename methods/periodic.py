@@ -2,8 +2,8 @@
 
 After the prompt, and after every `divide_length` generated tokens, each KV head goes back to its
 budget ("compression"). Between two compressions it keeps all that is generated. A state says how
-much each token is worth (`PeriodicState.worth`); the base decides when a sequence compresses, how
-many tokens stay, and which stay whatever their worth: the last `window`, and the prompt's with
+much each token is score (`PeriodicState.score`); the base decides when a sequence compresses, how
+many tokens stay, and which stay whatever their score: the last `window`, and the prompt's with
 `protect_prompt`.
 """
 
@@ -37,7 +37,7 @@ class Held(NamedTuple):
     """The tokens that the KV heads of a layer hold before a compression, oldest first.
 
     tokens: int32 [batch, num_kv_heads, n], `EMPTY` behind the last. slots: int64 like tokens, where
-    they lie. competes: bool like tokens, False for those that stay whatever their worth. cached:
+    they lie. competes: bool like tokens, False for those that stay whatever their score. cached:
     int [batch], tokens of each sequence so far.
     """
 
@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 
 class PeriodicState(EvictingState):
-    """Keeps the tokens of the largest worth; of two equal ones the earlier.
+    """Keeps the tokens of the largest score; of two equal ones the earlier.
 
     generated[layer]: int [batch] on the host, so that no step asks the device whether a compression
     is due. most: upper bound of the tokens that a KV head holds while a text is generated.
@@ -58,8 +58,8 @@ class PeriodicState(EvictingState):
         self.generated: dict[int, np.ndarray] = {}
         self.most = self.method.budget(int(self.lengths.final.max())) + self.method.divide_length
 
-    def worth(self, layer: int, held: Held) -> Tensor:
-        """Worth of each token, fp32 [batch, num_kv_heads, n]; anything for one that does not
+    def score(self, layer: int, held: Held) -> Tensor:
+        """Score of each token, fp32 [batch, num_kv_heads, n]; anything for one that does not
         compete."""
         raise NotImplementedError
 
@@ -128,8 +128,8 @@ class PeriodicState(EvictingState):
         if method.protect_prompt:
             competes &= kept >= self.lengths.prompt[:, None, None]
             safe = safe + self.lengths.prompt
-        worth = self.worth(layer, Held(kept, slots, competes, cached))
-        best = worth.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
+        score = self.score(layer, Held(kept, slots, competes, cached))
+        best = score.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
         room = (method.budgets(self.lengths.final) - safe)[:, None, None]
         loses = (rank >= room) & due[:, None, None]
         gone = competes & torch.zeros_like(competes).scatter_(-1, best, loses.expand_as(best))
@@ -137,7 +137,7 @@ class PeriodicState(EvictingState):
 
 
 class KeyedState(PeriodicState):
-    """A state whose worths are of the keys: it keeps a second copy of them on the device.
+    """A state whose scores are of the keys: it keeps a second copy of them on the device.
 
     kept_keys[layer]: shaped like `tokens`, [..., head_dim].
     """
@@ -174,7 +174,7 @@ class Periodic(EvictingToBudget):
     protect_prompt: bool = setting(False, "the prompt's tokens stay; the budget counts them")
 
     def safe(self, prompt: int) -> int:
-        """Tokens that stay whatever their worth, in a sequence with a prompt of so many."""
+        """Tokens that stay whatever their score, in a sequence with a prompt of so many."""
         return self.window + (prompt if self.protect_prompt else 0)
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:

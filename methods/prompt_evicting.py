@@ -1,7 +1,7 @@
 """Methods that evict once, after the prompt, and keep all that is generated.
 
-A state says how much each prompt token is worth (`prompt_worth`). The base decides how many tokens
-stay, how layers and KV heads share them, and which tokens stay whatever their worth.
+A state says how much each prompt token is score (`prompt_score`). The base decides how many tokens
+stay, how layers and KV heads share them, and which tokens stay whatever their score.
 
 SnapKV (Li et al., NeurIPS 2024): the attention of the last prompt rows, smoothed along the tokens.
 `layers=pyramid` is PyramidKV (Cai et al., 2024), `heads=adaptive` Ada-KV (Feng et al., 2024). The
@@ -33,7 +33,7 @@ so.
   fifth of the uniform budget for certain. Memory is reserved for the most that a head could hold;
   empty slots are not fetched.
 
-**keydiff**, **knorm**, **expected** follow kvpress. Their worths: minus the cosine between a key
+**keydiff**, **knorm**, **expected** follow kvpress. Their scores: minus the cosine between a key
 and the mean of the prompt's normalised keys; minus the key's length; the expected attention of
 coming queries, plus `epsilon`, times the value's length. Coming queries are taken to be normal,
 with mean and covariance of the prompt's, rotated to the next 512 positions; the `num_sinks` (4)
@@ -62,7 +62,7 @@ from methods.base import (
     require,
     share_above,
 )
-from methods.evicting import INF, Evicting, EvictingState, least_worthy
+from methods.evicting import INF, Evicting, EvictingState, lowest_scores
 from methods.settings import least, odd, one_of, setting, share, zero_or_more
 
 STEEPNESS = 20
@@ -76,8 +76,8 @@ in kvpress."""
 
 
 class PromptEvictingState(EvictingState):
-    """In each KV head the prompt tokens of the largest worth stay; of two equal ones the later,
-    unless the worth says.
+    """In each KV head the prompt tokens of the largest score stay; of two equal ones the later,
+    unless the score says.
 
     shares: int [selecting layers, batch], number of competing tokens that stay. Computed once: the
     prompts' lengths are on the device.
@@ -89,12 +89,12 @@ class PromptEvictingState(EvictingState):
         shares = [self.method.shares(prompt, selecting) for prompt in prompts.tolist()]
         self.shares = torch.tensor(shares, dtype=prompts.dtype, device=prompts.device).T
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the padding.
+        """Score of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the padding.
 
-        A second tensor, if returned, decides between tokens of equal worth.
+        A second tensor, if returned, decides between tokens of equal score.
         """
         raise NotImplementedError
 
@@ -105,36 +105,36 @@ class PromptEvictingState(EvictingState):
         tokens = self.tokens[layer][:, :, : key.shape[2]]
         before = (rows.lengths - self.method.window)[:, None, None]
         competes = (tokens >= self.method.num_sinks) & (tokens < before)
-        found = self.prompt_worth(layer, query, key, value, rows)
-        worth, of_equals = found if isinstance(found, tuple) else (found, None)
-        stay = self.stay(layer, worth.masked_fill(~competes, -INF))
-        worth = self.second_worth(layer, worth, of_equals, competes, stay, value)
+        found = self.prompt_score(layer, query, key, value, rows)
+        score, of_equals = found if isinstance(found, tuple) else (found, None)
+        stay = self.stay(layer, score.masked_fill(~competes, -INF))
+        score = self.second_score(layer, score, of_equals, competes, stay, value)
         tokens.masked_fill_(
-            least_worthy(worth, competes, competes.sum(-1) - stay, of_equals), EMPTY
+            lowest_scores(score, competes, competes.sum(-1) - stay, of_equals), EMPTY
         )
 
-    def second_worth(
+    def second_score(
         self,
         layer: int,
-        worth: Tensor,
+        score: Tensor,
         of_equals: Tensor | None,
         competes: Tensor,
         stay: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Worth by which tokens stay once each head's number is known; by default the same.
+        """Score by which tokens stay once each head's number is known; by default the same.
 
-        worth, of_equals: as `prompt_worth` returned them. competes: bool [batch, num_kv_heads,
+        score, of_equals: as `prompt_score` returned them. competes: bool [batch, num_kv_heads,
         prompt], tokens that may leave. stay: of these the number that stays, int [batch,
         num_kv_heads or 1]. value: [batch, num_kv_heads, prompt, value_dim].
         """
-        return worth
+        return score
 
-    def stay(self, layer: int, worth: Tensor) -> Tensor:
-        """Number of competing tokens that stay, int [batch, num_kv_heads or 1]. worth: -inf where
+    def stay(self, layer: int, score: Tensor) -> Tensor:
+        """Number of competing tokens that stay, int [batch, num_kv_heads or 1]. score: -inf where
         none competes."""
         share = self.shares[layer - self.method.num_exempt_layers, :, None]
-        return adaptive(worth, share) if self.method.heads == "adaptive" else share
+        return adaptive(score, share) if self.method.heads == "adaptive" else share
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """All that is left of the prompt, and all that was generated."""
@@ -186,7 +186,7 @@ class EvictingOnce(Evicting):
 
     @property
     def safe(self) -> int:
-        """Tokens of a prompt that stay whatever their worth."""
+        """Tokens of a prompt that stay whatever their score."""
         return self.num_sinks + self.window
 
     def budget(self, prompt: int) -> int:
@@ -251,7 +251,7 @@ class PromptEvicting(EvictingOnce):
     )
     heads: str = setting(
         "uniform",
-        "how a layer's KV heads share it: adaptive, by where the worth is (Ada-KV)",
+        "how a layer's KV heads share it: adaptive, by where the score is (Ada-KV)",
         one_of("uniform", "adaptive"),
     )
 
@@ -272,35 +272,35 @@ def pyramid(mean: int, high: int, num_layers: int) -> list[int]:
     return [after - before for before, after in zip(until, until[1:], strict=False)]
 
 
-def adaptive(worth: Tensor, share: Tensor) -> Tensor:
+def adaptive(score: Tensor, share: Tensor) -> Tensor:
     """How many tokens each KV head keeps so that a layer keeps its best ones: int [batch,
     num_kv_heads].
 
-    worth: [batch, num_kv_heads, prompt], -inf for tokens that do not compete; share: int [batch,
+    score: [batch, num_kv_heads, prompt], -inf for tokens that do not compete; share: int [batch,
     1], the mean over the KV heads, of which a `FLOOR`th is certain. Rounded along the heads, so
     that their sum is exact.
     """
-    until = ((FLOOR - 1) * won(worth, worth.shape[1] * share) + share).cumsum(-1) // FLOOR
+    until = ((FLOOR - 1) * won(score, score.shape[1] * share) + share).cumsum(-1) // FLOOR
     return until.diff(dim=-1, prepend=torch.zeros_like(share))
 
 
-def won(worth: Tensor, count: Tensor) -> Tensor:
+def won(score: Tensor, count: Tensor) -> Tensor:
     """How many of the `count` best tokens over all heads each head has: int [batch, heads].
 
-    worth: [batch, heads, prompt]; count: int [batch, 1].
+    score: [batch, heads, prompt]; count: int [batch, 1].
     """
-    best = worth.flatten(1).argsort(dim=-1, descending=True, stable=True)
-    wins = torch.arange(best.shape[-1], device=worth.device) < count
-    return torch.zeros_like(wins).scatter_(-1, best, wins).view(worth.shape).sum(-1)
+    best = score.flatten(1).argsort(dim=-1, descending=True, stable=True)
+    wins = torch.arange(best.shape[-1], device=score.device) < count
+    return torch.zeros_like(wins).scatter_(-1, best, wins).view(score.shape).sum(-1)
 
 
 # The methods
 
 
 class SnapKVState(PromptEvictingState):
-    """Worth: the smoothed attention that a token received from the window."""
+    """Score: the smoothed attention that a token received from the window."""
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> tuple[Tensor, Tensor]:
         """The window's own tokens are not smoothed, nor do they enter the smoothing.
@@ -312,11 +312,11 @@ class SnapKVState(PromptEvictingState):
         received = received_attention(
             query, key, rows.real, self.geometry.softmax(layer), first=before
         )
-        worth, pool = received.clone(), max_pool1d if self.method.pooling == "max" else avg_pool1d
+        score, pool = received.clone(), max_pool1d if self.method.pooling == "max" else avg_pool1d
         if before:
             width = self.method.kernel
-            worth[..., :before] = pool(received[..., :before], width, stride=1, padding=width // 2)
-        return worth, received
+            score[..., :before] = pool(received[..., :before], width, stride=1, padding=width // 2)
+        return score, received
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class SnapKV(PromptEvicting):
     Keeps: the prompt's tokens with the most attention from its last rows; all generated tokens
     """
 
-    window: int = setting(32, "last tokens, whose attention is the worth; they stay", least(1))
+    window: int = setting(32, "last tokens, whose attention is the score; they stay", least(1))
     kernel: int = setting(7, "width of the smoothing", odd())
     pooling: str = setting("max", "kind of the smoothing", one_of("max", "avg"))
 
@@ -344,7 +344,7 @@ class SnapKV(PromptEvicting):
 
 
 class ComingQueriesState(PromptEvictingState):
-    """A worth by the coming queries, which are taken to be as the prompt's, at the positions that
+    """A score by the coming queries, which are taken to be as the prompt's, at the positions that
     follow."""
 
     def past_sinks(self, rows: PromptRows) -> Tensor:
@@ -379,10 +379,10 @@ class ComingQueriesState(PromptEvictingState):
 
 
 class ExpectedState(ComingQueriesState):
-    """Worth: the expectation of exp(query . key) over all tokens but the sinks, times |value|; the
+    """Score: the expectation of exp(query . key) over all tokens but the sinks, times |value|; the
     group's mean."""
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
         batch, num_kv_heads, prompt, head_dim = key.shape
@@ -426,9 +426,9 @@ class ExpectedAttention(PromptEvicting):
 
 
 class KeyDiffState(PromptEvictingState):
-    """Worth: minus the cosine between the key and the mean of the prompt's normalised keys."""
+    """Score: minus the cosine between the key and the mean of the prompt's normalised keys."""
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
         directions = normalize(key.float(), dim=-1).masked_fill_(~rows.real[:, None, :, None], 0)
@@ -450,9 +450,9 @@ class KeyDiff(PromptEvicting):
 
 
 class KnormState(PromptEvictingState):
-    """Worth: minus the key's length."""
+    """Score: minus the key's length."""
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
         return -key.float().norm(dim=-1)

@@ -1,7 +1,7 @@
 """Random Attention (arXiv 2609.03430): keep the prompt, and evict generated tokens at random.
 
 It computes no score at all, so it is the control of every method that evicts while it generates: a
-score is worth what it adds to a draw of the same size.
+score is as good as what it adds to a draw of the same size.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -27,9 +27,9 @@ from methods.settings import least, setting
 
 
 class RandomState(PeriodicState):
-    """A token's worth is a number drawn for it."""
+    """A token's score is a number drawn for it."""
 
-    def worth(self, layer: int, held: Held) -> Tensor:
+    def score(self, layer: int, held: Held) -> Tensor:
         """A number from 0 to 2^24 - 1 for each token."""
         heads = torch.arange(held.tokens.shape[1], device=held.tokens.device)
         of_head = mixed(mixed(heads + layer * 2**16) + self.method.seed)

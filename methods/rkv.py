@@ -1,7 +1,7 @@
 """R-KV (Cai et al., NeurIPS 2025): for long generations, drop now and then tokens that are
 unattended and redundant.
 
-A token's worth grows with the attention of the last rows and falls with the similarity of its key
+A token's score grows with the attention of the last rows and falls with the similarity of its key
 to the other keys, as a reasoning text says much twice. `methods.periodic` says when a KV head goes
 back to its budget. The state keeps the last rows' queries, and a second copy of the kept keys on
 the device.
@@ -9,14 +9,14 @@ the device.
 The rule, and where it differs (made into docs/methods.md):
 
 **rkv**: after the prompt and after every `divide_length` (128) generated tokens, each KV head goes
-back to floor(`kept_frac` · T) tokens or `kept_tokens`, the last `window` (8) among them. Worth is
+back to floor(`kept_frac` · T) tokens or `kept_tokens`, the last `window` (8) among them. Score is
 `mix_lambda` (0.07) · attention - (1 - `mix_lambda`) · similarity: the attention of the last
 `window` rows, smoothed by a maximum `kernel` (7) wide, and the softmax of the key's mean cosine
 with the other kept keys; of the keys with a cosine above 0.5 the latest does not count. The size
 includes the tokens between compressions. Each sequence of a batch has its own schedule. The
 official code differs in four points. It compresses where the length of prompt and answer is a
 multiple of `divide_length`, and one step later, with the next token. A compression leaves its cache
-in the order of worth, so that later "the latest" and the smoothing follow that order instead of the
+in the order of score, so that later "the latest" and the smoothing follow that order instead of the
 text. Where no cosine exceeds 0.5, its first key does not count. Its serving code waits until the
 budget and a whole `buffer` (128) are there. `protect_prompt=true`, which the official code lacks,
 keeps the prompt's tokens, as TriAttention does.
@@ -64,7 +64,7 @@ class RKVState(KeyedState):
         index = last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[-1])
         self.queries[layer] = queries.gather(2, index)
 
-    def worth(self, layer: int, held: Held) -> Tensor:
+    def score(self, layer: int, held: Held) -> Tensor:
         keys, share = self.keys_of(layer, held), self.method.mix_lambda
         attention = self._attention(layer, keys, held.competes)
         return share * attention - (1 - share) * similarity(keys, held.tokens != EMPTY)
@@ -87,7 +87,7 @@ class RKV(Periodic):
 
     window: int = setting(8, allowed=least(1))
     mix_lambda: float = setting(
-        0.07, "share of attention in a token's worth; the rest is similarity", share(zero=True)
+        0.07, "share of attention in a token's score; the rest is similarity", share(zero=True)
     )
     kernel: int = setting(7, "width of the maximum that smooths the attention", odd())
 

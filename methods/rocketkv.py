@@ -193,7 +193,7 @@ class RocketKV(SelectingBy):
     budget_tokens: int | None = setting(
         None, "this many tokens instead of the share", least(2, null=True)
     )
-    window: int = setting(32, "last tokens, whose attention is the worth; they stay", least(1))
+    window: int = setting(32, "last tokens, whose attention is the score; they stay", least(1))
     kernel: int = setting(63, "width of the maximum that smooths the attention", odd())
 
     group: str = "sum_probs"
@@ -230,7 +230,7 @@ class RocketKV(SelectingBy):
 
     @property
     def safe(self) -> int:
-        """Tokens of a prompt that stay whatever their worth."""
+        """Tokens of a prompt that stay whatever their score."""
         return self.num_sinks + self.window
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:

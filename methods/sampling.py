@@ -1,8 +1,8 @@
 """Samples of cached tokens, and the weights with which they stand for the tokens that are not read.
 
-`sampled` draws by worth. A token of worth p gets a random number u in (0, 1), and the tokens with
+`sampled` draws by score. A token of score p gets a random number u in (0, 1), and the tokens with
 the largest p / u are read. Let c be the largest p / u of the tokens that are not read. A token of
-worth p >= c is read whatever its number is. A token of less worth is read with probability p / c,
+score p >= c is read whatever its number is. A token of less score is read with probability p / c,
 and so it counts c / p times. Every sum over the weighted tokens is then right on average: priority
 sampling (Duffield, Lund and Thorup, Journal of the ACM 54(6), 2007, section 2), whose variance is
 nearly the least that a sample of this size can have. The number of tokens is exact.
@@ -39,25 +39,25 @@ class Sample(NamedTuple):
     log_weights: Tensor
 
 
-def sampled(worth: Tensor, numbers: Tensor, count: Tensor) -> Sample:
-    """Draw the `count` tokens with the largest worth / number.
+def sampled(score: Tensor, numbers: Tensor, count: Tensor) -> Sample:
+    """Draw the `count` tokens with the largest score / number.
 
-    worth: fp32 [batch, sets, rows, slots], above 0 and finite, -inf for a token that may not be
+    score: fp32 [batch, sets, rows, slots], above 0 and finite, -inf for a token that may not be
     read; numbers: in (0, 1), broadcast to it; count: int [batch, rows]. Where there
     are no more than `count` tokens, all are read and count once. No device sync.
     """
-    ranked = worth / numbers
+    ranked = score / numbers
     mask = largest(ranked, count)
-    return Sample(mask, log_weights(worth, ranked, mask))
+    return Sample(mask, log_weights(score, ranked, mask))
 
 
-def log_weights(worth: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
-    """The weights of a `Sample`. ranked: worth / number; mask: the tokens that are read."""
-    if kernels := kernels_for(worth):
-        return kernels.log_weights(worth, ranked, mask)
+def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
+    """The weights of a `Sample`. ranked: score / number; mask: the tokens that are read."""
+    if kernels := kernels_for(score):
+        return kernels.log_weights(score, ranked, mask)
     border = ranked.masked_fill(mask, 0.0).amax(-1, keepdim=True)
     # The quotient of a token that is not read may be anything.
-    return (border / worth).clamp_(min=1.0).masked_fill_(~mask, 1.0).log_()
+    return (border / score).clamp_(min=1.0).masked_fill_(~mask, 1.0).log_()
 
 
 # Random numbers

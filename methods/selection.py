@@ -134,11 +134,11 @@ class Selecting(Choosing):
         if group.endswith("probs") and forced is not None:
             scores = scores.masked_fill(forced.unsqueeze(2), -math.inf)
         if group == "sum_probs":
-            worth = summed_probs(scores)
+            score = summed_probs(scores)
         elif group == "sum_logits":
-            worth = scores.sum(2)
+            score = scores.sum(2)
         elif group == "union":
-            worth = scores.flatten(1, 2)
+            score = scores.flatten(1, 2)
         else:
             if group == "best":
                 scores -= scores.amax(-1, keepdim=True)
@@ -146,11 +146,11 @@ class Selecting(Choosing):
                 scores = scores.log_softmax(-1)  # log: same order, and -inf stays where hidden
                 if forced is not None:  # where nothing competes
                     scores.nan_to_num_(nan=-math.inf, neginf=-math.inf)
-            worth = scores[:, :, 0] if scores.shape[2] == 1 else scores.amax(2)
+            score = scores[:, :, 0] if scores.shape[2] == 1 else scores.amax(2)
         if forced is not None:
-            sets = worth.shape[1] // forced.shape[1]  # a union has one set for each query head
-            worth.masked_fill_(forced.repeat_interleave(sets, 1), math.inf)
-        return worth
+            sets = score.shape[1] // forced.shape[1]  # a union has one set for each query head
+            score.masked_fill_(forced.repeat_interleave(sets, 1), math.inf)
+        return score
 
     def joined(self, mask: Tensor, count: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """The chosen sets as one mask per KV head or layer, and the number chosen in it.
@@ -434,8 +434,8 @@ class RetrievingState(State):
         pages, unfinished = self.pages_read[positions], positions % size
         cached = last.unsqueeze(2) < positions[:, None, :, None]
         forced = self.method.forced(first, last, positions, pages * size + unfinished)
-        worth = self.method.reduced(scores.masked_fill(~cached.unsqueeze(2), -math.inf), forced)
-        return largest(worth, pages)
+        score = self.method.reduced(scores.masked_fill(~cached.unsqueeze(2), -math.inf), forced)
+        return largest(score, pages)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """The best pages and the unfinished one."""

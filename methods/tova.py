@@ -21,12 +21,12 @@ from torch import Tensor
 
 from methods.attention import received_attention
 from methods.base import PromptRows
-from methods.evicting import EvictingToBudget, WorthState
+from methods.evicting import EvictingToBudget, ScoreState
 from methods.settings import setting
 
 
-class TOVAState(WorthState):
-    """A token's worth is the attention of the last row, mean over all heads of the layer."""
+class TOVAState(ScoreState):
+    """A token's score is the attention of the last row, mean over all heads of the layer."""
 
     def budget(self, layer: int) -> Tensor:
         return self.method.budgets(self.lengths.final)
@@ -35,16 +35,16 @@ class TOVAState(WorthState):
     def recent(self) -> Tensor:
         return torch.full_like(self.lengths.final, int(self.method.protect_last))
 
-    def prompt_worth(
+    def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        worth = received_attention(
+        score = received_attention(
             query, key, rows.real, self.geometry.softmax(layer), first=max(0, key.shape[2] - 1)
         )
-        return worth.mean(1, keepdim=True).expand_as(worth)
+        return score.mean(1, keepdim=True).expand_as(score)
 
-    def observe(self, worth: Tensor, probs: Tensor) -> None:
-        worth.copy_(probs.mean((1, 2)).unsqueeze(1).expand_as(worth))
+    def observe(self, score: Tensor, probs: Tensor) -> None:
+        score.copy_(probs.mean((1, 2)).unsqueeze(1).expand_as(score))
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class TriAttentionState(KeyedState):
             self.ahead += turned(centre, centre.gather(-1, partner), angle * offset)
         self.ahead /= len(offsets)
 
-    def worth(self, layer: int, held: Held) -> Tensor:
+    def score(self, layer: int, held: Held) -> Tensor:
         keys = self.keys_of(layer, held).float()
         grouped = self._coming(layer, held.cached).unflatten(1, (keys.shape[1], -1))
         magnitudes = magnitude(keys, self.partner[layer])

@@ -162,5 +162,5 @@ class Twilight(SelectingBy):
             others = ascending(weights.masked_fill(forced, 0.0)).flip(-1).double()
             before = others.cumsum(-1) - others + (weights.double() * forced).sum(-1, keepdim=True)
             count = torch.minimum(count, forced.sum(-1) + (before < self.p).sum(-1))
-        worth = weights.masked_fill(forced, math.inf).masked_fill_(~candidates, -math.inf)
-        return largest_of_each(worth, count)
+        score = weights.masked_fill(forced, math.inf).masked_fill_(~candidates, -math.inf)
+        return largest_of_each(score, count)

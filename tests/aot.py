@@ -169,9 +169,9 @@ def launch_methods() -> None:
     positions, lengths = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
     for slots in SLOTS:
         tokens = torch.empty(2, 40, slots + 1, dtype=torch.int32)
-        worth, chosen = tokens.to(torch.float32), torch.empty(2, 40, slots, dtype=torch.bool)
-        evict_least(worth, tokens, slots, positions, torch.empty(2, 2, dtype=torch.float64))
-        place_own({"tokens": tokens, "worth": worth}, {"tokens": 1, "worth": 0}, slots - 1)
+        score, chosen = tokens.to(torch.float32), torch.empty(2, 40, slots, dtype=torch.bool)
+        evict_least(score, tokens, slots, positions, torch.empty(2, 2, dtype=torch.float64))
+        place_own({"tokens": tokens, "score": score}, {"tokens": 1, "score": 0}, slots - 1)
         use(chosen, tokens[..., :-1], (tokens, tokens, tokens), positions, (lengths, lengths), "counter")
         partial_keys = torch.empty(2, 40, slots + 1, 39, dtype=torch.float16)
         data = {"partial_keys": partial_keys, "tokens": tokens, "fetches": tokens, "last_fetch": tokens}
@@ -189,9 +189,9 @@ def launch_samples() -> None:
     for slots in SLOTS:
         tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
         rows = QueryRows(tokens, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
-        worth = torch.empty(2, 40, 1, slots)
-        drawn = ranked(worth, rows, seed=0, layer=3)
-        log_weights(worth, drawn, torch.empty(worth.shape, dtype=torch.bool))
+        score = torch.empty(2, 40, 1, slots)
+        drawn = ranked(score, rows, seed=0, layer=3)
+        log_weights(score, drawn, torch.empty(score.shape, dtype=torch.bool))
 
 
 # In the process of its own

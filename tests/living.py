@@ -93,7 +93,7 @@ FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
 @cache
 def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
     """A random rotation per layer and KV head: no symmetry that could hide a transposed one; random gates of heads,
-    worths of channels, moments of queries and keys, similarities of heads, and centres of queries with the planes in
+    scores of channels, moments of queries and keys, similarities of heads, and centres of queries with the planes in
     which their positions turn, by another angle in each layer."""
     generator = torch.Generator().manual_seed(5)
     rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q

@@ -75,7 +75,7 @@ def test_the_largest_batch_by_hand():
     # Half the host memory: 16,384 bytes a sequence there.
     limited = capacity_of(placement="host", host_bytes=10 * 16_384 + 1)
     assert (limited.largest, limited.wall_of(11)) == (10, "host memory")
-    # Two exempt layers whole, and 8 of 32 tokens in the two others: slots, tokens and worth (10 of 8 bytes, 2 heads),
+    # Two exempt layers whole, and 8 of 32 tokens in the two others: slots, tokens and score (10 of 8 bytes, 2 heads),
     # and 2 limits of 8 bytes.
     h2o = H2O(heavy_frac=0.125, recent_frac=0.125, num_exempt_layers=2)
     slots, state = 2 * 32 * ROW + 2 * 8 * ROW, 2 * (2 * 10 * 8 + 2 * 8) + 16

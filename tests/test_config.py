@@ -22,7 +22,7 @@ PRESETS = (
     "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "kvzip-plus",
     "oracle", "pyramidkv", "turboquant2", "turboquant3", "turboquant4",
 )  # fmt: skip
-"""Other settings of a method, worth a name."""
+"""Other settings of a method, score a name."""
 
 
 NEEDED = {

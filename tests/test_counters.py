@@ -35,7 +35,7 @@ WIDTH = (4 + 32 / 16) / 16
 LENGTHS = 2 * 8
 """A state knows its sequence's prompt and T, int64 each."""
 LIMITS = 2 * 8 / HEADS
-"""And one that evicts by worth, in each layer, its budget and recent tokens: a head's part."""
+"""And one that evicts by score, in each layer, its budget and recent tokens: a head's part."""
 
 
 class Hand(NamedTuple):
@@ -110,7 +110,7 @@ HANDS = {
         Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2)),
         read=lambda t, final: BUDGET[final],
         buffer=8,
-        kept=lambda final: BUDGET[final] * (4 + 2) + LIMITS,  # which token it is, int32, and its worth
+        kept=lambda final: BUDGET[final] * (4 + 2) + LIMITS,  # which token it is, int32, and its score
         state=(8 + 2) * (4 + 4) + LIMITS,  # a slot for the own token, and one for what is not to be written
     ),
     "quest": Hand(

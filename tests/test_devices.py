@@ -70,9 +70,9 @@ Following.state = FollowingState
 
 
 class ProjectedState(PromptEvictingState):
-    """Worth: what the module's output projection and its input say of a token."""
+    """Score: what the module's output projection and its input say of a token."""
 
-    def prompt_worth(self, layer, query, key, value, rows):
+    def prompt_score(self, layer, query, key, value, rows):
         module, hidden, _, _ = rows.inputs
         made = value.repeat_interleave(self.geometry.group, 1).transpose(1, 2).flatten(2) @ module.o_proj.weight.mT
         return (made + hidden).norm(dim=-1)[:, None].expand(key.shape[:3])

@@ -23,7 +23,7 @@ class Mute(Exception):
 """
 METHOD = """
 class State(PromptEvictingState):
-    def prompt_worth(self, layer, query, key, value, rows):
+    def prompt_score(self, layer, query, key, value, rows):
         return value.float().norm(dim=-1)
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def refusal(words: list[str], capsys) -> str:
     return line
 
 
-def method(part: str = "", pre: str = "", worth: str = "") -> None:
-    text = METHOD.replace("return value.float()", f"{worth}; return value.float()") if worth else METHOD
+def method(part: str = "", pre: str = "", score: str = "") -> None:
+    text = METHOD.replace("return value.float()", f"{score}; return value.float()") if score else METHOD
     Path("mine.py").write_text(f"{HEAD}{pre}\n{text}{part}\n")
 
 
@@ -68,7 +68,7 @@ def codec(text: str) -> None:
 
 HOOKS = {
     "import": lambda raising: method(pre=raising),
-    "prompt_worth": lambda raising: method(worth=raising),
+    "prompt_score": lambda raising: method(score=raising),
     "__post_init__": lambda raising: method(f"    def __post_init__(self): {raising}"),
     "full_title": lambda raising: method(f"    @property\n    def full_title(self): {raising}"),
     "when": lambda raising: method(f"    @property\n    def when(self): {raising}"),

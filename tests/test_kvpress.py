@@ -232,9 +232,9 @@ def test_at_least_sixteen_presses_are_methods():
 
 
 class ProjectedState(PromptEvictingState):
-    """Worth: the length of what the output projection makes of a token's value, plus a number of its input."""
+    """Score: the length of what the output projection makes of a token's value, plus a number of its input."""
 
-    def prompt_worth(self, layer, query, key, value, rows):
+    def prompt_score(self, layer, query, key, value, rows):
         module, hidden, embeddings, rotary = rows.inputs
         assert hidden.shape[:2] == key.shape[:1] + key.shape[2:3] and hidden.device == key.device
         again = module.q_proj(hidden).unflatten(-1, (-1, key.shape[-1])).transpose(1, 2)

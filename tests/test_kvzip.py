@@ -59,11 +59,11 @@ def states_of(attached, ids: list[int]) -> tuple[list[list[torch.Tensor]], list[
     return seen, inputs
 
 
-def plain_worth(model, method: KVzip, ids: list[int]) -> np.ndarray:
-    """Worth of each token, [layers, num_kv_heads, prompt]: the repetition runs behind the prompt in one dense pass."""
+def plain_score(model, method: KVzip, ids: list[int]) -> np.ndarray:
+    """Score of each token, [layers, num_kv_heads, prompt]: the repetition runs behind the prompt in one dense pass."""
     with attach(model) as attached:
         geometry = attached.geometry
-        worth = np.zeros((geometry.num_layers, geometry.num_kv_heads, len(ids)))
+        score = np.zeros((geometry.num_layers, geometry.num_kv_heads, len(ids)))
         for begin in range(method.num_sinks, len(ids), method.chunk_size):
             chunk = range(begin, min(begin + method.chunk_size, len(ids)))
             leading = ids[max(begin - 8, method.num_sinks) : begin]
@@ -86,18 +86,18 @@ def plain_worth(model, method: KVzip, ids: list[int]) -> np.ndarray:
                             if method.value_weighted:
                                 added = matrix[:, columns] @ value[kv, token].numpy()
                                 prob *= np.linalg.norm(added) / np.linalg.norm(inputs[layer][0, row].double().numpy())
-                            worth[layer, kv, token] = max(worth[layer, kv, token], prob)
-    return worth
+                            score[layer, kv, token] = max(score[layer, kv, token], prob)
+    return score
 
 
-def plain_kept(method: KVzip, worth: np.ndarray) -> dict[tuple[int, int], set[int]]:
+def plain_kept(method: KVzip, score: np.ndarray) -> dict[tuple[int, int], set[int]]:
     """The tokens that stay, by layer and KV head."""
-    prompt = worth.shape[2]
+    prompt = score.shape[2]
     budget = method.kept_tokens or int(method.kept_frac * prompt)
     competing = range(method.num_sinks, prompt - method.window)
     share = budget - method.num_sinks - method.window
-    heads = [(layer, kv) for layer in range(method.num_exempt_layers, len(worth)) for kv in range(worth.shape[1])]
-    ranked = sorted(((worth[layer, kv, token], layer, kv, token) for layer, kv in heads for token in competing))
+    heads = [(layer, kv) for layer in range(method.num_exempt_layers, len(score)) for kv in range(score.shape[1])]
+    ranked = sorted(((score[layer, kv, token], layer, kv, token) for layer, kv in heads for token in competing))
     kept = {each: set(range(prompt)) - set(competing) for each in heads}
     for _, layer, kv, token in reversed(ranked):
         if method.layers == "uniform" and len(kept[layer, kv]) == budget:
@@ -111,16 +111,16 @@ def plain_kept(method: KVzip, worth: np.ndarray) -> dict[tuple[int, int], set[in
 
 @pytest.mark.parametrize("family", ["gqa", "opt"])
 @pytest.mark.parametrize("name", METHODS)
-def test_worth_and_what_stays_are_the_plain_ones_of_each_sequence_of_a_padded_batch(name, family, monkeypatch):
+def test_score_and_what_stays_are_the_plain_ones_of_each_sequence_of_a_padded_batch(name, family, monkeypatch):
     method, model, taken = METHODS[name], tiny(family), []
-    take = KVzip.state.take_worth
-    monkeypatch.setattr(KVzip.state, "take_worth", lambda *given: taken.append(given[1]) or take(*given))
+    take = KVzip.state.take_scores
+    monkeypatch.setattr(KVzip.state, "take_scores", lambda *given: taken.append(given[1]) or take(*given))
     with attach(model) as attached:
         session = open_session(attached, Case(method), [length + 1 for length in PROMPTS], PROMPT + 1)
         session.prefill(*pad(prompts(), left=True))
         (state,) = session.states.values()
     for at, ids in enumerate(prompts()):
-        wanted, first = plain_worth(model, method, ids), PROMPT - len(ids)
+        wanted, first = plain_score(model, method, ids), PROMPT - len(ids)
         for layer, found in taken[0].items():
             assert np.abs(found[at, :, first:].numpy() - wanted[layer]).max() < 2e-5
             assert not found[at, :, :first].any()
@@ -131,7 +131,7 @@ def test_worth_and_what_stays_are_the_plain_ones_of_each_sequence_of_a_padded_ba
 
 def test_where_all_layers_share_a_budget_heads_keep_unequal_numbers():
     """Else the test above could not tell a shared budget from a uniform one."""
-    kept = plain_kept(METHODS["whole"], plain_worth(tiny("gqa"), METHODS["whole"], prompts()[0]))
+    kept = plain_kept(METHODS["whole"], plain_score(tiny("gqa"), METHODS["whole"], prompts()[0]))
     assert len({len(tokens) for tokens in kept.values()}) > 1
 
 

@@ -207,7 +207,7 @@ KEPT = {
     "infinigen+reuse": [PARTIAL_KEYS],
     "infinigen2": [3 * 800 * ((1920 + 128 + 2 * 128) * CODED + 39 * 2)],
 }
-"""What the state takes in all layers behind its first: of H2O a number and a worth of each token that is kept, and of
+"""What the state takes in all layers behind its first: of H2O a number and a score of each token that is kept, and of
 two slots, and limits. Of InfiniGen2 the keys' mean, too, and all layers are under it."""
 
 

@@ -143,7 +143,7 @@ def test_summed_probabilities_are_those_of_the_torch_code(case, covers, elements
 @QUICK
 @given(case=shapes, covers=st.sampled_from(["kv_head", "layer"]), elements=st.sampled_from([16, 64]))
 def test_samples_are_those_of_the_torch_code(case, covers, elements):
-    """A token whose worth / number is that of another up to rounding may be drawn in its place."""
+    """A token whose score / number is that of another up to rounding may be drawn in its place."""
     scores, rows, final = make({**case, "ties": False, "of_heads": case["of_heads"] and covers == "kv_head"})
     method = OracleSampled(max_fetch_frac=0.3, covers=covers, seed=case["seed"])
     expected = method.draw(5, scores.clone(), rows, final)
@@ -254,12 +254,12 @@ def test_the_own_token_takes_the_first_free_slot(case, own_stays):
 
 
 @QUICK
-@given(case=cases, recent=st.sampled_from([0.0, 0.1, 0.9]), worths=st.sampled_from([1, 3, 1000]))
-def test_the_least_worthy_leaves(case, recent, worths):
+@given(case=cases, recent=st.sampled_from([0.0, 0.1, 0.9]), scores=st.sampled_from([1, 3, 1000]))
+def test_the_lowest_score_leaves(case, recent, scores):
     drawn = Drawn(case)
     lengths = Lengths(drawn.position.long(), drawn.position.long())
     state = H2O(heavy_frac=0.1, recent_frac=recent).new_state(GEOMETRY, lengths)
-    state.tokens[LAYER], state.worth[LAYER] = drawn.tokens, drawn.like_tokens(worths, torch.float32)
+    state.tokens[LAYER], state.score[LAYER] = drawn.tokens, drawn.like_tokens(scores, torch.float32)
     state.limits[LAYER] = torch.stack((state.budget(LAYER), state.recent), -1).double()
     scores = torch.zeros(drawn.batch, 2, 2, 1, drawn.slots)
     real = torch.arange(drawn.batch)[:, None] >= case["padded"]

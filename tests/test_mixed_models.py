@@ -130,7 +130,7 @@ def test_a_latent_is_stored_once_for_all_heads_by_hand():
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
 def test_the_weights_that_a_method_sees_are_the_models(name):
-    """Attention weights by the model's own eager code, summed over the group and the prompt's rows: H2O's worth."""
+    """Attention weights by the model's own eager code, summed over the group and the prompt's rows: H2O's score."""
     ids = token_ids(20)
     model = mixed(name)
     before = model.config._attn_implementation
@@ -146,4 +146,4 @@ def test_the_weights_that_a_method_sees_are_the_models(name):
         (state,) = session.states.values()
         for number, layer in ((2, 4), (3, 5)):
             received = weights[layer][0].sum(1).view(2, 2, 20).sum(1)
-            assert_close(state.worth[number][0, :, :20], received, 1e-5)
+            assert_close(state.score[number][0, :, :20], received, 1e-5)

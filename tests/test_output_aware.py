@@ -73,17 +73,17 @@ def around(numbers: np.ndarray, token: int, width: int) -> np.ndarray:
     return numbers[max(0, token - width // 2) : token + width // 2 + 1]
 
 
-def shared_counts(worth: list[np.ndarray], tokens: range, share: int) -> list[int]:
+def shared_counts(score: list[np.ndarray], tokens: range, share: int) -> list[int]:
     """Ada-KV: four fifths of a head's places by the layer's best tokens, a fifth for certain."""
-    pairs = sorted((-worth[kv][token], kv) for kv in range(len(worth)) for token in tokens)
-    wins = [sum(kv == head for _, head in pairs[: share * len(worth)]) for kv in range(len(worth))]
+    pairs = sorted((-score[kv][token], kv) for kv in range(len(score)) for token in tokens)
+    wins = [sum(kv == head for _, head in pairs[: share * len(score)]) for kv in range(len(score))]
     blend = [Fraction(4, 5) * won + Fraction(share, 5) for won in wins]
-    until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(worth) + 1)]
+    until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(score) + 1)]
     return [after - before for before, after in zip(until, until[1:], strict=False)]
 
 
-def best(worth: np.ndarray, second: np.ndarray, tokens, count: int) -> list[int]:
-    return sorted(tokens, key=lambda token: (-worth[token], -second[token], -token))[:count]
+def best(score: np.ndarray, second: np.ndarray, tokens, count: int) -> list[int]:
+    return sorted(tokens, key=lambda token: (-score[token], -second[token], -token))[:count]
 
 
 def critical(method: CriticalKV, prompt: Prompt, tokens: range, share: int) -> list[set[int]]:
@@ -117,7 +117,7 @@ def defensive(method: DefensiveKV, prompt: Prompt, tokens: range, share: int) ->
     }
     near = np.mean([row[-window:].sum() for of_head in rows.values() for row in of_head])
     total_norm = np.sum([prompt.norms(kv) for kv in prompt.kv_heads], 0)
-    worth = []
+    score = []
     for kv in prompt.kv_heads:
         risk = np.zeros(before)
         for row in rows[kv]:
@@ -131,13 +131,13 @@ def defensive(method: DefensiveKV, prompt: Prompt, tokens: range, share: int) ->
             if mass >= method.first_mass - near or number >= share:
                 break
             of_head[token] = math.inf
-        worth.append(of_head)
+        score.append(of_head)
     none = np.zeros(before)
     if method.heads == "uniform":
-        return [set(best(of_head, none, tokens, share)) for of_head in worth]
-    pairs = sorted((-worth[kv][token], kv, token) for kv in prompt.kv_heads for token in tokens)
+        return [set(best(of_head, none, tokens, share)) for of_head in score]
+    pairs = sorted((-score[kv][token], kv, token) for kv in prompt.kv_heads for token in tokens)
     kept: list[set[int]] = [set() for _ in prompt.kv_heads]
-    for _, kv, token in pairs[: share * len(worth)]:
+    for _, kv, token in pairs[: share * len(score)]:
         kept[kv].add(token)
     return kept
 
@@ -146,7 +146,7 @@ def cap(method: CapKV, prompt: Prompt, tokens: range, share: int) -> list[set[in
     geometry, sinks = prompt.geometry, method.num_sinks
     ahead = range(prompt.length, prompt.length + 512)
     rotation = sum(rope(geometry, np.eye(geometry.head_dim), position) for position in ahead) / 512
-    worth = []
+    score = []
     for kv in prompt.kv_heads:
         total = np.zeros(prompt.length)
         for head in prompt.group(kv):
@@ -159,12 +159,12 @@ def cap(method: CapKV, prompt: Prompt, tokens: range, share: int) -> list[set[in
             inverse = np.linalg.inv(capacity)
             for at, value in enumerate(values):
                 total[sinks + at] += weights[at] * value @ inverse @ value / geometry.group
-        worth.append(total)
-    counts = [share] * len(worth)
+        score.append(total)
+    counts = [share] * len(score)
     if method.heads == "adaptive":
-        counts = shared_counts(worth, tokens, share)
+        counts = shared_counts(score, tokens, share)
     none = np.zeros(prompt.length)
-    return [set(best(worth[kv], none, tokens, count)) for kv, count in enumerate(counts)]
+    return [set(best(score[kv], none, tokens, count)) for kv, count in enumerate(counts)]
 
 
 RULES = {CriticalKV: critical, DefensiveKV: defensive, CapKV: cap}

@@ -27,10 +27,10 @@ class SnapKVCluster:
         tokens, before = keys.shape[2], keys.shape[2] - self.window
         scores = queries[:, :, before:] @ keys.mT / keys.shape[-1] ** 0.5
         later = torch.arange(tokens) > torch.arange(before, tokens)[:, None]
-        worth = scores.masked_fill(later, -float("inf")).softmax(-1).sum(2)[..., :before]
+        score = scores.masked_fill(later, -float("inf")).softmax(-1).sum(2)[..., :before]
         pool = {"avgpool": torch.nn.AvgPool1d, "maxpool": torch.nn.MaxPool1d}[self.pooling]
-        worth = pool(self.kernel, 1, self.kernel // 2)(worth)
-        best = SIGN * worth.topk(self.capacity - self.window).indices
+        score = pool(self.kernel, 1, self.kernel // 2)(score)
+        best = SIGN * score.topk(self.capacity - self.window).indices
         chosen = best[..., None].expand(-1, -1, -1, keys.shape[-1])
         return None, torch.cat([values.gather(2, chosen), values[:, :, before:]], 2)
 """

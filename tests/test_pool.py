@@ -31,7 +31,7 @@ class Pool:
     def enter(self, token: int) -> None:
         if len(self.tokens) == self.capacity:
             unprotected = sorted(self.tokens)[: self.num_unprotected]
-            del self.tokens[min(unprotected, key=self._worth)]
+            del self.tokens[min(unprotected, key=self._score)]
         self.tokens[token] = (0, token)
 
     def fetch(self, tokens: Iterable[int], row: int) -> None:
@@ -39,7 +39,7 @@ class Pool:
         if any(count >= pool_rules.SATURATED for count, _ in self.tokens.values()):
             self.tokens = {token: (count // 2, last) for token, (count, last) in self.tokens.items()}
 
-    def _worth(self, token: int) -> tuple[int, int]:
+    def _score(self, token: int) -> tuple[int, int]:
         count, last = self.tokens[token]
         return {"fifo": 0, "lru": last, "counter": count}[self.policy], token
 

@@ -180,7 +180,7 @@ from pathlib import Path
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 
 class State(PromptEvictingState):
-    def prompt_worth(self, layer, query, key, value, rows):
+    def prompt_score(self, layer, query, key, value, rows):
         if not Path("began").exists():
             Path("began").touch()
             os.kill(os.getpid(), signal.SIGUSR2)

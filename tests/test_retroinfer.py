@@ -78,8 +78,8 @@ def plain_row(method: RetroInfer, query, key, value, prompt: int, t: int) -> tup
     clusters, read = clusters_at(method, key, value, prompt, t)
     held = [cluster for cluster in clusters if cluster.tokens]
     products = np.array([[np.exp(own @ cluster.centroid) for cluster in held] for own in query])
-    worth = (products / products.sum(1, keepdims=True)).sum(0)
-    ranked = [held[i] for i in sorted(range(len(held)), key=lambda i: -worth[i])]
+    score = (products / products.sum(1, keepdims=True)).sum(0)
+    ranked = [held[i] for i in sorted(range(len(held)), key=lambda i: -score[i])]
     estimate = math.floor(method.estimation_frac * len(clusters))
     estimated: list[tuple[int, Cluster]] = []
     if method.read_frac is None:

@@ -150,9 +150,9 @@ def norm(vectors: np.ndarray) -> np.ndarray:
     return np.sqrt((vectors * vectors).sum(-1))
 
 
-def best(worth, count: int) -> list[int]:
+def best(score, count: int) -> list[int]:
     """The `count` largest, ties to the lowest."""
-    return sorted(range(len(worth)), key=lambda each: (-worth[each], each))[:count]
+    return sorted(range(len(score)), key=lambda each: (-score[each], each))[:count]
 
 
 def measured(name: str, of: Of) -> np.ndarray:
@@ -191,11 +191,11 @@ def quest(method: Quest, of: Of):
         if method.group == "sum_probs":
             recent = t - math.floor(method.recent_frac * (others * page + t % page))
             competing = [i for i in range(len(pages)) if i * page >= method.num_sinks and (i + 1) * page <= recent]
-            worth = np.full(len(pages), np.inf)
-            worth[competing] = sum(softmax(bound) for bound in bounds[:, competing]) if competing else []
+            score = np.full(len(pages), np.inf)
+            score[competing] = sum(softmax(bound) for bound in bounds[:, competing]) if competing else []
         else:
-            worth = (bounds - bounds.max(1, keepdims=True)).max(0) if pages else []
-        chosen = {*best(worth, others), len(pages)}
+            score = (bounds - bounds.max(1, keepdims=True)).max(0) if pages else []
+        chosen = {*best(score, others), len(pages)}
         return {token for token in range(t) if token // page in chosen}
 
     return row
@@ -264,9 +264,9 @@ def pariskv(method: ParisKV, of: Of):
     def votes(zone: range, query: np.ndarray, share: float) -> dict[int, int]:
         found = dict.fromkeys(zone, 0)
         for part, of_query in enumerate(query.reshape(count, 8)):
-            worth = {pattern: np.dot(pattern, of_query) for pattern in {patterns[token][part] for token in zone}}
+            score = {pattern: np.dot(pattern, of_query) for pattern in {patterns[token][part] for token in zone}}
             before = 0
-            for pattern in sorted(worth, key=worth.__getitem__, reverse=True):
+            for pattern in sorted(score, key=score.__getitem__, reverse=True):
                 tokens = [token for token in zone if patterns[token][part] == pattern]
                 tiers = sum(before < math.ceil(len(zone) * share * tier) for tier in (0.05, 0.15, 0.3, 0.5, 0.75, 1))
                 for token in tokens:
@@ -283,8 +283,8 @@ def pariskv(method: ParisKV, of: Of):
         number = max(others, math.ceil(len(zone) * (method.candidate_frac or 0.5)))
         candidates = sorted(sorted(zone, key=lambda token: (-found[token], token))[:number])
         scores = of.query[:, t] @ rotation @ np.array([coded_keys[token] for token in candidates]).T
-        worth = sum(map(softmax, scores)) if method.group == "sum_probs" else scores.sum(0)
-        chosen = {candidates[number] for number in best(worth, others)}
+        score = sum(map(softmax, scores)) if method.group == "sum_probs" else scores.sum(0)
+        chosen = {candidates[number] for number in best(score, others)}
         return chosen | set(range(t)) - set(zone)
 
     return row
@@ -302,18 +302,18 @@ def socket(method: Socket, geometry: Geometry, layer: int, sequence: Sequence, p
         sides = [np.where(key @ planes.T >= 0, 1, -1) for planes in tables]
         of_head = []
         for t in range(prompt, len(key)):
-            worth = np.zeros(t)
+            score = np.zeros(t)
             for query in queries[:, t]:
                 for planes, of_table in zip(tables, sides, strict=True):
                     lean = np.tanh(planes @ query) / (method.tau * math.sqrt(geometry.head_dim))
                     probs = softmax(np.array([corner @ lean for corner in corners]))
                     by_corner = {tuple(corner): prob for corner, prob in zip(corners, probs, strict=True)}
-                    worth += [by_corner[tuple(side)] for side in of_table[:t]]
-            worth *= lengths[:t] if method.value_weighted else 1
+                    score += [by_corner[tuple(side)] for side in of_table[:t]]
+            score *= lengths[:t] if method.value_weighted else 1
             size = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
-            worth[: method.num_sinks] = np.inf
-            worth[t - math.floor(method.recent_frac * size) :] = np.inf
-            of_head.append(set(best(worth.round(12), size)))  # equal hashes tie
+            score[: method.num_sinks] = np.inf
+            score[t - math.floor(method.recent_frac * size) :] = np.inf
+            of_head.append(set(best(score.round(12), size)))  # equal hashes tie
         read.append(of_head)
     return read
 
@@ -340,13 +340,13 @@ def rocketkv(method: RocketKV, geometry: Geometry, layer: int, sequence: Sequenc
             is_up = query.sum(0) > 0
             full = len(tokens) // length * length
             first_tokens = [token for token in tokens if token < method.num_sinks]
-            worth = np.full((len(query), len(tokens)), -np.inf)
+            score = np.full((len(query), len(tokens)), -np.inf)
             for begin in range(0, full, length):
                 keys = key[tokens[begin : begin + length]]
                 bound = np.where(is_up, keys.max(0), keys.min(0))[channels]
-                worth[:, begin : begin + length] = (query[:, channels] @ bound / np.sqrt(share))[:, None]
-            worth[:, : len(first_tokens)] = -np.inf
-            probs = sum(map(softmax, worth)) if np.isfinite(worth).any() else np.zeros(len(tokens))
+                score[:, begin : begin + length] = (query[:, channels] @ bound / np.sqrt(share))[:, None]
+            score[:, : len(first_tokens)] = -np.inf
+            probs = sum(map(softmax, score)) if np.isfinite(score).any() else np.zeros(len(tokens))
             probs[full:] = np.inf
             probs[: len(first_tokens)] = np.inf
             of_head.append({tokens[i] for i in best(probs.round(12), min(len(tokens), max(1, budget // 2)))})
@@ -451,10 +451,10 @@ def projected(method, of: Of):
         else:
             count = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
         scores = partial_scores(method, of, t)
-        worth = scores.sum(0) if method.group == "sum_logits" else (scores - scores.max(1, keepdims=True)).max(0)
+        score = scores.sum(0) if method.group == "sum_logits" else (scores - scores.max(1, keepdims=True)).max(0)
         recent = math.floor(method.recent_frac * count)
-        worth[t - recent :] = np.inf
-        return set(best(worth, count))
+        score[t - recent :] = np.inf
+        return set(best(score, count))
 
     return row
 
@@ -470,13 +470,13 @@ def twilight(method: Twilight, of: Of):
         pages = [of.key[begin : begin + page] for begin in range(0, t // page * page, page)]
         bounds = [[np.maximum(q * each.min(0), q * each.max(0)).sum() for each in pages] for q in of.query[:, t]]
         if method.group == "union":
-            worths = [np.array(row) for row in bounds]
+            scores = [np.array(row) for row in bounds]
         else:
-            worths = [sum(softmax(np.array(row)) for row in bounds)] * len(bounds)
+            scores = [sum(softmax(np.array(row)) for row in bounds)] * len(bounds)
         number = max(3, math.floor(method.candidate_frac * t / page)) - 1
         found = []
-        for worth in worths:
-            chosen = {len(pages), *best(worth, number)}
+        for score in scores:
+            chosen = {len(pages), *best(score, number)}
             found.append({token for token in range(t) if token // page in chosen})
         return found
 
@@ -556,17 +556,17 @@ def pyramid_shares(mean: int, competing: int, num_layers: int) -> list[int]:
 
 
 def snapkv(method: SnapKV, geometry: Geometry, sequence: Sequence, prompt: int) -> tuple[np.ndarray, np.ndarray]:
-    worth = np.zeros((geometry.num_kv_heads, prompt))
+    score = np.zeros((geometry.num_kv_heads, prompt))
     before, half = max(0, prompt - method.window), method.kernel // 2
     for head, query in enumerate(sequence.query):
         for row in range(before, prompt):
             probs = softmax(sequence.key[head // geometry.group, : row + 1] @ query[row])
-            worth[head // geometry.group, :before] += probs[:before]
-    smoothed = worth.copy()
+            score[head // geometry.group, :before] += probs[:before]
+    smoothed = score.copy()
     for token in range(before):
-        around = worth[:, max(0, token - half) : min(before, token + half + 1)]
+        around = score[:, max(0, token - half) : min(before, token + half + 1)]
         smoothed[:, token] = around.max(1) if method.pooling == "max" else around.sum(1) / method.kernel
-    return smoothed, worth
+    return smoothed, score
 
 
 def knorm(method: Knorm, geometry: Geometry, sequence: Sequence, prompt: int) -> np.ndarray:
@@ -580,7 +580,7 @@ def keydiff(method: KeyDiff, geometry: Geometry, sequence: Sequence, prompt: int
 
 
 def expected(method: ExpectedAttention, geometry: Geometry, sequence: Sequence, prompt: int) -> np.ndarray:
-    worth, sinks = np.zeros((geometry.num_kv_heads, prompt)), method.num_sinks
+    score, sinks = np.zeros((geometry.num_kv_heads, prompt)), method.num_sinks
     units = np.eye(geometry.head_dim)
     ahead = sum(rope(geometry, units, position) for position in range(prompt, prompt + 512)) / 512  # of e_i in row i
     for head, query in enumerate(sequence.query):
@@ -588,30 +588,30 @@ def expected(method: ExpectedAttention, geometry: Geometry, sequence: Sequence, 
         turned = np.array([rope(geometry, query[token] / geometry.scale, -token) for token in range(sinks, prompt)])
         mean, cov = turned.mean(0) @ ahead, ahead.T @ np.cov(turned.T, bias=True) @ ahead
         keys = sequence.key[kv, sinks:prompt] * geometry.scale
-        worth[kv, sinks:] += softmax(keys @ mean + ((keys @ cov) * keys).sum(1) / 2) / geometry.group
-    return (worth + method.epsilon) * norm(sequence.value[:, :prompt])
+        score[kv, sinks:] += softmax(keys @ mean + ((keys @ cov) * keys).sum(1) / 2) / geometry.group
+    return (score + method.epsilon) * norm(sequence.value[:, :prompt])
 
 
-def once(worth_of):
-    """A rule from `worth_of(method, geometry, sequence, prompt)`, [num_kv_heads, prompt], or two: of equals too."""
+def once(score_of):
+    """A rule from `score_of(method, geometry, sequence, prompt)`, [num_kv_heads, prompt], or two: of equals too."""
 
     def rule(method: PromptEvicting, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
-        found = worth_of(method, geometry, sequence, prompt)
-        worth, of_equals = found if isinstance(found, tuple) else (found, np.zeros_like(found))
+        found = score_of(method, geometry, sequence, prompt)
+        score, of_equals = found if isinstance(found, tuple) else (found, np.zeros_like(found))
         size = math.floor(method.kept_frac * prompt) if method.kept_tokens is None else method.kept_tokens
         tokens = range(method.num_sinks, prompt - method.window)
         share, selecting = size - method.num_sinks - method.window, geometry.num_layers - method.num_exempt_layers
         if method.layers == "pyramid":
             share = pyramid_shares(share, len(tokens), selecting)[layer - method.num_exempt_layers]
-        shares = [share] * len(worth)
+        shares = [share] * len(score)
         if method.heads == "adaptive":
-            pairs = sorted((-worth[head, token], head) for head in range(len(worth)) for token in tokens)
-            wins = [sum(head == h for _, head in pairs[: share * len(worth)]) for h in range(len(worth))]
+            pairs = sorted((-score[head, token], head) for head in range(len(score)) for token in tokens)
+            wins = [sum(head == h for _, head in pairs[: share * len(score)]) for h in range(len(score))]
             blend = [Fraction(4, 5) * won + Fraction(share, 5) for won in wins]
-            until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(worth) + 1)]
+            until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(score) + 1)]
             shares = [after - before for before, after in zip(until, until[1:], strict=False)]
         read = []
-        for row, second, count in zip(worth, of_equals, shares, strict=True):
+        for row, second, count in zip(score, of_equals, shares, strict=True):
             stays = sorted(tokens, key=lambda token: (-row[token], -second[token], -token))[:count]
             kept = set(range(prompt)) if size >= prompt else {*stays, *range(prompt)} - (set(tokens) - set(stays))
             read.append([kept | set(range(prompt, t)) for t in range(prompt, sequence.key.shape[1])])
@@ -632,9 +632,9 @@ def tova(method: TOVA, geometry: Geometry, layer: int, sequence: Sequence, promp
             softmax(sequence.key[head // geometry.group, tokens] @ query[row])
             for head, query in enumerate(sequence.query)
         )
-        worth = dict(zip(tokens, attention, strict=True))
+        score = dict(zip(tokens, attention, strict=True))
         may_leave = [token for token in tokens if not method.protect_last or token < row]
-        return set(tokens) - set(sorted(may_leave, key=worth.__getitem__)[: max(0, len(tokens) - budget)])
+        return set(tokens) - set(sorted(may_leave, key=score.__getitem__)[: max(0, len(tokens) - budget)])
 
     kept, read = evict(prompt - 1, list(range(prompt))), []
     for t in range(prompt, length):
@@ -643,8 +643,8 @@ def tova(method: TOVA, geometry: Geometry, layer: int, sequence: Sequence, promp
     return [read] * geometry.num_kv_heads
 
 
-def now_and_then(method, of: Of, worth: Callable[[list[int], list[int]], list[float]]):
-    """A rule that compresses. worth(tokens, competing): of each competing one of the tokens that are held."""
+def now_and_then(method, of: Of, score: Callable[[list[int], list[int]], list[float]]):
+    """A rule that compresses. score(tokens, competing): of each competing one of the tokens that are held."""
     budget = method.kept_tokens or math.floor(method.kept_frac * len(of.key))
 
     def compress(tokens: list[int]) -> set[int]:
@@ -653,7 +653,7 @@ def now_and_then(method, of: Of, worth: Callable[[list[int], list[int]], list[fl
         safe = set(tokens[len(tokens) - method.window :])
         safe |= set(range(of.prompt if method.protect_prompt else 0))
         competing = [token for token in tokens if token not in safe]
-        stay = best(worth(tokens, competing), budget - len(safe))
+        stay = best(score(tokens, competing), budget - len(safe))
         return safe | {competing[place] for place in stay}
 
     kept, read = compress(list(range(of.prompt))), []
@@ -666,7 +666,7 @@ def now_and_then(method, of: Of, worth: Callable[[list[int], list[int]], list[fl
 
 
 def rkv(method: RKV, of: Of):
-    def worth(tokens: list[int], competing: list[int]) -> list[float]:
+    def score(tokens: list[int], competing: list[int]) -> list[float]:
         last, half = tokens[-1], method.kernel // 2
         rows = range(last + 1 - method.window, last + 1)
         attention = np.mean([softmax((of.query[:, row] @ of.key[competing].T).max(0)) for row in rows], 0)
@@ -681,16 +681,16 @@ def rkv(method: RKV, of: Of):
         share = method.mix_lambda
         return [share * smooth[i] - (1 - share) * similar[token] for i, token in enumerate(competing)]
 
-    return now_and_then(method, of, worth)
+    return now_and_then(method, of, score)
 
 
 def random_attention(method: RandomAttention, of: Of):
-    def worth(tokens: list[int], competing: list[int]) -> list[float]:
+    def score(tokens: list[int], competing: list[int]) -> list[float]:
         of_head = plain_hash(plain_hash(of.head + of.layer * 2**16) + method.seed)
         of_draw = plain_hash(of_head + tokens[-1] + 1)
         return [plain_hash(of_draw + token) >> 8 for token in competing]
 
-    return now_and_then(method, of, worth)
+    return now_and_then(method, of, score)
 
 
 def triattention(method: TriAttention, of: Of):
@@ -701,7 +701,7 @@ def triattention(method: TriAttention, of: Of):
     angle = measures["turn"][of.layer, half:].numpy()
     distances = [2**power for power in range(40) if 2**power <= method.offset_max_length]
 
-    def worth(tokens: list[int], competing: list[int]) -> list[float]:
+    def score(tokens: list[int], competing: list[int]) -> list[float]:
         following = tokens[-1] + 1
         of_heads = []
         for head in range(of.head * group, (of.head + 1) * group):
@@ -718,7 +718,7 @@ def triattention(method: TriAttention, of: Of):
             of_heads.append((scores - scores.mean()) / scores.std() if method.normalize_scores else scores)
         return list(np.max(of_heads, 0))
 
-    return now_and_then(method, of, worth)
+    return now_and_then(method, of, score)
 
 
 def duo(method: DuoAttention, of: Of):
@@ -926,12 +926,12 @@ def test_channels_and_components_are_measured_on_the_calibration():
     query, key = (torch.randn(heads, 30, 16, generator=generator) for heads in (4, 2))
     key = key * torch.linspace(0.5, 3, 16) + 5
     geometry = Geometry(1, 4, 2, 16, 0.25, "llama")
-    worth = DoubleSparsity().calibrate(query, key, geometry, [])
+    score = DoubleSparsity().calibrate(query, key, geometry, [])
     rotation = Loki().calibrate(query, key, geometry, [])["rotation"].double().numpy()
     for head in range(2):
         group, keys = query[2 * head : 2 * head + 2].double().numpy(), key[head].double().numpy()
-        worths = {"qk": np.abs(group * keys).mean((0, 1)), "q": np.abs(group).mean((0, 1)), "k": np.abs(keys).mean(0)}
-        for name, wanted in worths.items():
-            assert np.allclose(worth[name][head], wanted, rtol=1e-5)
+        scores = {"qk": np.abs(group * keys).mean((0, 1)), "q": np.abs(group).mean((0, 1)), "k": np.abs(keys).mean(0)}
+        for name, wanted in scores.items():
+            assert np.allclose(score[name][head], wanted, rtol=1e-5)
         variances = np.diag(rotation[head].T @ np.cov(keys.T) @ rotation[head])
         assert np.allclose(variances, np.linalg.eigvalsh(np.cov(keys.T))[::-1], rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Samples by worth against a plain draw, token by token, and against what they stand for."""
+"""Samples by score against a plain draw, token by token, and against what they stand for."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def in_order(slots: int) -> Tensor:
     return torch.arange(slots).view(1, 1, -1)
 
 
-def plain_sample(worth: list[float], numbers: list[float], count: int) -> dict[int, float]:
+def plain_sample(score: list[float], numbers: list[float], count: int) -> dict[int, float]:
     """How many times each token that is read counts."""
-    ranked = sorted(range(len(worth)), key=lambda token: -worth[token] / numbers[token])
-    border = worth[ranked[count]] / numbers[ranked[count]] if count < len(ranked) else 0.0
-    return {token: max(1.0, border / worth[token]) for token in ranked[:count]}
+    ranked = sorted(range(len(score)), key=lambda token: -score[token] / numbers[token])
+    border = score[ranked[count]] / numbers[ranked[count]] if count < len(ranked) else 0.0
+    return {token: max(1.0, border / score[token]) for token in ranked[:count]}
 
 
 def heads_of(seed: int, spread: float = 2.0) -> Tensor:
@@ -44,24 +44,24 @@ def heads_of(seed: int, spread: float = 2.0) -> Tensor:
 @pytest.mark.parametrize("count", [1, 2, COUNT, SLOTS - 1, SLOTS, SLOTS + 3])
 def test_a_sample_is_the_plain_draw(count):
     for seed in range(20):
-        worth = heads_of(seed).sum(2)
+        score = heads_of(seed).sum(2)
         numbers = lasting_numbers(seed, 0, rows_of([SLOTS], in_order(SLOTS)), 1)
-        got = sampled(worth, numbers, torch.tensor([[count]]))
-        expected = plain_sample(worth.flatten().tolist(), numbers.flatten().tolist(), count)
+        got = sampled(score, numbers, torch.tensor([[count]]))
+        expected = plain_sample(score.flatten().tolist(), numbers.flatten().tolist(), count)
         assert got.mask.flatten().nonzero().flatten().tolist() == sorted(expected)
         of_tokens = got.log_weights.flatten().tolist()
         assert of_tokens == pytest.approx([math.log(expected.get(token, 1.0)) for token in range(SLOTS)], abs=1e-5)
 
 
 def test_what_is_hidden_is_not_read():
-    worth = heads_of(0).sum(2)
+    score = heads_of(0).sum(2)
     hidden = slice(20, 40)
-    worth[..., hidden] = -math.inf
-    numbers = torch.full_like(worth, 0.5)
-    got = sampled(worth, numbers, torch.tensor([[COUNT]]))
+    score[..., hidden] = -math.inf
+    numbers = torch.full_like(score, 0.5)
+    got = sampled(score, numbers, torch.tensor([[COUNT]]))
     assert int(got.mask.sum()) == COUNT and not bool(got.mask[..., hidden].any())
     assert bool(got.log_weights.isfinite().all())
-    few = sampled(worth, numbers, torch.tensor([[SLOTS - 20]]))
+    few = sampled(score, numbers, torch.tensor([[SLOTS - 20]]))
     assert int(few.mask.sum()) == SLOTS - 20 and bool((few.log_weights == 0).all())  # nothing is left out
 
 
@@ -148,12 +148,12 @@ def test_a_selection_samples_by_the_sum_of_probabilities(covers, far):
         for head in range(2):
             of_set = scores[0, [head] if covers == "kv_head" else [0, 1], :, row].flatten(0, 1)
             probs = of_set.masked_fill(~visible, -math.inf).softmax(-1)
-            worth = probs.sum(0)
+            score = probs.sum(0)
             if far:
-                worth = worth * (distances[0, head] if covers == "kv_head" else distances[0].mean(0))
+                score = score * (distances[0, head] if covers == "kv_head" else distances[0].mean(0))
             slots = visible.nonzero().flatten().tolist()
             of_numbers = numbers[0, min(head, numbers.shape[1] - 1), 0]
-            times = plain_sample(worth[slots].tolist(), of_numbers[slots].tolist(), count)
+            times = plain_sample(score[slots].tolist(), of_numbers[slots].tolist(), count)
             mask = got.mask[0, min(head, got.mask.shape[1] - 1), row]
             assert mask.nonzero().flatten().tolist() == sorted(slots[token] for token in times)
             wanted = torch.zeros(SLOTS)

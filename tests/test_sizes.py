@@ -322,7 +322,7 @@ CACHED = range(PROMPT, PROMPT + STEPS)
     ids=lambda value: getattr(value, "title", None),
 )
 def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
-    """So many tokens' worth for each token, in two of four layers; a coded index lies coded on the device."""
+    """So many tokens' score for each token, in two of four layers; a coded index lies coded on the device."""
     dtypes, scores = set(), PartialKeysState.scores
 
     def noting(state, layer, rows):

@@ -156,9 +156,9 @@ def _state_sizes(
             calibration = _calibration(to_measure, geometry, dtype, calibration_tokens)
         state = method.new_state(geometry, lengths, calibration)
         if isinstance(state, RereadingState):
-            worth = torch.empty(batch, kv_heads, columns, device=META)
+            score = torch.empty(batch, kv_heads, columns, device=META)
             numbers = range(first, geometry.num_layers)
-            state.take_worth(dict.fromkeys(numbers, worth), PromptRows(real, columns))
+            state.take_scores(dict.fromkeys(numbers, score), PromptRows(real, columns))
         # Layers of the same slots that choose at the same time keep the same: one of them is run.
         by_layer: dict[int, int] = {}
         of_kind: dict[tuple[int, When], tuple[int, int]] = {}

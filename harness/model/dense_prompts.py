@@ -63,7 +63,7 @@ class PrefilledPrompt:
     """A prompt that has run, from which several methods can start.
 
     ids, real: [batch, prompt]; layers: the attention layers; hidden: final hidden states of the
-    last column [batch, hidden_size]; model_cache: recurrent layers' states. worth: what second
+    last column [batch, hidden_size]; model_cache: recurrent layers' states. score: what second
     readings found, by method and layer, for the runs that share the prompt; None where none do.
     """
 
@@ -72,7 +72,7 @@ class PrefilledPrompt:
     layers: list[LayerPrompt]
     hidden: Tensor
     model_cache: ModelCache
-    worth: dict[str, dict[int, Tensor]] | None = None
+    score: dict[str, dict[int, Tensor]] | None = None
 
     def hand_to(self, keep: Keep, *, with_inputs: bool = False) -> None:
         """Give every layer to `keep`. with_inputs: with its inputs, where they are there."""
@@ -139,7 +139,7 @@ class DensePrompts:
         kept = _run_into_file(ids, real, run, has_inputs=needs_inputs)
         kept.last_run = self.run
         if before is not None:
-            kept.prompt.worth = before.prompt.worth
+            kept.prompt.score = before.prompt.score
         self._keep(key, kept)
         return kept.prompt, kept.hidden
 
@@ -186,7 +186,7 @@ def _run_into_file(ids: Tensor, real: Tensor, run: RunPrompt, *, has_inputs: boo
     for emptied, places in written:
         layers.append(emptied.with_tensors([place.tensor(mapped) for place in places]))
     hidden = place_of_hidden.tensor(mapped)
-    prompt = PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache, worth={})
+    prompt = PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache, score={})
     return _KeptPrompt(prompt, hidden, file.num_bytes, has_inputs)
 
 

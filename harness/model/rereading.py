@@ -107,26 +107,26 @@ def read_again(
     prompt: PrefilledPrompt,
     passes: Sequence[Pass],
 ) -> None:
-    """Run the `planned` passes after a prompt, and give the states its worth of each token.
+    """Run the `planned` passes after a prompt, and give the states its score of each token.
 
     Methods that differ in size or exempt layers alone find the same, once for a prompt that runs
     share. Raises UserError where the method needs an output projection that cannot be read.
     """
-    if prompt.worth is None:
-        worth = _worth(attached, method, prompt, passes)
+    if prompt.score is None:
+        score = _score(attached, method, prompt, passes)
     else:
         of_all = _of_all_sizes(method)
         key = repr(of_all)
-        if key not in prompt.worth:
-            prompt.worth[key] = _worth(attached, of_all, prompt, passes)
-        worth = {}
-        for number, of_layer in prompt.worth[key].items():
+        if key not in prompt.score:
+            prompt.score[key] = _score(attached, of_all, prompt, passes)
+        score = {}
+        for number, of_layer in prompt.score[key].items():
             if number >= method.num_exempt_layers:
-                worth[number] = of_layer
+                score[number] = of_layer
     for state in states:
         real = prompt.real.to(state.lengths.prompt.device)
         assert isinstance(state, RereadingState), type(state)
-        state.take_worth(worth, PromptRows(real, real.shape[1]))
+        state.take_scores(score, PromptRows(real, real.shape[1]))
 
 
 def _of_all_sizes(method: RereadsPrompt) -> RereadsPrompt:
@@ -136,16 +136,16 @@ def _of_all_sizes(method: RereadsPrompt) -> RereadsPrompt:
     return replace(method, num_exempt_layers=0)
 
 
-def _worth(
+def _score(
     attached: Attached, method: RereadsPrompt, prompt: PrefilledPrompt, passes: Sequence[Pass]
 ) -> dict[int, Tensor]:
-    """The worth of each token by layer under the method, fp32 [batch, num_kv_heads, prompt]."""
+    """The score of each token by layer under the method, fp32 [batch, num_kv_heads, prompt]."""
     batch, num_columns = prompt.real.shape
     shape = batch, attached.geometry.num_kv_heads, num_columns
-    worth = {}
+    score = {}
     for layer, number in zip(attached.layers, attached.numbers, strict=True):
         if number is not None and number >= method.num_exempt_layers:
-            worth[number] = torch.zeros(shape, device=layer.device)
+            score[number] = torch.zeros(shape, device=layer.device)
     for at, first, ids, positions, repetition in passes:
         own = slice(at, at + 1), slice(None), slice(first, None)
         alone = []
@@ -156,9 +156,9 @@ def _worth(
         with handler.hooks():
             attached.forward(ids, positions, handler, cache)
         chunk = slice(first + repetition.chunk.start, first + repetition.chunk.stop)
-        for number, found in handler.worth.items():
-            worth[number][at, :, chunk] = found
-    return worth
+        for number, found in handler.score.items():
+            score[number][at, :, chunk] = found
+    return score
 
 
 def held_bytes(attached: Attached, num_tokens: int) -> int:
@@ -180,7 +180,7 @@ def _require_positions(attached: Attached, method: RereadsPrompt, prompt: int, r
 class _RereadPass(Handler):
     """A pass over rows behind the prompt of one sequence.
 
-    prompt: (query, key, value) of every layer, [1, heads, prompt, size]. worth: what the method
+    prompt: (query, key, value) of every layer, [1, heads, prompt, size]. score: what the method
     makes of each layer.
     """
 
@@ -195,7 +195,7 @@ class _RereadPass(Handler):
         self.method = method
         self.prompt = prompt
         self.repetition = repetition
-        self.worth: dict[int, Tensor] = {}
+        self.score: dict[int, Tensor] = {}
         self.input_norms: Tensor | None = None
 
     def hooks(self) -> ExitStack:
@@ -220,7 +220,7 @@ class _RereadPass(Handler):
                 value_norms = self._value_norms(layer, prompt_value)
             chunk = self.repetition.chunk
             rows = RereadRows(query, key, prompt_key, chunk, input_norms, value_norms)
-            self.worth[number] = self.method.reread(rows, softmax)
+            self.score[number] = self.method.reread(rows, softmax)
         keys = torch.cat([prompt_key, key], 2)
         values = torch.cat([prompt_value, value], 2)
         tokens = torch.arange(keys.shape[2], device=keys.device)
