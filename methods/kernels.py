@@ -614,7 +614,7 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
 def evict_least(
     score: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor
 ) -> None:
-    """Free the token of the lowest score of each head that is not recent, where more tokens than the
+    """Free each head's token of the lowest score that is not recent, where more tokens than the
     budget are held.
 
     positions: int [batch], -1 for padding, which evicts nothing; limits: budget and recent tokens,
