@@ -126,7 +126,7 @@ def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
     keys = _shared(keys_of_models)
     if not keys:
         return None
-    header = [columns.LABEL.heading, columns.SETTINGS.heading]
+    header = [metrics.LABEL.heading, metrics.SETTINGS.heading]
     lines = list(map(list, keys))
     for name in quantities:
         for model, of_model in scores.items():
@@ -148,7 +148,7 @@ def _scores(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
     scored = [row for row in rows if "task" in row and "metric" in row and is_brief(row)]
     for row in sorted(scored, key=lambda row: metrics.rank(row["metric"])):
         shown = metrics.quantity(row["metric"])
-        key = row["label"], row.get(columns.SETTINGS.name) or MISSING
+        key = row["label"], row.get("settings") or MISSING
         yield f"{row['task']} {shown.heading}", key, shown.show(row["value"], row["stderr"])
 
 

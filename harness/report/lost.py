@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from harness.results.columns import LABEL
 from harness.results.lost import OfTask, of_record
-from harness.results.metrics import MISSING, PERCENT, SIZE, Metric
+from harness.results.metrics import LABEL, MISSING, PERCENT, SIZE, Metric
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
 from harness.results.samples import Baselines
 from harness.results.sheet import Sheet, Shown, sheet_of

@@ -13,9 +13,9 @@ first count.
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -31,17 +31,17 @@ from harness.results.board_rows import (
     kl_by_model,
     method_rows,
     models_of,
-    of_one_model,
-    on_models,
     pair_rows,
     pairs_of,
-    rows_at,
     settings_of,
     with_fronts,
 )
 from harness.results.board_sources import Series, Sources, read, series_of
 from harness.results.columns import TableRow
+from harness.results.pages import render_markdown
+from harness.results.sheet import markdown
 from harness.results.step_time import BoardSteps
+from harness.settings.paths import COMMAND
 
 NAME, CLAIMS, MODELS, PAIRS = "board-methods", "board-claims", "board-models", "board-pairs"
 SHAPES = {
@@ -51,55 +51,8 @@ SHAPES = {
     PAIRS: "board_pairs",
 }
 """The tables that are made here, and their shapes."""
+MEASURE = f"`{COMMAND} experiment=board` measures it."
 SAYS = Path(__file__).with_name("board.yaml")
-
-
-class Made(NamedTuple):
-    """The rows of the tables `SHAPES`, and the models over which no mean goes."""
-
-    rows: dict[str, list[TableRow]]
-    left_out: list[str]
-
-
-def make(sources: Sources, says: Mapping[str, Any]) -> Made:
-    """The rows of all tables. says: the content of `board.yaml`.
-
-    Raises UserError for two methods with one label, and for claims that are none.
-    """
-    series = series_of(sources)
-    models = models_of(series)
-    settings = settings_of(series, models)
-    full = full_answers(series)
-    rows: dict[str, list[TableRow]] = {name: [] for name in SHAPES}
-    for setting in settings:
-        rows[PAIRS] += pair_rows(setting, pairs_of(setting))
-        rows[MODELS] += kl_by_model(setting, models)
-    over = ALL_MODELS if len(models.together) > 1 else "".join(models.together)
-    rows[NAME] += _board(over, series, models, sources.steps)
-    for model in models.all:
-        if model != over:
-            alone = Models([model], [model])
-            rows[NAME] += _board(model, of_one_model(series, model), alone, sources.steps)
-    rows[MODELS] += answers_by_model(series, models, full)
-    rows[CLAIMS] += claim_rows(says["claims"], settings, series, models)
-    for name, of_table in rows.items():
-        rows[name] = [row | {"source": "measured"} for row in of_table]
-    return Made(rows, models.left_out)
-
-
-def _board(
-    over: str, series: Sequence[Series], models: Models, steps: Sequence[TableRow]
-) -> Iterator[TableRow]:
-    """The rows of one board. over: all models, or the model it is of."""
-    full = full_answers(series)
-    contexts = on_models(full, models.together)
-    full_together = dict(zip(contexts, rows_at(full, contexts), strict=True))
-    found: list[TableRow] = []
-    for setting in settings_of(series, models):
-        pairs = pairs_of(setting)
-        found += method_rows(setting, pairs, full_together, BoardSteps(steps, models.together))
-    for row in with_fronts(found):
-        yield {"over": over} | row
 
 
 def write(sources: Sequence[Path]) -> Path:
@@ -111,23 +64,62 @@ def write(sources: Sequence[Path]) -> Path:
     if results.is_file():
         raise UserError(f"{results}: the first results get the page, so they must be a folder")
     says = yaml.safe_load(SAYS.read_text(encoding="utf-8"))
-    made = make(read(sources), says)
+    tables, models = make(read(sources), says)
     folder, page = results / "tables", results / "board.md"
     with holding(folder, wait=True):
-        for name, rows in made.rows.items():
+        for name, rows in tables.items():
             shape = columns.TABLES[SHAPES[name]]
             columns.check(shape, rows)
             write_atomic(folder / f"{name}.csv", columns.render_csv(shape, rows))
-            write_atomic(folder / f"{name}.md", board_page.page_of_table(name, rows))
-        text = board_page.page(
-            made.rows[NAME],
-            made.rows[CLAIMS],
-            made.rows[MODELS],
-            says["readme"],
-            left_out=made.left_out,
-        )
-        write_atomic(page, text)
+            text = markdown(name, f"Nothing was compared yet; {MEASURE}", [])
+            if rows:
+                text = render_markdown(name, rows)
+            write_atomic(folder / f"{name}.md", text)
+        left_out = [model for model in models.all if model not in models.together]
+        shown = (tables[NAME], tables[CLAIMS], tables[MODELS], says["readme"])
+        write_atomic(page, board_page.page(*shown, left_out=left_out))
     return page
+
+
+def make(sources: Sources, says: Mapping[str, Any]) -> tuple[dict[str, list[TableRow]], Models]:
+    """The rows of the tables `SHAPES`, and the models. says: the content of `board.yaml`.
+
+    Raises UserError for two methods with one label, and for claims that are none.
+    """
+    series = series_of(sources)
+    models = models_of(series)
+    settings = settings_of(series, models)
+    rows: dict[str, list[TableRow]] = {name: [] for name in SHAPES}
+    for setting in settings:
+        rows[PAIRS] += pair_rows(setting, pairs_of(setting))
+        rows[MODELS] += kl_by_model(setting, models)
+    over = ALL_MODELS if len(models.together) > 1 else "".join(models.together)
+    rows[NAME] += _board(over, series, models, sources.steps)
+    for model in models.all:
+        if model != over:
+            alone = Models([model], [model])
+            rows[NAME] += _board(model, series_of(sources, [model]), alone, sources.steps)
+    rows[MODELS] += answers_by_model(series, models, full_answers(series))
+    rows[CLAIMS] += claim_rows(says["claims"], settings, series, models)
+    for name, of_table in rows.items():
+        rows[name] = [row | {"source": "measured"} for row in of_table]
+    return rows, models
+
+
+def _board(
+    over: str, series: Sequence[Series], models: Models, steps: Iterable[TableRow]
+) -> list[TableRow]:
+    """The rows of one board. over: all models, or the model it is of."""
+    full = {
+        context: row
+        for context, row in full_answers(series).items()
+        if row["model"] in models.together
+    }
+    timed = BoardSteps(steps, models.together)
+    found: list[TableRow] = []
+    for setting in settings_of(series, models):
+        found += method_rows(setting, pairs_of(setting), full, timed)
+    return [{"over": over} | row for row in with_fronts(found)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

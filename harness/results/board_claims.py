@@ -14,7 +14,6 @@ from harness.results.board_rows import (
     OF_KL,
     Models,
     Setting,
-    answers_of,
     by_model,
     exponential,
     gap_of,
@@ -87,11 +86,12 @@ def claim_rows(
                 "asked_size": size,
                 "bound": claim.bound,
             }
-            of_claim = _of_answers(claim, size, series, models)
             if claim.of == OF_KL:
-                of_claim = _of_kl(claim, size, settings, models)
-            rows = [common | row for row in of_claim]
-            yield from rows or [common | {"model": ALL_MODELS, "verdict": NOT_MEASURED}]
+                rows = list(_of_kl(claim, size, settings, models))
+            else:
+                rows = list(_of_answers(claim, size, series, models))
+            for row in rows or [{"model": ALL_MODELS, "verdict": NOT_MEASURED}]:
+                yield common | row
 
 
 def _of_kl(
@@ -106,15 +106,15 @@ def _of_kl(
         for model, windows in by_model(in_both(own.rows, other.rows), models):
             row: TableRow = {"model": model, "seq_len": setting.seq_len, "count": len(windows)}
             estimate = log_ratio(own, other, windows)
-            rows = [*rows_at(own.rows, windows), *rows_at(other.rows, windows)]
+            rows = rows_at(own.rows, windows) + rows_at(other.rows, windows)
             if estimate is None:
-                yield row | {"verdict": NOT_MEASURED}
+                row["verdict"] = NOT_MEASURED
             elif not has_size(rows, size):
-                yield row | {"verdict": OTHER_SIZE}
+                row["verdict"] = OTHER_SIZE
             else:
-                ratio, low, high = exponential(estimate)
-                row |= {"value": ratio, "value_low": low, "value_high": high}
-                yield row | {"verdict": _verdict(low, high, claim.bound)}
+                row |= exponential("value", estimate)
+                row["verdict"] = _verdict(row["value_low"], row["value_high"], claim.bound)
+            yield row
 
 
 def _verdict(low: float | None, high: float | None, bound: float) -> str:
@@ -133,20 +133,19 @@ def _of_answers(
     of_labels = {one.label: one for one in series if one.asked_size in (size, None)}
     if claim.label not in of_labels or claim.other not in of_labels:
         return
-    own, other = answers_of(of_labels[claim.label]), answers_of(of_labels[claim.other])
-    for model, contexts in by_model(same_contexts(own, other), models):
-        found = gap_of(own, other, contexts)
+    own, other = of_labels[claim.label], of_labels[claim.other]
+    for model, contexts in by_model(same_contexts(own.answers, other.answers), models):
+        found = gap_of(own.answers, other.answers, contexts)
         assert found is not None, "parts are not empty"
         row: TableRow = {"model": model, "count": found.num_questions}
         sized = []
-        for label, answers in ((claim.label, own), (claim.other, other)):
-            asked = of_labels[label].asked_size
-            sized.append(has_size(rows_at(answers, contexts), asked))
-        if not all(sized):
-            yield row | {"verdict": OTHER_SIZE}
-            continue
-        row |= {"value": found.difference, "value_low": found.low, "value_high": found.high}
-        verdict = UNSURE
-        if found.low is not None and found.high is not None:  # at least the bound
-            verdict = _verdict(-found.high, -found.low, -claim.bound)
-        yield row | {"verdict": verdict}
+        for one in (own, other):
+            sized.append(has_size(rows_at(one.answers, contexts), one.asked_size))
+        if all(sized):
+            row |= {"value": found.difference, "value_low": found.low, "value_high": found.high}
+            row["verdict"] = UNSURE
+            if found.low is not None and found.high is not None:  # at least the bound
+                row["verdict"] = _verdict(-found.high, -found.low, -claim.bound)
+        else:
+            row["verdict"] = OTHER_SIZE
+        yield row

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from harness.results.student import CONFIDENCE_95, quantile, two_sided_p
+from harness.results.student import CONFIDENCE_95, OF_INTERVAL, quantile, two_sided_p
 
 Array = NDArray[Any]
 
@@ -45,7 +45,7 @@ class Estimate(NamedTuple):
         """Of the 95 % interval."""
         if self.stderr is None or self.degrees is None:
             return None
-        return quantile(self.degrees, (1 + CONFIDENCE_95) / 2) * self.stderr
+        return quantile(self.degrees, OF_INTERVAL) * self.stderr
 
     @property
     def p(self) -> float | None:

@@ -44,7 +44,7 @@ WORDS = (
     "experiment", "settings",
 )  # fmt: skip
 """The names that people read, in their order; also the model if there are several."""
-SIZES = (columns.SIZE, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
+SIZES = (metrics.SIZE, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")

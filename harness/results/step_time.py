@@ -8,11 +8,11 @@ compute; `late_bytes`, selected by a layer's own query, are waited for.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
-from harness.results import columns
-from harness.results.columns import TableRow, picked
+from harness.results.columns import TableRow, grouped, picked, values, where
 
 AS_TIMED = ("platform", "batch_size", "prompt_len", "link_bytes_per_s")
 MODELLED = "modelled"
@@ -65,58 +65,48 @@ class BoardSteps:
     they compare.
 
     That is where most steps were timed, of the models of the table. timed: rows of
-    `columns.BOARD_STEPS`. prompt_len: 0 without steps.
+    `columns.BOARD_STEPS`.
     """
 
-    def __init__(self, timed: Iterable[TableRow], models: Collection[str]) -> None:
-        found = [row for row in timed if row["model"] in models]
-        by_setup = columns.grouped(found, _setup)
-        self.rows: Sequence[TableRow] = max(by_setup.values(), key=len, default=[])
+    def __init__(self, timed: Iterable[TableRow], models: Container[str]) -> None:
+        by_setup = grouped(timed, itemgetter("model", "platform", "batch_size", "prompt_len"))
+        setups = {setup: rows for setup, rows in by_setup.items() if setup[0] in models}
+        setup: tuple[Any, ...] = max(setups, key=lambda setup: len(setups[setup]), default=())
+        self.rows = grouped(setups.get(setup, ()), _METHOD)
+        """By method, codec, label and exempt layers."""
         self.model, self.prompt_len, self.timed_on = "", 0, ""
-        if self.rows:
-            self.model, platform, batch_size, self.prompt_len = _setup(self.rows[0])
-            self.timed_on = (
-                f"{self.model} ({platform}), batch {batch_size:.0f}, "
-                f"prompts of {self.prompt_len:,.0f} tokens"
-            )
+        if setup:
+            self.model, platform, batch_size, self.prompt_len = setup
+            prompts = f"prompts of {self.prompt_len:,.0f} tokens"
+            self.timed_on = f"{self.model} ({platform}), batch {batch_size:.0f}, {prompts}"
 
-    def step_of(self, windows: Sequence[TableRow]) -> TableRow:
+    def step_of(self, windows: Iterable[TableRow]) -> TableRow:
         """`step_s`, `step_source` and `step_on` of a method at a size, at windows of one length.
 
         windows: its rows of `columns.BOARD_TEXTS`, of any models. {} where no step of it was
         timed, and for windows that are not as long as the timed prompts.
         """
-        here = []
-        for row in windows:
-            if row["model"] == self.model and row["seq_len"] == self.prompt_len:
-                here.append(row)
-        if not here:
-            return {}
-        row = here[0]
-        timed = [step for step in self.rows if _method(step) == _method(row)]
-        as_timed = [step for step in timed if step["asked_size"] == row["asked_size"]]
+        of_model = where(windows, "model", self.model)
+        here = where(of_model, "seq_len", self.prompt_len)
+        timed = self.rows.get(_METHOD(here[0]), []) if here else []
         if not timed:
             return {}
-        step = (as_timed or timed)[0]
+        row = here[0]
+        as_timed = where(timed, "asked_size", row["asked_size"])
         if as_timed:
-            seconds, source = step["step_s"], step["source"]
-            if _group_size(step) != _group_size(row):  # as many bytes, of fewer or more tokens
+            seconds, source = as_timed[0]["step_s"], as_timed[0]["source"]
+            if _group_size(as_timed[0]) != _group_size(row):  # as many bytes, of other tokens
                 source = MODELLED
         else:
-            size = sum(columns.values(here, "size")) / len(here)
-            modelled = step_at(step, step["size"], size, row["exempt_layers"])
-            seconds, source = modelled["step_s"], MODELLED
+            size = sum(values(here, "size")) / len(here)
+            step = step_at(timed[0], timed[0]["size"], size, row["exempt_layers"])
+            seconds, source = step["step_s"], MODELLED
         if seconds is None:
             return {}
         return {"step_s": seconds, "step_source": source, "step_on": self.timed_on}
 
 
-def _setup(row: TableRow) -> tuple[Any, ...]:
-    return row["model"], row["platform"], row["batch_size"], row["prompt_len"]
-
-
-def _method(row: TableRow) -> tuple[Any, ...]:
-    return row["method"], row["codec"], row["label"], row["exempt_layers"]
+_METHOD = itemgetter("method", "codec", "label", "exempt_layers")
 
 
 def _group_size(row: TableRow) -> str:

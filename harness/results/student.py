@@ -9,35 +9,28 @@ import math
 from functools import cache
 
 CONFIDENCE_95 = 0.95
-ONE_SIGMA = math.erf(math.sqrt(0.5))
-"""Confidence of one standard error, where it is known exactly: 68 %."""
+OF_INTERVAL = (1 + CONFIDENCE_95) / 2
+"""The probability of a value below the upper end of an interval."""
 
 
-def critical_value(num_contexts: float | None, confidence: float = CONFIDENCE_95) -> float:
-    """Standard errors to either side of an interval: Student's t, `num_contexts` - 1 degrees of
-    freedom.
+def critical_value(num_contexts: float | None, probability: float = OF_INTERVAL) -> float:
+    """Standard errors to either side of an interval of 95 %.
 
     num_contexts: independent values, which are windows, prompts, or contexts whose questions are
-    one cluster. Infinite with fewer than two. None where a table does not say: the normal
-    distribution's value, 1.96.
+    one cluster: one more than the degrees of freedom. Infinite with fewer than two. None where a
+    table does not say: the normal distribution's value, 1.96.
     """
-    return _of_contexts(num_contexts, (1 + confidence) / 2)
-
-
-def detectable(
-    num_contexts: float | None, confidence: float = CONFIDENCE_95, power: float = 0.8
-) -> float:
-    """Standard errors of the smallest difference that a test at `confidence` detects with `power`.
-
-    It is the sum of both quantiles, 2.8 with many contexts.
-    """
-    return critical_value(num_contexts, confidence) + _of_contexts(num_contexts, power)
-
-
-def _of_contexts(num_contexts: float | None, probability: float) -> float:
     if num_contexts is None:
         return quantile(math.inf, probability)
     return quantile(int(num_contexts) - 1, probability) if num_contexts >= 2 else math.inf
+
+
+def detectable(num_contexts: float | None, power: float = 0.8) -> float:
+    """Standard errors of the smallest difference that a test at 5 % detects with `power`.
+
+    It is the sum of both quantiles, 2.8 with many contexts.
+    """
+    return critical_value(num_contexts) + critical_value(num_contexts, power)
 
 
 @cache
@@ -50,8 +43,7 @@ def quantile(degrees: float, probability: float) -> float:
 
 
 def two_sided_p(t: float, degrees: float) -> float:
-    """The probability that Student's t with `degrees` of freedom is at least as far from 0 as
-    `t`."""
+    """The probability that Student's t is at least as far from 0 as `t`."""
     from scipy.special import stdtr
 
     return float(2 * stdtr(degrees, -abs(t)))

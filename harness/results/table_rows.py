@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.results import columns
 from harness.results.columns import TableRow
-from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, OF_SOME_RUNS
+from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, LAYER, OF_SOME_RUNS
 from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
 from harness.results.samples import (
     LAYERS,
@@ -118,8 +118,8 @@ def layer_rows(record: Record) -> Iterator[TableRow]:
                     "model": record["config"]["model"]["name"],
                     "series": f"{record['config']['label']}, {100 * context['size']:.0f} %",
                     "layer": None,
-                    "x_name": f"{columns.LAYER.name}, {context['task']}",
-                    "x": of_layer[columns.LAYER.name],
+                    "x_name": f"{LAYER.name}, {context['task']}",
+                    "x": of_layer[LAYER.name],
                     "metric": value["metric"],
                     "value": value["value"],
                     "stderr": value["stderr"],
@@ -210,7 +210,7 @@ def _length_and_part(sample: Sample) -> tuple[int, int]:
 
 
 def _compared(difference: Difference | None) -> TableRow:
-    """The columns `columns.COMPARED`, and the contexts that the difference was measured on."""
+    """The columns of a difference to the full cache, and the contexts that it was measured on."""
     if difference is None:
         return {}
     return {
