@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from harness.results import columns, metrics
 from harness.results.board_page import show_interval, show_ratio
 from harness.results.board_rows import COSTS, OWN_SIZE, TRAFFIC
+from harness.results.board_sources import MODELLED
 from harness.results.columns import TableRow
 from harness.results.metrics import Metric
 from harness.results.sheet import show_range
-from harness.results.step_time import MODELLED
 
 Json = dict[str, Any]
 
@@ -85,9 +85,16 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
     field. fronts: the name of the front of a cost. families: their looks, those of the figures
     first.
     """
-    points = _points(columns.having(rows, metrics.KL.name))
+    # A method without a size, which stands beside every size, is one point.
+    by_identity: dict[tuple[str, ...], Json] = {}
+    for point in map(_point, columns.having(rows, "kl_nats")):
+        identity = point["over"], point["name"], point["asked"], point["windows"]
+        by_identity.setdefault(identity, point)
+    points = list(by_identity.values())
     if not points:
         return None
+    found = dict.fromkeys(columns.values(points, "family"))
+    in_order = dict.fromkeys([*filter(found.__contains__, families), *found])
     costs: dict[str, str] = {}
     qualities: dict[str, str] = {}
     axes = {}
@@ -111,45 +118,18 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
         "axes": axes,
         "tooltip": tooltip,
         "fronts": {each.metric.name: each.front for each in QUANTITIES if each.front},
-        "families": _looks(columns.values(points, "family"), families),
+        "families": {family: families.get(family, OTHER) for family in in_order},
     }
 
 
 def _themselves(points: Sequence[Json], name: str) -> dict[str, str]:
-    """The words of a field, each once, which stand for themselves; those of no size of a method's
-    choice come last."""
-    words = sorted(set(columns.values(points, name)) - {AT_OWN_SIZE}, key=_natural)
-    if name == "over":  # all models first, as in the table
-        words = list(dict.fromkeys(columns.values(points, name)))
-    if any(point[name] == AT_OWN_SIZE for point in points):
-        words.append(AT_OWN_SIZE)
-    return {word: word for word in words}
-
-
-def _natural(words: str) -> tuple[int, str]:
-    """Sort key: shorter numbers are smaller."""
-    return len(words), words
-
-
-def _looks(found: Sequence[str], families: Mapping[str, Mapping[str, str]]) -> Json:
-    """The looks of the families found, those that the registry lists first."""
-    looks: Json = {}
-    for family, look in families.items():
-        if family in found:
-            looks[family] = dict(look)
-    for family in found:
-        looks.setdefault(family, OTHER)
-    return looks
-
-
-def _points(rows: Sequence[TableRow]) -> list[Json]:
-    """A point a row; a method without a size, which stands beside every size, is one point."""
-    points: dict[tuple[str, ...], Json] = {}
-    for row in rows:
-        point = _point(row)
-        identity = point["over"], point["name"], point["asked"], point["windows"]
-        points.setdefault(identity, point)
-    return list(points.values())
+    """The words of a field, each once, which stand for themselves: all models first, as in the
+    table, sizes and lengths in order, and last a size of a method's own."""
+    words = dict.fromkeys(columns.values(points, name))
+    in_order = list(words)
+    if name != "over":
+        in_order = sorted(words, key=lambda word: (word == AT_OWN_SIZE, len(word), word))
+    return {word: word for word in in_order}
 
 
 def _point(row: TableRow) -> Json:

@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import Any
 
 from harness.results import metrics
-from harness.results.board_claims import VERDICTS
 from harness.results.board_rows import (
     ALL_MODELS,
     ALL_TEXTS,
@@ -20,89 +19,26 @@ from harness.results.board_rows import (
     OF_KL,
     SAME_STEP,
     TRAFFIC,
+    VERDICTS,
     is_whole,
     traffic,
 )
-from harness.results.board_stats import Design
+from harness.results.board_sources import MODELLED
 from harness.results.columns import TableRow, column, grouped, having, named, values, where
 from harness.results.metrics import MISSING, Metric
 from harness.results.sheet import (
-    SIZE_NOTE,
     Sheet,
     Shown,
     mark_own,
     markdown,
+    note,
     sheet_of,
     show_range,
     shown_as_is,
 )
-from harness.results.step_time import MODELLED
+from harness.results.stats import Design
 
 OTHER_SIZE, LACKS, MODELLED_MARK = "§", "¶", "‡"
-MODELLED_WORDS = (
-    "Modelled from the compute and the bytes of a step that was timed at another size, or over "
-    "codes in groups of another length."
-)
-INTERVAL = (
-    "Brackets hold 95 % intervals (Student's t): of one model over places of its texts or contexts "
-    "of its questions, of several models over the models, as drawn from many."
-)
-NOTE = (
-    f"Each method beside the oracle of its size. {SIZE_NOTE} *KL / oracle's* is the ratio of the "
-    "two KL on the same window: the geometric mean over windows of a text, texts, and models, each "
-    "of which weighs alike. *Rank* is the place by that ratio. Its brackets go from 1 + the "
-    "methods that are certainly closer to the full cache to the number of methods less those that "
-    "are certainly farther, by tests of all pairs on these models and texts, with Holm's "
-    "correction at 5 %. *Answers minus full cache* is the mean over models and tasks, on the same "
-    "questions (chance is 25 %), which do not depend on the length of the windows. Each method has "
-    "the number of exempt layers that is best for its size on the model's calibration text "
-    "(`conf/tuned.yaml`). *Read on device* and *kept on device* are shares of the full cache, as "
-    "ranges over the models; the oracle keeps all of it there and reads every key. Where it did "
-    "not run, the oracle by InfiniGen's rule stands in its place. The decode step is of one model, "
-    "with the link and device of the note below a table; a method that was not timed there, or not "
-    "with this number of exempt layers, has none. "
-    f"{INTERVAL} By model and text: "
-    "`tables/board-models.md`; all pairs: `tables/board-pairs.csv`; the formulas: "
-    "`docs/statistics.md`."
-)
-MODELS_NOTE = (
-    "Each model and text by itself. Of a text: mean KL in nats, its ratio to the oracle's KL "
-    "(geometric mean over windows), and the number of windows. Of a task: right answers in %, the "
-    f"difference to the full cache in points, and the number of questions. {INTERVAL}"
-)
-PAIRS_NOTE = (
-    "A line a method: how many methods it is certainly closer to the full cache than, how many it "
-    "is certainly farther than, and which it is not told apart from. The tests are on the ratio of "
-    "KL on the same windows, with Holm's correction at 5 % over all pairs of the size and length. "
-    "The CSV has every pair."
-)
-CLAIMS_NOTE = (
-    "Claims on each model by itself: a claim *holds* if its whole 95 % interval is on the claimed "
-    "side, *does not hold* if all of it is on the other, and else is *not told apart*. Numbers are "
-    "of all models together, with the windows or questions behind them."
-)
-MEMORY_NOTE = (
-    "Link + device is what a step moves over the link and reads on the device, where it reads "
-    "the fetched rows and the index. KL is the geometric mean over windows. Not beaten in: the "
-    f"costs ({', '.join(COSTS)}) at which no other method is closer for no more. Sizes within "
-    f"{100 * EQUAL:.0f} point count as equal, and step times within {100 * SAME_STEP:.0f} %. "
-    "Oracles, which cannot be built, are on no front and keep no method off one."
-)
-TEXTS_NOTE = (
-    f"KL(full cache || method) by text. {SIZE_NOTE} ± is one standard error over places of a text. "
-    "The CSV has every window."
-)
-ANSWERS_NOTE = (
-    "Right answers by task, when the question is not known while the cache is reduced. A question "
-    "has four choices, so chance is 25 %. "
-    f"{SIZE_NOTE} ± is one standard error, clustered by context. The CSV has every context."
-)
-STEPS_NOTE = (
-    f"A decode step of each method, the mean of a timed run. {SIZE_NOTE} Compute is the step "
-    "without the transfers that it waited for. *Of which not hidden* are bytes that a layer's own "
-    "query selects, which the layer waits for. Other sizes follow from these by "
-    "`harness/results/step_time.py`."
-)
 ANSWER_MARKS = {
     OTHER_SIZE: "The method cannot have this size on the tasks.",
     LACKS: "Some of the full cache's questions were not asked.",
@@ -125,7 +61,6 @@ def show_ratio(ratio: float) -> str:
 
 
 def _show_points(difference: float) -> str:
-    """A difference in points with its sign."""
     shown = metrics.ANSWERS_DIFFERENCE.show(difference)
     return f"+{shown}" if difference > 0 else shown
 
@@ -169,14 +104,14 @@ def page(
     size and labels of README's table. left_out: models over which no mean goes.
     """
     first = first_board(rows)
-    note = f"{NOTE} {CLAIMS_NOTE}"
+    words = f"{note('board')} {note('board_claims')}"
     if left_out:
         few = "fewer than half of the methods ran there"
-        note += f" Not in the means: {', '.join(left_out)}, since {few}."
+        words += f" Not in the means: {', '.join(left_out)}, since {few}."
     sizes = {row["asked_size"] for row in first}
     of_sizes = [claim for claim in claims if claim["asked_size"] in sizes]
     sheets = [*_readme(first, of_models, readme), *methods_sheets(first)]
-    return markdown("board", note, [*sheets, *by_memory(first), *claims_sheets(of_sizes)])
+    return markdown("board", words, [*sheets, *by_memory(first), *claims_sheets(of_sizes)])
 
 
 def first_board(rows: Sequence[TableRow]) -> list[TableRow]:
@@ -209,7 +144,6 @@ def methods_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 
 def _counts(row: TableRow) -> str:
-    """What the numbers of a table are of."""
     models = "one model" if row["num_models"] == 1 else f"{row['num_models']} models"
     return (
         f"KL: {row['num_windows']} windows at {row['num_places']} places of the texts, on "
@@ -219,18 +153,17 @@ def _counts(row: TableRow) -> str:
 
 def methods_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     """A line a compared method, in the order of the rows."""
-    rank = {f"rank of {rows[0]['num_compared']}": _rank}
+
+    def rank(row: TableRow) -> str:
+        return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
+
+    ranks: Shown = {f"rank of {rows[0]['num_compared']}": rank}
     exempt = shown_as_is(named("exempt_numbers"))
-    shown = _LABEL | rank | _RATIO | _ANSWERS | _SIZES | _step(rows) | exempt
+    shown = _LABEL | ranks | _RATIO | _ANSWERS | _SIZES | _step(rows) | exempt
     return sheet_of(title, rows, shown, notes=_notes(rows))
 
 
-def _rank(row: TableRow) -> str:
-    return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
-
-
 def _step(rows: Iterable[TableRow]) -> Shown:
-    """The column of the decode step; none where no step was timed."""
     return {metrics.STEP.heading: _shown_step} if having(rows, "step_s") else {}
 
 
@@ -253,15 +186,14 @@ def _notes_on_steps(rows: Iterable[TableRow]) -> list[str]:
     if timed:  # all steps of a table are of one model and machine
         notes.append(f"Decode step: {timed[0]['step_on']}, over an emulated link.")
     if where(timed, "step_source", MODELLED):
-        notes.append(f"{MODELLED_MARK} {MODELLED_WORDS}")
+        notes.append(f"{MODELLED_MARK} {note('modelled_step')}")
     return notes
 
 
 def _marks(row: TableRow) -> list[str]:
-    """The marks of a row's answers."""
-    note = row.get("answers_note") or ""
+    answers_note = row.get("answers_note") or ""
     words = {OTHER_SIZE: "reads ", LACKS: "lacks "}
-    return [mark for mark, said in words.items() if said in note]
+    return [mark for mark, said in words.items() if said in answers_note]
 
 
 def _marked_difference(row: TableRow) -> str:
@@ -312,7 +244,6 @@ def _ratio_there(ratios: Mapping[str, float | None], row: TableRow) -> str:
 
 
 def _ratio_coded(by_label: Mapping[str, TableRow], row: TableRow) -> str:
-    """Of the same method over rows of 8 bits, where it ran."""
     return _ratio(by_label.get(f"{row['label']} + int8", {}))
 
 
@@ -342,7 +273,9 @@ def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
             **shown_as_is(named("kl_nats front")),
         }
         title = f"by memory, windows of {seq_len:,.0f} tokens"
-        notes = [MEMORY_NOTE, *_notes_on_steps(found)]
+        limits = {"equal": 100 * EQUAL, "same_step": 100 * SAME_STEP}
+        words = note("memory", costs=", ".join(COSTS), **limits)
+        notes = [words, *_notes_on_steps(found)]
         yield sheet_of(title, sorted(found, key=traffic), shown, notes=notes)
 
 
@@ -351,8 +284,13 @@ def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     claims = []
     for of_claim in grouped(rows, _claim_of).values():
         models = [row for row in of_claim if row["model"] != ALL_MODELS] or of_claim
-        together = {"together": _together(of_claim[-1]), "count": of_claim[-1].get("count")}
-        claims.append({"seq_len": None} | of_claim[0] | together | {"models": models})
+        last = of_claim[-1]
+        words = str(last["verdict"])
+        if last.get("value") is not None:
+            show = _difference if last["measure"] == OF_ANSWERS else _ratio
+            words += f": {show(last, 'value')}"
+        together = {"together": words, "count": last.get("count"), "models": models}
+        claims.append({"seq_len": None} | of_claim[0] | together)
     shown: Shown = {
         **shown_as_is(named("claim")),
         "size (%)": lambda row: metrics.ASKED_SIZE.show(row["asked_size"]),
@@ -369,15 +307,7 @@ def _claim_of(row: TableRow) -> tuple[Any, ...]:
     return row["claim"], row["asked_size"], row.get("seq_len")
 
 
-def _together(row: TableRow) -> str:
-    if row.get("value") is None:
-        return str(row["verdict"])
-    number = _difference(row, "value") if row["measure"] == OF_ANSWERS else _ratio(row, "value")
-    return f"{row['verdict']}: {number}"
-
-
 def _models_with(verdict: str, claim: TableRow) -> str:
-    """The models on which a claim has this verdict."""
     models = claim["models"]
     found = values(where(models, "verdict", verdict), "model")
     if len(found) == len(models) > 1:
@@ -524,12 +454,3 @@ SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {
     "board_steps": steps_sheets,
 }
 """The tables of a page, by shape."""
-NOTES = {
-    "board": NOTE,
-    "board_claims": CLAIMS_NOTE,
-    "board_models": MODELS_NOTE,
-    "board_pairs": PAIRS_NOTE,
-    "board_texts": TEXTS_NOTE,
-    "board_answers": ANSWERS_NOTE,
-    "board_steps": STEPS_NOTE,
-}

@@ -2,7 +2,7 @@
 
 `Setting` is one asked size and one length of windows. The oracle's windows are what is compared. A
 method that lacks some of them, or cannot have the size, is shown apart and not compared.
-`harness/results/board_stats.py` has the statistics.
+`harness/results/stats.py` has the statistics.
 
 A window is known by its model, text and place, a context of questions by model, task and number.
 """
@@ -16,19 +16,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.results.board_sources import Key, Rows, Series, SizedRows
-from harness.results.board_stats import Design, Estimate, Pair, compare_all, ranks
+from harness.results.board_sources import BoardSteps, Key, Rows, Series, SizedRows
 from harness.results.columns import TableRow, grouped, having, values, where
 from harness.results.metrics import CACHE, EXEMPT_LAYERS, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
-from harness.results.step_time import BoardSteps
+from harness.results.stats import Design, Estimate, Pair, compare_all, ranks
 
 Keys = Sequence[Key]
 LEAST_KL = 1e-6
 """Nats: a smaller KL is rounding, and has no logarithm to speak of."""
 ALL_MODELS, ALL_TEXTS, ALL_TASKS = "all models", "all texts", "all tasks"
 OF_KL, OF_ANSWERS = "KL", "answers"
+HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
+"""Of claims."""
 ORACLES = ("oracle", "oracle-infinigen")
 """Methods that select by the true scores, so they are upper bounds; the second by the paper's rule
 for a group."""
@@ -223,7 +224,6 @@ def _range_over_models(rows: SizedRows, name: str) -> tuple[float | None, float 
 
 
 def _size_in_words(rows: SizedRows) -> str:
-    """The size that is read, in percent, or its range over models."""
     return show_range(SIZE, _range_over_models(rows, "size"), " to ")
 
 
@@ -255,6 +255,10 @@ class Gap(NamedTuple):
     high: float | None
     num_questions: int
     num_contexts: int
+
+    def columns(self, name: str) -> TableRow:
+        """The columns of the difference."""
+        return {name: self.difference, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
 def gap_of(own: Rows, other: Rows, contexts: Keys) -> Gap | None:
@@ -330,17 +334,16 @@ def method_rows(
     for measured in setting.compared:
         row = _method_row(setting, measured, setting.windows, full, steps)
         found.append(row | {"apart": "", "num_compared": len(setting.compared)})
-    for row, rank in zip(found, ranks([row["ratio"] for row in found], pairs), strict=True):
+    for row, rank in zip(found, ranks(values(found, "ratio"), pairs), strict=True):
         row |= {"rank": rank.value, "rank_low": rank.low, "rank_high": rank.high}
     for measured, reason in setting.apart:
         row = _method_row(setting, measured, setting.shared(measured), full, steps)
         found.append(row | {"apart": reason})
-    return sorted(found, key=_by_ratio)
 
+    def order(row: TableRow) -> tuple[bool, float]:
+        return bool(row["apart"]), math.inf if row["ratio"] is None else row["ratio"]
 
-def _by_ratio(row: TableRow) -> tuple[bool, float]:
-    ratio = row["ratio"]
-    return bool(row["apart"]), math.inf if ratio is None else ratio
+    return sorted(found, key=order)
 
 
 def _method_row(
@@ -396,11 +399,7 @@ def _answer_columns(series: Series, full: Rows) -> TableRow:
         "num_contexts": found.num_contexts,
         "answers_note": "; ".join(notes),
     }
-    if not series.is_full:
-        row["answers_difference"] = found.difference
-        row["answers_difference_low"] = found.low
-        row["answers_difference_high"] = found.high
-    return row
+    return row if series.is_full else row | found.columns("answers_difference")
 
 
 # Fronts
@@ -453,7 +452,6 @@ def with_fronts(rows: Sequence[TableRow]) -> list[TableRow]:
 
 
 def _is_unbeaten(row: TableRow, closer: Iterable[TableRow], name: str) -> bool:
-    """Whether each closer method costs more."""
     cost = COSTS[name](row)
     if cost is None:
         return False
@@ -512,10 +510,7 @@ def answers_by_model(series: Iterable[Series], models: Models, full: Rows) -> It
                 "count": found.num_questions,
                 "num_contexts": found.num_contexts,
             }
-            if not one.is_full:
-                row["versus"] = found.difference
-                row["versus_low"], row["versus_high"] = found.low, found.high
-            yield row
+            yield row if one.is_full else row | found.columns("versus")
 
 
 def _parts(keys: Keys, models: Models, words: str) -> Iterator[tuple[str, str, Keys]]:

@@ -9,17 +9,27 @@ several results, and `series_of` parts them by method and size.
 import itertools
 import json
 import logging
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.errors import UserError
 from harness.results import columns
 from harness.results.archive import opened
-from harness.results.columns import IDENTITY, TableRow, read_table, shape_of
+from harness.results.columns import (
+    IDENTITY,
+    TableRow,
+    grouped,
+    picked,
+    read_table,
+    shape_of,
+    values,
+    where,
+)
 from harness.results.record import BAD_VALUE_ERRORS, Record, in_words
 from harness.results.samples import FULL, is_full
-from harness.results.step_time import timed_step
 from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, models_beside, table_to_read
 
@@ -54,7 +64,7 @@ def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
             named = f"{record['experiment']}/{record['run_id']}"
             log.warning("%s: damaged record (%r); left out of %s", named, error, table)
             continue
-        runs[table] |= columns.grouped(rows, lambda row, shape=shape: identity(shape, row))
+        runs[table] |= grouped(rows, lambda row, shape=shape: identity(shape, row))
     found = {}
     for table, of_table in runs.items():
         found[table] = list(itertools.chain.from_iterable(of_table.values()))
@@ -104,7 +114,7 @@ def _rows(record: Record, table: str, labels: Mapping[str, str]) -> Iterator[Tab
         if step:
             # A timed run is labelled by its system, the board by the method.
             of_run["label"] = labels.get(_method_in_words(record), of_run["label"])
-            read = columns.picked(record["metrics"], ("gen_len", "size", "source"))
+            read = picked(record["metrics"], ("gen_len", "size", "source"))
             yield of_run | step | read
 
 
@@ -112,12 +122,12 @@ def _windows(record: Record, of_run: TableRow) -> Iterator[TableRow]:
     """The windows of a run on a text. A window without a place is its number among them."""
     ((text, entries),) = record["metrics"].items()
     windows = record["samples"]["windows"]
-    common = of_run | columns.picked(entries, ("device_frac", "resident_frac"))
+    common = of_run | picked(entries, ("device_frac", "resident_frac"))
     common |= {"text": Path(text).name, "seq_len": record["config"]["seq_len"]}
     common["family"] = family_of(record)
     for number, window in enumerate(windows):
         place = window.get("place", number / len(windows))
-        measured = columns.picked(window, ("kl_nats", "size"))
+        measured = picked(window, ("kl_nats", "size"))
         yield common | measured | {"window": number, "place": place}
 
 
@@ -127,22 +137,21 @@ def family_of(record: Record) -> str:
         return "oracle" if record["when"] == "true_scores" else "retrieves"
     if record["config"]["size"] is not None:
         return "evicts"
-    sizes = set(columns.values(record["metrics"].values(), "size"))
+    sizes = set(values(record["metrics"].values(), "size"))
     return "reads all" if sizes <= {1} else "codes"
 
 
 def _answers(record: Record, of_run: TableRow) -> Iterator[TableRow]:
-    """The contexts of each task whose answers are right or wrong."""
     for task, entries in record["metrics"].items():
-        sizes = columns.picked(entries, ("size", "device_frac", "resident_frac"))
+        sizes = picked(entries, ("size", "device_frac", "resident_frac"))
         answered = columns.having(record["samples"].get(task, ()), ACC)
-        by_context = columns.grouped(answered, lambda sample: sample["context"])
+        by_context = grouped(answered, lambda sample: sample["context"])
         for context, questions in by_context.items():
-            lengths = columns.values(columns.having(questions, "context_tokens"), "context_tokens")
+            lengths = values(columns.having(questions, "context_tokens"), "context_tokens")
             measured = {
                 "task": task,
                 "context_id": context,
-                "right": sum(columns.values(questions, ACC)),
+                "right": sum(values(questions, ACC)),
                 "asked": len(questions),
                 "prompt_len": max(lengths, default=None),
             }
@@ -150,9 +159,8 @@ def _answers(record: Record, of_run: TableRow) -> Iterator[TableRow]:
 
 
 def _method_in_words(record: Record) -> str:
-    """Model, method and codec with all their settings, as words that compare."""
     config = record["config"]
-    codecs = columns.picked(config, OF_CODECS).values()
+    codecs = picked(config, OF_CODECS).values()
     settings = [config["model"]["name"], config["method_name"], config.get("method"), *codecs]
     return json.dumps(settings, sort_keys=True)
 
@@ -248,7 +256,7 @@ def series_of(sources: Sources, models: Container[str] | None = None) -> list[Se
         return label, row["asked_size"]
 
     series = []
-    for (label, asked), of_series in columns.grouped(rows, label_and_size).items():
+    for (label, asked), of_series in grouped(rows, label_and_size).items():
         kinds = {(row["method"], row["codec"]) for row in of_series}
         if len(kinds) > 1:
             names = ", ".join(sorted(" ".join(filter(None, kind)) for kind in kinds))
@@ -267,3 +275,109 @@ def series_of(sources: Sources, models: Container[str] | None = None) -> list[Se
         if windows or answers:
             series.append(Series(label, method, codec, asked, windows, answers))
     return series
+
+
+# Seconds of a decode step: of a timed run, and a model of them at another size. Seconds of compute
+# stay as timed, bytes over the link grow with the size. As in live decoding, tokens that are
+# selected a layer ahead are transferred during compute; `late_bytes`, selected by a layer's own
+# query, are waited for.
+
+AS_TIMED = ("platform", "batch_size", "prompt_len", "link_bytes_per_s")
+MODELLED = "modelled"
+"""`step_source` of a step that was timed at another size, or over other codes."""
+GROUP_SIZE = re.compile(r"\bgroup_size=\w+")
+
+
+def step_seconds(row: Mapping[str, float], bytes_per_s: float) -> float:
+    """Seconds of a decode step of `row` over a link of that rate."""
+    late_s = row["late_bytes"] / bytes_per_s
+    return max(row["compute_s"], row["link_bytes"] / bytes_per_s - late_s) + late_s
+
+
+def timed_step(metrics: Mapping[str, Any]) -> TableRow:
+    """The decode step of a timed run, the mean over its steps; {} if no transfer was counted."""
+    if metrics["h2d_bytes"] is None:
+        return {}
+    steps = metrics["gen_len"] - 1
+    step = picked(metrics, AS_TIMED)
+    step["compute_s"] = (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps
+    step["link_bytes"] = metrics["h2d_bytes"] / steps
+    step["late_bytes"] = metrics["late_bytes"] / steps
+    step["step_s"] = metrics["decode_s"] / steps
+    return step
+
+
+def step_at(
+    step: TableRow, timed_size: float, size: float | None, exempt_layers: int | None
+) -> TableRow:
+    """A timed step at another size; its `step_s` is None if the size or the link is not known.
+
+    The bytes of the exempt layers, where there are any the only ones that a late method transfers
+    ahead, are the same at any size.
+    """
+    bytes_per_s = step["link_bytes_per_s"]
+    if size is None or not bytes_per_s:
+        return step | {"step_s": None}
+    ratio = size / timed_size
+    link_bytes, late_bytes = step["link_bytes"] * ratio, step["late_bytes"] * ratio
+    if exempt_layers and late_bytes:
+        of_exempt_layers = step["link_bytes"] - step["late_bytes"]
+        late_bytes = max(0.0, link_bytes - of_exempt_layers)
+    scaled = step | {"link_bytes": link_bytes, "late_bytes": late_bytes}
+    change = step_seconds(scaled, bytes_per_s) - step_seconds(step, bytes_per_s)
+    return scaled | {"step_s": step["step_s"] + change}
+
+
+class BoardSteps:
+    """The timed steps of the table: all of one model, machine, batch and prompt length, so that
+    they compare.
+
+    That is where most steps were timed, of the models of the table. timed: rows of
+    `columns.BOARD_STEPS`.
+    """
+
+    def __init__(self, timed: Iterable[TableRow], models: Container[str]) -> None:
+        by_setup = grouped(timed, itemgetter("model", "platform", "batch_size", "prompt_len"))
+        setups = {setup: rows for setup, rows in by_setup.items() if setup[0] in models}
+        setup: tuple[Any, ...] = max(setups, key=lambda setup: len(setups[setup]), default=())
+        self.rows = grouped(setups.get(setup, ()), _METHOD)
+        """By method, codec, label and exempt layers."""
+        self.model, self.prompt_len, self.timed_on = "", 0, ""
+        if setup:
+            self.model, platform, batch_size, self.prompt_len = setup
+            prompts = f"prompts of {self.prompt_len:,.0f} tokens"
+            self.timed_on = f"{self.model} ({platform}), batch {batch_size:.0f}, {prompts}"
+
+    def step_of(self, windows: Iterable[TableRow]) -> TableRow:
+        """`step_s`, `step_source` and `step_on` of a method at a size, at windows of one length.
+
+        windows: its rows of `columns.BOARD_TEXTS`, of any models. {} where no step of it was
+        timed, and for windows that are not as long as the timed prompts.
+        """
+        of_model = where(windows, "model", self.model)
+        here = where(of_model, "seq_len", self.prompt_len)
+        timed = self.rows.get(_METHOD(here[0]), []) if here else []
+        if not timed:
+            return {}
+        row = here[0]
+        as_timed = where(timed, "asked_size", row["asked_size"])
+        if as_timed:
+            seconds, source = as_timed[0]["step_s"], as_timed[0]["source"]
+            if _group_size(as_timed[0]) != _group_size(row):  # as many bytes, of other tokens
+                source = MODELLED
+        else:
+            size = sum(values(here, "size")) / len(here)
+            step = step_at(timed[0], timed[0]["size"], size, row["exempt_layers"])
+            seconds, source = step["step_s"], MODELLED
+        if seconds is None:
+            return {}
+        return {"step_s": seconds, "step_source": source, "step_on": self.timed_on}
+
+
+_METHOD = itemgetter("method", "codec", "label", "exempt_layers")
+
+
+def _group_size(row: TableRow) -> str:
+    """The length of a codec's groups in the words of the settings; "" for the default."""
+    found = GROUP_SIZE.search(row["settings"] or "")
+    return found[0] if found else ""

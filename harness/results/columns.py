@@ -74,7 +74,7 @@ ACCURACY = (
 )
 """`difference` to `detectable` are to the full cache on the same questions or windows.
 `repeats_stderr`: of a mean over several answers to each question, over repeats of the same
-questions. `shipped`: `yes` for a row that came with the project (`results/shipped.py`)."""
+questions. `shipped`: `yes` for a row that came with the project (`results/write.py`)."""
 LATENCY = (
     *named(_TIMED),
     *SERVING,
@@ -118,7 +118,7 @@ BOARD_STEPS = named(
     "link_bytes_per_s step_s size source shipped run_id"
 )
 """The decode step of a method, the mean of a timed run. `label`: that of the same method's run on a
-text. Seconds and bytes are of one step (`results/step_time.py`)."""
+text. Seconds and bytes are of one step (`results/board_sources.py`)."""
 BOARD = named(
     "over model method family label asked_size seq_len rank rank.. num_compared kl_nats ratio "
     "ratio.. degrees num_models num_windows num_places answers answers_difference "
@@ -221,7 +221,7 @@ def values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     return [row[name] for row in rows]
 
 
-def where(rows: Iterable[TableRow], name: str, value: Any) -> list[TableRow]:
+def where(rows: Iterable[R], name: str, value: Any) -> list[R]:
     """The rows with this value of a column."""
     return [row for row in rows if row[name] == value]
 
@@ -321,7 +321,9 @@ def read_table(path: Path) -> list[TableRow]:
         rows = list(lines)
         shape = shape_of(lines.fieldnames)
         has_all = {*lines.fieldnames, *OPTIONAL}.issuperset(names(TABLES[shape]))
-        if has_all and not any(map(_has_other_length, rows)):
+        # As `csv.DictReader` shows a line that is longer or shorter than the header.
+        has_other_length = any(None in row or None in row.values() for row in rows)
+        if has_all and not has_other_length:
             table = [typed(row) for row in rows]
             check(TABLES[shape], table)
             _check_rows(shape, table)
@@ -331,13 +333,7 @@ def read_table(path: Path) -> list[TableRow]:
     raise UserError(f"{path}: {NO_TABLE} (other columns, or a line of another length); {ANEW}")
 
 
-def _has_other_length(row: Mapping[str | None, Any]) -> bool:
-    """Whether a line was longer or shorter than the header, as `csv.DictReader` shows it."""
-    return None in row or None in row.values()
-
-
 def _check_rows(shape: str, rows: Iterable[TableRow]) -> None:
-    """Raise ValueError for a row without a needed value, and for two rows of one identity."""
     key, found = ONCE.get(shape, ()), set()
     for row in rows:
         for name in NEEDED[shape]:

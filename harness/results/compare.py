@@ -10,12 +10,11 @@ of the paired difference, else that of two independent numbers. Speed is compare
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.errors import UserError, exit_code, printable, shortened
 from harness.files import replacing
@@ -82,32 +81,39 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
 
 
 def _read(source: Path) -> pd.DataFrame:
-    """The numbers of a folder or an archive. Raises UserError where there is no finished run."""
+    """Every number of a folder's or an archive's finished runs: `KEYS`, and as `number` its value,
+    stderr, row and record; of several runs the newest. Raises UserError where there is none."""
     import pandas as pd
 
+    numbers = []
     with opened(source) as folder:
-        numbers = list(_numbers(folder))
+        pairs = with_rows(read_all(folder), weights=False)
+        for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
+            for row in rows:
+                names = {name: "" if row.get(name) is None else row[name] for name in NAMES}
+                for metric, value, stderr in _metrics(row):
+                    if isinstance(value, int | float):
+                        number = _Number(metric, value, stderr, row, record)
+                        numbers.append(names | {"metric": metric, "number": number})
     if not numbers:
         none = "no finished run in it, and tables alone do not say what was run"
         raise UserError(f"{source}: {none}")
     return pd.DataFrame(numbers, dtype=object).drop_duplicates(KEYS, keep="last")
 
 
-def _numbers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every number of a folder's finished runs, the oldest first: `KEYS`, and as `number` its
-    metric, value, stderr, row and record."""
-    pairs = with_rows(read_all(folder), weights=False)
-    for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
-        for row in rows:
-            names = {}
-            for name in NAMES:
-                value = row.get(name)
-                names[name] = "" if value is None else value
-            for metric, value, stderr in _metrics(row):
-                if isinstance(value, int | float):
-                    number = {"metric": metric, "value": value, "stderr": stderr}
-                    number |= {"row": row, "record": record}
-                    yield names | {"metric": metric, "number": number}
+class _Number(NamedTuple):
+    metric: str
+    value: float
+    stderr: float | None
+    row: TableRow
+    record: Record
+
+    @property
+    def measured(self) -> Measured:
+        """With its samples; of a chunk of a text, or where the run keeps none, without any."""
+        if "task" not in self.row or columns.is_part(self.row):
+            return Measured(self.value, [])
+        return Measured(self.value, samples_of(self.record, self.row["task"]))
 
 
 def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
@@ -115,23 +121,30 @@ def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
 
     Each column of a timed cell, else the value and, of a whole task or text, the sizes.
     """
+    numbers: Iterable[metrics.Metric] = ()
     if "metric" not in row:
-        for column in columns.LATENCY:
-            if column.digits is not None and column.name not in NAMES:
-                yield column.name, row.get(column.name), None
-        return
-    yield row["metric"], row["value"], row.get("stderr")
-    if "task" in row and not columns.is_part(row):
-        for column in SIZES:
+        numbers = [column for column in columns.LATENCY if column.name not in NAMES]
+    else:
+        yield row["metric"], row["value"], row.get("stderr")
+        if "task" in row and not columns.is_part(row):
+            numbers = SIZES
+    for column in numbers:
+        if column.digits is not None:
             yield column.name, row.get(column.name), None
 
 
-def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """`VALUES` and `moved` of a number of both."""
-    first, second = before["value"], after["value"]
-    differs = _what_differs(before["record"], after["record"])
-    stderr, num_pairs = _spread(before, after, same_data="data" not in differs)
-    of_speed = "metric" not in before["row"]
+def _change(before: _Number, after: _Number) -> dict[str, Any]:
+    first, second = before.value, after.value
+    differs = _what_differs(before.record, after.record)
+    found = None
+    if "data" not in differs:
+        found = paired(after.measured, before.measured, after.metric)
+    stderr, num_pairs = None, None
+    if found:
+        stderr, num_pairs = found.stderr, found.num_pairs
+    elif before.stderr is not None and after.stderr is not None:
+        stderr = math.hypot(before.stderr, after.stderr)
+    of_speed = "metric" not in before.row
     return {
         "before": first,
         "after": second,
@@ -159,27 +172,6 @@ def _what_differs(one: Record, two: Record) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def _spread(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, same_data: bool
-) -> tuple[float | None, int | None]:
-    """The standard error of the difference, and the number of pairs if it is of pairs."""
-    if same_data:
-        found = paired(_measured(after), _measured(before), after["metric"])
-        if found:
-            return found.stderr, found.num_pairs
-    if before["stderr"] is None or after["stderr"] is None:
-        return None, None
-    return math.hypot(before["stderr"], after["stderr"]), None
-
-
-def _measured(number: Mapping[str, Any]) -> Measured:
-    """A number and its samples; of a chunk of a text, or where the run keeps none, without any."""
-    row = number["row"]
-    if "task" not in row or columns.is_part(row):
-        return Measured(number["value"], [])
-    return Measured(number["value"], samples_of(number["record"], row["task"]))
-
-
 # For a terminal
 
 
@@ -202,11 +194,11 @@ def text_of(frame: pd.DataFrame) -> str:
         lines += ["", *table.splitlines()]
     if len(moved) > MAX_SHOWN:
         lines.append(f"and {len(moved) - MAX_SHOWN} that moved less; --csv FILE has all")
-    return "\n".join(_cut(line) for line in lines)
+    cut = [line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..." for line in lines]
+    return "\n".join(cut)
 
 
 def _shown(change: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
-    """A line of the printed table, by heading. names: those that tell what was measured."""
     shown = columns.column(change["metric"])
     if shown.digits is None:
         shown = metrics.quantity(change["metric"])
@@ -233,19 +225,15 @@ def _shown(change: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
 
 
 def _runs(frame: pd.DataFrame) -> str:
-    """The first runs that numbers are of, in words."""
-    runs: dict[str, bool] = {}
-    for names in frame[["experiment", "label", "model", "settings"]].to_dict("records"):
-        settings = f" ({names['settings']})" if names["settings"] else ""
-        runs[f"{names['experiment']} of {names['label']} on {names['model']}{settings}"] = True
-    named = [shortened(run, MAX_WIDTH) for run in itertools.islice(runs, MAX_NAMED)]
+    runs = frame[["experiment", "label", "model", "settings"]].drop_duplicates()
+    named = []
+    for run in runs.head(MAX_NAMED).itertuples():
+        settings = f" ({run.settings})" if run.settings else ""
+        words = f"{run.experiment} of {run.label} on {run.model}{settings}"
+        named.append(shortened(words, MAX_WIDTH))
     if len(runs) > MAX_NAMED:
         named.append("...")
     return printable(", ".join(named))
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..."
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:

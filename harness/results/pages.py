@@ -9,11 +9,10 @@ from harness.results import board_page, columns, metrics
 from harness.results.columns import TableRow, grouped, having, named, shape_of, values
 from harness.results.metrics import MISSING
 from harness.results.sheet import (
-    DIFFERENCE_NOTE,
-    SIZE_NOTE,
     Sheet,
     mark_own,
     markdown,
+    note,
     sheet_of,
     show_difference,
     show_range,
@@ -42,32 +41,6 @@ SHOWN_OF_CAPACITY = (
 """Columns of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
-NOTES = {
-    "accuracy": f"{SIZE_NOTE} *Read on device* is the share that is read in device memory, "
-    "including the method's index. *Kept on device* is the method's own memory there, as a share "
-    "of the full cache at the end. Two numbers are a range over the columns. ± is one standard "
-    f"error, over questions or windows. {DIFFERENCE_NOTE}Settings are those that differ from the "
-    "defaults.",
-    "latency": f"{SIZE_NOTE} *To device* and *to host* are the bytes that crossed the link in all "
-    "decode steps. *Read on device* is what was read in device memory, including the method's "
-    "index. *KV on device* is the memory of the cache and the method there, including buffers. "
-    "*TTFT* is the time to first token, *TPOT* the time per output token. *Hit rate* is the share "
-    "of the rows read that were on the device already. "
-    "Settings are those that differ from the defaults.",
-    "capacity": f"{SIZE_NOTE} *Sequences that fit* is the largest batch that weights, cache, the "
-    "method's state, buffers and activations leave room for; *KV tokens* are the tokens of all of "
-    "them. *Tokens/s* are of decode steps at that batch, beside those at the *equal batch*, the "
-    "largest of the full cache on the device. The CSV has the batches below, too, and all bytes.",
-    "analysis": "± is one standard error over heads, over windows for errors of attention outputs, "
-    "or over layers for a number of the whole model. "
-    f"At most {MAX_COLUMNS} values of x are shown; the CSV has all.",
-    **board_page.NOTES,
-}
-"""The meaning of the columns, by shape of table."""
-MODELLED_NOTE = (
-    f"Predicted by the cost model (`harness/paper/costmodel`), not measured. {SIZE_NOTE} The "
-    "segments (attention to other) are those of one block in the last decode step."
-)
 PUBLISHED_HEADER = ["model", "series", "x_name", "x", "metric", "value", "kind"]
 
 Key = tuple[str, str]
@@ -102,19 +75,19 @@ def _title(row: TableRow) -> str:
 
 def render_markdown(name: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of a table, with the paper's numbers at its end."""
-    note = NOTES[shape_of(rows[0]) if rows else "accuracy"]
+    words = note(shape_of(rows[0]) if rows else "accuracy", max_columns=MAX_COLUMNS)
     sheets = list(sheets_of(rows))
     lines = []
     for row in columns.where(columns.published_rows(), "figure", name):
         lines.append([row[column] or MISSING for column in PUBLISHED_HEADER])
     if lines:
         sheets.append(Sheet("the paper's numbers", PUBLISHED_HEADER, lines))
-    return markdown(name, note, sheets)
+    return markdown(name, words, sheets)
 
 
 def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", MODELLED_NOTE, sheets_of(rows))
+    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(rows))
 
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
@@ -160,7 +133,6 @@ def _shared_settings(rows: Sequence[TableRow]) -> list[str]:
 
 
 def _own_settings(rows: Sequence[TableRow]) -> tuple[list[TableRow], list[str]]:
-    """The rows with the settings that not all share, and a note on the others."""
     shared = _shared_settings(rows)
     found = []
     for row in rows:
@@ -349,7 +321,6 @@ def _tables_of_series(rows: Sequence[TableRow]) -> list[list[TableRow]]:
 
 
 def _shown_x(rows: Sequence[TableRow]) -> list[Any]:
-    """At most `MAX_COLUMNS` values of x, evenly spread; [None] where there are none."""
     found = sorted(set(values(having(rows, "x"), "x")))
     count = min(MAX_COLUMNS, len(found))
     last, gaps = len(found) - 1, max(1, count - 1)
@@ -372,7 +343,6 @@ def _series(rows: Sequence[TableRow], x_name: str) -> dict[str, dict[Any, TableR
 
 
 def _capacity(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """A line a method: its largest batch; a sheet a context and device memory."""
     numbers = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
     shown = shown_as_is(numbers) | {"wall": itemgetter("wall")}
     largest = [row for row in rows if row["batch_size"] == row["largest_batch"]]

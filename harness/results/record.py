@@ -46,6 +46,9 @@ OF_SHEET = "platform.sheet."
 """The data sheet of a modelled machine, which its name stands for."""
 GROUPS = ("method", "task", "latency", "sampling")
 """Groups whose settings are named without the group on the command line or in a table."""
+HOST_DECIDES = "capacity"
+"""The kind of run of which `platform.host_gib` decides numbers: the largest batch. Elsewhere it
+decides whether a run is refused."""
 SIZED_ON = "sized on"
 """Beside the settings of a run whose size was met by a search: on what."""
 BAD_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -122,16 +125,10 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     foreign = foreign_settings(config["kind"])
     found = without_paths({name: value for name, value in config.items() if name not in foreign})
-    if "platform" in found and not _host_decides(config["kind"]):
+    if "platform" in found and config["kind"] != HOST_DECIDES:
         found["platform"] = {**found["platform"]}
         found["platform"].pop("host_gib", None)
     return found
-
-
-def _host_decides(kind: str) -> bool:
-    """Whether `platform.host_gib` decides numbers: the largest batch. Elsewhere it decides whether
-    a run is refused."""
-    return kind == "capacity"
 
 
 def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +171,7 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
             continue
         if name == "prefill_len" and value == prompt_of_window(config.seq_len):
             continue
-        if name == "platform.host_gib" and not _host_decides(config.kind):
+        if name == "platform.host_gib" and config.kind != HOST_DECIDES:
             continue
         shown = rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")
         found[shown] = value
@@ -207,7 +204,6 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def _defaults_of(group: Any) -> dict[str, Any]:
-    """The defaults of a dataclass; None where there is none."""
     found = {}
     for field in fields(group):
         found[field.name] = None if field.default is MISSING else field.default
@@ -364,13 +360,11 @@ def require_finite(value: Any, name: str = "") -> None:
             f"{metric}={value}: is not finite; the model or the method computes NaN or infinite "
             "numbers"
         )
-    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, item in items:
-        require_finite(item, f"{name}/{key}".removeprefix("/"))
+        for key, item in value.items():
+            require_finite(item, f"{name}/{key}".removeprefix("/"))
 
 
 def jsonable(value: Any) -> Any:

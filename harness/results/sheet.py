@@ -8,14 +8,16 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import yaml
 from tabulate import tabulate
 
 from harness.errors import printable, shortened
 from harness.results.columns import TableRow
 from harness.results.metrics import APART, CLAIM, LABEL, MISSING, SETTINGS, Metric
-from harness.results.student import critical_value
+from harness.results.stats import critical_value
 
 T = TypeVar("T")
 WORDS = (LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
@@ -32,15 +34,14 @@ MARKUP = re.compile(
 OWN = "*"
 """Mark of one's own runs in a table that also has shipped rows."""
 OWN_NOTE = f"{OWN} One's own run; the other rows are shipped with the project."
-SIZE_NOTE = (
-    "Size is the share of the full cache that a decode step reads, and that crosses the link if "
-    "the cache is offloaded."
-)
-DIFFERENCE_NOTE = (
-    "The difference to the full cache on the same questions or windows is in brackets, ± its "
-    "standard error. *No difference ≥ x* means that its 95 % interval (Student's t) contains zero, "
-    "and that a difference of x would have been detected four times in five. "
-)
+NOTES = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8"))
+
+
+def note(name: str, **fields: object) -> str:
+    """A note of `notes.yaml`. fields: what stands in it, besides the notes of several."""
+    words: str = NOTES[name]
+    shared = {part: NOTES[part] for part in ("size", "difference", "interval")}
+    return words.format(**shared, **fields)
 
 
 class Sheet(NamedTuple):
@@ -131,9 +132,9 @@ def show_difference(
 # Text
 
 
-def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
-    """A whole `.md` file: title, note, tables."""
-    parts = [f"# {title}", note]
+def markdown(title: str, words: str, sheets: Iterable[Sheet]) -> str:
+    """A whole `.md` file: title, words, tables."""
+    parts = [f"# {title}", words]
     for sheet in sheets:
         lines = [list(map(_escaped, line)) for line in sheet.lines]
         header = list(map(_escaped, sheet.header))
@@ -144,7 +145,6 @@ def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Words as Markdown that shows them literally, in one line."""
     return MARKUP.sub(r"\\\g<0>", printable(text))
 
 

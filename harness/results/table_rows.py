@@ -89,17 +89,17 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
         "settings": in_words(record["settings"]),
         "run_id": record["run_id"],
     }
+    rows: Iterable[TableRow]
     if record["table"] == "latency":
-        metrics = columns.renamed(metrics)
-        return [common | metrics | {"unmet_size": _unmet_size(config, metrics)}]
-    if record["table"] == "capacity":
-        return [
-            common | point | {"unmet_size": _unmet_size(config, point)}
-            for point in metrics["points"]
-        ]
-    if record["table"] == "analysis":
-        return [common | {"source": metrics["source"]} | point for point in metrics["points"]]
-    rows = [*_whole_rows(record, full), *_chunk_rows(record)]
+        rows = [columns.renamed(metrics)]
+    elif record["table"] == "accuracy":
+        rows = [*_whole_rows(record, full), *_chunk_rows(record)]
+    else:
+        rows = metrics["points"]
+        if record["table"] == "analysis":
+            common["source"] = metrics["source"]
+    if record["table"] != "analysis":
+        rows = [row | {"unmet_size": _unmet_size(config, row)} for row in rows]
     return [common | row for row in rows]
 
 
@@ -114,15 +114,13 @@ def layer_rows(record: Record) -> Iterator[TableRow]:
         context = _context(record, name, entries)
         for of_layer in layers:
             for value in _values(columns.picked(of_layer, OF_LAYERS)):
-                yield {
+                yield value | {
+                    "experiment": ATTENTION_ERROR.name,
                     "model": record["config"]["model"]["name"],
                     "series": f"{record['config']['label']}, {100 * context['size']:.0f} %",
                     "layer": None,
                     "x_name": f"{LAYER.name}, {context['task']}",
                     "x": of_layer[LAYER.name],
-                    "metric": value["metric"],
-                    "value": value["value"],
-                    "stderr": value["stderr"],
                     "num_samples": context["num_samples"],
                     "source": context["source"],
                     "run_id": record["run_id"],
@@ -149,7 +147,6 @@ def _add_weights(pairs: Pairs) -> None:
 
 
 def _whole_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
-    """The rows of whole tasks and texts, and of needles by their depth."""
     for name, entries in record["metrics"].items():
         context = _context(record, name, entries)
         samples = samples_of(record, name)
@@ -162,7 +159,6 @@ def _whole_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
 
 
 def _chunk_rows(record: Record) -> Iterator[TableRow]:
-    """The rows of ranges of tokens of a run on one text."""
     if not record["chunks"]:
         return
     ((name, entries),) = record["metrics"].items()
@@ -176,7 +172,6 @@ def _chunk_rows(record: Record) -> Iterator[TableRow]:
 
 
 def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
-    """The metrics among the entries of a task or text, with their standard errors."""
     for metric, value in entries.items():
         if metric in NO_METRICS or metric.endswith("_stderr"):
             continue
@@ -191,8 +186,12 @@ def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
 
 def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
     """A row for each length in tokens and depth of the needle; none for a task without needles."""
+
+    def length_and_part(sample: Sample) -> tuple[int, int]:
+        return sample["length"], min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
+
     needles = columns.having(samples, "depth")
-    for (length, part), of_part in sorted(columns.grouped(needles, _length_and_part).items()):
+    for (length, part), of_part in sorted(columns.grouped(needles, length_and_part).items()):
         scores = columns.values(of_part, str(length))
         first = DEPTH_PERCENT * part
         yield {
@@ -205,23 +204,14 @@ def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
         }
 
 
-def _length_and_part(sample: Sample) -> tuple[int, int]:
-    return sample["length"], min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
-
-
 def _compared(difference: Difference | None) -> TableRow:
     """The columns of a difference to the full cache, and the contexts that it was measured on."""
     if difference is None:
         return {}
-    return {
-        "difference": difference.value,
-        "difference_stderr": difference.stderr,
-        "detectable": difference.detectable,
-        "gained": difference.gained,
-        "lost": difference.lost,
-        "mcnemar_p": difference.mcnemar_p,
-        "num_contexts": difference.num_contexts,
-    }
+    found = difference._asdict()
+    value, stderr = found.pop("value"), found.pop("stderr")
+    del found["num_pairs"]
+    return found | {"difference": value, "difference_stderr": stderr}
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
@@ -235,7 +225,6 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     row["seq_len"] = entries.get("seq_len", seq_len)
     row["source"] = "measured"
     row["task"] = Path(name).name.translate(ROUND)
-    row["unmet_size"] = _unmet_size(config, entries)
     return row
 
 
