@@ -4,7 +4,7 @@
 #   make speedup PLATFORM=cuda MODEL=opt-13b WEIGHTS=random      the paper's shapes on a GPU
 #   make paper DATA_ROOT=DIR                    all figures and tables on the default model, in under 75 minutes
 #   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub             the same with the paper's parameters, on one GPU
-# As jobs of Slurm, or as several processes of one machine: docs/sharing.md, "A cluster".
+# As jobs of Slurm, or as several processes of one machine: docs/running.md, "A cluster".
 #   make board METHOD=./my_method.py            a method of one's own beside the shipped ones; CODEC=./my_codec.py a codec
 #   make board MODEL=opt-125m                   the methods on another model, in about an hour; the same command goes on
 #   make test ARGS="-k quantization"

@@ -6,7 +6,8 @@
 No code of others is part of this project: a comparison imports the authors' function from a folder that is given, or
 from an installed package, and is skipped where there is none. All run on a CPU. The queries and keys are those of the
 first `--tokens` tokens of the offline text. An agreement is the mean share of the tokens that both keep (or pages, or
-numbers that both give), over layers and heads. docs/parity.md has the results, and those that took more than a script.
+numbers that both give), over layers and heads. benchmarks/PARITY.md has the results,
+and those that took more than a script.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ choose it does not read it. The prompt's rows attend so too, under every method.
 the same on such a model, since the model itself never reads more. The index keys lie on the device,
 one of `index_head_dim` elements for each token and layer that chooses, in the compute dtype.
 DeepSeek stores them in FP8, with which 2.6 % of the chosen tokens were others
-([parity](parity.md)). A step reads all index keys of such a layer. Layers that share indices in the
-model share them here, and their rows cross the link while the layer before computes. `every=2` lets
-further layers reuse them, as training-free IndexCache does: of the layers with an indexer, every
-second chooses. `layers=[0,3,7]` names those that choose; the first always does. Both change decode
-rows alone, where IndexCache also skips indexers in the prefill. A model
-without an indexer is refused. Other methods replace the indexers in decode rows, and need
+([parity](../benchmarks/PARITY.md)). A step reads all index keys of such a layer. Layers that share
+indices in the model share them here, and their rows cross the link while the layer before computes.
+`every=2` lets further layers reuse them, as training-free IndexCache does: of the layers with an
+indexer, every second chooses. `layers=[0,3,7]` names those that choose; the first always does. Both
+change decode rows alone, where IndexCache also skips indexers in the prefill. A model without an
+indexer is refused. Other methods replace the indexers in decode rows, and need
 `num_exempt_layers=0`: no layer of such a model reads every token.
 """
 
@@ -162,7 +162,7 @@ class Dsa(Method):
         if index is None:
             raise ValueError(
                 f"method=dsa: model family {geometry.family!r} has no indexer of its own; allowed: "
-                "models with DeepSeek sparse attention (docs/families.md)"
+                "models with DeepSeek sparse attention (results/families.md)"
             )
         allowed = [layer for layer, has_own in enumerate(index.own) if has_own]
         if self.layers is not None:

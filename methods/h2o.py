@@ -11,7 +11,7 @@ The rule, and where it differs (made into docs/methods.md):
 prompt and after each step, tokens of the least worth leave until floor(`heavy_frac` · T) +
 floor(`recent_frac` · T) are left, or `kept_tokens`, half of them recent; the recent ones are safe.
 InfiniGen's artifact drops new tokens
-from the heavy set at once ([findings](findings.md#what-to-know-when-comparing)).
+from the heavy set at once ([how to compare](paper.md)).
 """
 
 from __future__ import annotations

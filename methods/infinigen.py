@@ -57,7 +57,7 @@ of projections with the least expected squared error of q · k, from second mome
 keys (`statistics`: of the prompt, the calibration text, or both). `columns` and `skew` then play no
 part. `methods/infinigen.py` has the formulas. **infinigen2** goes further: no exempt layer, the
 layer's own query, the sum of a group's probabilities, and a balanced index in 4 bits with
-projections in 4 bits ([its page](infinigen2.md)).
+projections in 4 bits ([what changed](results.md#infinigen2)).
 
 A balanced index in few bits (`index_bits`) takes the mean of the prompt's keys off before it codes
 them, and scales its columns to variance 1. The projections are a sequence's own and stay on the

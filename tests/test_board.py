@@ -38,7 +38,7 @@ from plots.board import budget, draw
 def plain_estimate(
     models: Sequence[str], texts: Sequence[str], places: Sequence[int], values: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Mean, variance and degrees of freedom, as docs/statistics.md writes them, one window after another."""
+    """Mean, variance and degrees of freedom, as docs/results.md writes them, one window after another."""
     windows = list(zip(models, texts, places, values, strict=True))
     texts_of = {model: {text for m, text, _, _ in windows if m == model} for model in models}
     of_stratum = defaultdict(list)

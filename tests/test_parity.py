@@ -144,7 +144,7 @@ def test_what_cannot_be_compared_is_one_line_each(tmp_path, capsys):
 
 
 def test_the_ledger_has_a_row_for_every_method_and_every_comparison():
-    text = (Path(__file__).parents[1] / "docs" / "parity.md").read_text()
+    text = (Path(__file__).parents[1] / "benchmarks" / "PARITY.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
     assert {*options("method")} - named == set()

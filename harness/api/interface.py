@@ -399,8 +399,9 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Records of accuracy as a frame with a line for each.
 
     Columns, named as in the tables: label, settings, size (the share of the full cache that was
-    read), unmet_size (the size that was asked for, where the one that was read differs by more than
-    a tenth), and of each metric its value (`kl_nats`), its standard error (`kl_nats_stderr`), and
+    read), device_frac and resident_frac (the shares that were read and that stay on the device),
+    unmet_size (the size that was asked for, where the one that was read differs by more than a
+    tenth), and of each metric its value (`kl_nats`), its standard error (`kl_nats_stderr`), and
     its difference to the full cache's run on the same questions or windows (`acc_difference`,
     `acc_difference_stderr`). With more than one task a metric's name follows the task's:
     `kv_recall_acc`.
@@ -414,6 +415,8 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
             "label": record["config"]["label"],
             "settings": rows[0]["settings"],
             "size": rows[0]["size"],
+            "device_frac": rows[0]["device_frac"],
+            "resident_frac": rows[0]["resident_frac"],
         }
         unmet = [row["unmet_size"] for row in rows if row["unmet_size"] is not None]
         if unmet:

@@ -1,4 +1,4 @@
-"""Which model families run, seen on a tiny random model of each: the table in docs/families.md.
+"""Which model families run, seen on a tiny random model of each: the table in results/families.md.
 
     python -m harness.checks.families                    # all, and the table is written anew
     python -m harness.checks.families qwen3_next gemma2  # these alone, nothing is written
@@ -45,7 +45,7 @@ from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 
 SHAPES = Path(__file__).with_suffix(".yaml")
-TABLE = Path("docs/families.md")
+TABLE = Path("results/families.md")
 TOLERANCE = 1e-4
 """Largest difference of logits in float32, over the largest logit where that is above 1."""
 SHORT, LONG = ((8, 3), 6), ((26, 21), 22)
@@ -242,7 +242,7 @@ def kinds_of_layers(attached: Attached) -> str:
 
 
 def as_markdown(findings: Sequence[Finding]) -> str:
-    """The page docs/families.md."""
+    """The page results/families.md."""
     works: dict[str, list[str]] = {}
     in_part: list[str] = []
     refused: dict[str, list[str]] = {}

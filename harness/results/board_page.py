@@ -14,7 +14,6 @@ from harness.results.board_rows import (
     ALL_MODELS,
     ALL_TEXTS,
     COSTS,
-    EQUAL,
     OF_ANSWERS,
     OF_KL,
     SAME_STEP,
@@ -25,7 +24,7 @@ from harness.results.board_rows import (
 )
 from harness.results.board_sources import MODELLED
 from harness.results.columns import TableRow, column, grouped, having, named, values, where
-from harness.results.metrics import MISSING, Metric
+from harness.results.metrics import EQUAL, MISSING, Metric
 from harness.results.sheet import (
     Sheet,
     Shown,

@@ -18,7 +18,7 @@ import numpy as np
 
 from harness.results.board_sources import BoardSteps, Key, Rows, Series, SizedRows
 from harness.results.columns import TableRow, grouped, having, values, where
-from harness.results.metrics import CACHE, EXEMPT_LAYERS, SIZE, Metric
+from harness.results.metrics import CACHE, EQUAL, EXEMPT_LAYERS, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
 from harness.results.stats import Design, Estimate, Pair, compare_all, ranks
@@ -33,8 +33,6 @@ HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
 ORACLES = ("oracle", "oracle-infinigen")
 """Methods that select by the true scores, so they are upper bounds; the second by the paper's rule
 for a group."""
-EQUAL = 0.01
-"""Sizes that differ by at most this count as equal, as when a method is sized."""
 OWN_SIZE = "reads at a size of its own"
 """Why a method without a size is not compared."""
 

@@ -11,6 +11,8 @@ import sys
 from typing import Literal, NamedTuple
 
 MISSING = "-"
+EQUAL = 0.01
+"""Sizes that differ by at most this count as equal, as when a method is sized."""
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 

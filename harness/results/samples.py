@@ -3,7 +3,7 @@ questions.
 
 Hard questions are hard for both, so the paired difference is known far better than either value.
 Each difference has its standard error and the smallest difference that would have been detected;
-see `docs/statistics.md`.
+see `docs/results.md`.
 """
 
 import itertools

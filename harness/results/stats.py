@@ -8,7 +8,7 @@ A standard error that was estimated from n independent values is itself uncertai
 Within a model, and in the tests of pairs, models and texts are fixed: a number speaks of those that
 ran. The places of a text are the sample. The same place of a text on several models is one cluster,
 since what is hard there is hard for all models. A mean over models has the interval that models
-drawn from many would have (`Design.over_models`). The formulas are in `docs/statistics.md`.
+drawn from many would have (`Design.over_models`). The formulas are in `docs/results.md`.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ import yaml
 
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
-from harness.results.board_rows import EQUAL
 from harness.results.columns import TableRow, read_table, where
-from harness.results.metrics import KL
+from harness.results.metrics import EQUAL, KL
 from harness.settings.own_method import shipped
 from harness.settings.paths import CONF_DIR
 from harness.settings.schema import options

@@ -182,7 +182,7 @@ def require(names: Iterable[str]) -> None:
                 TRACKERS[name]().check()
             except ImportError as error:
                 raise UserError(
-                    f"tracker={name}: {missing(error)}; docs/sharing.md says how to add it"
+                    f"tracker={name}: {missing(error)}; docs/running.md says how to add it"
                 ) from error
 
 
