@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
             named = f"{record['experiment']}/{record['run_id']}"
             log.warning("%s: damaged record (%r); left out of %s", named, error, table)
             continue
-        runs[table] |= grouped(rows, lambda row, shape=shape: identity(shape, row))
+        runs[table] |= grouped(rows, partial(identity, shape))
     found = {}
     for table, of_table in runs.items():
         found[table] = list(itertools.chain.from_iterable(of_table.values()))

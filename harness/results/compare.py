@@ -43,7 +43,13 @@ WORDS = (
     "experiment", "settings",
 )  # fmt: skip
 """The names that people read, in their order; also the model if there are several."""
-SIZES = (metrics.SIZE, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
+SIZES = ("size", "device_frac", "resident_frac")
+SPEED = [
+    column.name
+    for column in columns.LATENCY
+    if column.digits is not None and column.name not in NAMES
+]
+"""Numbers of a timed cell."""
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
@@ -62,43 +68,24 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     """
     first, second = _read(before), _read(after)
     frame = first.merge(second, how="outer", on=KEYS, suffixes=("_a", "_b"), indicator=True)
-    changes = []
-    for row in frame.to_dict("records"):
-        change = dict.fromkeys((*VALUES, "moved")) | {"differs": "", "moved": False}
-        if row["_merge"] == "both":
-            change |= _change(row["number_a"], row["number_b"])
-        changes.append(change)
-    if not (frame["_merge"] == "both").any():
+    is_both = frame["_merge"] == "both"
+    if not is_both.any():
         only_a, only_b = _runs(first), _runs(second)
         raise UserError(f"no run is in both: A has {only_a}; B has {only_b}")
-    frame = frame[[*KEYS, "_merge"]].join(type(frame)(changes))
-    for name in ("before", "after", "difference", "stderr", "z", "pairs", "ratio"):
-        frame[name] = frame[name].astype(float)
+    frame["before"] = frame["value_a"].where(is_both).astype(float)
+    frame["after"] = frame["value_b"].where(is_both).astype(float)
+    frame["difference"] = frame["after"] - frame["before"]
+    spreads = list(map(_spread, frame["number_a"], frame["number_b"]))
+    frame["stderr"], frame["pairs"], frame["differs"] = zip(*spreads, strict=True)
+    frame = frame.astype({"stderr": float, "pairs": float})
+    frame["z"] = frame["difference"] / frame["stderr"].where(frame["stderr"] > 0)
+    of_speed = (frame["task"] == "") & (frame["series"] == "") & (frame["before"] != 0)
+    frame["ratio"] = (frame["after"] / frame["before"]).where(of_speed)
     largest = frame[["before", "after"]].abs().max(axis=1)
+    frame["moved"] = frame["difference"].abs() > (1e-9 * largest).clip(lower=1e-12)
     order = frame.assign(by_z=frame["z"].abs(), by_share=frame["difference"].abs() / largest)
     order = order.sort_values(["by_z", "by_share"], ascending=False, kind="stable")
-    return frame.loc[order.index].reset_index(drop=True)
-
-
-def _read(source: Path) -> pd.DataFrame:
-    """Every number of a folder's or an archive's finished runs: `KEYS`, and as `number` its value,
-    stderr, row and record; of several runs the newest. Raises UserError where there is none."""
-    import pandas as pd
-
-    numbers = []
-    with opened(source) as folder:
-        pairs = with_rows(read_all(folder), weights=False)
-        for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
-            for row in rows:
-                names = {name: "" if row.get(name) is None else row[name] for name in NAMES}
-                for metric, value, stderr in _metrics(row):
-                    if isinstance(value, int | float):
-                        number = _Number(metric, value, stderr, row, record)
-                        numbers.append(names | {"metric": metric, "number": number})
-    if not numbers:
-        none = "no finished run in it, and tables alone do not say what was run"
-        raise UserError(f"{source}: {none}")
-    return pd.DataFrame(numbers, dtype=object).drop_duplicates(KEYS, keep="last")
+    return order[[*KEYS, "_merge", *VALUES, "moved"]].reset_index(drop=True)
 
 
 class _Number(NamedTuple):
@@ -116,46 +103,59 @@ class _Number(NamedTuple):
         return Measured(self.value, samples_of(self.record, self.row["task"]))
 
 
+def _read(source: Path) -> pd.DataFrame:
+    """Every number of a folder's or an archive's finished runs: `KEYS`, its value, and all that is
+    known of it; of several runs the newest. Raises UserError where there is none."""
+    import pandas as pd
+
+    found = []
+    with opened(source) as folder:
+        pairs = with_rows(read_all(folder), weights=False)
+        for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
+            for row in rows:
+                names = {name: "" if row.get(name) is None else row[name] for name in NAMES}
+                for metric, value, stderr in _metrics(row):
+                    if isinstance(value, int | float):
+                        number = _Number(metric, value, stderr, row, record)
+                        of_number = {"metric": metric, "value": value, "number": number}
+                        found.append(names | of_number)
+    if not found:
+        none = "no finished run in it, and tables alone do not say what was run"
+        raise UserError(f"{source}: {none}")
+    return pd.DataFrame(found, dtype=object).drop_duplicates(KEYS, keep="last")
+
+
 def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
     """Name, value and standard error of the numbers of a table row.
 
     Each column of a timed cell, else the value and, of a whole task or text, the sizes.
     """
-    numbers: Iterable[metrics.Metric] = ()
+    names: Iterable[str] = ()
     if "metric" not in row:
-        numbers = [column for column in columns.LATENCY if column.name not in NAMES]
+        names = SPEED
     else:
         yield row["metric"], row["value"], row.get("stderr")
         if "task" in row and not columns.is_part(row):
-            numbers = SIZES
-    for column in numbers:
-        if column.digits is not None:
-            yield column.name, row.get(column.name), None
+            names = SIZES
+    for name in names:
+        yield name, row.get(name), None
 
 
-def _change(before: _Number, after: _Number) -> dict[str, Any]:
-    first, second = before.value, after.value
+def _spread(before: Any, after: Any) -> tuple[float | None, int | None, str]:
+    """Of a number of both: the standard error of the difference, the number of pairs if it is of
+    pairs, and what differs between the two runs."""
+    if not isinstance(before, _Number) or not isinstance(after, _Number):
+        return None, None, ""
     differs = _what_differs(before.record, after.record)
+    words = " ".join(differs)
     found = None
     if "data" not in differs:
         found = paired(after.measured, before.measured, after.metric)
-    stderr, num_pairs = None, None
     if found:
-        stderr, num_pairs = found.stderr, found.num_pairs
-    elif before.stderr is not None and after.stderr is not None:
-        stderr = math.hypot(before.stderr, after.stderr)
-    of_speed = "metric" not in before.row
-    return {
-        "before": first,
-        "after": second,
-        "difference": second - first,
-        "stderr": stderr,
-        "z": (second - first) / stderr if stderr else None,
-        "pairs": num_pairs,
-        "ratio": second / first if of_speed and first else None,
-        "differs": " ".join(differs),
-        "moved": not math.isclose(first, second, rel_tol=1e-9, abs_tol=1e-12),
-    }
+        return found.stderr, found.num_pairs, words
+    if before.stderr is None or after.stderr is None:
+        return None, None, words
+    return math.hypot(before.stderr, after.stderr), None, words
 
 
 def _what_differs(one: Record, two: Record) -> list[str]:
@@ -227,9 +227,9 @@ def _shown(change: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
 def _runs(frame: pd.DataFrame) -> str:
     runs = frame[["experiment", "label", "model", "settings"]].drop_duplicates()
     named = []
-    for run in runs.head(MAX_NAMED).itertuples():
-        settings = f" ({run.settings})" if run.settings else ""
-        words = f"{run.experiment} of {run.label} on {run.model}{settings}"
+    for run in runs.head(MAX_NAMED).to_dict("records"):
+        settings = f" ({run['settings']})" if run["settings"] else ""
+        words = f"{run['experiment']} of {run['label']} on {run['model']}{settings}"
         named.append(shortened(words, MAX_WIDTH))
     if len(runs) > MAX_NAMED:
         named.append("...")
