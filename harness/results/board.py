@@ -29,7 +29,6 @@ from harness.results.board_rows import (
     OF_ANSWERS,
     OF_KL,
     UNSURE,
-    Models,
     Setting,
     answers_by_model,
     by_model,
@@ -37,19 +36,26 @@ from harness.results.board_rows import (
     full_answers,
     gap_of,
     has_size,
-    in_both,
     kl_by_model,
     log_ratio,
     method_rows,
-    models_of,
     pair_rows,
     pairs_of,
-    rows_at,
     same_contexts,
     settings_of,
     with_fronts,
 )
-from harness.results.board_sources import BoardSteps, Series, Sources, read, series_of
+from harness.results.board_sources import (
+    BoardSteps,
+    Models,
+    Series,
+    Sources,
+    in_both,
+    models_of,
+    read,
+    rows_at,
+    series_of,
+)
 from harness.results.columns import TableRow
 from harness.results.pages import render_markdown
 from harness.results.sheet import markdown

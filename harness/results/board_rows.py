@@ -10,13 +10,23 @@ A window is known by its model, text and place, a context of questions by model,
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from harness.results.board_sources import BoardSteps, Key, Rows, Series, SizedRows
+from harness.results.board_sources import (
+    BoardSteps,
+    Key,
+    Models,
+    Rows,
+    Series,
+    in_both,
+    models_at,
+    on_models,
+    rows_at,
+)
 from harness.results.columns import TableRow, grouped, having, values, where
 from harness.results.metrics import CACHE, EQUAL, EXEMPT_LAYERS, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
@@ -37,53 +47,10 @@ OWN_SIZE = "reads at a size of its own"
 """Why a method without a size is not compared."""
 
 
-def in_both(keys: Iterable[Key], others: Container[Key]) -> list[Key]:
-    """The windows or contexts that are among the others too."""
-    return [key for key in keys if key in others]
-
-
-def on_models(keys: Iterable[Key], models: Container[str]) -> list[Key]:
-    """The windows or contexts on these models."""
-    return [key for key in keys if key[0] in models]
-
-
-def models_at(keys: Iterable[Key]) -> list[str]:
-    """The models of windows or contexts, each once."""
-    return list(dict.fromkeys(model for model, _, _ in keys))
-
-
-def rows_at(rows: Rows, keys: Iterable[Key]) -> list[TableRow]:
-    """The rows of windows or contexts."""
-    return [rows[key] for key in keys]
-
-
 def design_of(keys: Keys, counts: Sequence[float] | None = None) -> Design:
     """The design of values that were measured there."""
     models, parts, clusters = zip(*keys, strict=True)
     return Design(models, parts, clusters, counts)
-
-
-class Models(NamedTuple):
-    """The models of all results, and those over which the table's means go.
-
-    A model is among the latter if at least half as many methods ran at a size on it as on the model
-    with the most. So a method that ran on one more model stays comparable with the others.
-    """
-
-    all: Sequence[str]
-    together: Sequence[str]
-
-
-def models_of(series: Iterable[Series]) -> Models:
-    """The models in the order in which they come."""
-    counts: dict[str, int] = {}
-    for one in series:
-        for model in models_at(one.windows_of()):
-            counts[model] = counts.get(model, 0) + (one.asked_size is not None)
-        for model in models_at(one.answers):  # of which there may be no windows
-            counts.setdefault(model, 0)
-    most = max(counts.values(), default=0)
-    return Models(list(counts), [model for model in counts if 2 * counts[model] >= most])
 
 
 # KL: windows of one length
@@ -140,12 +107,9 @@ class Setting:
         self.asked_size = asked_size
         self.seq_len = seq_len
         self.found = found
-        self.reference: Measured | None = None
-        for oracle, measured in itertools.product(ORACLES, found):
-            series = measured.series
-            is_oracle = series.method == oracle and not series.codec
-            if self.reference is None and is_oracle and series.asked_size is not None:
-                self.reference = measured
+        with_size = [one for one in found if one.series.asked_size is not None]
+        by_method = {one.series.method: one for one in with_size[::-1] if not one.series.codec}
+        self.reference = next((by_method[name] for name in ORACLES if name in by_method), None)
         of_oracle = self.reference.rows if self.reference else {}
         self.windows = on_models(of_oracle, models.together)
         self.compared: list[Measured] = []
@@ -207,21 +171,21 @@ def settings_of(series: Sequence[Series], models: Models) -> list[Setting]:
     return found
 
 
-def has_size(rows: SizedRows, asked: float | None) -> bool:
+def has_size(rows: Iterable[TableRow], asked: float | None) -> bool:
     """Whether a method reads its asked size on each model, and each text or task of it."""
     parts = grouped(rows, lambda row: (row["model"], row.get("text") or row["task"]))
     means = [statistics.fmean(values(of_part, "size")) for of_part in parts.values()]
     return asked is None or all(abs(mean - asked) <= EQUAL for mean in means)
 
 
-def _range_over_models(rows: SizedRows, name: str) -> tuple[float | None, float | None]:
+def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[float | None, float | None]:
     """The least and the largest of the models' means; None where none is known."""
     models = grouped(having(rows, name), itemgetter("model"))
     means = [statistics.fmean(values(of_model, name)) for of_model in models.values()]
     return min(means, default=None), max(means, default=None)
 
 
-def _size_in_words(rows: SizedRows) -> str:
+def _size_in_words(rows: Iterable[TableRow]) -> str:
     return show_range(SIZE, _range_over_models(rows, "size"), " to ")
 
 

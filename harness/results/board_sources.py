@@ -212,8 +212,6 @@ def _rows_in(folder: Path, name: str) -> list[TableRow]:
 Key = tuple[str, str, float]
 """Model, text and place of a window; or model, task and number of a context of questions."""
 Rows = Mapping[Key, TableRow]
-SizedRows = Iterable[TableRow]
-"""Rows of windows, or of contexts."""
 
 
 class Series(NamedTuple):
@@ -230,10 +228,6 @@ class Series(NamedTuple):
     def is_full(self) -> bool:
         """Whether it is the full cache."""
         return self.method == FULL and not self.codec
-
-    def windows_of(self) -> list[Key]:
-        """The windows of all lengths."""
-        return list(itertools.chain.from_iterable(self.windows.values()))
 
 
 def series_of(sources: Sources, models: Container[str] | None = None) -> list[Series]:
@@ -276,6 +270,49 @@ def series_of(sources: Sources, models: Container[str] | None = None) -> list[Se
         if windows or answers:
             series.append(Series(label, method, codec, asked, windows, answers))
     return series
+
+
+class Models(NamedTuple):
+    """The models of all results, and those over which the table's means go.
+
+    A model is among the latter if at least half as many methods ran at a size on it as on the model
+    with the most. So a method that ran on one more model stays comparable with the others.
+    """
+
+    all: Sequence[str]
+    together: Sequence[str]
+
+
+def models_of(series: Iterable[Series]) -> Models:
+    """The models in the order in which they come."""
+    counts: dict[str, int] = {}
+    for one in series:
+        for model in models_at(itertools.chain.from_iterable(one.windows.values())):
+            counts[model] = counts.get(model, 0) + (one.asked_size is not None)
+        for model in models_at(one.answers):  # of which there may be no windows
+            counts.setdefault(model, 0)
+    most = max(counts.values(), default=0)
+    return Models(list(counts), [model for model in counts if 2 * counts[model] >= most])
+
+
+def in_both(keys: Iterable[Key], others: Container[Key]) -> list[Key]:
+    """The windows or contexts that are among the others too."""
+    return [key for key in keys if key in others]
+
+
+def on_models(keys: Iterable[Key], models: Container[str]) -> list[Key]:
+    """The windows or contexts on these models."""
+    return [key for key in keys if key[0] in models]
+
+
+def models_at(keys: Iterable[Key]) -> list[str]:
+    """The models of windows or contexts, each once."""
+    return list(dict.fromkeys(model for model, _, _ in keys))
+
+
+def rows_at(rows: Rows, keys: Iterable[Key]) -> list[TableRow]:
+    """The rows of windows or contexts."""
+    return [rows[key] for key in keys]
 
 
 # Seconds of a decode step: of a timed run, and a model of them at another size. Seconds of compute

@@ -77,8 +77,11 @@ def of_record(record: Record, full: Baselines) -> Iterator[OfTask]:
     if is_full(record):
         return
     for task in tasks_with_questions(record):
-        of_runs = (of_task(record, other, task) for other in full.runs_for(record))
-        yield from [found for found in of_runs if found is not None][:1]
+        for other in full.runs_for(record):
+            found = of_task(record, other, task)
+            if found is not None:
+                yield found
+                break
 
 
 def tasks_with_questions(record: Record) -> list[str]:
