@@ -5,14 +5,14 @@ A sentence of finding stands where `findings.yaml` of the results gives one, bes
     fig11: At a tenth of the cache InfiniGen loses ...
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress, product
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+import pandas as pd
 import yaml
 
 from harness.errors import UserError, nearest, reason
@@ -26,7 +26,6 @@ from harness.results.pages import is_brief, sheets_of
 from harness.results.sheet import Sheet
 from harness.settings.paths import PACKAGES_DIR, shipped_beside, tables_to_read
 
-T = TypeVar("T")
 REGISTRY = yaml.safe_load((PACKAGES_DIR / "plots" / "registry.yaml").read_text(encoding="utf-8"))
 """Read as a file, since what measures imports nothing of what draws."""
 MODELLED = "-modelled"
@@ -276,9 +275,6 @@ BASE = "offload"
 SYSTEMS = (BASE, "offload+int4", "offload+h2o", "infinigen", "ideal")
 """Systems of which the overview shows times."""
 
-Key = tuple[str, str]
-"""A label, and the settings that tell its runs apart."""
-
 
 def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
     """The paper's numbers for a figure, with ours beside them where `rows` holds that setup.
@@ -349,43 +345,31 @@ def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
 
     models: by name, the rows of accuracy tables.
     """
-    scores: dict[str, dict[str, dict[Key, str]]] = {}
+    found = []
     for model, rows in models.items():
-        scores[model] = {}
-        for name, key, text in _scores(rows):
-            scores[model].setdefault(name, {})[key] = text
-    quantities = _shared(scores.values())
-    keys_of_models: list[list[Key]] = []
-    for of_model in scores.values():
-        found: list[Key] = []
-        for name in quantities:
-            found += of_model.get(name, ())
-        keys_of_models.append(found)
-    keys = _shared(keys_of_models)
-    if not keys:
+        scored = [row for row in rows if "task" in row and "metric" in row and is_brief(row)]
+        for row in sorted(scored, key=lambda row: metrics.rank(row["metric"])):
+            shown = metrics.quantity(row["metric"])
+            name, text = f"{row['task']} {shown.heading}", shown.show(row["value"], row["stderr"])
+            found.append((name, model, row["label"], row.get("settings") or MISSING, text))
+    run = [metrics.LABEL.heading, metrics.SETTINGS.heading]
+    frame = pd.DataFrame(found, columns=["quantity", "model", *run, "text"])
+    frame = frame[frame.groupby("quantity").model.transform("nunique") > 1]
+    quantities = list(frame.quantity.unique())
+    frame = frame[frame.groupby(run).model.transform("nunique") > 1]
+    if frame.empty:
         return None
-    header = [metrics.LABEL.heading, metrics.SETTINGS.heading]
-    lines = list(map(list, keys))
-    for name in quantities:
-        for model, of_model in scores.items():
-            header.append(f"{name}, {model}")
-            texts = of_model.get(name, {})
-            for key, line in zip(keys, lines, strict=True):
-                line.append(texts.get(key, MISSING))
-    return Sheet(" and ".join(scores), header, lines)
-
-
-def _shared(lists: Collection[Iterable[T]]) -> list[T]:
-    counts = Counter(chain.from_iterable(map(set, lists)))
-    return [item for item in dict.fromkeys(chain.from_iterable(lists)) if counts[item] > 1]
-
-
-def _scores(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
-    scored = [row for row in rows if "task" in row and "metric" in row and is_brief(row)]
-    for row in sorted(scored, key=lambda row: metrics.rank(row["metric"])):
-        shown = metrics.quantity(row["metric"])
-        key = row["label"], row.get("settings") or MISSING
-        yield f"{row['task']} {shown.heading}", key, shown.show(row["value"], row["stderr"])
+    in_order = frame.assign(
+        model=frame.model.map(list(models).index), quantity=frame.quantity.map(quantities.index)
+    ).sort_values(["model", "quantity"], kind="stable")
+    columns_of_quantities = list(product(quantities, models))
+    texts = frame.drop_duplicates(["quantity", "model", *run], keep="last")
+    table = texts.pivot(index=run, columns=["quantity", "model"], values="text")
+    table = table.reindex(pd.MultiIndex.from_frame(in_order[run].drop_duplicates()))
+    table = table.reindex(columns=pd.MultiIndex.from_tuples(columns_of_quantities))
+    header = [*run, *(f"{name}, {model}" for name, model in columns_of_quantities)]
+    lines = table.fillna(MISSING).reset_index().to_numpy().tolist()
+    return Sheet(" and ".join(models), header, lines)
 
 
 # Main results
