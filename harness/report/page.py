@@ -11,12 +11,12 @@ import json
 import re
 import sys
 from base64 import b64encode
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.errors import UserError
@@ -170,22 +170,17 @@ def environment(records: Sequence[Record]) -> list[tuple[str, str]]:
 
     A value that not all runs share says how many had it.
     """
-    described = []
-    seconds = 0.0
-    for record in records:
-        if record["status"] == "finished":
-            described.append(dict(_readable(record["environment"])))
-            seconds += record["seconds"] or 0
-    if not described:
+    finished = [record for record in records if record["status"] == "finished"]
+    if not finished:
         return []
-    lines = [("finished runs", f"{len(described)}, {seconds / 60:.0f} minutes in total")]
-    for name in dict.fromkeys(itertools.chain.from_iterable(described)):
-        counts = Counter(fields.get(name, "unknown") for fields in described)
-        parts = []
-        for value, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-            is_shared = count == len(described)
-            parts.append(value if is_shared else f"{value} ({count} of {len(described)} runs)")
-        lines.append((name, "; ".join(parts)))
+    minutes = sum(record["seconds"] or 0 for record in finished) / 60
+    lines = [("finished runs", f"{len(finished)}, {minutes:.0f} minutes in total")]
+    described = pd.DataFrame([dict(_readable(record["environment"])) for record in finished])
+    for name, values in described.fillna("unknown").items():
+        counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
+        parts = [f"{value} ({count} of {len(finished)} runs)" for value, count in counts.items()]
+        shown = "; ".join(parts) if len(parts) > 1 else values.iloc[0]
+        lines.append((str(name), shown))
     return lines
 
 
