@@ -256,7 +256,7 @@ def is_depth(row: TableRow) -> bool:
 
 def column(name: str) -> Metric:
     """The column of this name in any table; a user's own column has only a name."""
-    return _EVERY.get(name, Metric(name))
+    return _EVERY.get(name) or Metric(name)
 
 
 MARKS = {
@@ -282,14 +282,14 @@ def typed(row: Mapping[str, str]) -> TableRow:
     """
     found: TableRow = {}
     for name, text in row.items():
-        is_integer = text.isdecimal() and len(text) <= MAX_DIGITS
         if column(name).digits is None:
             is_marked = text.startswith("'") and FORMULA.match(text)
             found[name] = text[1:] if is_marked else text
-        elif text:
-            found[name] = int(text) if is_integer else float(text)
-        else:
+        elif not text:
             found[name] = None
+        else:
+            is_integer = text.isdecimal() and len(text) <= MAX_DIGITS
+            found[name] = int(text) if is_integer else float(text)
     return found
 
 
