@@ -8,7 +8,6 @@ several results, and `series_of` parts them by method and size.
 
 import itertools
 import json
-import logging
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,12 +28,10 @@ from harness.results.columns import (
     values,
     where,
 )
-from harness.results.record import BAD_VALUE_ERRORS, Record, in_words
+from harness.results.record import Record, damage_told, in_words
 from harness.results.samples import FULL, is_full
 from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, models_beside, table_to_read
-
-log = logging.getLogger(__name__)
 
 TEXTS, ANSWERS, STEPS = "board-texts", "board-answers", "board-steps"
 """The tables."""
@@ -58,14 +55,10 @@ def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
     for record in by_age:
         table = TABLE_OF_KIND.get(record["kind"], TEXTS)
         shape = SHAPES[table]
-        try:
+        with damage_told(record, f"left out of {table}"):
             rows = list(_rows(record, table, labels))
             columns.check(columns.TABLES[shape], rows)
-        except BAD_VALUE_ERRORS as error:
-            named = f"{record['experiment']}/{record['run_id']}"
-            log.warning("%s: damaged record (%r); left out of %s", named, error, table)
-            continue
-        runs[table] |= grouped(rows, partial(identity, shape))
+            runs[table] |= grouped(rows, partial(identity, shape))
     found = {}
     for table, of_table in runs.items():
         found[table] = list(itertools.chain.from_iterable(of_table.values()))

@@ -5,7 +5,6 @@ metric counts if each of its numbers is 0 or 1, in both runs. Records of an olde
 texts of questions and what was read of the needle; `OfTask.missing` says so.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from statistics import fmean
@@ -14,12 +13,11 @@ from typing import Any, NamedTuple
 from harness.errors import shortened
 from harness.results.columns import values
 from harness.results.metrics import LABEL, MISSING, PERCENT, SIZE, WAYS, Metric
-from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
+from harness.results.record import Record, current, damage_told, in_words
 from harness.results.samples import Baselines, Sample, is_full
 from harness.results.sheet import Sheet, Shown, sheet_of
 
 Json = dict[str, Any]
-log = logging.getLogger(__name__)
 
 NO_SCORES = ("generated_tokens", "at_limit", "unknown_less_known")
 """Metrics of a task that say nothing of right and wrong, and of `WAYS` the difference of two."""
@@ -210,12 +208,9 @@ def lost_questions(records: Mapping[str, Sequence[Record]]) -> list[Json]:
         finished = current(of_folder)
         full = Baselines(finished)
         for record in finished:
-            try:
+            with damage_told(record, "its questions are left out"):
                 for task in of_record(record, full):
                     _add(sets, where, record, task)
-            except BAD_VALUE_ERRORS as error:
-                path = f"{record['experiment']}/{record['run_id']}/record.json"
-                log.warning("%s: damaged record (%r); its questions are left out", path, error)
     for questions in sets.values():
         questions["runs"].sort(key=itemgetter("name"))
     return list(sets.values())

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -298,6 +299,19 @@ def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
             yield read_record(path)
         except (UserError, OSError) as error:
             log.warning("%s; left out of tables and figures", error)
+
+
+@contextmanager
+def damage_told(record: Record, lost: str) -> Iterator[None]:
+    """Within it, values that no run writes end the block with a warning that names the record.
+
+    lost: what becomes of it, in words.
+    """
+    try:
+        yield
+    except BAD_VALUE_ERRORS as error:
+        path = f"{record['experiment']}/{record['run_id']}/record.json"
+        log.warning("%s: damaged record (%r); %s", path, error, lost)
 
 
 def made_by_other_code(path: Path) -> str | None:

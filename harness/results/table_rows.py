@@ -1,7 +1,6 @@
 """The table rows of records: one per timed cell, one per point of an analysis, else one per task
 and metric, compared with the full cache."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from harness.results import columns
 from harness.results.columns import TableRow
 from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, LAYER, OF_SOME_RUNS
-from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
+from harness.results.record import Record, current, damage_told, in_words
 from harness.results.samples import (
     LAYERS,
     Baselines,
@@ -22,8 +21,6 @@ from harness.results.samples import (
 )
 from harness.settings.kinds import foreign_settings
 from harness.settings.schema import is_unmet
-
-log = logging.getLogger(__name__)
 
 Pairs = list[tuple[Record, list[TableRow]]]
 """Records, each with its rows."""
@@ -59,15 +56,11 @@ def with_rows(
     full = Baselines(finished, elsewhere)
     pairs = []
     for record in finished:
-        try:
+        with damage_told(record, "left out of tables and figures"):
             rows = rows_of(record, full)
             columns.check(columns.TABLES[record["table"]], rows)
-        except BAD_VALUE_ERRORS as error:
-            path = f"{record['experiment']}/{record['run_id']}/record.json"
-            log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
-            continue
-        if rows:
-            pairs.append((record, rows))
+            if rows:
+                pairs.append((record, rows))
     if weights:
         _add_weights(pairs)
     return pairs
