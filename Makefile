@@ -52,15 +52,12 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test wheel-check accuracy speedup run board paper plots report clean
+.PHONY: help setup lint test wheel-check accuracy speedup run board paper plots report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install the locked packages: 2 to 10 minutes, 5.9 GB
-
-mlflow: $(STAMP)  ## install MLflow's client as well, for tracker=mlflow
-	$(PIP) -r requirements.lock -r requirements-mlflow.lock
 
 lint: $(STAMP)  ## ruff (rules and format), the layers of imports, and mypy for each supported Python
 	$(PY) -m ruff check .

@@ -12,7 +12,8 @@ token a slot holds.
 
 Most methods start from an easier base: `methods.selection` scores tokens or pages and reads the
 best ones, `methods.prompt_evicting` and `methods.evicting` give each token a worth and keep the
-best ones.
+best ones. What only some methods need, such as a second reading of the prompt, is in
+`methods.extras`: a class to derive from beside such a base.
 
 Shapes: batch, heads (query heads), num_kv_heads, group = heads / num_kv_heads, rows, slots,
 head_dim.
@@ -24,7 +25,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -76,28 +77,6 @@ class Method:
     reads_all: ClassVar[bool] = False  # every cached token is read: the method has no state
     needs_prompt: ClassVar[bool] = False
     """True if it learns from the prompt's rows, so that an empty prompt is refused."""
-    calibration_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings that change what `calibrate` measures."""
-    holds_keys: ClassVar[bool] = False
-    """True if the state gives keys back (`State.rebuild`). The cache then holds values only, and
-    only they cross the link. Some tokens of the prompt (`State.resident`) and all generated ones
-    stay exact on the device."""
-    weighs_rest: ClassVar[bool] = False
-    """True if the `Rest` of its selections has a log-mass. Attention then computes scores, which a
-    fused call hides."""
-    rereads: ClassVar[bool] = False
-    """True if the model reads the prompt again after its dense pass: it runs over the rows that
-    `repetitions` lists, `reread` makes a worth of each prompt token from them, and
-    `State.take_worth` gets it."""
-    needs_inputs: ClassVar[bool] = False
-    """True if `State.prompt` is to get the layer's attention module and its input
-    (`PromptRows.inputs`), for a rule that uses the module's weights. Not together with
-    `rereads`."""
-    needs_indexer: ClassVar[bool] = False
-    """True if it works on models with sparse attention of their own alone (`Geometry.index`)."""
-    hides_own: ClassVar[bool] = False
-    """True if a row may leave out its own token (`Selection.own`). Kernels that read codes always
-    read it, so they are not used."""
 
     def __post_init__(self) -> None:
         """Check each setting's range. Subclasses check what their settings must be together."""
@@ -120,6 +99,7 @@ class Method:
         """When the tokens of a non-exempt `layer` are chosen."""
         return self.when
 
+    @final
     @property
     def names_rows(self) -> bool:
         """True if `select` decides which rows are fetched."""
@@ -130,22 +110,6 @@ class Method:
         layer before, the same `select` tells which rows will probably be read. It must not change
         the state."""
         return False
-
-    @property
-    def replay_only(self) -> str | None:
-        """Why the method can be scored but not decoded live, in words for the user; None where it
-        can."""
-        return None
-
-    @property
-    def file(self) -> str | None:
-        """Path of a file that the settings name. Its contents belong to a run's identity."""
-        return None
-
-    def fitted(self, geometry: Geometry) -> Method:
-        """This method with what the model decides, as sessions run it. Raises ValueError where it
-        cannot work on the model."""
-        return self
 
     # Calibration: what is measured once of a model
 
@@ -165,42 +129,6 @@ class Method:
         layer's number.
         """
         raise NotImplementedError
-
-    def settled(self, calibration: Calibration) -> Self:
-        """This method with the settings that its calibration decides, such as which layers choose
-        for others. It reads as many tokens as before."""
-        return self
-
-    # A second reading of the prompt
-
-    def tokenized(self, encode: Callable[[str], Sequence[int]]) -> Self:
-        """This method with its texts as token ids of the model, made by `encode`."""
-        return self
-
-    def repetitions(self, prompt: int) -> list[Repetition]:
-        """The passes of the model that follow a prompt of so many tokens; for a method that
-        `rereads`."""
-        raise NotImplementedError
-
-    def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
-        """What a pass says of the tokens of its chunk in one layer: worths, fp32 [num_kv_heads,
-        chunk]."""
-        raise NotImplementedError
-
-    @property
-    def needs_norms(self) -> bool:
-        """True if `reread` is to get the norms of `RereadRows`."""
-        return False
-
-    # The module and the input of a layer
-
-    def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
-        """Raise ValueError where the method cannot work with such an attention module; for one that
-        `needs_inputs`.
-
-        inputs: of the first layer under the method, for a few tokens of one sequence. query: what
-        the model makes of them, [1, heads, tokens, head_dim], post-position.
-        """
 
     # A batch
 
@@ -234,10 +162,6 @@ class Method:
         """Upper bound of the tokens that a KV head holds before this row; fewer than `cached` if
         the method evicts."""
         return counts.cached
-
-    def tokens_resident(self, counts: TokenCounts, layer: int) -> int:
-        """Cached tokens that stay exact on the device, where the method `holds_keys`."""
-        return 0
 
     def with_size(self, frac: float) -> Self:
         """This method sized by one number in (0, 1]. Raises ValueError where the method has no such
@@ -275,16 +199,12 @@ class State:
     spare_slots: slots of `slot_tensors` beyond those of the batch.
     selects_without_own: True if `select` needs nothing that `append` keeps of a row's own token.
         Live decoding then appends the own token while the selected rows cross the link.
-    handed_on: names of attributes that the `select` of one layer leaves to later layers, tensors or
-        dicts of them. A model over several devices has a state on each; these attributes are handed
-        from device to device.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
     spare_slots: ClassVar[int] = 0
     selects_without_own: ClassVar[bool] = False
-    handed_on: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -303,14 +223,6 @@ class State:
     def start(self, calibration: Calibration | None) -> None:
         """Set up what does not depend on the prompt. calibration: None where the method needs
         none."""
-
-    def take_worth(self, worth: Mapping[int, Tensor], rows: PromptRows) -> None:
-        """Take what `Method.reread` said of each prompt token, before the `prompt` of any layer.
-
-        worth: of every layer under the method, on the layer's device, fp32 [batch, num_kv_heads,
-        prompt]; 0 for a token of no chunk.
-        """
-        raise NotImplementedError
 
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
@@ -346,29 +258,6 @@ class State:
         """
         raise NotImplementedError
 
-    def resident(self, layer: int) -> Tensor:
-        """Prompt tokens that stay on the device, bool [batch, num_kv_heads, prompt]; for a method
-        that `holds_keys`.
-
-        Every row reads them beside its selection, which names none of them. Called once, after
-        `prompt`.
-        """
-        raise NotImplementedError
-
-    def rebuild(self, layer: int, slots: Tensor) -> Tensor:
-        """Keys of prompt tokens as they are read, [batch, num_kv_heads, n, head_dim]; for a method
-        that `holds_keys`.
-
-        slots: int [batch, num_kv_heads, n]; the result for a negative one may be anything.
-        """
-        raise NotImplementedError
-
-    def take_over(self, earlier: State) -> None:
-        """Copy the `handed_on` attributes from the state of another device."""
-        device = self.lengths.final.device
-        for name in self.handed_on:
-            setattr(self, name, _each(getattr(earlier, name), lambda tensor: tensor.to(device)))
-
     def fork(self, index: Tensor, num_slots: int) -> State:
         """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots`
         slots."""
@@ -378,7 +267,7 @@ class State:
             setattr(
                 child,
                 name,
-                _each(getattr(self, name), lambda tensor: tensor.index_select(0, index)),
+                each_tensor(getattr(self, name), lambda tensor: tensor.index_select(0, index)),
             )
         for name, empty in self.slot_tensors.items():
             by_layer = {}
@@ -394,7 +283,7 @@ class State:
         return child
 
 
-def _each(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def each_tensor(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Change a tensor, or each tensor of a dict."""
     return (
         {key: change(tensor) for key, tensor in held.items()}
@@ -407,7 +296,7 @@ def _each(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class LayerInputs(NamedTuple):
-    """What an attention layer is called with, for a method that `needs_inputs`.
+    """What an attention layer is called with, for a method that `NeedsInputs`.
 
     module: the model's own attention module, with its weights; it must be left as it is. hidden:
     the module's input [batch, tokens, hidden_size]. position_embeddings: the cosines and sines that
@@ -425,7 +314,8 @@ class PromptRows(NamedTuple):
     """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will
     ever use.
 
-    inputs: what the layer's module is called with; None unless the method `needs_inputs`.
+    inputs: what the layer's module is called with; None unless the method
+    `NeedsInputs`.
     index_keys: what the layer's own indexer makes of the prompt, [batch, prompt, head_dim of
         `IndexShape`]; None where the layer has none.
     """
@@ -444,36 +334,6 @@ class PromptRows(NamedTuple):
     def positions(self) -> Tensor:
         """The token of each column, int [batch, prompt], `EMPTY` in the padding."""
         return (self.real.cumsum(-1) - 1).masked_fill(~self.real, EMPTY)
-
-
-class Repetition(NamedTuple):
-    """A pass of the model after a prompt, over rows that see the whole prompt and one another
-    causally.
-
-    parts: their tokens, in order: ids, or tokens of the prompt. chunk: the prompt's tokens that the
-    pass is about.
-    """
-
-    parts: list[tuple[int, ...] | slice]
-    chunk: slice
-
-
-class RereadRows(NamedTuple):
-    """The rows of a `Repetition` in one layer, for one sequence without its padding.
-
-    query: [1, heads, rows, head_dim], key: [1, num_kv_heads, rows, head_dim], post-position.
-    prompt_key: [1, num_kv_heads, prompt, head_dim]. chunk: of the prompt's tokens. input_norms:
-    length of each row's attention input, fp32 [rows]. value_norms: length of what the layer's
-    output projection makes of each of the chunk's values alone, fp32 [heads, chunk]. Both are None
-    unless the method `needs_norms`.
-    """
-
-    query: Tensor
-    key: Tensor
-    prompt_key: Tensor
-    chunk: slice
-    input_norms: Tensor | None = None
-    value_norms: Tensor | None = None
 
 
 Indexer = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -530,8 +390,8 @@ class Selection(NamedTuple):
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite,
         fp32 [batch, num_kv_heads or 1, group or 1, rows, slots].
     rest: replacement for the tokens that are not read; None for no replacement.
-    own: bool [batch, rows], False for a row that does not read its own token, of a method that
-        `hides_own`; None: every row does.
+    own: bool [batch, rows], False for a row that does not read its own token, of a
+        method that `ReadsIndexer`; None: every row does.
     """
 
     mask: Tensor | None
@@ -546,7 +406,7 @@ class Rest(NamedTuple):
     """Replacement for tokens that are not read: output = (1 - share) * attention + share * value.
 
     share: [batch, num_kv_heads, group, rows]. value: [batch, num_kv_heads, 1 or group, rows,
-    value_dim]; finite. log_mass: instead of a share, for a method that `weighs_rest`: logarithm of
+    value_dim]; finite. log_mass: instead of a share, for a method that `WeighsRest`: logarithm of
     the sum of exp(score) that these tokens
         would have, fp32 like `share`; -inf for none. The share then follows from the scores of the
         tokens read.

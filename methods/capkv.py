@@ -64,7 +64,12 @@ class CapKVState(ComingQueriesState):
 
 @dataclass(frozen=True)
 class CapKV(PromptEvicting):
-    """The sinks stay, and their queries, which are unlike all others, do not count."""
+    """The sinks stay, and their queries, which are unlike all others, do not count.
+
+    Source: CapKV (2026)
+    Keeps: the prompt's tokens whose values add most to what the kept ones span; all generated
+        tokens
+    """
 
     num_sinks: int = 4
     tau: float = setting(

@@ -1,6 +1,6 @@
 """Keys of an index in few bits, and scores on them.
 
-A key is packed as `methods.codec` does it: lo and step of each group of columns, then the codes.
+A key is packed as `methods.codecs` does it: lo and step of each group of columns, then the codes.
 In memory each byte of a key lies beside the same byte of the next token's (`room_for_keys`). A
 query is multiplied with the codes themselves, and lo and step are applied to the products:
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from methods.attention import MANY_ROWS, by_matrix, product
-from methods.codec import GROUP_META_BYTES, Codec, plane_width
+from methods.codecs.base import plane_width
+from methods.codecs.integers import GROUP_META_BYTES, IntegerCodec
 from methods.compiled import kernels_for
 
 BLOCK_BYTES = 2**19
@@ -31,7 +32,7 @@ def room_for_keys(like: Tensor, num_slots: int) -> Tensor:
     return like.new_empty((batch, num_kv_heads, row_bytes, num_slots)).mT
 
 
-def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
+def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
     """Products of queries and coded keys: fp32 [batch, num_kv_heads, rows, slots].
 
     query: [batch, num_kv_heads, rows, columns]. keys: uint8 [batch, num_kv_heads, slots, row
@@ -57,13 +58,13 @@ def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
     return _scaled(products, query, keys, codec)
 
 
-def _codes_of(keys: Tensor, columns: int, codec: Codec) -> Tensor:
+def _codes_of(keys: Tensor, columns: int, codec: IntegerCodec) -> Tensor:
     """The bytes of the codes, uint8 [batch, num_kv_heads, bytes, slots]."""
     first = GROUP_META_BYTES * codec.num_groups(columns)
     return keys.mT[:, :, first : first + plane_width(columns, codec.bits)]
 
 
-def _by_group(query: Tensor, codec: Codec) -> Tensor:
+def _by_group(query: Tensor, codec: IntegerCodec) -> Tensor:
     """Queries [..., rows, columns] once for each group, with zeros in the other groups' columns:
     [..., groups * rows, columns], as many columns as the packed codes have."""
     columns = query.shape[-1]
@@ -77,7 +78,7 @@ def _by_group(query: Tensor, codec: Codec) -> Tensor:
     return (padded.unsqueeze(-3) * is_own).flatten(-3, -2)
 
 
-def _products_by_blocks(query: Tensor, keys: Tensor, columns: int, codec: Codec) -> Tensor:
+def _products_by_blocks(query: Tensor, keys: Tensor, columns: int, codec: IntegerCodec) -> Tensor:
     """Products of fp32 queries [batch, num_kv_heads, n, codes] with the codes, a few heads at a
     time, so that their codes stay in the cache between unpacking and product."""
     codes = _codes_of(keys, columns, codec).flatten(0, 1)
@@ -97,7 +98,7 @@ def _products_by_blocks(query: Tensor, keys: Tensor, columns: int, codec: Codec)
 
 def unpack_to(codes: Tensor, bits: int, numbers: Tensor) -> None:
     """Write the codes in packed bytes [..., bytes, slots] to `numbers`, of a float dtype, [..., 8 /
-    bits * bytes, slots], plane by plane (`methods.codec`)."""
+    bits * bytes, slots], plane by plane (`methods.codecs.base`)."""
     width = codes.shape[-2]
     for shift in range(0, 8, bits):
         shifted = codes >> shift if shift else codes
@@ -107,7 +108,7 @@ def unpack_to(codes: Tensor, bits: int, numbers: Tensor) -> None:
         numbers[..., first : first + width, :] = shifted
 
 
-def _scaled(products: Tensor, query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
+def _scaled(products: Tensor, query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
     """Scores [batch, num_kv_heads, rows, slots] from products with codes [batch, num_kv_heads,
     groups * rows, slots], which are overwritten."""
     rows, columns = query.shape[2:]

@@ -75,7 +75,11 @@ class CriticalKVState(SnapKVState):
 
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """On SnapKV, whose settings it has. The smoothing is that of the authors' `SnapKVPress`."""
+    """On SnapKV, whose settings it has. The smoothing is that of the authors' `SnapKVPress`.
+
+    Source: CriticalKV (2025)
+    Keeps: as `snapkv`, but half of the places by attention times the length of the projected value
+    """
 
     first_share: float = setting(
         0.5, "share of the places of competing tokens that attention alone gives", share(zero=True)

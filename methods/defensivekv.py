@@ -107,7 +107,11 @@ class DefensiveKVState(PromptEvictingState):
 
 @dataclass(frozen=True)
 class DefensiveKV(PromptEvicting):
-    """Defaults are those of the authors' code."""
+    """Defaults are those of the authors' code.
+
+    Source: DefensiveKV (ICLR 2026)
+    Keeps: the prompt's tokens that any of its last rows attended to most; all generated tokens
+    """
 
     window: int = setting(32, "last tokens, whose attention is the worth; they stay", least(1))
     heads: str = "adaptive"

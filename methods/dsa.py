@@ -46,11 +46,11 @@ from methods.base import (
     PromptRows,
     QueryRows,
     Selection,
-    State,
     TokenCounts,
     When,
     require,
 )
+from methods.extras import FitsModel, HandsOn, ReadsIndexer
 from methods.settings import least, setting
 
 NO_SLOT = -1
@@ -66,7 +66,7 @@ def mask_of(slots: Tensor, num_slots: int) -> Tensor:
     return mask.scatter_(-1, index, True)[..., :num_slots]
 
 
-class DsaState(State):
+class DsaState(HandsOn):
     """keys: by layer that chooses, the index keys, [batch, 1, slots, head_dim].
 
     chosen: by slot of a row's own token, what the last choosing layer chose for that row, int
@@ -136,8 +136,13 @@ class DsaState(State):
 
 
 @dataclass(frozen=True)
-class Dsa(Method):
-    """Reads what the model's own indexers choose."""
+class Dsa(FitsModel, ReadsIndexer):
+    """Reads what the model's own indexers choose.
+
+    Source: DeepSeek-V3.2 (2025), IndexCache (2026)
+    Keeps: every token; index keys of the model's own
+    Reads: what the model's own indexer chooses; on models that have one
+    """
 
     every: int = setting(
         1, "of the layers with an indexer, every n-th chooses; the others reuse", least(1)
@@ -149,8 +154,6 @@ class Dsa(Method):
     title = "DSA"
     state = DsaState
     when = "own_query"
-    needs_indexer = True
-    hides_own = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

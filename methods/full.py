@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from methods.base import Geometry, Method, TokenCounts
 from methods.dsa import Dsa
+from methods.extras import FitsModel
 
 
 @dataclass(frozen=True)
-class Full(Method):
+class Full(FitsModel):
     """Dense attention over the whole cache; with a codec, over the rows as the codec gives them
     back."""
 

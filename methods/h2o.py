@@ -56,7 +56,11 @@ class H2OState(WorthState):
 @dataclass(frozen=True)
 class H2O(Evicting):
     """Budget = floor(heavy_frac * T) + floor(recent_frac * T) tokens, at least 1, or `kept_tokens`;
-    evicted tokens are gone for good."""
+    evicted tokens are gone for good.
+
+    Source: H2O (NeurIPS 2023)
+    Keeps: the tokens with the most attention so far, and the most recent
+    """
 
     heavy_frac: float = setting(
         0.1, "share of T kept as the most attended tokens", share(zero=True)

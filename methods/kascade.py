@@ -48,15 +48,14 @@ from methods.base import (
     Calibration,
     Geometry,
     Lengths,
-    Method,
     QueryRows,
     Selection,
-    State,
     TokenCounts,
     When,
     floor_frac,
     require,
 )
+from methods.extras import HandsOn, SettledByCalibration
 from methods.selection import largest
 from methods.settings import least, setting, share
 
@@ -70,7 +69,7 @@ UNSEEN = torch.finfo(torch.float32).min / 2
 becomes 0."""
 
 
-class KascadeState(State):
+class KascadeState(HandsOn):
     """chosen: by slot of a row's own token, what the last anchor chose for that row, bool [batch,
     num_kv_heads, slots].
 
@@ -117,9 +116,15 @@ class KascadeState(State):
 
 
 @dataclass(frozen=True)
-class Kascade(Method):
+class Kascade(SettledByCalibration):
     """Anchors read every token. Other layers read max(`min_tokens`, floor(`read_frac` * cached)).
-    The first layer under the method always is an anchor."""
+    The first layer under the method always is an anchor.
+
+    Source: Kascade (2025)
+    Keeps: every token
+    Reads: all in anchor layers, which choose the best by exact attention; in the layers behind,
+        what the anchor chose
+    """
 
     read_frac: float = setting(0.1, "share of the cached tokens that other layers read", share())
     min_tokens: int = setting(128, "tokens that other layers read at least", least(1))

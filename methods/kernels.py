@@ -31,7 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.base import QueryRows
-from methods.codec import Codec, plane_width
+from methods.codecs.base import plane_width
+from methods.codecs.integers import IntegerCodec
 from methods.sampling import LASTING_BITS, mixed
 
 ELEMENTS = 1024
@@ -44,7 +45,7 @@ MOST_ROWS = 64
 EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
 """As `methods.base.EMPTY`."""
 SATURATED = tl.constexpr(255)
-"""As `methods.infinigen.SATURATED`."""
+"""As `methods.infinigen_pool.SATURATED`."""
 NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
 
 
@@ -58,7 +59,7 @@ width_of = triton.constexpr_function(plane_width)
 )
 def _coded_scores(
     query,
-    keys,  # packed as `methods.codec` says
+    keys,  # packed as `methods.codecs` says
     scores, slots, rows, heads,
     batch_stride, head_stride, slot_stride, byte_stride,  # of `keys`
     COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr,
@@ -101,7 +102,7 @@ def _half(low, byte_stride, held):
     return word.to(tl.float16, bitcast=True).to(tl.float32)
 
 
-def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
+def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
     """As `methods.coded_keys.coded_scores`, for at most `MOST_ROWS` rows."""
     batch, heads, rows, columns = query.shape
     slots = keys.shape[2]
@@ -132,7 +133,7 @@ def coded_scores(query: Tensor, keys: Tensor, codec: Codec) -> Tensor:
 @triton.jit(do_not_specialize=["rows", "heads", "row_stride", "batch_stride", "head_stride"])
 def _coded_product(
     states,
-    side,  # packed as `methods.codec` says, one group a row
+    side,  # packed as `methods.codecs` says, one group a row
     products, rows, heads, row_stride,
     batch_stride, head_stride, element_stride,  # of `side`
     HEAD_DIM: tl.constexpr, ELEMENTS_OF_HEAD: tl.constexpr,  # HEAD_DIM rounded up
@@ -161,8 +162,8 @@ def _coded_product(
         tl.store(products + column, of_plane, mask=(byte < width) & (column < COLUMNS))
 
 
-def coded_product(states: Tensor, side: Tensor, codec: Codec) -> Tensor:
-    """As `methods.projected.coded_product`."""
+def coded_product(states: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
+    """As `methods.infinigen2.coded_product`."""
     batch, heads, rows, head_dim = states.shape
     columns = codec.group_size
     products = states.new_empty((batch, heads, rows, columns), dtype=torch.float32)

@@ -45,6 +45,7 @@ from methods.base import (
     TokenCounts,
     require,
 )
+from methods.extras import NeedsInputs
 from methods.prompt_evicting import EvictingOnce, PromptEvictingState
 
 PACKAGE = "kvpress"
@@ -163,12 +164,13 @@ def press_class(choice: str) -> type[KvPress]:
         "name": f"{PACKAGE}:{choice}",
         "title": f"{PACKAGE}: {' of '.join(titles)}",
         "parts": tuple(parts),
-        "needs_inputs": len(parts) > 1 or last not in KEYS_AND_VALUES | ATTENTIONS,
         "state": ScoringState if _scores(presses[names[0]]) else ChoosingState,
     }
     made = [("version", str, field(default=_version()))]
     made += [(name, hint, field(default=default)) for name, (hint, default) in settings.items()]
-    cls = make_dataclass(choice, made, bases=(KvPress,), namespace=namespace, frozen=True)
+    needs_inputs = len(parts) > 1 or last not in KEYS_AND_VALUES | ATTENTIONS
+    bases = (KvPress, NeedsInputs) if needs_inputs else (KvPress,)
+    cls = make_dataclass(choice, made, bases=bases, namespace=namespace, frozen=True)
     cls.__qualname__ = choice
     return cls
 

@@ -47,8 +47,9 @@ import torch
 from torch import Tensor
 
 from methods.attention import PROMPT_CHUNK, Softmax
-from methods.base import Geometry, Lengths, PromptRows, Repetition, RereadRows, require
+from methods.base import Geometry, Lengths, PromptRows, require
 from methods.evicting import INF
+from methods.extras import Repetition, RereadingState, RereadRows, RereadsPrompt
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState, won
 from methods.settings import least, one_of, setting
 
@@ -56,7 +57,7 @@ NUM_LEADING = 8
 """Last tokens of the chunk before, which lead into the next one. As in the official code."""
 
 
-class KVzipState(PromptEvictingState):
+class KVzipState(RereadingState, PromptEvictingState):
     """worth: by layer, until its prompt is taken in, fp32 [batch, num_kv_heads, prompt]. counts: by
     layer, number of competing tokens that stay where the layers share one budget, int [batch,
     num_kv_heads]."""
@@ -90,9 +91,13 @@ class KVzipState(PromptEvictingState):
 
 
 @dataclass(frozen=True)
-class KVzip(PromptEvicting):
+class KVzip(RereadsPrompt, PromptEvicting):
     """The sinks play the part of the system prompt in the official code: they stay, and are not
-    repeated. Texts may be token ids, for a model without a tokenizer."""
+    repeated. Texts may be token ids, for a model without a tokenizer.
+
+    Source: KVzip (NeurIPS 2025), KVzip+ (KVzap, 2026)
+    Keeps: the prompt's tokens that the model needs to repeat the prompt; all generated tokens
+    """
 
     num_sinks: int = 4
     layers: str = setting(
@@ -116,7 +121,6 @@ class KVzip(PromptEvicting):
 
     title = "KVzip"
     state = KVzipState
-    rereads = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from methods.attention import product
 from methods.base import Calibration, Geometry, Lengths, PromptRows, QueryRows
-from methods.codec import code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.base import code_bytes, hadamard, pack_codes, unpack_codes
 from methods.selection import Retrieving, RetrievingState, ascending, at_least, largest
 from methods.settings import least, one_of, setting, share
 
@@ -180,7 +180,13 @@ class ParisKVState(RetrievingState):
 
 @dataclass(frozen=True)
 class ParisKV(Retrieving):
-    """Reads first and recent tokens, and of the candidates by votes the best by keys in 4 bits."""
+    """Reads first and recent tokens, and of the candidates by votes the best by keys in 4 bits.
+
+    Source: ParisKV (ICML 2026)
+    Keeps: every token; its key in 4 bits
+    Reads: first and recent tokens, and the best by these bits of the candidates that sign patterns
+        vote for
+    """
 
     collision_frac: float | None = setting(
         None,

@@ -87,7 +87,12 @@ class PQCacheState(RetrievingState):
 @dataclass(frozen=True)
 class PQCache(RetrievingPages):
     """Reads the first tokens, the most recent ones, and the best by their codes. Defaults are the
-    official code's."""
+    official code's.
+
+    Source: PQCache (SIGMOD 2025)
+    Keeps: every token; codes of its key
+    Reads: first and recent tokens, and the best by their codes
+    """
 
     group: str = "sum_probs"
     num_sinks: int = 32

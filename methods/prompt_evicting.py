@@ -321,7 +321,11 @@ class SnapKVState(PromptEvictingState):
 
 @dataclass(frozen=True)
 class SnapKV(PromptEvicting):
-    """Defaults are those of the paper's LongBench runs."""
+    """Defaults are those of the paper's LongBench runs.
+
+    Source: SnapKV (NeurIPS 2024), PyramidKV (2024), Ada-KV (2024)
+    Keeps: the prompt's tokens with the most attention from its last rows; all generated tokens
+    """
 
     window: int = setting(32, "last tokens, whose attention is the worth; they stay", least(1))
     kernel: int = setting(7, "width of the smoothing", odd())
@@ -404,7 +408,11 @@ class ExpectedState(ComingQueriesState):
 
 @dataclass(frozen=True)
 class ExpectedAttention(PromptEvicting):
-    """The sinks stay, and their queries, which are unlike all others, do not count."""
+    """The sinks stay, and their queries, which are unlike all others, do not count.
+
+    Source: Expected Attention (2025)
+    Keeps: the prompt's tokens that coming queries should attend to; all generated tokens
+    """
 
     num_sinks: int = 4
     epsilon: float = setting(
@@ -431,7 +439,11 @@ class KeyDiffState(PromptEvictingState):
 
 @dataclass(frozen=True)
 class KeyDiff(PromptEvicting):
-    """Nothing is safe by default, as in kvpress."""
+    """Nothing is safe by default, as in kvpress.
+
+    Source: KeyDiff (NeurIPS 2025)
+    Keeps: the prompt's keys least like the others; all generated tokens
+    """
 
     title = "KeyDiff"
     state = KeyDiffState
@@ -448,7 +460,11 @@ class KnormState(PromptEvictingState):
 
 @dataclass(frozen=True)
 class Knorm(PromptEvicting):
-    """Nothing is safe by default, as in the paper."""
+    """Nothing is safe by default, as in the paper.
+
+    Source: Devoto et al. (EMNLP 2024)
+    Keeps: the prompt's shortest keys; all generated tokens
+    """
 
     num_exempt_layers: int = 2  # `skip_layers=[0, 1]` in l2compress's README
 

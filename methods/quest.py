@@ -75,7 +75,13 @@ class QuestState(RetrievingState):
 @dataclass(frozen=True)
 class Quest(RetrievingPages):
     """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them; at
-    1 all."""
+    1 all.
+
+    Source: Quest (ICML 2024), FreeKV (2025)
+    Keeps: every token; bounds of each page
+    Reads: the pages with the best bounds, by the layer's own query or (FreeKV) that of the step
+        before
+    """
 
     page_size: int = 16
     num_exempt_layers: int = 2  # `self.layer_id < 2` in evaluation/quest_attention.py

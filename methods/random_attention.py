@@ -39,7 +39,11 @@ class RandomState(PeriodicState):
 
 @dataclass(frozen=True)
 class RandomAttention(Periodic):
-    """The prompt stays; the default budget is TriAttention's."""
+    """The prompt stays; the default budget is TriAttention's.
+
+    Source: Random Attention (2026)
+    Keeps: the prompt, and generated tokens drawn at random
+    """
 
     kept_tokens: int | None = 2048
     protect_prompt: bool = True

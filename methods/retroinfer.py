@@ -53,7 +53,6 @@ from methods.base import (
     Calibration,
     Geometry,
     Lengths,
-    Method,
     PromptRows,
     QueryRows,
     Rest,
@@ -64,6 +63,7 @@ from methods.base import (
     require,
     share_above,
 )
+from methods.extras import WeighsRest
 from methods.settings import least, setting, share
 
 SHRINK = 0.999
@@ -328,12 +328,16 @@ class RetroInferState(State):
 
 
 @dataclass(frozen=True)
-class RetroInfer(Method):
+class RetroInfer(WeighsRest):
     """Defaults are the official code's, which rounds counts to the nearest where this rounds them
     down.
 
     With `read_frac` the last cluster is read in part, and its other tokens are estimated. First
     and last tokens count in it.
+
+    Source: RetroInfer (PVLDB 19)
+    Keeps: every token; centroids of clusters of keys, and the sums of their values
+    Reads: the clusters with the best centroids; the next best are estimated
     """
 
     retrieval_frac: float = setting(
@@ -357,7 +361,6 @@ class RetroInfer(Method):
     title = "RetroInfer"
     state = RetroInferState
     when = "own_query"
-    weighs_rest = True
     needs_prompt = True
 
     def __post_init__(self) -> None:

@@ -79,7 +79,11 @@ class RKVState(KeyedState):
 
 @dataclass(frozen=True)
 class RKV(Periodic):
-    """The attention of the window's rows counts; the window is part of the budget."""
+    """The attention of the window's rows counts; the window is part of the budget.
+
+    Source: R-KV (NeurIPS 2025)
+    Keeps: attended tokens whose keys are unlike the others
+    """
 
     window: int = setting(8, allowed=least(1))
     mix_lambda: float = setting(

@@ -177,7 +177,13 @@ class RocketKVState(SnapKVState):
 
 @dataclass(frozen=True)
 class RocketKV(SelectingBy):
-    """Keeps a part of the prompt and all generated tokens, and reads the best chunks of them."""
+    """Keeps a part of the prompt and all generated tokens, and reads the best chunks of them.
+
+    Source: RocketKV (ICML 2025)
+    Keeps: the prompt's tokens with the most attention from its last rows, all generated tokens;
+        bounds of chunks of keys
+    Reads: the chunks with the best bounds in the query's largest channels
+    """
 
     budget_frac: float = setting(
         0.2,

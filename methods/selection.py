@@ -1,9 +1,9 @@
 """Methods that keep every token, score tokens or pages, and read the best of them.
 
-`Selecting` has the settings that all of them share, `largest` is the choice itself. `Retrieving`
-and `RetrievingState` are the easy base: a state says what it keeps of the keys (`append`) and how a
-query scores each token, or each page of `page_size` tokens (`scores`). The page that is not full
-yet is always read, so an index of pages needs full pages only.
+`Choosing` and `Selecting` have the settings that they share, `largest` is the choice itself.
+`Retrieving` and `RetrievingState` are the easy base: a state says what it keeps of the keys
+(`append`) and how a query scores each token, or each page of `page_size` tokens (`scores`). The
+page that is not full yet is always read, so an index of pages needs full pages only.
 """
 
 from __future__ import annotations
@@ -41,28 +41,39 @@ GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 
 
 @dataclass(frozen=True)
-class Selecting(Method):
-    """Settings of all methods that score what is cached and read the best. With group=union the
-    number read depends on the data."""
+class Choosing(Method):
+    """What all methods have that score what is cached and read some of it."""
+
+    covers: str = setting(
+        "kv_head",
+        "one selection for each kv_head, or one for all heads of a layer",
+        one_of("kv_head", "layer"),
+    )
+
+    def prefetches(self, layer: int) -> bool:
+        """Where the own query selects."""
+        return self.when == "own_query"
+
+    def by_set(self, scores: Tensor) -> Tensor:
+        """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the
+        third axis."""
+        return scores.flatten(1, 2).unsqueeze(1) if self.covers == "layer" else scores
+
+
+@dataclass(frozen=True)
+class Selecting(Choosing):
+    """Settings of all methods that read the best by their scores. With group=union the number read
+    depends on the data."""
 
     group: str = setting(
         "best",
         "how the scores of a KV head's query heads become one; union: the best of each query head",
         one_of(*GROUPS),
     )
-    covers: str = setting(
-        "kv_head",
-        "one selection for each kv_head, or one for all heads of a layer",
-        one_of("kv_head", "layer"),
-    )
     num_sinks: int = setting(0, "first tokens that are always read", least(0))
     recent_frac: float = setting(
         0.0, "share of the tokens read that are the most recent", share(zero=True)
     )
-
-    def prefetches(self, layer: int) -> bool:
-        """Where the own query selects."""
-        return self.when == "own_query"
 
     def min_size(self, counts: TokenCounts) -> float:
         """The least number that reads a token beside the sinks at the first row."""
@@ -123,7 +134,7 @@ class Selecting(Method):
         if group.endswith("probs") and forced is not None:
             scores = scores.masked_fill(forced.unsqueeze(2), -math.inf)
         if group == "sum_probs":
-            worth = _summed_probs(scores)
+            worth = summed_probs(scores)
         elif group == "sum_logits":
             worth = scores.sum(2)
         elif group == "union":
@@ -141,11 +152,6 @@ class Selecting(Method):
             worth.masked_fill_(forced.repeat_interleave(sets, 1), math.inf)
         return worth
 
-    def by_set(self, scores: Tensor) -> Tensor:
-        """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the
-        third axis."""
-        return scores.flatten(1, 2).unsqueeze(1) if self.covers == "layer" else scores
-
     def joined(self, mask: Tensor, count: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """The chosen sets as one mask per KV head or layer, and the number chosen in it.
 
@@ -161,8 +167,8 @@ class Selecting(Method):
 
 
 @dataclass(frozen=True)
-class SelectingBy(Selecting):
-    """A selecting method whose query is a setting. By a query that is known one layer ahead, rows
+class ChoosingBy(Choosing):
+    """A method whose query is a setting. By a query that is known one layer ahead, rows
     cross the link while the previous layer computes."""
 
     when: When = setting(
@@ -186,10 +192,28 @@ class SelectingBy(Selecting):
         return layer - self.num_exempt_layers < self.own_query_layers
 
 
+@dataclass(frozen=True)
+class SelectingBy(ChoosingBy, Selecting):
+    """A method that reads the best by a query that is a setting."""
+
+
 # The choice
 
 
-def _summed_probs(scores: Tensor) -> Tensor:
+def hide(scores: Tensor, rows: QueryRows) -> None:
+    """Set the scores [batch, num_kv_heads, group, rows, slots] of slots that a row does not see to
+    -inf."""
+    first = 0
+    if scores.device.type == "cpu":
+        # In replay all rows see most slots: those before the first hidden one.
+        hidden = rows.slot_positions.numpy() >= int(rows.positions.min())
+        first = int(hidden.any((0, 1)).argmax())
+    positions = rows.positions[:, None, :, None]
+    visible = rows.slot_positions[:, :, None, first:] < positions
+    scores[..., first:].masked_fill_(~visible.unsqueeze(2), -math.inf)
+
+
+def summed_probs(scores: Tensor) -> Tensor:
     """Probabilities of each head, summed over the group: [batch, sets, rows, n], -inf where the
     scores [batch, sets, group, rows, n] are. The smallest float stands for anything less, so that
     what a row may read is above what is hidden from it. Overwrites the scores."""

@@ -33,15 +33,15 @@ from methods.base import (
     PromptRows,
     QueryRows,
     Selection,
-    State,
     TokenCounts,
     floor_frac,
 )
+from methods.extras import KeysOnDevice, KeysOnDeviceState
 from methods.selection import RetrievingPages, largest
 from methods.settings import least, one_of, setting, share
 
 
-class ShadowKVState(State):
+class ShadowKVState(KeysOnDeviceState):
     """What is kept of the prompt, by layer. Chunks are counted from position 0.
 
     left: [batch, prompt, rank], right: [batch, num_kv_heads, rank, head_dim]; their product is the
@@ -190,10 +190,15 @@ def _strongest(square: Tensor, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ShadowKV(RetrievingPages):
+class ShadowKV(KeysOnDevice, RetrievingPages):
     """Fetches the values of `read_frac` of the cached tokens, or of `read_tokens`, in chunks of
     `page_size` tokens. The official code keeps a rank of 160 of 1,024, and 48 outliers of 128 Ki
-    tokens."""
+    tokens.
+
+    Source: ShadowKV (ICML 2025)
+    Keeps: values; keys of low rank, landmarks and some exact tokens on the device
+    Reads: values of the chunks with the best landmarks
+    """
 
     group: str = "max_probs"
     covers: str = setting("kv_head", "each KV head keeps tokens of its own", one_of("kv_head"))
@@ -211,7 +216,6 @@ class ShadowKV(RetrievingPages):
     title = "ShadowKV"
     state = ShadowKVState
     needs_prompt = True
-    holds_keys = True
 
     def chunks(self, prompt: int) -> int:
         """Full chunks of a prompt before its `local_chunks`."""

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from methods.base import Calibration, PromptRows, QueryRows
-from methods.codec import code_bytes, pack_codes
+from methods.codecs.base import code_bytes, pack_codes
 from methods.coded_keys import room_for_keys, unpack_to
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import Allowed, least, setting
@@ -129,7 +129,12 @@ class SocketState(RetrievingState):
 @dataclass(frozen=True)
 class Socket(Retrieving):
     """Reads first and recent tokens, and the best by soft collisions. Defaults are the paper's for
-    RULER at a twentieth of the tokens."""
+    RULER at a twentieth of the tokens.
+
+    Source: SOCKET (2026)
+    Keeps: every token; hashes of its key, the length of its value
+    Reads: first and recent tokens, and the best by soft collisions of hashes
+    """
 
     tables: int = setting(60, "hashes of a key, L", least(1))
     planes: int = setting(

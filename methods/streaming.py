@@ -47,6 +47,7 @@ from methods.base import (
     require,
 )
 from methods.evicting import EvictingState, EvictingToBudget
+from methods.extras import ReadsFile
 from methods.settings import least, setting, share
 
 
@@ -107,7 +108,11 @@ class StreamingState(WindowState):
 @dataclass(frozen=True)
 class Streaming(EvictingToBudget):
     """Keeps floor(kept_frac * T) cached tokens or `kept_tokens`: the `num_sinks` first and the most
-    recent, at their own positions."""
+    recent, at their own positions.
+
+    Source: StreamingLLM (ICLR 2024)
+    Keeps: the first and the most recent tokens
+    """
 
     num_sinks: int = setting(4, "first tokens that always stay", least(0))
 
@@ -137,9 +142,13 @@ class DuoState(WindowState):
 
 
 @dataclass(frozen=True)
-class DuoAttention(Method):
+class DuoAttention(ReadsFile, Method):
     """Of the KV heads of the layers that are not exempt, round(sparsity * their number) stream.
-    Defaults are those that the authors deploy."""
+    Defaults are those that the authors deploy.
+
+    Source: DuoAttention (ICLR 2025)
+    Keeps: a window in some KV heads, every token in the others
+    """
 
     sparsity: float = setting(0.5, "share of the KV heads that stream", share(zero=True))
     num_sinks: int = setting(64, "first tokens that a streaming head keeps", least(0))

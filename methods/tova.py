@@ -49,7 +49,11 @@ class TOVAState(WorthState):
 
 @dataclass(frozen=True)
 class TOVA(EvictingToBudget):
-    """Keeps a budget of tokens; the row's own token may leave, as in the authors' code."""
+    """Keeps a budget of tokens; the row's own token may leave, as in the authors' code.
+
+    Source: TOVA (EMNLP 2024)
+    Keeps: the tokens that the last row attends to most
+    """
 
     protect_last: bool = setting(False, "the row's own token stays, as in kvpress")
 

@@ -98,7 +98,11 @@ class TriAttentionState(KeyedState):
 
 @dataclass(frozen=True)
 class TriAttention(Periodic):
-    """The prompt stays, and the default budget is the official one."""
+    """The prompt stays, and the default budget is the official one.
+
+    Source: TriAttention (ICML 2026)
+    Keeps: the prompt, and the generated tokens that the mean query will score best
+    """
 
     kept_tokens: int | None = 2048
     protect_prompt: bool = True

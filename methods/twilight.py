@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from methods.base import PromptRows, QueryRows, Selection, TokenCounts, floor_frac
-from methods.projected import BITS_MEANING, INDEX_BITS, PartialKeysState
+from methods.projection import BITS_MEANING, INDEX_BITS, PartialKeysState
 from methods.quest import Quest, QuestState
 from methods.selection import SelectingBy, ascending, largest_of_each
 from methods.settings import least, one_of, setting, share
@@ -91,6 +91,10 @@ class Twilight(SelectingBy):
 
     group=sum_probs is one set for the group, by the mean of its heads' probabilities. group=union
     joins a set for each query head, of pages of its own, which is the official rule.
+
+    Source: Twilight (NeurIPS 2025)
+    Keeps: every token; its key in 4 bits, bounds of each page
+    Reads: of the best pages, the tokens that hold a share of the attention
     """
 
     p: float = setting(0.85, "share of the candidates' attention; 1: always the cap", share())

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from methods.base import PromptRows, QueryRows, Selection, TokenCounts, When, floor_frac
-from methods.projected import BITS_MEANING, INDEX_BITS, PartialKeysState
+from methods.projection import BITS_MEANING, INDEX_BITS, PartialKeysState
 from methods.sampling import random_numbers
 from methods.selection import Selecting, largest, largest_of_each
 from methods.settings import Allowed, least, one_of, setting, share
@@ -132,6 +132,10 @@ class VAttention(Selecting):
 
     The fixed set holds the sinks, `recent_frac` of it are the most recent tokens, and the rest the
     best by the index.
+
+    Source: vAttention (ICLR 2026)
+    Keeps: every token; its key in 4 bits
+    Reads: first, recent and best tokens, and a weighted sample of the others
     """
 
     fixed_frac: float = setting(0.1, "share of the cached tokens in the fixed set", share())

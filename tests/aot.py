@@ -24,7 +24,7 @@ import torch
 
 from harness.live.memory import Tuning
 from methods.base import QueryRows
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = (80, 89, 90)
@@ -134,7 +134,7 @@ def launch_lists() -> None:
         missing_rows(mask, tokens, kept, torch.zeros_like(kept), 1 << 32, num_rows)
 
 
-def launch(codec: Codec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:
+def launch(codec: IntegerCodec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:
     from harness.live.kernels.codes import attend, pack
     from harness.live.store import RowFormat
 
@@ -148,7 +148,7 @@ def launch(codec: Codec, dtype: torch.dtype, heads: int, num_kv_heads: int, head
 
 def launch_attention() -> None:
     """A layer of OPT-13B."""
-    launch(Codec("int4"), torch.float16, 40, 40, 128)
+    launch(IntegerCodec("int4"), torch.float16, 40, 40, 128)
 
 
 def launch_methods() -> None:
@@ -163,7 +163,7 @@ def launch_methods() -> None:
         relative(torch.empty(2, 8, 4, 1, slots), rows, 4.0)
         summed_probs(torch.empty(2, 8, 4, 1, slots), rows)
         keys = room_for_keys(torch.empty(2, 40, 1, 36, dtype=torch.uint8), 2048)
-        coded_scores(torch.empty(2, 40, 1, 64, dtype=torch.float16), keys[:, :, :slots], Codec("int4"))
+        coded_scores(torch.empty(2, 40, 1, 64, dtype=torch.float16), keys[:, :, :slots], IntegerCodec("int4"))
         found, within = relative(torch.empty(2, 40, 1, 1, slots), rows, 4.0)
         largest(found, within, frac=0.2, least=1, whole=positions, cached=positions)
     positions, lengths = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
@@ -182,7 +182,7 @@ def launch_samples() -> None:
     """A weighted sample and products with coded projections, in a layer of OPT-13B: of several rows, then of steps."""
     from methods.kernels import MOST_ROWS, coded_product, log_weights, ranked
 
-    codec = Codec("int4", group_size=64)
+    codec = IntegerCodec("int4", group_size=64)
     side = torch.empty(2, 40, 128, codec.row_bytes(64), dtype=torch.uint8)
     for num_rows in (MOST_ROWS, 1, 1):
         coded_product(torch.empty(2, 40, num_rows, 128, dtype=torch.float16), side, codec)

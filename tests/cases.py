@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 from typing import NamedTuple
 
@@ -12,20 +12,29 @@ from torch import Tensor
 
 from harness.model.tiny import tiny_ids
 from harness.replay.setup import codec_of
+from harness.settings import own_method
 from harness.settings.schema import options
 from methods.base import Method, Rest
 from methods.capkv import CapKV
-from methods.codec import ChannelCodec, Codec, LayerCodecs, NamedLayers, SplitCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
+from methods.doublesparsity import DoubleSparsity
+from methods.extras import ReadsIndexer, tokenized
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle
+from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2Sampled
+from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
 from methods.kvzip import KVzip
+from methods.loki import Loki
+from methods.oracle import Oracle, OracleSampled
 from methods.pariskv import ParisKV
 from methods.pqcache import PQCache
-from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.quest import Quest, QuestState
 from methods.random_attention import RandomAttention
@@ -34,12 +43,20 @@ from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.shadowkv import ShadowKV
 from methods.socket import Socket
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.triattention import TriAttention
 from methods.twilight import Twilight
 from methods.vattention import VAttention
 from tests.composed import load
+
+
+def preset(name: str, **changes: object) -> Method:
+    """`conf/method/<name>.yaml` with other settings."""
+    cls, settings = own_method.shipped(name)
+    own = {field.name: settings[field.name] for field in fields(cls)}
+    return cls(**own | changes)
 
 
 @dataclass(frozen=True)
@@ -126,7 +143,7 @@ ROUGH = Rough()
 
 class Case(NamedTuple):
     method: Method
-    codec: Codec | Smooth | LayerCodecs | None = None
+    codec: IntegerCodec | Smooth | LayerCodecs | None = None
 
 
 class BiasedState(QuestState):
@@ -161,20 +178,20 @@ ASKED = {"instruction": (5, 6, 7), "continuation": (8, 9), "suffix": (4,)}
 CASES = {
     "full": Case(Full(num_exempt_layers=2)),
     "full+smooth": Case(Full(num_exempt_layers=2), Smooth()),
-    "int4": Case(Full(num_exempt_layers=2), Codec("int4")),
-    "full+split": Case(Full(num_exempt_layers=2), SplitCodec(Codec("fp32"), Smooth())),
+    "int4": Case(Full(num_exempt_layers=2), IntegerCodec("int4")),
+    "full+split": Case(Full(num_exempt_layers=2), SplitCodec(FloatCodec("fp32"), Smooth())),
     "residual-groups": Case(Full(num_exempt_layers=2), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
     "residual-fills": Case(Full(num_exempt_layers=1), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
-    "kivi": Case(Full(num_exempt_layers=2), SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)),
+    "kivi": Case(Full(num_exempt_layers=2), SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)),
     "layers": Case(
         Full(num_exempt_layers=1),
-        LayerCodecs(Smooth(), (NamedLayers(1, 1, Codec("fp32")), NamedLayers(3, None, ROUGH))),
+        LayerCodecs(Smooth(), (NamedLayers(1, 1, FloatCodec("fp32")), NamedLayers(3, None, ROUGH))),
     ),
     "layers-residual": Case(
         Full(num_exempt_layers=0),
         LayerCodecs(
             SplitCodec(SmoothGroups(), Smooth(), residual=8),
-            (NamedLayers(0, 0, Codec("fp32")), NamedLayers(2, 2, SplitCodec(ROUGH, Smooth(), residual=8))),
+            (NamedLayers(0, 0, FloatCodec("fp32")), NamedLayers(2, 2, SplitCodec(ROUGH, Smooth(), residual=8))),
         ),
     ),
     "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2)),
@@ -324,9 +341,7 @@ CASES = {
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5, num_exempt_layers=2)),
     "oracle+smooth": Case(Oracle(alpha=inf, max_fetch_frac=0.3, num_exempt_layers=2), Smooth()),
-    "oracle-sampled": Case(
-        Oracle(alpha=inf, max_fetch_frac=0.3, group="sum_probs", rest="sampled", covers="layer", num_exempt_layers=2)
-    ),
+    "oracle-sampled": Case(OracleSampled(max_fetch_frac=0.3, covers="layer", num_exempt_layers=2)),
     "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
     "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
     "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
@@ -341,47 +356,43 @@ CASES = {
     "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
     "infinigen-final": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.3, cap_of="final", round_columns="down")),
     "infinigen-coded": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, partial_weight_ratio=1.0, index_bits=4)),
-    "infinigen-balanced": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, index="balanced")),
+    "infinigen-balanced": Case(preset("infinigen-balanced", alpha=inf, max_fetch_frac=0.4)),
     "infinigen-pair": Case(
-        InfiniGen(alpha=inf, max_fetch_frac=0.4, index="balanced", partial_weight_ratio=0.5, projection_bits=4)
+        preset("infinigen-balanced", alpha=inf, max_fetch_frac=0.4, partial_weight_ratio=0.5, projection_bits=4)
     ),
     "infinigen-text": Case(
-        InfiniGen(
-            alpha=inf, max_fetch_frac=0.4, index="balanced", statistics="calibration", index_bits=8, projection_bits=4
+        preset(
+            "infinigen-balanced",
+            alpha=inf,
+            max_fetch_frac=0.4,
+            statistics="calibration",
+            index_bits=8,
+            projection_bits=4,
         )
     ),
     "infinigen-sampled": Case(
-        InfiniGen(
-            alpha=inf,
-            max_fetch_frac=0.4,
-            index="balanced",
-            group="sum_probs",
-            rest="sampled",
-            when="own_query",
-            num_exempt_layers=0,
+        InfiniGen2Sampled(
+            max_fetch_frac=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None, own_query_layers=0
         )
     ),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
-    "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
+    "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), IntegerCodec("int4")),
     "infinigen+layers": Case(
         InfiniGen(alpha=0.3, max_fetch_frac=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))
     ),
     "h2o+layers": Case(
         H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2),
-        LayerCodecs(ROUGH, (NamedLayers(2, 2, Codec("fp32")),)),
+        LayerCodecs(ROUGH, (NamedLayers(2, 2, FloatCodec("fp32")),)),
     ),
-    "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
-    "pool-lru": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)),
-    "pool-counter": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2)),
-    "pool-tokens": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.5, pool_tokens=12)),
-    "pool-fills": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85)),
+    "pool-fifo": Case(InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
+    "pool-lru": Case(
+        InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)
+    ),
+    "pool-counter": Case(InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2)),
+    "pool-tokens": Case(InfiniGenPool(alpha=0.6, max_fetch_frac=0.5, pool_tokens=12)),
+    "pool-fills": Case(InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85)),
     # One token is read, and the best of each of the group's heads ties at r = 0: the lowest position wins.
-    "pool-tie": Case(InfiniGen(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
-    "pool-balanced": Case(
-        InfiniGen(
-            alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, index="balanced", statistics="calibration", index_bits=2
-        )
-    ),
+    "pool-tie": Case(InfiniGenPool(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
 }
 
 
@@ -392,8 +403,8 @@ WIDE = (*{type(CASES[name].method): name for name in reversed(CASES)}.values(), 
 def shipped(name: str) -> Case:
     """`conf/method/<name>.yaml` with its defaults, its texts as ids of a tiny model."""
     config = load([f"method={name}"])
-    return Case(config.method.tokenized(tiny_ids), codec_of(config))
+    return Case(tokenized(config.method, tiny_ids), codec_of(config))
 
 
-SHIPPED = [name for name in options("method") if not shipped(name).method.needs_indexer]
+SHIPPED = [name for name in options("method") if not isinstance(shipped(name).method, ReadsIndexer)]
 """Every method there is: a new file in `conf/method` is a new test. Methods that need an indexer are in test_dsa.py."""

@@ -25,8 +25,9 @@ from harness.model.sampling import Draft
 from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
+from harness.settings.codecs import codec_named
 from harness.settings.config import GREEDY
-from methods.codec import AnyCodec, Codec, every_codec
+from methods.codecs.split import AnyCodec, every_codec
 
 PROMPT = 24
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
@@ -52,7 +53,7 @@ def endless(prompt: Sequence[int], count: int, family: str = "gqa", sampling=GRE
 
 def make_store(head_dim: int, codec: str | AnyCodec = "fp32", *, dtype=torch.float32, **options) -> KVStore:
     """A store of `options`, in host memory unless they say otherwise."""
-    stored = Codec(codec) if isinstance(codec, str) else codec
+    stored = codec_named(codec) if isinstance(codec, str) else codec
     slab = options.pop("slab", None)
     store = KVStore(RowFormat(stored, head_dim, dtype), **({"placement": "host", "device": CPU} | options))
     return store.allocate(slab)

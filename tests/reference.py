@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from methods.base import Method
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle, ScoreSelecting
+from methods.infinigen import InfiniGen, ScoreSelecting
+from methods.oracle import Oracle
 from methods.streaming import Streaming
 
 Vector = np.ndarray

@@ -14,7 +14,9 @@ from harness.model.attach import attach
 from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from methods.attention import Softmax
-from methods.codec import Codec, SplitCodec
+from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import SplitCodec
 from methods.full import Full
 from methods.streaming import Streaming
 from methods.vattention import VAttention
@@ -118,10 +120,13 @@ def test_a_method_that_reads_everything_has_next_to_no_error():
     for method in everything:
         errors = run_one(tiny("gqa"), Case(method), measure_errors=True).errors
         assert float(errors.max()) < 1e-5
-    exact = run_one(tiny("gqa"), Case(Full(), SplitCodec(Codec("fp32"), Codec("fp32"))), measure_errors=True).errors
+    exact = run_one(
+        tiny("gqa"), Case(Full(), SplitCodec(FloatCodec("fp32"), FloatCodec("fp32"))), measure_errors=True
+    ).errors
     assert float(exact.max()) < 1e-5
     coarse, fine = (
-        run_one(tiny("gqa"), Case(Full(), Codec(bits)), measure_errors=True).errors[2:] for bits in ("int2", "int8")
+        run_one(tiny("gqa"), Case(Full(), IntegerCodec(bits)), measure_errors=True).errors[2:]
+        for bits in ("int2", "int8")
     )
     assert 0.02 < float(fine.mean()) * 40 < float(coarse.mean()), "more bits, less error"
 

@@ -29,7 +29,7 @@ from harness.results import columns
 from harness.run.cli import main
 from harness.speed import capacity as emulated
 from harness.speed import latency as speed
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from plots import speed as figures
@@ -104,7 +104,7 @@ def test_a_modelled_step_by_hand():
     on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT)
     assert on_host.seconds(3) == pytest.approx(4 * (rows + 3 * ROW) / 1e6, rel=0.01)
     # INT4 in two of four layers: 16 codes and an fp16 scale and minimum, for key and value.
-    coded = capacity_of(Full(num_exempt_layers=2), Codec("int4"), "host")
+    coded = capacity_of(Full(num_exempt_layers=2), IntegerCodec("int4"), "host")
     int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT)
     share = 2 * (8 + 4) / (2 * 32)
     assert int4.size == pytest.approx((2 + 2 * share) / 4)

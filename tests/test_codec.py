@@ -14,25 +14,19 @@ from hypothesis import strategies as st
 from living import Crossed, attached_with_link, force, open_live, tiny, token_batch
 from replaying import open_session, watched
 
+from harness.checks.contract import Trial, codec_rows_are_as_counted, judge
 from harness.model.attach import attach
 from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
-from methods.codec import (
-    CODEC_NAMES,
-    FLOAT_DTYPES,
-    INTEGER_BITS,
-    TURBO_BITS,
-    ChannelCodec,
-    Codec,
-    Nvfp4Codec,
-    SplitCodec,
-    TurboCodec,
-    code_bytes,
-    hadamard,
-    lloyd_max,
-    pack_codes,
-    unpack_codes,
-)
+from harness.replay.setup import Setup
+from harness.settings.codecs import codec_named, codec_names
+from methods.codecs.base import FLOAT_DTYPES, code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.floats import STORED_DTYPES, FloatCodec
+from methods.codecs.integers import INTEGER_BITS, IntegerCodec
+from methods.codecs.nvfp4 import Nvfp4Codec
+from methods.codecs.split import SplitCodec
+from methods.codecs.turbo import TURBO_BITS, TurboCodec, lloyd_max
 from methods.full import Full
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 200))
@@ -66,17 +60,24 @@ def per_token(row: np.ndarray, bits: int, size: int) -> np.ndarray:
 @given(integer_names, group_sizes, shapes, seeds, st.sampled_from([1e-4, 1.0, 300.0]))
 def test_integer_codec_follows_its_definition(name, group_size, shape, seed, scale):
     x = rows(shape, seed, scale)
-    codec = Codec(name, group_size)
+    codec = IntegerCodec(name, group_size)
     expected = [per_token(row, codec.bits, group_size) for row in x.flatten(0, -2).numpy()]
     assert torch.equal(codec.roundtrip(x), torch.tensor(np.stack(expected)).view(shape))
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(CODEC_NAMES), group_sizes, shapes, seeds, st.sampled_from(sorted(FLOAT_DTYPES)), st.booleans())
+@given(
+    st.sampled_from([*STORED_DTYPES, *INTEGER_BITS]),
+    group_sizes,
+    shapes,
+    seeds,
+    st.sampled_from(sorted(FLOAT_DTYPES)),
+    st.booleans(),
+)
 def test_packed_rows_read_back_as_the_roundtrip(name, group_size, shape, seed, compute, turned):
     x = rows(shape, seed).to(FLOAT_DTYPES[compute])
     before = x.clone()
-    codec = Codec(name, group_size, "hadamard" if turned and name in INTEGER_BITS else None)
+    codec = codec_named(name, group_size=group_size, rotation="hadamard" if turned else None)
     packed = codec.encode(x)
     assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], codec.row_bytes(shape[-1]))
     back = codec.decode(packed, shape[-1], x.dtype)
@@ -92,7 +93,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("name", "head_dim", "row_bytes", "bits"), SIZES)
 def test_sizes_by_hand(name, head_dim, row_bytes, bits):
-    codec = Codec(name, group_size=64)
+    codec = codec_named(name, group_size=64)
     assert codec.row_bytes(head_dim) == row_bytes
     assert codec.bits_per_element(head_dim) == pytest.approx(bits)
     if name not in FLOAT_DTYPES:  # what is counted is what is stored
@@ -100,11 +101,11 @@ def test_sizes_by_hand(name, head_dim, row_bytes, bits):
 
 
 REFUSED = [
-    (lambda: Codec("int3"), r"codec='int3'.*fp32, fp16, bf16, fp8, int8, int4, int2, int1"),
-    *[(lambda size=size: Codec("int4", size), r"group_size=.*>= 1") for size in (0, -1, 2.0, True)],
-    (lambda: Codec("fp8", rotation="hadamard"), "rotation=hadamard: needs an integer codec, not fp8"),
-    (lambda: ChannelCodec("fp16"), "key_groups=channel: needs an integer codec, not fp16"),
-    *[(lambda residual=residual: SplitCodec(ChannelCodec("int4", 4), Codec("int4"), residual),
+    (lambda: IntegerCodec("int3"), r"codec='int3': must be one of int8, int4, int2, int1"),
+    (lambda: FloatCodec("int8"), r"codec='int8': must be one of fp32, fp16, bf16, fp8"),
+    *[(lambda size=size: IntegerCodec("int4", size), r"group_size=.*>= 1") for size in (0, -1, 2.0, True)],
+    (lambda: ChannelCodec("fp16"), "codec='fp16': must be one of int8, int4, int2, int1"),
+    *[(lambda residual=residual: SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4"), residual),
        rf"residual={residual}: must be a multiple of the 4 tokens of a group") for residual in (0, 6)],
 ]  # fmt: skip
 
@@ -127,14 +128,14 @@ def test_a_channel_is_coded_as_a_row_is(name, group_size, groups, head_dim, seed
     assert packed.shape == (*x.shape[:-1], codec.row_bytes(head_dim))
     assert torch.equal(codec.decode(packed, head_dim, x.dtype), codec.roundtrip(x))
     if rotation is None:
-        assert torch.equal(codec.roundtrip(x), Codec(name, group_size).roundtrip(x.mT).mT)
+        assert torch.equal(codec.roundtrip(x), IntegerCodec(name, group_size).roundtrip(x.mT).mT)
 
 
 def test_fp8_is_e4m3_that_saturates():
     x = torch.tensor([0.0, -1.0, 447.0, 449.0, -1e9, 1.0625, 2.0**-9, 2.0**-11, 464.0])
     expected = torch.tensor([0.0, -1.0, 448.0, 448.0, -448.0, 1.0, 2.0**-9, 0.0, 448.0])  # 1.0625 ties to even
-    assert torch.equal(Codec("fp8").roundtrip(x), expected)
-    assert SplitCodec(Codec("fp8"), Codec("fp16")).bits == 12
+    assert torch.equal(FloatCodec("fp8").roundtrip(x), expected)
+    assert SplitCodec(FloatCodec("fp8"), FloatCodec("fp16")).bits == 12
 
 
 @pytest.mark.parametrize(("head_dim", "block"), [(1, 1), (16, 16), (64, 64), (96, 32), (80, 16), (7, 1)])
@@ -150,7 +151,7 @@ def test_the_rotation_is_the_orthonormal_hadamard_matrix_of_each_block(head_dim,
 
 def test_a_rotated_codec_quantizes_what_is_rotated():
     x = rows((4, 6, 64), 3)
-    plain, rotated = Codec("int4", 32), Codec("int4", 32, "hadamard")
+    plain, rotated = IntegerCodec("int4", 32), IntegerCodec("int4", 32, "hadamard")
     assert torch.equal(rotated.roundtrip(x), hadamard(plain.roundtrip(hadamard(x))))
     assert rotated.row_bytes(64) == plain.row_bytes(64) and rotated.bits_per_element(64) == plain.bits_per_element(64)
 
@@ -229,7 +230,7 @@ def test_turboquants_sizes_by_hand(name, head_dim, row_bytes, bits):
     assert codec.bits_per_element(head_dim) == pytest.approx(bits)
     # vLLM's sizes: a key of head_dim * bits / 8 + 2 bytes, a value of head_dim * bits / 8 + 4
     assert codec.row_bytes(head_dim) == head_dim * codec.bits // 8 + 2
-    assert Codec("int4", 128).row_bytes(head_dim) == head_dim // 2 + 4
+    assert IntegerCodec("int4", 128).row_bytes(head_dim) == head_dim // 2 + 4
 
 
 @settings(max_examples=40, deadline=None)
@@ -313,6 +314,13 @@ def test_nvfp4s_sizes_by_hand(head_dim, row_bytes, bits):
     assert Nvfp4Codec().bits_per_element(head_dim) == bits
 
 
+@pytest.mark.parametrize("name", codec_names())
+def test_every_shipped_codec_keeps_the_contract(name):
+    with attach(tiny("gqa")) as attached:
+        trial = Trial(attached, None, Setup(Full(), codec_named(name), None), (8,))
+        assert judge(codec_rows_are_as_counted, trial).verdict == "ok"
+
+
 # KIVI: keys per channel in groups of tokens, the last tokens exact
 
 GROUP, RESIDUAL, PROMPT, STEPS = 4, 8, 21, 20
@@ -321,7 +329,7 @@ PADDED = (PROMPT, 13, 5)
 
 
 def kivi(bits: int, residual: int = RESIDUAL, exempt: int = 2) -> Case:
-    keys, values = ChannelCodec(f"int{bits}", GROUP), Codec(f"int{bits}", GROUP)
+    keys, values = ChannelCodec(f"int{bits}", GROUP), IntegerCodec(f"int{bits}", GROUP)
     return Case(Full(num_exempt_layers=exempt), SplitCodec(keys, values, residual))
 
 

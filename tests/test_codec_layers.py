@@ -17,17 +17,12 @@ from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from harness.replay.setup import codec_of
 from harness.run.cli import main
-from methods.codec import (
-    ChannelCodec,
-    Codec,
-    LayerCodecs,
-    NamedLayers,
-    Nvfp4Codec,
-    SplitCodec,
-    TurboCodec,
-    codec_at,
-    without_keys,
-)
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.nvfp4 import Nvfp4Codec
+from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec, codec_at, without_keys
+from methods.codecs.turbo import TurboCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -35,7 +30,8 @@ from methods.shadowkv import ShadowKV
 from tests.composed import load
 
 MIXED = LayerCodecs(
-    Codec("int4"), (NamedLayers(1, 1, Codec("int8")), NamedLayers(3, None, SplitCodec(Nvfp4Codec(), Codec("fp16"))))
+    IntegerCodec("int4"),
+    (NamedLayers(1, 1, IntegerCodec("int8")), NamedLayers(3, None, SplitCodec(Nvfp4Codec(), FloatCodec("fp16")))),
 )
 """On a model of four layers."""
 PADDED = PROMPTS["padded"]
@@ -48,15 +44,15 @@ def test_a_setting_names_the_codec_of_each_layer():
     )  # fmt: skip
     codec = codec_of(config)
     found = [codec_at(codec, layer) for layer in (0, 1, 2, 4, 5, 6, 27, 28, 29)]
-    others = SplitCodec(Codec("int4", 32), Codec("int2", 32))
+    others = SplitCodec(IntegerCodec("int4", 32), IntegerCodec("int2", 32))
     assert found == [
-        Codec("int8", 32), Codec("int8", 32), others, others,
-        SplitCodec(Codec("fp16", 32), TurboCodec("turbo3")), others, others, Nvfp4Codec(), Nvfp4Codec(),
+        IntegerCodec("int8", 32), IntegerCodec("int8", 32), others, others,
+        SplitCodec(FloatCodec("fp16"), TurboCodec("turbo3")), others, others, Nvfp4Codec(), Nvfp4Codec(),
     ]  # fmt: skip
     assert config.codec_name == "int4/int2[0-1:int8,5:fp16/turbo3,28-:nvfp4]"
     assert config.label == f"Full cache + {config.codec_name}"
     alone = codec_of(load(["method=full", "codec=int4", "codec_layers=4:int8"]))
-    assert alone == LayerCodecs(Codec("int4"), (NamedLayers(4, 4, Codec("int8"), "4:int8"),))
+    assert alone == LayerCodecs(IntegerCodec("int4"), (NamedLayers(4, 4, IntegerCodec("int8"), "4:int8"),))
 
 
 def test_rotation_groups_and_the_last_tokens_are_those_of_integer_layers():
@@ -65,7 +61,9 @@ def test_rotation_groups_and_the_last_tokens_are_those_of_integer_layers():
          "codec_layers=[3:fp16,4:int8/turbo4,5:fp8/fp16]"]
     )  # fmt: skip
     codec = codec_of(config)
-    assert codec_at(codec, 3) == Codec("fp16") and codec_at(codec, 5) == SplitCodec(Codec("fp8"), Codec("fp16"))
+    assert codec_at(codec, 3) == FloatCodec("fp16") and codec_at(codec, 5) == SplitCodec(
+        FloatCodec("fp8"), FloatCodec("fp16")
+    )
     assert codec_at(codec, 4) == SplitCodec(ChannelCodec("int8", 64, "hadamard"), TurboCodec("turbo4"), 64)
     assert codec.residual == 64
 
@@ -78,12 +76,14 @@ def test_rotation_groups_and_the_last_tokens_are_those_of_integer_layers():
         InfiniGen(max_fetch_frac=0.4),
     ],
 )
-@pytest.mark.parametrize("codec", [Codec("int4"), SplitCodec(Codec("int8"), Codec("int2"))], ids=["one", "split"])
+@pytest.mark.parametrize(
+    "codec", [IntegerCodec("int4"), SplitCodec(IntegerCodec("int8"), IntegerCodec("int2"))], ids=["one", "split"]
+)
 def test_one_codec_for_all_named_layers_is_that_codec_bit_for_bit(method, codec):
     ways = {
-        "named": LayerCodecs(Codec("int1"), (NamedLayers(0, None, codec),)),
-        "in parts": LayerCodecs(Codec("int1"), (NamedLayers(2, 2, codec), NamedLayers(3, 3, codec))),
-        "others": LayerCodecs(codec, (NamedLayers(0, 1, Codec("int1")),)),  # exempt layers
+        "named": LayerCodecs(IntegerCodec("int1"), (NamedLayers(0, None, codec),)),
+        "in parts": LayerCodecs(IntegerCodec("int1"), (NamedLayers(2, 2, codec), NamedLayers(3, 3, codec))),
+        "others": LayerCodecs(codec, (NamedLayers(0, 1, IntegerCodec("int1")),)),  # exempt layers
     }
     with attached_with_link("gqa") as (attached, link):
         for run in (
@@ -109,7 +109,12 @@ def test_each_layer_reads_back_by_its_own_codec_and_exempt_ones_as_they_were():
         session = open_session(attached, Case(Full(num_exempt_layers=1), MIXED), real.sum(-1).tolist(), ids.shape[1])
         session.prefill(ids[:, :-6], real[:, :-6])
         session.decode(ids[:, -6:], real[:, -6:])
-    expected = {0: Codec("fp32"), 1: Codec("int8"), 2: Codec("int4"), 3: SplitCodec(Nvfp4Codec(), Codec("fp16"))}
+    expected = {
+        0: FloatCodec("fp32"),
+        1: IntegerCodec("int8"),
+        2: IntegerCodec("int4"),
+        3: SplitCodec(Nvfp4Codec(), FloatCodec("fp16")),
+    }
     for layer, codec in expected.items():
         key, value = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
         kept = session.history.kv[layer]
@@ -162,18 +167,18 @@ def test_the_two_shared_buffers_hold_the_rows_of_the_widest_layer():
 def test_a_cache_of_values_alone_keeps_each_layers_codec_of_values():
     codec = without_keys(MIXED)
     assert [codec_at(codec, layer).values for layer in range(4)] == [
-        Codec("int4"), Codec("int8"), Codec("int4"), Codec("fp16")
+        IntegerCodec("int4"), IntegerCodec("int8"), IntegerCodec("int4"), FloatCodec("fp16")
     ]  # fmt: skip
     assert all(codec_at(codec, layer).keys.row_bytes(16) == 0 for layer in range(4))
     method = ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3, num_exempt_layers=1)
-    by_layer = LayerCodecs(Codec("fp32"), (NamedLayers(2, 2, Codec("fp16")),))
+    by_layer = LayerCodecs(FloatCodec("fp32"), (NamedLayers(2, 2, FloatCodec("fp16")),))
     with attach(tiny("gqa")) as attached:
         expected, got = (run(attached, Case(method, by_layer), PADDED) for run in (replay, live))
     assert (got.logits - expected.logits).abs().max() < 3e-3 and got.size == pytest.approx(expected.size)
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused_in_one_line(capsys, tmp_path):
-    beyond = LayerCodecs(Codec("int4"), (NamedLayers(3, 4, Codec("int8"), "3-4:int8"),))
+    beyond = LayerCodecs(IntegerCodec("int4"), (NamedLayers(3, 4, IntegerCodec("int8"), "3-4:int8"),))
     wanted = r"^codec_layers=\[3-4:int8\]: the model has layers 0 to 3 that see every token$"
     with attach(tiny("gqa")) as attached:
         for run in (replay, live):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from methods import coded_keys
 from methods.attention import MANY_ROWS
 from methods.base import Geometry, Lengths, PromptRows, QueryRows
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
-from methods.projected import Loki
+from methods.loki import Loki
 
 SLOTS = 23
 
@@ -26,7 +26,7 @@ SLOTS = 23
     seed=st.integers(0, 2**31),
 )
 def test_scores_are_products_with_the_decoded_keys(bits, columns, rows, block_bytes, seed):
-    generator, codec = torch.Generator().manual_seed(seed), Codec(f"int{bits}")
+    generator, codec = torch.Generator().manual_seed(seed), IntegerCodec(f"int{bits}")
     packed = codec.encode(torch.randn(2, 3, SLOTS, columns, generator=generator) + 3)
     query = torch.randn(2, 3, rows, columns, generator=generator)
     expected = query.double() @ codec.decode(packed, columns, torch.float64).mT
@@ -53,7 +53,7 @@ def test_an_index_takes_the_bytes_of_its_codec_and_keeps_its_layout_in_a_fork():
     state.prompt(0, key.repeat_interleave(2, 1), key, key, PromptRows(real, 12))
     child = state.fork(torch.tensor([1, 0, 1]), 20)
     keys, forked = state.partial_keys[0], child.partial_keys[0]
-    assert keys.nbytes == 2 * 2 * 12 * Codec("int4").row_bytes(8)
+    assert keys.nbytes == 2 * 2 * 12 * IntegerCodec("int4").row_bytes(8)
     assert forked.shape[:3] == (3, 2, 20) and forked.mT.is_contiguous() and keys.mT.is_contiguous()
     tokens = torch.arange(9).expand(2, 1, -1).int()
     rows = QueryRows(torch.randn(2, 4, 1, 16), final[:, None], real[:, :1], tokens, tokens[..., :1], torch.Tensor)

@@ -19,7 +19,7 @@ from methods.settings import settings_of
 from tests.composed import composed, load
 
 PRESETS = (
-    "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinigen2", "infinigen2-sampled", "kvzip-plus",
+    "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "kvzip-plus",
     "oracle", "pyramidkv", "turboquant2", "turboquant3", "turboquant4",
 )  # fmt: skip
 """Other settings of a method, worth a name."""
@@ -115,7 +115,7 @@ def test_the_platform_decides_device_and_precision(experiment):
 def test_a_kind_depends_on_settings_that_exist():
     assert MEASUREMENTS.keys() == KINDS.keys(), "what is declared can be run"
     names = {field.name for field in dataclasses.fields(RunConfig)}
-    shown = {"label", "label_given", "results_dir", "tracker"}
+    shown = {"label", "label_given", "results_dir"}
     depends = {kind: {*COMMON, *find(kind).depends_on} for kind in KINDS}
     assert set().union(*depends.values()) == names - shown
     for kind, settings in depends.items():

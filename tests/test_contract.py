@@ -4,7 +4,6 @@ selected rows and the exempt layers cross the link."""
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,7 +148,7 @@ WRONG = {
     ),
     "log_mass": (
         GOOD._replace(rest=Rest(None, torch.ones(2, 2, 1, 3, 8), torch.ones(2, 2, 2, 3))),
-        "rest.log_mass; allowed: for a method with weighs_rest = True",
+        "rest.log_mass; allowed: for a method that derives from WeighsRest",
     ),
 }  # fmt: skip
 
@@ -158,7 +157,7 @@ class Odd:
     """A state of a user's own method."""
 
     geometry = Geometry(1, 4, 2, 8, 1.0, "llama")
-    method = SimpleNamespace(weighs_rest=False)
+    method = None
 
     def __init__(self, result):
         self.result = result

@@ -34,7 +34,7 @@ from harness.results.columns import LATENCY, OPTIONAL, names, published_rows
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS
 from methods.base import TokenCounts
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 
@@ -111,7 +111,7 @@ def test_layers_and_constants_are_those_of_the_harness():
     assert read == {100: infinigen.max_fetch_frac * 100, 512: 37, 768: 48.5, 2048: 73, 4000: 73}, "the paper's, capped"
     assert infinigen.num_exempt_layers == scheme.num_exempt_layers == 2
     assert infinigen.partial_weight_ratio == 0.3
-    assert Codec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE
+    assert IntegerCodec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE
     for cached in (30, 2000):
         assert SCHEMES["offload+h2o"].tokens(cached, 2048)[0] == H2O().tokens_read(TokenCounts(cached, 1920, 2048), 2)
     for label, each in SCHEMES.items():

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace as with_changes
 from statistics import mean
 from typing import NamedTuple
 
 import pytest
-from cases import Case
+from cases import Case, preset
 from living import PROMPTS, attached_with_link, force, live, open_live, replay
 
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2Sampled
 from methods.pariskv import ParisKV
 from methods.quest import Quest
 from methods.rocketkv import RocketKV
@@ -86,14 +86,13 @@ PAIR = 2 * 16 * (4 + 8 // 2)
 PARTIAL_KEY = 4 + 8 // 2
 """Bytes of 8 numbers of a key in 4 bits."""
 BALANCED = Hand(
-    Case(InfiniGen(fixed_fetch=6, index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4)),
+    Case(preset("infinigen-balanced", fixed_fetch=6, partial_weight_ratio=0.5, index_bits=4, projection_bits=4)),
     read=lambda t, final: 6,
     buffer=6,
     index=lambda t, final: (t * PARTIAL_KEY / 2 + PAIR / 2 + 8) / (2 * 16),  # a number has two bytes; and the mean
     kept=lambda final: final * PARTIAL_KEY + PAIR + 8 * 2,  # and the keys' mean
     state=34 * PARTIAL_KEY + PAIR + 8 * 4,
 )
-SAMPLED = {"rest": "sampled", "group": "sum_probs"}
 FULL = Hand(Case(Full(num_exempt_layers=2)), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
 
 
@@ -104,7 +103,9 @@ def rocketkv_index(t: int, prompt: int, kept: int, chunk: int, channels: int) ->
 
 HANDS = {
     "full": FULL,
-    "int4": FULL._replace(case=Case(Full(num_exempt_layers=2), Codec("int4")), row=INT4, width=WIDTH, ahead=True),
+    "int4": FULL._replace(
+        case=Case(Full(num_exempt_layers=2), IntegerCodec("int4")), row=INT4, width=WIDTH, ahead=True
+    ),
     "h2o": Hand(
         Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2)),
         read=lambda t, final: BUDGET[final],
@@ -170,13 +171,15 @@ HANDS = {
     "infinigen": INFINIGEN,
     "infinigen, balanced": BALANCED,
     "infinigen, sampled": BALANCED._replace(
-        case=Case(with_changes(BALANCED.case.method, **SAMPLED)),
+        case=Case(InfiniGen2Sampled(fixed_fetch=6, when="previous_layer", own_query_layers=0, num_exempt_layers=2)),
         # a byte for the value's distance, and the mean value
         index=lambda t, final: (t * (PARTIAL_KEY + 1) / 2 + PAIR / 2 + 8 + 16) / (2 * 16),
         kept=lambda final: final * (PARTIAL_KEY + 1) + PAIR + 8 * 2 + 16 * 2,  # and the mean value
         state=34 * (PARTIAL_KEY + 1) + PAIR + 8 * 4 + 16 * 4,
     ),
-    "infinigen+int4": INFINIGEN._replace(case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=WIDTH),
+    "infinigen+int4": INFINIGEN._replace(
+        case=Case(InfiniGen(fixed_fetch=6), IntegerCodec("int4")), row=INT4, width=WIDTH
+    ),
 }
 
 ROWS = [(t, 34) for t in range(24, 34)] + [(t, 25) for t in range(15, 25)]

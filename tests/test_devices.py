@@ -35,6 +35,7 @@ from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.settings.config import ModelConfig
 from methods.base import Selection
+from methods.extras import HandsOn, NeedsInputs
 from methods.full import Full
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 from methods.quest import Quest, QuestState
@@ -57,7 +58,7 @@ class Following(Quest):
         return FollowingState(self, geometry, lengths)
 
 
-class FollowingState(QuestState):
+class FollowingState(HandsOn, QuestState):
     handed_on = ("chosen",)
 
     def select(self, layer, rows):
@@ -78,14 +79,13 @@ class ProjectedState(PromptEvictingState):
 
 
 @dataclass(frozen=True)
-class Projected(PromptEvicting):
+class Projected(NeedsInputs, PromptEvicting):
     """Keeps tokens by a rule that uses W_O."""
 
     kept_frac: float = 0.5
 
     title = "Projected"
     state = ProjectedState
-    needs_inputs = True
 
 
 FOLLOWING, PROJECTED = Case(Following(read_frac=0.3, page_size=4)), Case(Projected())

@@ -27,9 +27,10 @@ from harness.live.store import RowFormat, chosen
 from harness.model.attach import attach
 from harness.results.columns import read_table
 from harness.run.cli import main
+from harness.settings.codecs import codec_named
 from harness.speed.link_rate import disk_rate
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
-from methods.codec import Codec
+from methods.extras import why_replay_only
 from methods.full import Full
 
 LAYOUTS = ("heads", "tokens")
@@ -64,7 +65,7 @@ def attached_with_disk(folder, family="gqa", **options):
 
 
 def can_cross(method):
-    return method.when != "true_scores" and not method.replay_only
+    return method.when != "true_scores" and why_replay_only(method) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -109,7 +110,7 @@ def test_rows_may_stay_on_the_device_and_come_early(name, options, folder):
 def two_stores(folder, codec, head_dim, layout, gap):
     """The same slots on the disk and in memory: 2 sequences, 3 KV heads, 50 tokens."""
     shape = {"batch": 2, "num_kv_heads": 3, "capacity": 50}
-    stored = RowFormat(Codec(codec), head_dim, torch.float32)
+    stored = RowFormat(codec_named(codec), head_dim, torch.float32)
     on_disk = DiskStore(stored, device=CPU, layout=layout, gap_blocks=gap, **shape)
     in_memory = make_store(head_dim, codec, **shape)
     in_memory.clear()

@@ -27,7 +27,9 @@ from harness.model.prompts import prompt_bytes
 from harness.settings.config import LatencyConfig
 from harness.speed.timed_run import TimedRun, time_run
 from methods.base import IndexShape, TokenCounts
-from methods.codec import ChannelCodec, Codec, SplitCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import SplitCodec
 from methods.dsa import Dsa, DsaState, FittedDsa, mask_of
 from methods.full import Full
 
@@ -388,7 +390,7 @@ def test_other_methods_replace_the_indexers_in_decode_rows(case):
     assert torch.equal(expected.logits[:, 0], full.logits[:, 0]), "the prompt is the model's own"
 
 
-SPLIT = SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)
+SPLIT = SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +403,12 @@ SPLIT = SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)
             UserError,
             "num_exempt_layers=2: model family 'glm_moe_dsa' reads .*allowed: 0",
         ),
-        ("glm_moe_dsa", Case(Full(num_exempt_layers=2), Codec("int4")), UserError, "num_exempt_layers=2: .*allowed: 0"),
+        (
+            "glm_moe_dsa",
+            Case(Full(num_exempt_layers=2), IntegerCodec("int4")),
+            UserError,
+            "num_exempt_layers=2: .*allowed: 0",
+        ),
         ("glm_moe_dsa", CASES["kvzip-plus"], UserError, "KVzip.* reads the prompt again"),
         ("glm_moe_dsa", Case(Full(num_exempt_layers=0), SPLIT), UserError, "residual=8: .*allowed: 0"),
         ("glm_moe_dsa", Case(Dsa(layers=(0, 1))), UserError, r"layers=\[0, 1\]: must be layers .*\[0, 2\]"),

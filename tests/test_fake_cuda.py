@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from math import inf
 from typing import Any
 
 import pytest
@@ -24,12 +23,15 @@ from harness.live.links import CudaLink
 from harness.live.session import LiveSession
 from harness.model import output_projection
 from harness.model.tiny import tiny_model
+from harness.settings.codecs import codec_named
 from harness.settings.systems import LABELS, ON_A_DISK, System
 from methods.base import Method
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2, InfiniGen2Sampled
+from methods.infinigen_pool import InfiniGenPool
 
 pytest.importorskip("triton")
 from methods import kernels
@@ -139,7 +141,7 @@ def test_the_trace_finds_what_it_is_for(gpu):
 def test_kernels_take_as_many_heads_as_a_large_batch_has(gpu):
     """65,535 is the most that a GPU takes on any axis of a grid but the first."""
     batch, heads, head_dim, columns, slots = 2048, 40, 128, 64, 4096
-    codec = Codec("int4", columns)
+    codec = IntegerCodec("int4", columns)
     query = torch.empty(batch, heads, 1, columns, device=CUDA)
     keys = torch.empty(batch, heads, slots, codec.row_bytes(columns), dtype=torch.uint8, device=CUDA)
     kernels.coded_scores(query, keys, codec)
@@ -174,19 +176,15 @@ BUDGETS = {
 """Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's rehearsal
 included, and what torch launches to make a bias of a mask; at the shape of OPT-13B. A whole layer of a step costs them
 all, whatever the batch: at 5 us each, 40 of them in each of 40 layers are 8 ms."""
-INFINIGEN2 = {
-    "index": "balanced", "statistics": "prompt", "index_bits": 4, "projection_bits": 4, "group": "sum_probs",
-    "alpha": inf, "max_fetch_frac": 0.1, "when": "own_query", "own_query_layers": 2, "num_exempt_layers": 0,
-}  # fmt: skip
 METHODS = {"full": Full, "h2o": partial(H2O, num_exempt_layers=2), "infinigen": InfiniGen}
-METHODS["infinigen2"] = partial(InfiniGen, **INFINIGEN2)
+METHODS["infinigen2"] = partial(InfiniGen2, statistics="prompt", partial_weight_ratio=0.3)
 
 
 def system_of(label: str) -> tuple[Method, System]:
     if label == "pool":
-        return InfiniGen(pool_frac=0.8), LABELS["infinigen"]
+        return InfiniGenPool(pool_frac=0.8), LABELS["infinigen"]
     if label == "infinigen2-sampled":
-        return METHODS["infinigen2"](rest="sampled"), LABELS["infinigen2+rows"]
+        return InfiniGen2Sampled(statistics="prompt", partial_weight_ratio=0.3), LABELS["infinigen2+rows"]
     if label == "infinigen2+prefetch":
         return METHODS["infinigen2"](), System("infinigen2", device_rows=2, prefetch=True)
     if label == "infinigen (device)":
@@ -209,7 +207,7 @@ def test_a_layer_launches_few_kernels(gpu, label):
     method, system = system_of(label)
     model = fake_model("opt-13b", num_hidden_layers=LAYERS)
     options = {name: getattr(system, name) for name in ("placement", "overlap", "device_rows", "prefetch", "pinned")}
-    codec = Codec(system.codec) if system.codec else None
+    codec = codec_named(system.codec) if system.codec else None
     with opened(gpu, model, (PROMPT_LEN,) * BATCH, method, codec=codec, **options) as (session, token):
         token = session.decode_step(token).argmax(-1)
         gpu.restart()

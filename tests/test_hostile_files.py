@@ -118,9 +118,8 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("when = 'never'", "Mine.when='never': allowed: kept, earlier_layer"),
         ("when = []", "Mine.when=[]: allowed: kept, earlier_layer"),
         ("state = dict", "Mine.state=<class 'dict'>: must be a class that derives from State"),
-        ("rereads = 1", "Mine.rereads=1: must be True or False"),
-        ("file = 5", "Mine.file=5: must be a path or None"),
-        ("calibration_settings = ('kept_fract',)", "='kept_fract': did you mean 'kept_frac'"),
+        ("needs_prompt = 1", "Mine.needs_prompt=1: must be True or False"),
+        ("replay_only = 'no'", "Mine.replay_only: derive from ReplayOnly of methods/extras.py as well"),
         ("def with_size(self, frac): return 5", "with_size returned 5; allowed: the sized method"),
         ("full_title = 5", "its label is 5; must be text in one line"),
     ],
@@ -128,6 +127,21 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
 def test_what_a_method_says_of_itself_is_checked(constant, expected, texts, capsys):
     method(f"    {constant}")
     assert expected in refusal(["method=./mine.py", *texts], capsys)
+
+
+@pytest.mark.parametrize(
+    ("base", "constant", "expected"),
+    [
+        ("ReadsFile", "file = 5", "Mine.file=5: must be a path or None"),
+        ("CalibratedBySettings", "calibration_settings = ('kept_fract',)", "='kept_fract': did you mean 'kept_frac'"),
+    ],
+)
+def test_what_a_method_says_by_a_further_base_is_checked(base, constant, expected, texts, capsys):
+    method(f"    {constant}", pre=f"from methods.extras import {base}")
+    written = Path("mine.py").read_text()
+    assert "derive from" in refusal(["method=./mine.py", *texts], capsys)
+    Path("other.py").write_text(written.replace("Mine(PromptEvicting)", f"Mine({base}, PromptEvicting)"))
+    assert expected in refusal(["method=./other.py", *texts], capsys)
 
 
 LAST = "return (packed[..., 2:].view(torch.int8) * step).to(dtype)"

@@ -21,21 +21,26 @@ from harness.live.store import KeyValue, RowFormat
 from harness.model.attached import Attached
 from methods import compiled as switch
 from methods.attention import Softmax
-from methods.codec import ChannelCodec, Codec, SplitCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import SplitCodec
 
 pytest.importorskip("triton")
 from harness.live.kernels import codes, rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=12, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
-CODECS = (Codec("int4"), Codec("int2"))
+CODECS = (IntegerCodec("int4"), IntegerCodec("int2"))
 DTYPES = [torch.float32, torch.float16]
 if DEVICE.type == "cuda":  # the interpreter cuts numbers off where a GPU rounds them
     DTYPES.append(torch.bfloat16)
 
 shapes = st.fixed_dictionaries(
     {
-        "codec": st.builds(Codec, st.sampled_from(["int8", "int4", "int2", "int1"]), st.sampled_from([64, 32, 16, 5])),
+        "codec": st.builds(
+            IntegerCodec, st.sampled_from(["int8", "int4", "int2", "int1"]), st.sampled_from([64, 32, 16, 5])
+        ),
         "head_dim": st.sampled_from([64, 128, 96, 80, 17]),
         "dtype": st.sampled_from(DTYPES),
         "batch": st.integers(1, 2),
@@ -111,9 +116,14 @@ def test_formats_that_the_kernels_do_not_know_are_for_torch():
     def known(codec, device="cuda", **shape) -> bool:
         return RowFormat(codec, 64, torch.float16, **shape).has_kernels(torch.device(device))
 
-    assert known(Codec("int4")) and known(Codec("int4"), value_dim=64)
-    assert not known(Codec("int4"), "cpu") and not known(Codec("int4"), value_dim=32)
-    others = (Codec("fp16"), Codec("int8", rotation="hadamard"), ChannelCodec("int4", 4), SplitCodec(*CODECS))
+    assert known(IntegerCodec("int4")) and known(IntegerCodec("int4"), value_dim=64)
+    assert not known(IntegerCodec("int4"), "cpu") and not known(IntegerCodec("int4"), value_dim=32)
+    others = (
+        FloatCodec("fp16"),
+        IntegerCodec("int8", rotation="hadamard"),
+        ChannelCodec("int4", 4),
+        SplitCodec(*CODECS),
+    )
     assert not any(map(known, others))
 
 
@@ -124,7 +134,7 @@ def decoded(attached: Attached, case: Case, **options) -> torch.Tensor:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
-@pytest.mark.parametrize("case", [CASES["infinigen+int4"], Case(CASES["biased"].method, Codec("int8"))])
+@pytest.mark.parametrize("case", [CASES["infinigen+int4"], Case(CASES["biased"].method, IntegerCodec("int8"))])
 def test_live_decoding_by_the_kernels(case, by_kernels, monkeypatch):
     served, attend = [], codes.attend
     monkeypatch.setattr(codes, "attend", lambda *args: served.append(1) or attend(*args))

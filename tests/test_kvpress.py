@@ -34,6 +34,7 @@ from methods import kvpress
 from methods.base import EMPTY, TokenCounts
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
+from methods.extras import NeedsInputs, RereadsPrompt
 from methods.full import Full
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, PromptEvictingState, SnapKV
 from methods.streaming import Streaming
@@ -255,7 +256,7 @@ def cos_of(module, length):
 
 
 @dataclasses.dataclass(frozen=True)
-class Projected(PromptEvicting):
+class Projected(NeedsInputs, PromptEvicting):
     """A rule that uses W_O and the layer's input."""
 
     num_exempt_layers: int = 1
@@ -263,7 +264,6 @@ class Projected(PromptEvicting):
 
     title = "Projected"
     state = ProjectedState
-    needs_inputs = True
 
 
 PROJECTED = Case(Projected())
@@ -316,8 +316,11 @@ def test_runs_that_share_a_prompt_share_the_inputs_of_its_layers(monkeypatch):
 
 
 def test_a_method_cannot_reread_and_have_inputs():
-    both = type("Both", (Projected,), {"rereads": True})
-    with attach(tiny("gqa")) as attached, pytest.raises(UserError, match="needs_inputs and rereads; a method can have"):
+    both = type("Both", (Projected, RereadsPrompt), {})
+    with (
+        attach(tiny("gqa")) as attached,
+        pytest.raises(UserError, match="NeedsInputs and RereadsPrompt; a method can have"),
+    ):
         replay(attached, Case(both()), PROMPTS["even"])
 
 

@@ -19,7 +19,8 @@ from harness.model.output_projection import output_factor
 from harness.model.prompts import PromptPass
 from harness.model.tiny import tiny_ids, tiny_model
 from harness.replay.setup import tokenized
-from methods.base import Geometry, Lengths, Repetition, TokenCounts
+from methods.base import Geometry, Lengths, TokenCounts
+from methods.extras import Repetition
 from methods.kvzip import KVzip
 from tests.tokens import byte_tokenizer
 

@@ -36,10 +36,12 @@ from harness.settings.schema import options
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed import latency as speed
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
+from methods.extras import NeedsInputs
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2
 from tests.composed import load
 from tests.dying import die
 from tests.runs import reading, tiny_loaded
@@ -49,7 +51,7 @@ ON_A_LINK = [label for label in COUNTED if label not in ON_A_DISK]
 SHAPE = LatencyConfig(BATCH, PROMPT, gen_len=12, warmup_steps=2, timed_steps=4, repeats=2)
 TIMED = 2 * [2, 3, 4, 5]
 """The steps that are timed, of both repeats; before step s, PROMPT + s tokens are cached."""
-METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": InfiniGen}
+METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": InfiniGen2}
 FAST = 1e9
 """Bytes/s of a link that costs nothing here."""
 
@@ -87,7 +89,7 @@ PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
     [
         (TimedRun(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
         (
-            TimedRun(Full(num_exempt_layers=2), SHAPE, codec=Codec("int4")),
+            TimedRun(Full(num_exempt_layers=2), SHAPE, codec=IntegerCodec("int4")),
             (EXACT + INT4) * 2 * CACHED,
             8 * 2 * (EXACT + INT4),
             0,
@@ -188,8 +190,8 @@ def test_a_prompt_that_ran_more_or_less_often_than_the_run_repeats_is_refused(ti
 
 
 def test_a_method_that_runs_the_prompt_itself_does_not_count_the_shared_pass(tiny_gqa, ids):
-    class Sees(H2O):
-        needs_inputs = True
+    class Sees(NeedsInputs, H2O):
+        pass
 
     _, samples = timed(tiny_gqa, ids, TimedRun(Sees(), SHAPE))
     assert samples["dense_s"] == [0, 0] and min(samples["begin_s"]) > 0

@@ -14,7 +14,8 @@ from harness.live.timeline import SEGMENTS, Timeline
 from harness.model.prompts import run_prompt
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
 
 KV_HEADS, HEAD_DIM = 2, 16  # of `gqa`
 HEADS = 2 * KV_HEADS  # of the batch

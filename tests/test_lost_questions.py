@@ -34,7 +34,7 @@ from harness.run.samples_command import main
 from harness.scoring.answers import NeedleRead
 from harness.scoring.evaluation import run_tasks, run_turns
 from methods.full import Full
-from methods.infinigen import Oracle
+from methods.oracle import Oracle
 from methods.streaming import Streaming
 from tests.runs import tiny_loaded
 from tests.tokens import word_tokenizer

@@ -40,11 +40,11 @@ from harness.model.prompts import prompt_bytes, run_prompt
 from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
 from harness.results.board_sources import timed_step
+from harness.settings.codecs import codec_named
 from harness.settings.config import LatencyConfig
 from harness.speed import latency as run
 from harness.speed import timed_run as timing
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
-from methods.codec import Codec
 from methods.full import Full
 from tests.composed import load
 
@@ -219,7 +219,7 @@ def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
     keeps = "what the method keeps of the prompt"
     monkeypatch.setattr(memory, "require_memory", lambda size, _, what="": what == keeps and asked.append(size))
     method, system = system_of(label)
-    codec = Codec(system.codec) if system.codec else None
+    codec = codec_named(system.codec) if system.codec else None
     options = {"placement": system.placement, "device_rows": system.device_rows, "codec": codec, "steps": 128}
     with fake_gpu() as trace:
         model = fake_model("opt-13b", num_hidden_layers=4)  # its weights are not counted

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from methods import compiled as switch
 from methods.base import EMPTY, Geometry, Lengths, QueryRows
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import room_for_keys
 from methods.h2o import H2O
-from methods.infinigen import SATURATED, InfiniGen, Oracle
-from methods.projected import coded_product
+from methods.infinigen2 import coded_product
+from methods.infinigen_pool import SATURATED, InfiniGenPool
+from methods.oracle import Oracle, OracleSampled
 from methods.selection import largest
 
 pytest.importorskip("triton")
@@ -144,13 +145,11 @@ def test_summed_probabilities_are_those_of_the_torch_code(case, covers, elements
 def test_samples_are_those_of_the_torch_code(case, covers, elements):
     """A token whose worth / number is that of another up to rounding may be drawn in its place."""
     scores, rows, final = make({**case, "ties": False, "of_heads": case["of_heads"] and covers == "kv_head"})
-    settings = {"alpha": math.inf, "group": "sum_probs", "max_fetch_frac": 0.3, "covers": covers}
-    method = Oracle(rest="sampled", seed=case["seed"], **settings)
-    geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
-    expected = method.choose(scores.clone(), rows, final, geometry, layer=5)
+    method = OracleSampled(max_fetch_frac=0.3, covers=covers, seed=case["seed"])
+    expected = method.draw(5, scores.clone(), rows, final)
     with compiled(elements):
         on_gpu = rows_on_device(rows)
-        got = method.choose(scores.to(DEVICE), on_gpu, final.to(DEVICE), geometry, layer=5)
+        got = method.draw(5, scores.to(DEVICE), on_gpu, final.to(DEVICE))
     assert torch.equal(got.num_read.cpu(), expected.num_read)
     assert torch.equal(got.mask.cpu(), expected.mask)
     torch.testing.assert_close(got.bias.cpu(), expected.bias, rtol=1e-4, atol=1e-4)
@@ -166,7 +165,7 @@ def test_samples_are_those_of_the_torch_code(case, covers, elements):
 )
 def test_scores_on_coded_keys_are_those_of_decoded_ones(case, bits, columns, behind, elements):
     """`behind`: the keys lie as a state keeps them, else a key in one piece."""
-    generator, codec = torch.Generator().manual_seed(case["seed"]), Codec(f"int{bits}")
+    generator, codec = torch.Generator().manual_seed(case["seed"]), IntegerCodec(f"int{bits}")
     batch, heads, rows, slots = (case[name] for name in ("batch", "num_kv_heads", "rows", "slots"))
     packed = codec.encode(torch.randn(batch, heads, slots, columns, generator=generator) + 3)
     query = torch.randn(batch, heads, rows, columns, generator=generator).to(DEVICE)
@@ -238,7 +237,7 @@ def assert_alike(state, case, step: Callable, real: slice = slice(None)) -> None
 
 def pool(case, drawn: Drawn, **chosen):
     final = drawn.position.long() + 5
-    method = InfiniGen(skew=False, pool_tokens=max(1, case["slots"] // 2), **chosen)
+    method = InfiniGenPool(skew=False, pool_tokens=max(1, case["slots"] // 2), **chosen)
     return method.new_state(GEOMETRY, Lengths(final, final))
 
 
@@ -347,7 +346,7 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypat
 def test_products_with_coded_projections_are_those_of_the_torch_code(bits, head_dim, columns, rows):
     """The torch code multiplies codes, not what they decode to. Sides lie beside one another in memory."""
     generator = torch.Generator().manual_seed(bits)
-    codec = Codec(f"int{bits}", columns)
+    codec = IntegerCodec(f"int{bits}", columns)
     sides = codec.encode(torch.randn(2, 2, 3, head_dim, columns, generator=generator))
     states = torch.randn(2, rows, 3, head_dim, generator=generator).transpose(1, 2)
     for side in sides.unbind(1):

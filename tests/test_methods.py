@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from cases import preset
 
 from harness.run.kinds import digests_of
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, QueryRows, TokenCounts
+from methods.extras import RereadsPrompt
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle, balanced, choose_columns, fitted_query_side, mixing, moments
+from methods.infinigen import InfiniGen, choose_columns
+from methods.infinigen2 import InfiniGen2, InfiniGen2Sampled, balanced, fitted_query_side, mixing, moments
+from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
+from methods.loki import Loki
+from methods.oracle import Oracle
 from methods.pariskv import ParisKV, shares_of, sphere_levels
 from methods.pqcache import PQCache
-from methods.projected import Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
@@ -27,6 +32,7 @@ from methods.sampling import random_numbers
 from methods.selection import GROUPS
 from methods.shadowkv import ShadowKV, low_rank
 from methods.socket import Socket
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
@@ -54,7 +60,7 @@ REFUSED = {
     ">= 1 or null": [(Oracle, "fixed_fetch", 0), (TOVA, "kept_tokens", 0)],
     "odd integer >= 1": [(SnapKV, "kernel", 4), (RKV, "kernel", 2)],
     "in [0, 1]": [(H2O, "heavy_frac", -0.1), (H2O, "heavy_frac", math.nan), (DuoAttention, "sparsity", -0.1)],
-    "in (0, 1]": [(Streaming, "kept_frac", 0.0), (Quest, "read_frac", math.nan), (InfiniGen, "pool_frac", 1.5)],
+    "in (0, 1]": [(Streaming, "kept_frac", 0.0), (Quest, "read_frac", math.nan), (InfiniGenPool, "pool_frac", 1.5)],
     "in (0, 2]": [(RocketKV, "budget_frac", 0.0), (RocketKV, "budget_frac", 2.1)],
     "an integer from 1 to 16": [(Socket, "planes", 0), (Socket, "planes", 17)],
     "a number > 0": [(Socket, "tau", 0.0)],
@@ -64,12 +70,16 @@ REFUSED = {
     "above window=8, or null": [(RKV, "kept_tokens", 8)],
     "1: tokens are scored, not pages": [(PQCache, "page_size", 2)],
     "best, the distance that alpha bounds": [(Oracle, "group", "sum_probs")],
-    "one of kv_head": [(ShadowKV, "covers", "layer"), (ParisKV, "covers", "layer"), (RocketKV, "covers", "layer")],
+    "one of kv_head": [
+        (InfiniGenPool, "covers", "layer"), (ShadowKV, "covers", "layer"), (ParisKV, "covers", "layer"),
+        (RocketKV, "covers", "layer"),
+    ],
     "one of previous_step, previous_layer, own_query": [(Quest, "when", "layer")],
     "own_query, where the own token's weight is known; or set mean_value=false": [(SparQ, "when", "previous_layer")],
-    "one of columns, balanced": [(InfiniGen, "index", "pca")],
+    "one of prompt, calibration, both": [(InfiniGen2, "statistics", "text")],
+    "one of best": [(InfiniGenPool, "group", "sum_probs")],
     "one of 8, 4, 2, 1, null": [
-        (InfiniGen, "index_bits", 16), (InfiniGen, "projection_bits", 3),
+        (InfiniGen, "index_bits", 16), (InfiniGen2, "projection_bits", 3),
         (Loki, "index_bits", 3), (Twilight, "index_bits", 5),
     ],
     "a file that exists, or null": [(DuoAttention, "pattern", "nowhere.tsv")],
@@ -88,12 +98,9 @@ def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(allowed):
 
 AT_A_BATCH = [
     (lambda: H2O(heavy_frac=0.7, recent_frac=0.6), [], [], "method.heavy_frac + method.recent_frac=1.29"),
-    (lambda: InfiniGen(pool_frac=0.5, pool_tokens=5), [], [], "method.pool_frac=0.5: must be null with pool_tokens"),
-    (lambda: InfiniGen(pool_frac=0.5, covers="layer"), [], [], "method.covers, method.group=layer, best: must be kv_"),
-    (lambda: InfiniGen(projection_bits=4), [], [], "method.projection_bits=4: must be null, or set index=balanced"),
     (Streaming(kept_frac=0.1, num_sinks=4), [50, 20], [100, 40], "method.kept_frac=0.1: must be more: it keeps 4"),
     (InfiniGen(), [20], [40], "method InfiniGen: needs a calibration; calibrate first"),
-    (InfiniGen(skew=False, pool_frac=0.01), [20], [40], "method.pool_frac=0.01: must be larger, to hold at least 1"),
+    (InfiniGenPool(skew=False, pool_frac=0.01), [20], [40], "method.pool_frac=0.01: must be larger, to hold at"),
     (Loki(), [20], [40], "method Loki: needs a calibration; calibrate first"),
     (SnapKV(kept_frac=0.2, window=4), [40, 20], [50, 30], "method.kept_frac=0.2: must be at least 0.25 for a"),
     (ExpectedAttention(), [40, 20], [50, 30], "method.kept_frac=0.2: must be at least 0.25 for a prompt of 20 tokens"),
@@ -146,7 +153,7 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     pattern.write_text("0\t1\n1\t0\n0.3\t0.9\n0.4\t0.1\n")
     method, lengths = DuoAttention(pattern=str(pattern), num_exempt_layers=2), lengths_of([40, 20], [50, 30])
     assert not method.needs_calibration and DuoAttention().needs_calibration
-    assert method.file == str(pattern) and DuoAttention().file is None and H2O().file is None
+    assert method.file == str(pattern) and DuoAttention().file is None
     heads = method.new_state(SHAPE, lengths).heads.tolist()
     assert heads == [[False, False], [False, False], [True, False], [False, True]]
     three = DuoAttention(pattern=str(pattern), sparsity=0.65, num_exempt_layers=2).new_state(SHAPE, lengths)
@@ -163,6 +170,16 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
         DuoAttention().new_state(SHAPE, lengths, {"gates": torch.ones(4, 2)})
 
 
+@dataclass(frozen=True)
+class Again(RereadsPrompt, Quest):
+    """A base of `methods.extras` before the one with the settings."""
+
+
+def test_a_base_without_settings_leaves_the_defaults():
+    assert Again() == Again(**{field.name: getattr(Quest(), field.name) for field in fields(Quest)})
+    assert Again().num_exempt_layers == 2 and InfiniGenPool().num_exempt_layers == 2
+
+
 # Names, and sizes by hand
 
 
@@ -171,7 +188,7 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     [
         (Full(), "Full cache"), (InfiniGen(), "InfiniGen"),
         (InfiniGen(skew=False, index_bits=2), "InfiniGen without skewing, coded index"),
-        (InfiniGen(index="balanced", index_bits=4), "InfiniGen, balanced coded index"),
+        (InfiniGen2(), "InfiniGen2"), (InfiniGen2Sampled(), "InfiniGen2, sampled rest"),
         (SnapKV(layers="pyramid"), "PyramidKV"), (SnapKV(heads="adaptive"), "Ada-KV"),
         (SnapKV(layers="pyramid", heads="adaptive"), "Ada-PyramidKV"),
     ],
@@ -183,7 +200,7 @@ def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):
 @pytest.mark.parametrize(
     ("method", "needs"),
     [(SparQ(), False), (Quest(), False), (InfiniGen(), True), (InfiniGen(skew=False), False), (Loki(), True),
-     (InfiniGen(index="balanced", statistics="prompt"), False), (InfiniGen(index="balanced", skew=False), True)],
+     (preset("infinigen-balanced", statistics="prompt"), False), (preset("infinigen-balanced"), True)],
 )  # fmt: skip
 def test_a_method_says_whether_it_needs_a_calibration(method, needs):
     assert method.needs_calibration == needs
@@ -217,7 +234,7 @@ SIZES = [
     (Kascade(anchors=(), min_tokens=5).with_size(0.3), ROW, 30),
     (VAttention(), ROW, None),
     (VAttention().with_size(0.001), ROW, 1),
-    (InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
+    (InfiniGenPool(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
     (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),
     (ShadowKV(), TokenCounts(30, 24, 34), 0),  # no chunk to fetch
     (ParisKV(read_frac=0.3), ROW, 30),
@@ -516,7 +533,7 @@ def test_a_mean_that_all_keys_share_costs_no_bits(bits, projection_bits, one_cod
     """Scores on coded keys, but for what all keys of a query have in common, are those without the mean. A number may
     fall to the next code."""
     options = {"index_bits": bits, "projection_bits": projection_bits, "num_exempt_layers": 0}
-    method = InfiniGen(index="balanced", statistics=statistics, **options)
+    method = preset("infinigen-balanced", statistics=statistics, **options)
     found, text = [], of_all_layers(*prompt_of(bias=0.0))
     for bias in (0.0, 100.0):
         query, key, rows = prompt_of(bias)
@@ -560,7 +577,7 @@ def test_coded_projections_give_nearly_the_same_scores(projection_bits, most):
     places = rows.positions[:, None], positions[None]
     scores = {}
     for bits in (None, projection_bits):
-        method = InfiniGen(index="balanced", statistics="prompt", partial_weight_ratio=0.5, projection_bits=bits)
+        method = preset("infinigen-balanced", statistics="prompt", partial_weight_ratio=0.5, projection_bits=bits)
         state = method.new_state(SHAPE, lengths_of([40], [48]))
         state.prompt(0, query / scale, key * scale, key, rows)
         assert state.projection[0].dtype == (torch.float32 if bits is None else torch.uint8)
@@ -573,7 +590,7 @@ def test_coded_projections_give_nearly_the_same_scores(projection_bits, most):
 @pytest.mark.parametrize("statistics", ["prompt", "calibration", "both"])
 def test_a_sequence_has_the_scores_that_it_has_alone(statistics):
     """Its projections, its keys' mean and its index are its own, also in a fork."""
-    method = InfiniGen(index="balanced", statistics=statistics, index_bits=8, projection_bits=4, num_exempt_layers=0)
+    method = preset("infinigen-balanced", statistics=statistics, index_bits=8, projection_bits=4, num_exempt_layers=0)
     query, key, _ = prompt_of(bias=3.0)
     queries, keys = torch.cat([query.flip(2), query, query * 2]), torch.cat([key.roll(3, -1), key, key.flip(-1)])
     real = torch.ones(3, 40, dtype=torch.bool)
@@ -600,7 +617,7 @@ def test_a_sequence_has_the_scores_that_it_has_alone(statistics):
 
 def test_a_calibration_leaves_the_state_with_the_prompt():
     query, key, rows = prompt_of(bias=0.0)
-    for method in (InfiniGen(), InfiniGen(index="balanced", num_exempt_layers=1)):
+    for method in (InfiniGen(), preset("infinigen-balanced", num_exempt_layers=1)):
         text = of_all_layers(query, key, rows) | {"rotation": torch.eye(16).expand(4, 2, -1, -1)}
         state = method.new_state(SHAPE, lengths_of([40], [48]), text)
         for layer in range(method.num_exempt_layers, 4):

@@ -12,14 +12,15 @@ from harness.replay.setup import codec_of
 from harness.results import record as records
 from harness.run.cli import main
 from harness.run.runner import Run
-from methods.codec import Codec, SplitCodec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import SplitCodec
 from tests.composed import load
 from tests.runs import reading, tiny_loaded
 
 HEAD = """from dataclasses import dataclass
 
 import torch
-from methods.codec import RowCodec
+from methods.codecs.base import RowCodec
 """
 MINE = """
 @dataclass(frozen=True)
@@ -57,16 +58,20 @@ def test_a_file_is_chosen_like_any_codec():
     assert (config.codec, config.label, codec.codec.levels) == ("mine", "Full cache + mine", 7)
     assert codec.row_bytes(64) == 66 and codec.bits_per_element(64) == 8.25 and codec is codec.keys is codec.values
     both = codec_of(load(["method=h2o", "codec=./mine.py:Mine", "value_codec=int4"]))
-    assert isinstance(both, SplitCodec) and type(both.keys.codec).__name__ == "Mine" and both.values == Codec("int4")
+    assert (
+        isinstance(both, SplitCodec)
+        and type(both.keys.codec).__name__ == "Mine"
+        and both.values == IntegerCodec("int4")
+    )
     config = load(["method=full", "codec=mine.Mine", "residual=64", "experiment=latency"])
     assert config.label == "full+mine.Mine-r64 (host)" and codec_of(config).residual == 64
 
 
 REFUSED = [
     ("./mine.py", "\nclass Mine(:\n", "{here}/mine.py:6: SyntaxError: invalid syntax"),
-    ("./mine.py", "", "no class in it derives from methods.codec.RowCodec"),
+    ("./mine.py", "", "no class in it derives from methods.codecs.base.RowCodec"),
     ("./mine.py", MINE.replace("@dataclass(frozen=True)", ""), "Mine must be a @dataclass(frozen=True)"),
-    ("./mine.py", MINE.replace("def encode", "def pack"), "Mine lacks encode; methods/codec.py says what it is"),
+    ("./mine.py", MINE.replace("def encode", "def pack"), "Mine lacks encode; methods/codecs/base.py says what it is"),
     ("./int4.py", MINE, "int4 is a codec of this project; rename the file"),
 ]  # fmt: skip
 
@@ -83,7 +88,7 @@ def test_what_is_wrong_with_a_file_is_one_line(choice, text, expected, own_folde
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["codec=mine"], "allowed: fp32, fp16"),
+        (["codec=mine"], "allowed: bf16, fp16, fp32"),
         (["codec=./mine.py", "+codec_settings.levels=few"], "codec_settings.levels=few: must be a whole number"),
         (["codec=./mine.py", "+codec_settings.level=3"], "setting codec_settings.level: did you mean 'levels'?"),
         (["codec=./mine.py", "group_size=32"], "group_size=32: codec=mine has no groups"),

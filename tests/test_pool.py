@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -13,8 +12,9 @@ from living import TOLERANCE, calibration_of, largest_difference, tiny, token_ba
 from living import replay as replay_case
 
 from harness.model.attach import attach
-from methods import infinigen as pool_rules
+from methods import infinigen_pool as pool_rules
 from methods.infinigen import InfiniGen
+from methods.infinigen_pool import InfiniGenPool
 
 # The plain rules: a pool per layer and KV head, a Python dict from a token to its use
 
@@ -110,21 +110,21 @@ class PooledReference(plain.Reference):
 
 
 LIMITED = {
-    "fifo": InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo"),
-    "lru": InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2),
-    "counter": InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2),
-    "counter-alpha": InfiniGen(alpha=0.5, max_fetch_frac=0.6, pool_tokens=14, protect_recent=0.0),
-    "fixed": InfiniGen(fixed_fetch=5, pool_tokens=11, pool_policy="lru", protect_recent=0.3),
-    "fills": InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85),
-    "tie": InfiniGen(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0),
-    "one": InfiniGen(pool_tokens=1),
-    "saturates": InfiniGen(fixed_fetch=4, pool_tokens=12, protect_recent=0.3),
+    "fifo": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo"),
+    "lru": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2),
+    "counter": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2),
+    "counter-alpha": InfiniGenPool(alpha=0.5, max_fetch_frac=0.6, pool_tokens=14, protect_recent=0.0),
+    "fixed": InfiniGenPool(fixed_fetch=5, pool_tokens=11, pool_policy="lru", protect_recent=0.3),
+    "fills": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85),
+    "tie": InfiniGenPool(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0),
+    "one": InfiniGenPool(pool_tokens=1),
+    "saturates": InfiniGenPool(fixed_fetch=4, pool_tokens=12, protect_recent=0.3),
 }
 ARTIFACT = {"alpha": inf, "max_fetch_frac": 0.3, "eviction": "artifact"}
 SIMULATED = {
-    "artifact-fifo": InfiniGen(pool_tokens=14, pool_policy="fifo", **ARTIFACT),
-    "artifact-lru": InfiniGen(pool_frac=0.6, pool_policy="lru", **ARTIFACT),
-    "artifact-counter": InfiniGen(pool_tokens=9, **ARTIFACT),
+    "artifact-fifo": InfiniGenPool(pool_tokens=14, pool_policy="fifo", **ARTIFACT),
+    "artifact-lru": InfiniGenPool(pool_frac=0.6, pool_policy="lru", **ARTIFACT),
+    "artifact-counter": InfiniGenPool(pool_tokens=9, **ARTIFACT),
 }
 RUNS = [*((name, "gqa") for name in (*LIMITED, *SIMULATED)), ("lru", "opt"), ("counter", "opt")]
 
@@ -155,4 +155,4 @@ def test_replay_is_the_reference(name, family, monkeypatch):
 
 def test_the_artifacts_eviction_is_not_decoded_live():
     assert "method.eviction=artifact: frees no slot, " in SIMULATED["artifact-counter"].replay_only
-    assert replace(LIMITED["counter"], pool_frac=None, eviction="artifact").replay_only is None, "nothing is evicted"
+    assert LIMITED["counter"].replay_only is None

@@ -7,8 +7,8 @@ from harness.model import attention
 from methods.attention import attention_scores
 from methods.base import Geometry, Lengths, PromptRows, QueryRows
 from methods.infinigen import InfiniGen
-from methods.projected import SparQ
 from methods.quest import Quest
+from methods.sparq import SparQ
 
 BATCH, KV_HEADS, GROUP, TOKENS, HEAD_DIM = 2, 3, 2, 400, 80
 SCALE = HEAD_DIM**-0.5  # no power of two: to scale a half precision query rounds it

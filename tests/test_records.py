@@ -139,7 +139,7 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
     config = load(["method=h2o"])
     before = digests_of(config)
     for file, text, counts in (
-        *((f"methods/{name}.py", MORE, True) for name in ("h2o", "codec")),
+        *((f"methods/{name}.py", MORE, True) for name in ("h2o", "codecs/turbo")),
         *((f"harness/{name}.py", MORE, True) for name in ("scoring/perplexity", "replay/session", "data/text")),
         ("methods/h2o.py", '\n# a comment\n"""words"""\n', False),
         ("methods/streaming.py", MORE, False),

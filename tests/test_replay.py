@@ -34,12 +34,14 @@ from harness.model.prompts import PromptPass, held_prompt, positions_of, shared_
 from harness.replay import decode_pass as passes
 from methods import attention
 from methods.base import LayerInputs, Method
-from methods.codec import Codec, LayerCodecs, SplitCodec, every_codec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import LayerCodecs, SplitCodec, every_codec
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle
+from methods.infinigen import InfiniGen
+from methods.infinigen_pool import InfiniGenPool
 from methods.kvzip import KVzip
-from methods.projected import SparQ
+from methods.oracle import Oracle
 from methods.prompt_evicting import PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.retroinfer import RetroInfer
@@ -47,6 +49,7 @@ from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.selection import largest
 from methods.shadowkv import ShadowKV
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.twilight import Twilight
 
@@ -57,7 +60,7 @@ WELL_APART = 1e-6
 def has_steps(case: Case) -> bool:
     """True if the values of a layer are coded as integers."""
     codecs = [] if case.codec is None else every_codec(case.codec)
-    return any(isinstance(codec.values, Codec) and not codec.values.is_float for codec in codecs)
+    return any(isinstance(codec.values, IntegerCodec) for codec in codecs)
 
 
 WITHOUT_STEPS = [name for name, case in CASES.items() if not has_steps(case)]
@@ -66,8 +69,7 @@ REFERENCED = [
     name
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced", "infinigen-pair", "infinigen-text"))
-    and not name.endswith("-sampled")
+    and name != "infinigen-coded"
     and not isinstance(CASES[name].codec, SplitCodec | LayerCodecs)
 ]
 """Cases that the plain reference knows; others have one of their own."""
@@ -280,7 +282,7 @@ LIMITS = {
     "streaming": Streaming(kept_frac=1.0),
     "oracle": Oracle(alpha=inf, max_fetch_frac=1.0),
     "infinigen-skew": InfiniGen(alpha=inf, max_fetch_frac=1.0),
-    "infinigen-pool": InfiniGen(alpha=inf, max_fetch_frac=1.0, pool_frac=1.0),
+    "infinigen-pool": InfiniGenPool(alpha=inf, max_fetch_frac=1.0, pool_frac=1.0),
     "quest": Quest(read_frac=1.0, page_size=5),
     "snapkv": SnapKV(kept_frac=1.0),
     "sparq": SparQ(read_tokens=None, read_frac=1.0),

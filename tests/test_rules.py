@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import reference as plain
 import torch
-from cases import Case
+from cases import Case, preset
 from living import calibration, tiny
 from reference import softmax
 from replaying import LENGTH, PROMPT, run, token_ids, watched
@@ -27,10 +27,12 @@ from harness.model.calibration import calibrate
 from harness.model.prompts import PromptPass
 from harness.replay import decode_pass as passes
 from methods.base import Geometry, TokenCounts
-from methods.infinigen import InfiniGen, balanced, mixing
+from methods.doublesparsity import DoubleSparsity
+from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2, balanced, mixing
+from methods.loki import Loki
 from methods.pariskv import ParisKV, random_signs, sphere_levels
 from methods.pqcache import PQCache
-from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.random_attention import RandomAttention
@@ -38,6 +40,7 @@ from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.shadowkv import ShadowKV
 from methods.socket import Socket, plane_normals
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention
 from methods.tova import TOVA
 from methods.triattention import TriAttention
@@ -408,7 +411,7 @@ def partial_scores(method, of: Of, t: int) -> np.ndarray:
         channels = best(magnitude.sum(0), math.ceil(method.rank * size))
         share = magnitude[:, channels].sum(1) / magnitude.sum(1)
         return query[:, channels] @ key[:, channels].T / np.sqrt(share)[:, None]
-    if method.index == "columns":
+    if isinstance(method, InfiniGen):
         basis = measured("rotation", of) if method.skew else np.eye(size)
         return query @ basis @ coded(key @ basis, method.index_bits).T
     of_query, of_key = np.zeros((size, size)), np.zeros((size, size))
@@ -443,7 +446,7 @@ def check_mean_value(method: SparQ, geometry: Geometry, layer: int, sequence: Se
 
 def projected(method, of: Of):
     def row(t: int) -> set[int]:
-        if isinstance(method, InfiniGen):
+        if isinstance(method, InfiniGen | InfiniGen2):
             count = max(1, math.floor(method.max_fetch_frac * t))
         else:
             count = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
@@ -770,11 +773,11 @@ RULES = {
     "sparq": SparQ(read_tokens=None, read_frac=0.4),
     "sparq-best": SparQ(read_tokens=9, rank=0.1, recent_frac=0.5, group="best"),
     "infinigen-coded": InfiniGen(partial_weight_ratio=1.0, index_bits=4, **INDEX),
-    "balanced": InfiniGen(index="balanced", **INDEX),
-    "balanced-prompt": InfiniGen(index="balanced", statistics="prompt", **INDEX),
-    "balanced-text": InfiniGen(index="balanced", statistics="calibration", **INDEX),
-    "balanced-pair": InfiniGen(index="balanced", projection_bits=4, **INDEX),
-    "balanced-pair-text": InfiniGen(index="balanced", statistics="calibration", projection_bits=2, **INDEX),
+    "balanced": preset("infinigen-balanced", **INDEX),
+    "balanced-prompt": preset("infinigen-balanced", statistics="prompt", **INDEX),
+    "balanced-text": preset("infinigen-balanced", statistics="calibration", **INDEX),
+    "balanced-pair": preset("infinigen-balanced", projection_bits=4, **INDEX),
+    "balanced-pair-text": preset("infinigen-balanced", statistics="calibration", projection_bits=2, **INDEX),
     "snapkv": SnapKV(kept_frac=0.5, window=4, kernel=3),
     "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0),
     "snapkv-peak": SnapKV(kept_tokens=6, window=4, kernel=7),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from methods.base import EMPTY, Geometry, QueryRows
-from methods.infinigen import InfiniGen, Oracle, coded_distances, decoded_distances
+from methods.infinigen2 import InfiniGen2Sampled, coded_distances, decoded_distances
+from methods.oracle import Oracle, OracleSampled
 from methods.sampling import lasting_numbers, sampled
 
 SLOTS, COUNT, HEADS = 60, 14, 3
@@ -107,11 +109,15 @@ def test_lasting_numbers_belong_to_a_token():
 # In a selection
 
 
-def chosen(method: Oracle, scores: Tensor, positions: list[int], tokens: Tensor, layer: int = 0, distances=None):
+def chosen(
+    method: Oracle | OracleSampled, scores: Tensor, positions: list[int], tokens: Tensor, layer: int = 0, distances=None
+):
     rows = rows_of(positions, tokens)
     geometry = Geometry(1, scores.shape[1] * HEADS, scores.shape[1], 4, 0.5, "llama")
     final = torch.tensor([SLOTS + 9])
-    return method.choose(scores.clone(), rows, final, geometry, layer=layer, distances=distances)
+    if isinstance(method, OracleSampled):
+        return method.draw(layer, scores.clone(), rows, final, distances)
+    return method.choose(scores.clone(), rows, final, geometry)
 
 
 def test_a_coded_distance_is_within_half_a_step():
@@ -126,8 +132,7 @@ def test_a_coded_distance_is_within_half_a_step():
 @pytest.mark.parametrize("covers", ["kv_head", "layer"])
 def test_a_selection_samples_by_the_sum_of_probabilities(covers, far):
     """Of every row by itself, tokens in any slot, some of them hidden; `far`: times the distances of their values."""
-    settings = {"alpha": math.inf, "max_fetch_frac": 0.25, "group": "sum_probs", "seed": 5, "covers": covers}
-    method = Oracle(rest="sampled", **settings)
+    method = OracleSampled(max_fetch_frac=0.25, seed=5, covers=covers)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randperm(SLOTS, generator=generator).view(1, 1, -1)
     tokens[..., 7] = EMPTY
@@ -164,10 +169,12 @@ def test_a_sampled_rest_is_nearer_to_all_attention_than_a_dropped_one():
     of_tokens = torch.randn(slots, generator=generator)
     scores = of_tokens + 0.3 * torch.randn(1, 1, HEADS, num_rows, slots, generator=generator)
     values = of_tokens[:, None] + torch.randn(slots, 8, generator=generator)
-    settings = {"alpha": math.inf, "max_fetch_frac": 0.1, "group": "sum_probs"}
+    methods = {
+        "dropped": Oracle(max_fetch_frac=0.1, alpha=math.inf, group="sum_probs"),
+        "sampled": OracleSampled(max_fetch_frac=0.1),
+    }
     errors = {}
-    for rest in ("dropped", "sampled"):
-        method = Oracle(rest=rest, **settings)
+    for rest, method in methods.items():
         found = chosen(method, scores, [slots] * num_rows, in_order(slots))
         read = scores if found.bias is None else scores + found.bias
         output = read.masked_fill(~found.mask.unsqueeze(2), -math.inf).softmax(-1) @ values
@@ -175,29 +182,15 @@ def test_a_sampled_rest_is_nearer_to_all_attention_than_a_dropped_one():
     assert errors["sampled"] < 0.6 * errors["dropped"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"rest": "sampled"}, r"method\.rest=sampled: must be dropped with group=best"),
-        ({"rest": "mean"}, r"method\.rest=mean: must be one of dropped, sampled"),
-        ({"seed": -1}, r"method\.seed=-1"),
-        (
-            {"rest": "sampled", "group": "sum_probs", "alpha": math.inf, "num_sinks": 1},
-            r"method\.rest=sampled: must be dropped with num_sinks or recent_frac",
-        ),
-        (
-            {"rest": "sampled", "group": "sum_probs", "alpha": math.inf, "pool_frac": 0.5},
-            r"method\.rest=sampled: must be dropped in a limited pool",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        InfiniGen(**settings)
+def test_a_sample_has_no_settings_of_other_selections():
+    with pytest.raises(ValueError, match=r"method\.seed=-1"):
+        InfiniGen2Sampled(seed=-1)
+    names = {field.name for field in fields(InfiniGen2Sampled)}
+    assert not names & {"alpha", "group", "num_sinks", "recent_frac"}
 
 
 def test_nothing_is_biased_where_a_row_sees_no_token():
-    method = Oracle(rest="sampled", group="sum_probs", alpha=math.inf)
+    method = OracleSampled()
     scores = torch.randn(1, 1, HEADS, 1, 4)
     found = chosen(method, scores, [0], in_order(4))
     assert not bool(found.mask.any()) and np.array_equal(found.bias.numpy(), np.zeros(found.bias.shape))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +9,7 @@ from statistics import mean
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, preset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, setup_of, token_batch
@@ -22,19 +21,27 @@ from harness.replay.setup import LENGTHS
 from harness.run.compose import Composer, load
 from harness.settings.schema import options
 from methods.base import Geometry, Lengths, TokenCounts
-from methods.codec import Codec, SplitCodec
+from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import SplitCodec
+from methods.doublesparsity import DoubleSparsity
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle
+from methods.infinigen import InfiniGen
+from methods.infinigen2 import InfiniGen2Sampled
+from methods.infinigen_pool import InfiniGenPool
+from methods.loki import Loki
+from methods.oracle import Oracle
 from methods.pariskv import ParisKV
 from methods.pqcache import PQCache
-from methods.projected import DoubleSparsity, Loki, PartialKeysState, SparQ
+from methods.projection import PartialKeysState
 from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 from methods.random_attention import RandomAttention
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.socket import Socket
+from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
@@ -49,7 +56,7 @@ decode_rows = st.builds(
     ],
     st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=4),
 )
-codecs = st.sampled_from([None, Codec("int2"), Codec("int1")])
+codecs = st.sampled_from([None, IntegerCodec("int2"), IntegerCodec("int1")])
 sizeable = st.sampled_from(
     [
         H2O(num_exempt_layers=2),
@@ -226,10 +233,10 @@ def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_
     ("codec", "geometry", "bits"),
     [
         (None, {}, 16),
-        (Codec("int4", 8), {}, 4 + 32 / 8),
-        (SplitCodec(Codec("int8", 8), Codec("int2", 8)), {}, ((8 + 4) + (2 + 4)) / 2),
-        (SplitCodec(Codec("fp16"), Codec("int4", 8)), {"value_dim": 24}, (8 * 16 + 24 * (4 + 4)) / 32),
-        (Codec("int4", 8), {"value_dim": 4, "values_in_keys": True}, 4 + 4),
+        (IntegerCodec("int4", 8), {}, 4 + 32 / 8),
+        (SplitCodec(IntegerCodec("int8", 8), IntegerCodec("int2", 8)), {}, ((8 + 4) + (2 + 4)) / 2),
+        (SplitCodec(FloatCodec("fp16"), IntegerCodec("int4", 8)), {"value_dim": 24}, (8 * 16 + 24 * (4 + 4)) / 32),
+        (IntegerCodec("int4", 8), {"value_dim": 4, "values_in_keys": True}, 4 + 4),
     ],
 )
 def test_the_bits_of_an_element_are_the_mean_over_key_and_value(codec, geometry, bits):
@@ -253,21 +260,21 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         # ceil(0.3 * 16) of 16 columns of every cached key, no value, and the projection of 16 x 5 numbers once
         (InfiniGen(skew=False, fixed_fetch=5), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
         (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
-        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED)),
+        (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED)),
         # two projections; with codes, the mean of the coded keys too
-        (InfiniGen(index="balanced"), mean((5 * t + 2 * 16 * 5) / 32 / t for t in CACHED)),
+        (preset("infinigen-balanced"), mean((5 * t + 2 * 16 * 5) / 32 / t for t in CACHED)),
         (
-            InfiniGen(index="balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4),
+            preset("infinigen-balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4),
             mean((8 * 8 / 16 * t + 2 * 16 * 8 * 8 / 16 + 8) / 32 / t for t in CACHED),
         ),
         (InfiniGen(partial_weight_ratio=1.0, index_bits=4), mean((16 * 6 / 16 * t + 16 * 16) / 32 / t for t in CACHED)),
         (
-            InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0),
+            InfiniGenPool(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0),
             mean((16 * 4 / 16 * t + 16 * 16) / 32 / t for t in CACHED),
         ),
         # and with a sample a byte a token, and the mean value
         (
-            InfiniGen(index="balanced", alpha=math.inf, group="sum_probs", rest="sampled"),
+            InfiniGen2Sampled(partial_weight_ratio=0.3, index_bits=None, projection_bits=None, num_exempt_layers=2),
             mean((5.5 * t + 2 * 16 * 5 + 16) / 32 / t for t in CACHED),
         ),
         (DoubleSparsity(rank=0.25), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
@@ -341,7 +348,7 @@ EVICTED = [
     (DuoAttention(num_sinks=1, num_recent=9, num_exempt_layers=2), [(t - 10) / 2 for t in CACHED]),
     (Full(num_exempt_layers=2), None),
     (Quest(read_frac=0.4, page_size=3), None),
-    (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
+    (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
 ]
 
 

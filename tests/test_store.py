@@ -18,7 +18,9 @@ from harness.live.links import EmulatedLink
 from harness.live.memory import Tuning
 from harness.live.store import chosen
 from harness.model.policies import policies_of
-from methods.codec import CODEC_NAMES, Codec
+from harness.settings.codecs import codec_named
+from methods.codecs.floats import STORED_DTYPES
+from methods.codecs.integers import INTEGER_BITS
 from methods.infinigen import InfiniGen
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
@@ -73,13 +75,13 @@ OPERATIONS = st.tuples(st.sampled_from(["append", "write", "read", "gather"]), s
 @settings(max_examples=60)
 @given(
     operations=st.lists(OPERATIONS, max_size=12),
-    codec=st.sampled_from(CODEC_NAMES),
+    codec=st.sampled_from([*STORED_DTYPES, *INTEGER_BITS]),
     placement=st.sampled_from(["device", "host"]),
     seed=st.integers(0, 2**31),
 )
 def test_random_operations_agree_with_a_dict(operations, codec, placement, seed):
     generator = torch.Generator().manual_seed(seed)
-    store, reference, filled = store_of(codec, placement), Reference(Codec(codec)), 0
+    store, reference, filled = store_of(codec, placement), Reference(codec_named(codec)), 0
     buffer = store.new_buffer(CAPACITY)
     with Crossed() as crossed:
         for operation, num_rows, ragged in [("append", 4, False), *operations]:
@@ -101,7 +103,9 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
                 every = torch.arange(min(filled, num_rows)).expand(BATCH, HEADS, -1)
                 reference.check(loaded(store, every.shape[-1], buffer), every, untouched=None)
             elif operation == "gather":
-                zero = Codec(codec).decode(torch.zeros(Codec(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32)
+                zero = codec_named(codec).decode(
+                    torch.zeros(codec_named(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32
+                )
                 reference.check(loaded(store, index), index, untouched=zero)
     on_host = placement == "host"
     assert crossed.loaded[store] == reference.loaded * store.slot_bytes * on_host

@@ -50,18 +50,19 @@ def plan():
 
 def test_every_method_is_in_the_sweep():
     asked = OmegaConf.to_container(compose(["experiment=tune"]).sweep, resolve=False)
-    assert asked["methods"] == "${choices:method,full,dsa,random,triattention}"
+    left_out = "full,dsa,random,triattention,infinigen-pool,oracle-sampled"
+    assert asked["methods"] == f"${{choices:method,{left_out}}}"
     assert choices("method") == options("method") and set(ORACLES) <= set(options("method"))
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
 
 
 OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
-    ("doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "knorm", "quest", "turboquant2",
-     "turboquant3", "turboquant4", "twilight"), 2,
+    ("doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "infinigen-pool", "knorm", "quest",
+     "turboquant2", "turboquant3", "turboquant4", "twilight"), 2,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", choices("method"))
+@pytest.mark.parametrize("method", OF_OFFICIAL_CODE)
 def test_a_method_exempts_as_many_layers_as_its_official_code(method):
     default, given = (load([f"method={method}", *more]) for more in ([], ["method.num_exempt_layers=3"]))
     assert default.method.num_exempt_layers == OF_OFFICIAL_CODE.get(method, 0)

@@ -29,7 +29,7 @@ from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decod
 from harness.settings.config import SamplingConfig
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import Oracle
+from methods.oracle import Oracle
 from methods.prompt_evicting import KeyDiff, SnapKV
 from tests.composed import load
 from tests.runs import reading

@@ -18,7 +18,7 @@ from harness.replay.setup import Setup, codec_of
 from harness.run.compose import load
 from harness.speed.link_rate import LinkRate
 from methods import compiled
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
 
 PROMPTS = (200, 180)
@@ -59,7 +59,7 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
 
 def coded_scores_equality(device: torch.device) -> tuple[str, bool]:
     """Words for scores on an index in 4 bits against products with its decoded keys in fp64, and whether they agree."""
-    codec = Codec("int4")
+    codec = IntegerCodec("int4")
     packed = codec.encode(torch.randn(2, 8, NUM_KEYS, HEAD_DIM, device=device))
     keys = room_for_keys(packed[:, :, :1], NUM_KEYS)
     keys.copy_(packed)

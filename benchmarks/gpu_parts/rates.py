@@ -12,8 +12,8 @@ import torch
 from harness.live.links import open_link
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning
 from harness.live.store import KVStore, RowFormat, chosen, indices
+from harness.settings.codecs import codec_named
 from harness.speed.link_rate import idle_s
-from methods.codec import Codec
 
 REPEATS = 5
 HEAD_DIM, ROW_BYTES = 128, 512
@@ -119,4 +119,4 @@ def host_store(
 
 def row_format(codec: str, head_dim: int) -> RowFormat:
     """Of rows that are computed with in fp16."""
-    return RowFormat(Codec(codec), head_dim, torch.float16)
+    return RowFormat(codec_named(codec), head_dim, torch.float16)

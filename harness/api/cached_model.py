@@ -57,7 +57,7 @@ from harness.model.sizes import sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
-from methods.codec import CacheCodec
+from methods.codecs.split import CacheCodec
 
 IGNORED_LABEL = -100
 SCORED = (

@@ -52,6 +52,7 @@ from harness.speed.ask import ask_all
 from harness.speed.generate import Generated, new_tokens_of, run_generate
 from harness.speed.latency import compute_threads, two_memories
 from methods.base import TokenCounts
+from methods.extras import RereadsPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -484,7 +485,9 @@ def attach(
         config = model.configured(method=method, size=size, **settings)
         loaded, platform = model.loaded, config.platform
         needs_tokenizer = (
-            config.method.needs_calibration or config.method.rereads or config.size_is_measured
+            config.method.needs_calibration
+            or isinstance(config.method, RereadsPrompt)
+            or config.size_is_measured
         )
         if needs_tokenizer and loaded.reader is None:
             loaded.tokenizer = _tokenizer_of(loaded, method)

@@ -32,15 +32,11 @@ from harness.replay.session import ReplaySession
 from harness.replay.setup import CheckedCodec, Setup, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, QueryRows, Selection, TokenCounts
-from methods.codec import (
-    FLOAT_DTYPES,
-    CacheCodec,
-    Codec,
-    RowCodec,
-    every_codec,
-    without_keys,
-)
+from methods.codecs.base import FLOAT_DTYPES, RowCodec
+from methods.codecs.floats import FloatCodec
+from methods.codecs.split import CacheCodec, every_codec, without_keys
 from methods.evicting import EvictingState
+from methods.extras import KeysOnDevice, ReadsIndexer, tokenized, why_replay_only
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_key_value_heads": 2}),
@@ -290,8 +286,9 @@ class Trial:
             raise NotAskedError("the codec leaves the last tokens exact, which cross no link")
 
     def require_live(self) -> None:
-        if self.setup.method.replay_only:
-            raise NotAskedError(self.setup.method.replay_only)
+        why = why_replay_only(self.setup.method)
+        if why is not None:
+            raise NotAskedError(why)
 
     def require_host(self) -> None:
         self.require_live()
@@ -434,7 +431,9 @@ def size_is_its_closed_form(trial: Trial) -> str:
         )
     if not known:
         return f"reads what the data decides, here {found:.1%} of the cache"
-    codec = without_keys(trial.setup.codec) if method.holds_keys else trial.setup.codec
+    codec = (
+        without_keys(trial.setup.codec) if isinstance(method, KeysOnDevice) else trial.setup.codec
+    )
     expected = expected_size(method, rows, geometry.num_layers, code_widths(codec, geometry))
     if abs(found - expected) > SIZE_TOLERANCE:
         raise BrokenError(f"size is {found:.6f}; by tokens_read it is {expected:.6f}")
@@ -467,7 +466,7 @@ def padded_is_alone(trial: Trial) -> str:
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
     in_turns = replay_in_turns(trial.attached, trial.setup, trial.prompts, trial.seed)
     _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
-    if not trial.setup.method.replay_only:
+    if why_replay_only(trial.setup.method) is None:
         alone_live = [trial.live(only=sequence) for sequence in sequences]
         _same_as_alone(trial.on_device, alone_live, trial, "live")
     return words
@@ -500,7 +499,7 @@ def codec_rows_are_as_counted(trial: Trial) -> str:
             if not torch.equal(half.encode(rows[:1, :, one].clone()), packed[:1, :, one]):
                 raise BrokenError("a row's code depends on the rows beside it")
             counted = half.bits_per_element(head_dim) * head_dim / 8
-            is_float = isinstance(half, Codec) and half.is_float  # it counts 16 bits in any case
+            is_float = isinstance(half, FloatCodec)  # it counts 16 bits in any case
             is_counted = counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES
             if not is_float and not is_counted:
                 raise BrokenError(
@@ -611,9 +610,9 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
 def _trials(
     method: Method, codec: CacheCodec | None, device: torch.device
 ) -> Iterator[tuple[str, Trial]]:
-    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
+    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, tokenized(method, tiny_ids)
     models = MODELS
-    if method.needs_indexer:
+    if isinstance(method, ReadsIndexer):
         models = {}
         for family, (model_type, shape) in INDEXED_MODELS.items():
             models[family] = model_type, INDEXED_SIZES | shape

@@ -36,7 +36,7 @@ from harness.model.shape import read_yaml
 from harness.model.tiny import with_no_constants
 from harness.replay.setup import Setup
 from methods.base import Method
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
 from methods.dsa import Dsa
 from methods.full import Full
 from methods.h2o import H2O
@@ -52,13 +52,13 @@ SHORT, LONG = ((8, 3), 6), ((26, 21), 22)
 """Prompt tokens of two sequences and decode steps: within a window of 16 tokens, and beyond it."""
 STEPS = 5
 """Decode steps of a method."""
-METHODS: dict[str, tuple[Method, Codec | None]] = {
+METHODS: dict[str, tuple[Method, IntegerCodec | None]] = {
     "full": (Full(), None),
     "infinigen": (InfiniGen(alpha=0.3, max_fetch_frac=0.4), None),
     "h2o": (H2O(heavy_frac=0.15, recent_frac=0.1), None),
     "quest": (Quest(read_frac=0.4, page_size=3), None),
     "snapkv": (SnapKV(kept_frac=0.75, window=4, kernel=3), None),
-    "int4": (Full(), Codec("int4")),
+    "int4": (Full(), IntegerCodec("int4")),
 }
 """Each leaves one layer exempt, where the model has several under it, and each may read all."""
 

@@ -39,8 +39,9 @@ from methods.base import (
     Selection,
     State,
 )
-from methods.codec import FLOAT_DTYPES
+from methods.codecs.base import FLOAT_DTYPES
 from methods.evicting import EvictingState
+from methods.extras import HandsOn, ReadsIndexer, WeighsRest
 from methods.prompt_evicting import PromptEvictingState
 
 
@@ -202,12 +203,13 @@ class LayerCache:
         self.names_rows = state is not None and policy.names_rows
         self.rehearses = self.names_rows and policy.rehearses
         self.appends_last = state is not None and state.selects_without_own
-        sees_scores = state is not None and (not self.names_rows or method.weighs_rest)
+        sees_scores = state is not None and (not self.names_rows or isinstance(method, WeighsRest))
         hides_scores = policy.softmax.is_plain and not sees_scores
         codec = store.codec
         stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
         self.is_fused = hides_scores and stored == {store.format.dtype}
-        has_kernels = store.format.has_kernels(store.device) and not method.hides_own
+        reads_own = not isinstance(method, ReadsIndexer)
+        has_kernels = store.format.has_kernels(store.device) and reads_own
         self.attends_to_codes = hides_scores and has_kernels
         self.following: LayerCache | None = None
         self.earlier: State | None = None
@@ -290,8 +292,9 @@ class LayerCache:
         """
         state, number = self.state, self.policy.number
         assert state is not None, "only a layer with a state selects"
-        if self.earlier is not None and self.earlier is not state:
-            state.take_over(self.earlier)
+        earlier = self.earlier
+        if isinstance(state, HandsOn) and earlier is not None and earlier is not state:
+            state.take_over(earlier)
         own, tokens = self.slots_in_use(), self.slots()
         self.fetcher.note_tokens(tokens, self.evicts)
         rows = QueryRows(

@@ -1,8 +1,8 @@
 """The memory that a live session will take, and the largest batch that a device's memory holds,
 known without opening a session.
 
-It is the arithmetic by which `harness.live.opening` opens one, over the same stores; the method's
-state is sized by its own code (`harness.live.state_sizes`).
+It is the plan by which `harness.live.opening` opens one (`harness.live.plan`), over the same
+stores; the method's state is sized by its own code (`harness.live.state_sizes`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ import torch
 
 from harness.live import memory
 from harness.live.hot_rows import rooms
-from harness.live.opening import (
-    most_selected,
-    num_fetched_ahead,
-    num_slots,
-    plan_buffers,
-    resident_bytes,
-    under_way_bytes,
-)
+from harness.live.plan import num_slots, plan_memory
 from harness.live.resident import LocalCache
 from harness.live.share import BatchLengths
 from harness.live.state_sizes import StateSizes, state_sizes
@@ -33,15 +26,10 @@ from harness.model.policies import Policy, loses_tokens, policies_of, require_la
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
-from methods.codec import (
-    FLOAT_DTYPES,
-    AnyCodec,
-    CacheCodec,
-    Codec,
-    codec_at,
-    mean_bits,
-    without_keys,
-)
+from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.floats import FloatCodec
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.extras import KeysOnDevice
 
 
 class LayerSizes(NamedTuple):
@@ -130,7 +118,7 @@ class Plan:
     def coded(self) -> CacheCodec:
         """The codec of the layers under the method."""
         codec = self.codec or self.exact
-        return without_keys(codec) if self.method.holds_keys else codec
+        return without_keys(codec) if isinstance(self.method, KeysOnDevice) else codec
 
     def codec_of(self, policy: Policy) -> AnyCodec:
         """The codec of a layer."""
@@ -139,15 +127,19 @@ class Plan:
     @property
     def reads_less(self) -> bool:
         """True if layers under the method read less than exempt ones."""
-        layers = [layer.policy for layer in self.model.layers]
-        numbers = [policy.number for policy in layers if policy.kind == "method"]
-        return not self.method.reads_all or mean_bits(self.coded, numbers) < 16
+        return not self.method.reads_all or mean_bits(self.coded, self.numbers) < 16
 
     @property
-    def exact(self) -> Codec:
+    def numbers(self) -> list[int]:
+        """The layers under the method, as methods count them."""
+        policies = [layer.policy for layer in self.model.layers]
+        return [policy.number for policy in policies if policy.kind == "method"]
+
+    @property
+    def exact(self) -> FloatCodec:
         """The codec that stores rows as they are."""
         dtype = self.model.dtype
-        return Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
+        return FloatCodec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
 
     def needs(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> DeviceNeeds:
         """The bytes of a batch. pass_tokens: prompt tokens in one pass.
@@ -159,27 +151,26 @@ class Plan:
         policies = [layer.policy for layer in model.layers]
         pairs = [(prompt, prompt + lengths.max_new_tokens) for prompt in lengths.prompts]
         of_rooms = rooms(method, policies, self.device_rows, pairs)
-        numbers = [policy.number for policy in policies if policy.kind == "method"]
-        windows = resident = 0
-        for index, layer in enumerate(model.layers):
-            window = layer.policy.window
-            if window is not None:
-                rows = LocalCache.num_ring_rows(window, lengths.columns) * len(lengths.prompts)
+        windows = 0
+        for layer in model.layers:
+            if layer.policy.window is not None:
+                rows = LocalCache.num_ring_rows(layer.policy.window, lengths.columns)
                 elements = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
-                windows += rows * elements * model.dtype.itemsize
-            else:
-                resident += resident_bytes(stores[index], layer.policy, method, lengths, of_rooms)
+                windows += rows * len(lengths.prompts) * elements * model.dtype.itemsize
+        has_link = self.placement in BEHIND_LINK
+        plan = plan_memory(
+            stores,
+            policies,
+            method,
+            self.coded,
+            lengths,
+            of_rooms,
+            self._pass_tokens(lengths, pass_tokens) if has_link else None,
+        )
         slots = sum(store.nbytes for store in stores.values())
         aligned = sum(memory.aligned(store.nbytes) for store in stores.values())
-        buffers = under_way = 0
-        if self.placement in BEHIND_LINK:
-            num_ahead = num_fetched_ahead(method, self.coded, len(stores), numbers)
-            selected = most_selected(method, lengths, numbers)
-            hot = [store for at, store in stores.items() if policies[at].names_rows]
-            plan = plan_buffers([*stores.values()], hot, of_rooms, selected, num_ahead)
-            buffers = plan.num_bytes
-            under_way = under_way_bytes([*stores.values()], self._pass_tokens(lengths, pass_tokens))
         state = self._state(lengths)
+        numbers = self.numbers
         kept = state.by_layer[numbers[0]] * len(numbers) if state.by_layer else 0
         on_device = self.placement == "device"
         return DeviceNeeds(
@@ -187,9 +178,9 @@ class Plan:
             slots=slots if on_device else 0,
             aligned=aligned if on_device else 0,
             windows=windows,
-            buffers=buffers,
-            under_way=under_way,
-            resident=resident,
+            buffers=plan.buffers,
+            under_way=plan.under_way,
+            resident=plan.resident,
             kept=kept,
             state=state.whole,
             workspace=self.workspace(lengths, pass_tokens),

@@ -1,11 +1,9 @@
-"""Opens the caches of a live session on one device: plans their memory, asks whether it fits, and
-allocates it."""
+"""Opens the caches of a live session on one device: asks whether they fit (`harness.live.plan`),
+and allocates them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from itertools import product
 
 import torch
 
@@ -17,28 +15,18 @@ from harness.live.disk_store import DiskStore
 from harness.live.hot_rows import HotFetcher, HotRows
 from harness.live.links import DiskLink
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
+from harness.live.plan import num_slots, plan_memory
 from harness.live.resident import LocalCache, ResidualCache, ValuesCache
-from harness.live.share import LAYERS_UNDER_WAY, BatchLengths, DeviceShare
+from harness.live.share import DeviceShare
 from harness.live.store import KVStore, RowFormat, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
 from harness.settings.config import Placement
 from methods.base import Method
-from methods.codec import AnyCodec, CacheCodec, Codec, SplitCodec, codec_at, mean_bits
+from methods.codecs.floats import FloatCodec
+from methods.codecs.split import CacheCodec, SplitCodec, codec_at
 from methods.evicting import EvictingState
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """The fetch buffers of a device's layers under a link.
-
-    largest: the store of the two buffers that layers use in turns; num_rows: rows of each of the
-    two. num_bytes: of all fetch buffers, those of single layers included.
-    """
-
-    largest: KVStore
-    num_rows: int
-    num_bytes: int
+from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
 class Opening:
@@ -56,7 +44,7 @@ class Opening:
         method: Method,
         policies: Sequence[Policy],
         codec: CacheCodec,
-        exact: Codec,
+        exact: FloatCodec,
         placement: Placement,
         pinned: bool,
         slabs: MutableMapping[torch.device, PinnedSlab],
@@ -78,43 +66,35 @@ class Opening:
         a layer together; activations: bytes that the pass takes. Raises UserError where they do not
         fit into memory."""
         stores: dict[int, KVStore] = {}
-        numbers: list[int] = []  # of the layers under the method
-        window_bytes = 0
+        windows = 0
         for layer, shape in enumerate(self.attached.layers):
             policy = self.policies[layer]
             if shape.device != share.device:
                 continue
-            if policy.window is not None:
-                local = LocalCache(policy, share.batch)
-                self.caches[layer] = local
-                rows = local.ring_rows * len(share.batch.prompts)
+            if policy.window is None:
+                stores[layer] = self._new_store(share, layer)
+            else:
+                self.caches[layer] = LocalCache(policy, share.batch)
+                rows = LocalCache.num_ring_rows(policy.window, share.batch.counts.columns)
                 elements = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
-                window_bytes += rows * elements * self.attached.dtype.itemsize
-                continue
-            stores[layer] = self._new_store(share, layer)
-            if policy.kind == "method":
-                numbers.append(policy.number)
+                windows += rows * len(share.batch.prompts) * elements * self.attached.dtype.itemsize
         if not stores:
             return
-        num_ahead = 0
-        plan = None
-        if share.link is not None:
-            num_ahead = num_fetched_ahead(self.method, self.codec, len(stores), numbers)
-            selected = most_selected(self.method, share.batch.counts, numbers)
-            hot = [store for at, store in stores.items() if self.policies[at].names_rows]
-            plan = plan_buffers([*stores.values()], hot, share.rooms, selected, num_ahead)
-        on_device = activations + window_bytes
-        if plan is not None:
-            on_device += plan.num_bytes + under_way_bytes([*stores.values()], pass_tokens)
-        for layer, store in stores.items():
-            on_device += resident_bytes(
-                store, self.policies[layer], self.method, share.batch.counts, share.rooms
-            )
+        plan = plan_memory(
+            stores,
+            self.policies,
+            self.method,
+            self.codec,
+            share.batch.counts,
+            share.rooms,
+            pass_tokens if share.link is not None else None,
+        )
+        on_device = activations + windows + plan.num_bytes
         self._allocate(share, [*stores.values()], on_device)
-        if plan is not None:
+        if plan.shared is not None:
             for _ in range(2):
-                share.free.append(share.new_buffer(plan.largest, plan.num_rows))
-        self._open_caches(share, stores, num_ahead)
+                share.free.append(share.new_buffer(*plan.shared))
+        self._open_caches(share, stores, plan.num_ahead)
 
     def _new_store(self, share: DeviceShare, layer: int) -> KVStore:
         """A layer's store, not allocated yet. Exempt layers store rows as they are, in replay and
@@ -215,106 +195,9 @@ class Opening:
         method, codec = self.method, store.codec
         if isinstance(codec, SplitCodec) and codec.residual:
             return ResidualCache(policy, share, store, codec, method, fetcher)
-        if state is not None and method.holds_keys:
+        if isinstance(state, KeysOnDeviceState) and isinstance(method, KeysOnDevice):
             return ValuesCache(policy, share, store, state, method, fetcher)
         return LayerCache(policy, share, store, state, method, fetcher)
-
-
-# The arithmetic of a device's memory. `harness.live.needs` asks it before there is a session.
-
-
-def num_slots(
-    method: Method, policy: Policy, codec: AnyCodec, lengths: BatchLengths, *, evicts: bool
-) -> int:
-    """Slots of a layer's store, of each sequence and KV head. evicts: tokens leave the cache for
-    good, and their slots are used again."""
-    rows = lengths.rows(lengths.max_new_tokens)
-    if policy.kind == "method" and evicts:
-        return max(method.tokens_kept(row, policy.number) for row in rows)
-    if codec.residual:
-        return max(codec.stored(row.cached) for row in rows)
-    return lengths.columns
-
-
-def num_fetched_ahead(
-    method: Method, codec: CacheCodec, num_layers: int, numbers: Sequence[int]
-) -> int:
-    """The first layers whose rows cross a link during the whole step before: the exempt ones, where
-    the others read less. numbers: of the layers under the method."""
-    if not numbers:
-        return 0
-    reads_less = not method.reads_all or mean_bits(codec, numbers) < 16
-    return num_layers - len(numbers) if reads_less else 0
-
-
-def most_selected(method: Method, lengths: BatchLengths, numbers: Sequence[int]) -> int:
-    """The most tokens that a KV head reads in any layer under the method, in any step; all of them
-    where the method has no layer."""
-    if not numbers:
-        return lengths.columns
-    most = 0
-    for steps in range(lengths.max_new_tokens + 1):
-        for row, number in product(lengths.rows(steps), numbers):
-            most = max(most, method.max_tokens_read(row, number))
-    return most
-
-
-def plan_buffers(
-    stores: Sequence[KVStore],
-    hot: Sequence[KVStore],
-    rooms: Sequence[int] | None,
-    selected: int,
-    num_ahead: int,
-) -> BufferPlan:
-    """Each of the first `num_ahead` layers has its own buffer; two serve all others in turns, with
-    room for the `selected` rows; where rows stay, each of the layers that name their rows (`hot`)
-    keeps one for them."""
-    ahead, others = stores[:num_ahead], stores[num_ahead:]
-
-    def rows_of(store: KVStore) -> int:
-        return min(selected, store.capacity)
-
-    largest = max(others, key=lambda store: store.buffer_bytes(rows_of(store)))
-    num_rows = rows_of(largest)
-    num_bytes = 2 * largest.buffer_bytes(num_rows)
-    for store in ahead:
-        num_bytes += store.buffer_bytes(store.capacity)
-    if rooms is not None:
-        for store in hot:
-            num_bytes += store.buffer_bytes(max(rooms))
-    return BufferPlan(largest, num_rows, num_bytes)
-
-
-def under_way_bytes(stores: Sequence[KVStore], pass_tokens: int) -> int:
-    """The most bytes of a prompt's packed rows that are on their way to the host at one time.
-    pass_tokens: tokens of the prompts that pass a layer together."""
-    most = 0
-    for store in stores:
-        rows = store.num_kv_heads * min(pass_tokens, store.batch * store.capacity)
-        most = max(most, rows * store.slot_bytes)
-    return LAYERS_UNDER_WAY * most
-
-
-def resident_bytes(
-    store: KVStore,
-    policy: Policy,
-    method: Method,
-    lengths: BatchLengths,
-    rooms: Sequence[int] | None,
-) -> int:
-    """Bytes of a layer that stay on the device beside slots, buffers and state: exact rows, and the
-    lists of the rows that stay (`LayerCache.device_bytes`)."""
-    codec = store.codec
-    if isinstance(codec, SplitCodec) and codec.residual:
-        return ResidualCache.bytes_of(store, codec)
-    num_bytes = 0
-    if rooms is not None and policy.names_rows:
-        num_bytes += HotRows.bytes_of(rooms, store.num_kv_heads)
-    if policy.kind == "method" and method.holds_keys:
-        rows = lengths.rows(0)
-        most = max(method.tokens_resident(row, policy.number) for row in rows)
-        num_bytes += ValuesCache.bytes_of(store, most, lengths.max_new_tokens)
-    return num_bytes
 
 
 def _disk_buffer(stores: Sequence[KVStore]) -> int:

@@ -22,7 +22,9 @@ from harness.model.attention import dense_attention
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import Policy
 from methods.base import EMPTY, Method, Selection, State, Window
-from methods.codec import RowCodec, SplitCodec
+from methods.codecs.base import RowCodec
+from methods.codecs.split import SplitCodec
+from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
 class ValuesCache(LayerCache):
@@ -45,11 +47,12 @@ class ValuesCache(LayerCache):
         policy: Policy,
         share: DeviceShare,
         store: KVStore,
-        state: State,
-        method: Method,
+        state: KeysOnDeviceState,
+        method: KeysOnDevice,
         fetcher: Fetcher,
     ) -> None:
         super().__init__(policy, share, store, state, method, fetcher)
+        self.holder, self.sizes = state, method
         self.keys = self.values = self.fetched_keys = torch.empty(0)
         self.present = torch.empty(0, dtype=torch.bool)
         self.num_prompt = 0
@@ -57,9 +60,9 @@ class ValuesCache(LayerCache):
     def keep_prompt(self, prompt: LayerPrompt) -> None:
         super().keep_prompt(prompt)
         key, value = prompt.key, prompt.value
-        mask = self.state.resident(self.policy.number)
+        mask = self.holder.resident(self.policy.number)
         rows = self.batch.rows(0)
-        most = max(self.method.tokens_resident(row, self.policy.number) for row in rows)
+        most = max(self.sizes.tokens_resident(row, self.policy.number) for row in rows)
         slots = indices(mask, most)
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
         room = (0, 0, 0, self.batch.max_new_tokens)
@@ -82,7 +85,7 @@ class ValuesCache(LayerCache):
 
     def request_rows(self, selection: Selection) -> Tensor:
         slots = super().request_rows(selection)
-        self.fetched_keys = self.state.rebuild(self.policy.number, slots)  # beside the transfer
+        self.fetched_keys = self.holder.rebuild(self.policy.number, slots)  # beside the transfer
         return slots
 
     def parts(self, fetch: Fetch) -> list[KeyValue]:

@@ -49,7 +49,10 @@ from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method, State
-from methods.codec import FLOAT_DTYPES, CacheCodec, Codec, without_keys
+from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.floats import FloatCodec
+from methods.codecs.split import CacheCodec, without_keys
+from methods.extras import KeysOnDevice, NeedsInputs, RereadsPrompt
 
 
 class LiveSession:
@@ -108,10 +111,10 @@ class LiveSession:
                 f"placement={placement}: {method.title} selects by the true scores of all keys"
             )
         self.max_new_tokens = max_new_tokens
-        self.exact = Codec(_name_of(attached.dtype))
+        self.exact = FloatCodec(_name_of(attached.dtype))
         require_layers(codec, attached.geometry.num_layers)
         self.codec: CacheCodec = codec or self.exact
-        if method.holds_keys:
+        if isinstance(method, KeysOnDevice):
             self.codec = without_keys(self.codec)
         self.placement: Placement = placement
         self.link = link if crosses else None
@@ -153,7 +156,7 @@ class LiveSession:
         so that prompts end in one column. Returns logits [batch, vocab] for the first new token.
         """
         self.clock.begin_prompt()
-        needed = held_bytes if self.method.rereads else prompt_bytes
+        needed = held_bytes if isinstance(self.method, RereadsPrompt) else prompt_bytes
         self._open(real, ids.numel(), needed(self.attached, ids.numel()))
         hidden = run_prompts(
             self.attached, self.method, self.states, ids, real, self._keep_in_pass, self.model_cache
@@ -168,11 +171,11 @@ class LiveSession:
 
         A method that needs the layers' inputs runs it anew: a prefilled prompt has not kept them.
         """
-        if self.method.needs_inputs:
+        if isinstance(self.method, NeedsInputs):
             return self.prefill(prompt.ids, prompt.real)
         self.clock.begin_prompt()
         pass_tokens = workspace_tokens(prompt.real)
-        if self.method.rereads:
+        if isinstance(self.method, RereadsPrompt):
             passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             longest = max((reread.ids.numel() for reread in passes), default=0)
             self._open(prompt.real, pass_tokens, prompt_bytes(self.attached, longest))

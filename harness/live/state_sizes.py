@@ -21,6 +21,7 @@ from harness.errors import UserError
 from harness.live.memory import layer_bytes, tensor_bytes
 from methods.base import Calibration, Geometry, Lengths, Method, PromptRows, When
 from methods.evicting import EvictingState
+from methods.extras import KeysOnDeviceState, RereadingState
 
 META = torch.device("meta")
 
@@ -153,7 +154,7 @@ def _state_sizes(
         if calibration is None and method.needs_calibration:
             calibration = _calibration(method, geometry, dtype, calibration_tokens)
         state = method.new_state(geometry, lengths, calibration)
-        if method.rereads:
+        if isinstance(state, RereadingState):
             worth = torch.empty(batch, kv_heads, columns, device=META)
             numbers = range(first, geometry.num_layers)
             state.take_worth(dict.fromkeys(numbers, worth), PromptRows(real, columns))
@@ -171,7 +172,7 @@ def _state_sizes(
                 else:
                     rows = PromptRows(real, capacity, index_keys=index_keys)
                     state.prompt(number, query, key, value, rows)
-                if method.holds_keys:
+                if isinstance(state, KeysOnDeviceState):
                     state.resident(number)
                 after = tensor_bytes(vars(state))
                 of_kind[kind] = layer_bytes(state, number), after - before

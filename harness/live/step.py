@@ -30,7 +30,8 @@ from harness.model.attention import heads_last, row_attention, with_rest
 from harness.model.indexer import IndexCall
 from methods.attention import Softmax
 from methods.base import Rest, Selection
-from methods.codec import Codec
+from methods.codecs.integers import IntegerCodec
+from methods.extras import ReadsIndexer
 
 BIAS_ALIGNMENT = 8
 """Elements. torch's attention on a GPU copies a bias whose lines begin elsewhere."""
@@ -117,7 +118,7 @@ class DecodeStep(Handler):
 
     def take_index(self, layer: int, index: IndexCall) -> None:
         cache = self.caches[layer]
-        if not isinstance(cache, LayerCache) or not cache.method.needs_indexer:
+        if not isinstance(cache, LayerCache) or not isinstance(cache.method, ReadsIndexer):
             return
         if cache.policy.when == "own_query":  # else the layer has selected, and does not ask it
             cache.index = index
@@ -246,7 +247,7 @@ class DecodeStep(Handler):
         from harness.live.kernels import codes as kernels
 
         codec, visible = cache.store.codec, cache.visible(fetch)
-        assert isinstance(codec, Codec)
+        assert isinstance(codec, IntegerCodec)
         of_group = None if visible is None else visible.unsqueeze(2)
         scale = cache.policy.softmax.scale
         output = kernels.attend(query, fetch.cached, own, of_group, fetch.bias, scale, codec)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.model.sizes import code_widths, share_beside, share_of_cache
 from methods.base import Geometry
-from methods.codec import CacheCodec
+from methods.codecs.split import CacheCodec
 
 
 class LayerRead(NamedTuple):

@@ -6,7 +6,7 @@ common to all heads; where a method evicts, at slot indices of each head's own. 
 host and device packed; they are encoded and decoded on the device. On a CPU-only machine both
 memories are RAM.
 
-    store = KVStore(RowFormat(Codec("int4"), head_dim=64, dtype=torch.float16), batch=8,
+    store = KVStore(RowFormat(IntegerCodec("int4"), head_dim=64, dtype=torch.float16), batch=8,
                     num_kv_heads=3, capacity=2048, placement="host", device=device).allocate()
     store.write(store.format.pack(k, v), at=0)
     store.load(chosen(index), rows := store.rows_in(store.new_buffer(n), n)[:, :, :n])
@@ -31,7 +31,10 @@ from harness.live import memory
 from harness.live.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
 from methods import compiled
-from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
+from methods.codecs.base import FLOAT_DTYPES
+from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import AnyCodec
 
 
 class KeyValue(NamedTuple):
@@ -105,7 +108,7 @@ class RowFormat:
     def is_exact(self) -> bool:
         """True if keys and values are stored as they are computed."""
         exact = FLOAT_DTYPES.get(self.codec.keys.name)
-        return isinstance(self.codec, Codec) and exact == self.dtype
+        return isinstance(self.codec, FloatCodec) and exact == self.dtype
 
     @property
     def _value_size(self) -> int:
@@ -115,11 +118,11 @@ class RowFormat:
     def _value_bytes(self) -> int:
         return 0 if self.values_in_keys else self.codec.values.row_bytes(self._value_size)
 
-    def has_kernels(self, device: torch.device) -> TypeGuard[Codec]:
+    def has_kernels(self, device: torch.device) -> TypeGuard[IntegerCodec]:
         """True if kernels take rows of this format: keys and values coded alike, in groups along
         head_dim, without a rotation."""
         codec = self.codec
-        is_plain = type(codec) is Codec and not codec.is_float and codec.rotation is None
+        is_plain = type(codec) is IntegerCodec and codec.rotation is None
         has_one_size = not self.values_in_keys and self._value_size == self.head_dim
         return is_plain and has_one_size and device.type in compiled.COMPILED
 
@@ -129,7 +132,7 @@ class RowFormat:
         if self.has_kernels(keys.device):
             from harness.live.kernels import codes as kernels
 
-            assert isinstance(self.codec, Codec)
+            assert isinstance(self.codec, IntegerCodec)
             return kernels.pack(keys, values, self.codec, self.slot_bytes)
         if self.is_exact:
             elements = keys if self.values_in_keys else torch.cat([keys, values], -1)

@@ -36,7 +36,7 @@ from harness.model.split_rows import RecurrentRows, in_parts
 from harness.model.trace import Layer, PositionSource
 from methods.attention import Softmax
 from methods.base import Geometry, IndexShape, LayerInputs
-from methods.codec import AnyCodec
+from methods.codecs.split import AnyCodec
 
 FP16_MAX = torch.finfo(torch.float16).max
 LOOK_AT = (

@@ -23,6 +23,7 @@ from harness.model.attached import Attached
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.prompts import PromptPass
 from methods.base import Calibration, Method
+from methods.extras import CalibratedBySettings
 
 FORMAT = 4
 """Part of the cache key: raise it when the computation around `Method.calibrate`, or the file,
@@ -70,7 +71,9 @@ def cached_calibration(
 
     It lies in host memory: a state takes to its device what it needs.
     """
-    settings = [getattr(method, name) for name in method.calibration_settings]
+    settings = []
+    if isinstance(method, CalibratedBySettings):
+        settings = [getattr(method, name) for name in method.calibration_settings]
     module = sys.modules[type(method).__module__]
     code = [inspect.getsource(type(method).calibrate), inspect.getsource(module)]
     dtype, name = str(attached.dtype), type(method).__name__

@@ -32,8 +32,17 @@ from methods.base import (
     Window,
     require,
 )
-from methods.codec import CacheCodec, LayerCodecs
+from methods.codecs.split import CacheCodec, LayerCodecs
 from methods.evicting import EvictingState
+from methods.extras import (
+    FitsModel,
+    HandsOn,
+    KeysOnDevice,
+    NeedsInputs,
+    ReadsIndexer,
+    RereadsPrompt,
+    WeighsRest,
+)
 
 
 class Policy(NamedTuple):
@@ -92,7 +101,7 @@ def fitted(attached: Attached, method: Method, codec: CacheCodec | None = None) 
                 f"method.num_exempt_layers={exempt}: {has_own}, so that no layer reads every "
                 "token; allowed: 0"
             )
-        if method.rereads:
+        if isinstance(method, RereadsPrompt):
             raise UserError(
                 f"method {method.title} reads the prompt again, to which every token must attend: "
                 f"{has_own}; choose another method"
@@ -103,7 +112,7 @@ def fitted(attached: Attached, method: Method, codec: CacheCodec | None = None) 
                 "allowed: 0"
             )
     try:
-        return method.fitted(geometry)
+        return method.fitted(geometry) if isinstance(method, FitsModel) else method
     except ValueError as error:  # `methods` knows no UserError; its messages name the setting
         raise UserError(str(error)) from error
 
@@ -120,11 +129,11 @@ def policies_of(
     exempt, num_layers = method.num_exempt_layers, attached.geometry.num_layers
     is_met = exempt < num_layers or not needs_method
     require(is_met, "num_exempt_layers", exempt, f"< {num_layers} layers")
-    if method.needs_inputs and method.rereads:
+    if isinstance(method, NeedsInputs) and isinstance(method, RereadsPrompt):
         raise UserError(
-            f"method {method.title}: needs_inputs and rereads; a method can have one of them"
+            f"method {method.title}: NeedsInputs and RereadsPrompt; a method can have one of them"
         )
-    if method.holds_keys and attached.geometry.values_in_keys:
+    if isinstance(method, KeysOnDevice) and attached.geometry.values_in_keys:
         raise UserError(
             f"method {method.title} keeps the keys: in this model they hold the values as well"
         )
@@ -165,7 +174,7 @@ def new_states(
     or with these attention modules, and UserError for one on several devices that shares selections
     between layers and does not say what they hand on.
     """
-    if method.needs_inputs:
+    if isinstance(method, NeedsInputs):
         first = attached.numbers.index(method.num_exempt_layers)
         method.check_inputs(*attached.example(first))
     states: dict[torch.device, State] = {}
@@ -179,7 +188,7 @@ def new_states(
         states[device] = method.new_state(attached.geometry, on_device, measured)
     if len(states) > 1 and _shares_selections(method, attached.geometry.num_layers):
         state = next(iter(states.values()))
-        if not state.handed_on:
+        if not (isinstance(state, HandsOn) and state.handed_on):
             raise UserError(
                 f"model.device=map: {type(state).__name__} takes selections from earlier layers "
                 "and names none of them in `handed_on`; allowed: auto, cuda"
@@ -268,10 +277,10 @@ def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
     if not isinstance(selection, Selection):
         return f"{type(selection).__name__}; allowed: a Selection (methods/base.py)"
     rest = selection.rest
-    if rest is not None and rest.log_mass is not None and not state.method.weighs_rest:
-        return "rest.log_mass; allowed: for a method with weighs_rest = True"
-    if selection.own is not None and not state.method.hides_own:
-        return "own; allowed: for a method with hides_own = True"
+    if rest is not None and rest.log_mass is not None and not isinstance(state.method, WeighsRest):
+        return "rest.log_mass; allowed: for a method that derives from WeighsRest"
+    if selection.own is not None and not isinstance(state.method, ReadsIndexer):
+        return "own; allowed: for a method that derives from ReadsIndexer"
     batch, num_rows = rows.positions.shape
     slots = rows.slot_positions.shape[-1]
     geometry = state.geometry

@@ -1,7 +1,7 @@
 """Prompts that the model reads twice: the second reading tells a method which tokens to keep.
 
-After the dense pass of a method that rereads (`Method.rereads`) the model runs over the rows that
-the method lists (`Method.repetitions`). They follow the prompt: each sees all of it and the rows
+After the dense pass of a method that rereads (`RereadsPrompt`) the model runs over the rows that
+the method lists (`repetitions`). They follow the prompt: each sees all of it and the rows
 before it in its own pass, and none is kept. Sequences run one by one, so that each is what it is
 alone. Every layer's prompt is held until then, since a method may share a budget between layers.
 """
@@ -30,7 +30,8 @@ from harness.model.prompts import (
     prompt_bytes,
     shared_prompt,
 )
-from methods.base import Method, PromptRows, Repetition, RereadRows, State
+from methods.base import Method, PromptRows, State
+from methods.extras import NeedsInputs, Repetition, RereadingState, RereadRows, RereadsPrompt
 
 
 @torch.inference_mode()
@@ -49,16 +50,16 @@ def run_prompts(
     with the layer's inputs where the method needs them. Returns final hidden states of the dense
     pass [batch, prompt, hidden_size].
     """
-    needs_inputs = method.needs_inputs
-    passes = planned(attached, method, ids, real) if method.rereads else []
+    needs_inputs = isinstance(method, NeedsInputs)
+    passes = planned(attached, method, ids, real) if isinstance(method, RereadsPrompt) else []
     shared = shared_prompt(attached, ids, real, needs_inputs=needs_inputs)
     if shared is not None:
         prompt, hidden = shared
-    elif method.rereads:
+    elif isinstance(method, RereadsPrompt):
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:
         return dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
-    if method.rereads:
+    if isinstance(method, RereadsPrompt):
         read_again(attached, method, states, prompt, passes)
     prompt.hand_to(keep, with_inputs=needs_inputs)
     return hidden
@@ -75,7 +76,7 @@ class Pass(NamedTuple):
     repetition: Repetition
 
 
-def planned(attached: Attached, method: Method, ids: Tensor, real: Tensor) -> list[Pass]:
+def planned(attached: Attached, method: RereadsPrompt, ids: Tensor, real: Tensor) -> list[Pass]:
     """The passes that a method asks for after prompts ids, real [batch, prompt].
 
     They are made before the dense pass, while a GPU has nothing to do. Raises UserError where they
@@ -101,7 +102,7 @@ def planned(attached: Attached, method: Method, ids: Tensor, real: Tensor) -> li
 @torch.inference_mode()
 def read_again(
     attached: Attached,
-    method: Method,
+    method: RereadsPrompt,
     states: Iterable[State],
     prompt: PrefilledPrompt,
     passes: Sequence[Pass],
@@ -124,10 +125,11 @@ def read_again(
                 worth[number] = of_layer
     for state in states:
         real = prompt.real.to(state.lengths.prompt.device)
+        assert isinstance(state, RereadingState), type(state)
         state.take_worth(worth, PromptRows(real, real.shape[1]))
 
 
-def _of_all_sizes(method: Method) -> Method:
+def _of_all_sizes(method: RereadsPrompt) -> RereadsPrompt:
     """What methods that differ in size or exempt layers alone have in common."""
     with suppress(ValueError):  # it has no size
         method = method.with_size(1.0)
@@ -135,7 +137,7 @@ def _of_all_sizes(method: Method) -> Method:
 
 
 def _worth(
-    attached: Attached, method: Method, prompt: PrefilledPrompt, passes: Sequence[Pass]
+    attached: Attached, method: RereadsPrompt, prompt: PrefilledPrompt, passes: Sequence[Pass]
 ) -> dict[int, Tensor]:
     """The worth of each token by layer under the method, fp32 [batch, num_kv_heads, prompt]."""
     batch, num_columns = prompt.real.shape
@@ -164,7 +166,7 @@ def held_bytes(attached: Attached, num_tokens: int) -> int:
     return kept_bytes(attached, num_tokens) + prompt_bytes(attached, num_tokens)
 
 
-def _require_positions(attached: Attached, method: Method, prompt: int, rows: int) -> None:
+def _require_positions(attached: Attached, method: RereadsPrompt, prompt: int, rows: int) -> None:
     attached.require_length(prompt + rows)
     most = getattr(attached.decoder.stack.config, "max_position_embeddings", None)
     if most and prompt + rows > most:
@@ -185,7 +187,7 @@ class _RereadPass(Handler):
     def __init__(
         self,
         attached: Attached,
-        method: Method,
+        method: RereadsPrompt,
         prompt: Sequence[tuple[Tensor, Tensor, Tensor]],
         repetition: Repetition,
     ) -> None:

@@ -43,7 +43,8 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.settings.schema import is_unmet
 from methods.base import NAMES_ROWS, Geometry, Method, State, TokenCounts
-from methods.codec import AnyCodec, CacheCodec, codec_at, without_keys
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, without_keys
+from methods.extras import KeysOnDevice
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def resident_share(
             kept += token * exact.double()
     for state in states:
         kept += _bytes_of_state(state)
-    if states:
+    if states and isinstance(states[0].method, KeysOnDevice):
         method, resident = states[0].method, []
         for row in _last_rows(states[0]):
             resident.append(sum(method.tokens_resident(row, layer) for layer in layers))
@@ -403,7 +404,9 @@ def sized_as_stored(
     """
     called = f"method {method.title}" if preset is None else f"method={preset}"
     counted, num_layers = Counter(rows), geometry.num_layers
-    widths = code_widths(without_keys(codec) if method.holds_keys else codec, geometry)
+    widths = code_widths(
+        without_keys(codec) if isinstance(method, KeysOnDevice) else codec, geometry
+    )
 
     def size_of(number: float) -> float:
         return expected_size(method.with_size(number), counted, num_layers, widths)

@@ -32,7 +32,8 @@ from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from methods.attention import Softmax
 from methods.base import Geometry, Lengths, Method, PromptRows, QueryRows, TokenCounts
-from methods.infinigen import InfiniGen, Oracle
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -18,7 +18,7 @@ from harness.model.sizes import (
     window_share,
 )
 from methods.base import Geometry, Method
-from methods.codec import CacheCodec
+from methods.codecs.split import CacheCodec
 
 
 class PassCounts:

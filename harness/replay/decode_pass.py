@@ -25,7 +25,8 @@ from harness.replay.counts import PassCounts
 from harness.replay.history import History
 from methods.attention import hide, log_sum_exp, num_true
 from methods.base import EMPTY, Method, QueryRows, Selection, State
-from methods.codec import CacheCodec, SplitCodec
+from methods.codecs.split import CacheCodec, SplitCodec
+from methods.extras import HandsOn
 
 SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
@@ -112,8 +113,9 @@ class DecodePass(Handler):
         is_selecting = policy.kind == "method" and not self.session.reads_everything
         state = self.session.states.get(device) if is_selecting else None
         if state is not None:
-            if self._latest not in (None, state):
-                state.take_over(self._latest)
+            latest = self._latest
+            if isinstance(state, HandsOn) and latest is not None and latest is not state:
+                state.take_over(latest)
             self._latest = state
             state.append(policy.number, key, value, tokens[:, columns], columns)
         if is_selecting:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from harness.model.attached import Attached, require_codable
-from methods.base import EMPTY, State
-from methods.codec import AnyCodec
+from methods.base import EMPTY
+from methods.codecs.split import AnyCodec
+from methods.extras import KeysOnDeviceState
 
 
 class History:
@@ -118,7 +119,9 @@ class History:
         if self._layers[layer].latent is None:
             kv[1][:, :, columns] = value
 
-    def hold(self, layer: int, number: int, state: State, key: Tensor, value: Tensor) -> None:
+    def hold(
+        self, layer: int, number: int, state: KeysOnDeviceState, key: Tensor, value: Tensor
+    ) -> None:
         """Write a prompt whose keys `state` has taken in: the resident rows exactly, the others as
         `state` rebuilds them. number: the layer's, as methods count."""
         self.resident[layer] = state.resident(number)

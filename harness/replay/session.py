@@ -28,7 +28,8 @@ from harness.model.sizes import ReadStats, SessionConstants, resident_share
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
 from methods.base import Calibration, Lengths, Method, PromptRows, State
-from methods.codec import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
 class ReplaySession:
@@ -67,7 +68,7 @@ class ReplaySession:
     ) -> None:
         attached.require_length(int(final_lengths.max()))
         require_layers(codec, attached.geometry.num_layers)
-        self.codec = without_keys(codec) if method.holds_keys else codec
+        self.codec = without_keys(codec) if isinstance(method, KeysOnDevice) else codec
         self.is_model = method.reads_all and self.codec is None
         method = fitted(attached, method, self.codec)
         self.attached = attached
@@ -142,7 +143,7 @@ class ReplaySession:
         state.prompt(policy.number, query, key, value, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()
-        if self.method.holds_keys:
+        if isinstance(state, KeysOnDeviceState):
             self.history.hold(layer, policy.number, state, key, value)
 
     def decode(self, ids: Tensor, valid: Tensor, multiplicity: Tensor | None = None) -> Tensor:

@@ -19,24 +19,15 @@ from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.model.sizes import OF_A_CALL, TOLERANCE, LengthWords, sized_as_stored
 from harness.replay.session import ReplaySession
-from harness.settings.config import FLOAT_CODECS, RunConfig, layer_formats
+from harness.settings.codecs import codec_named, is_float, is_integer
+from harness.settings.config import RunConfig, layer_formats
 from harness.settings.kinds import find
+from methods import extras
 from methods.base import Calibration, Method, TokenCounts
-from methods.codec import (
-    INTEGER_BITS,
-    NVFP4,
-    TURBO_BITS,
-    AnyCodec,
-    CacheCodec,
-    ChannelCodec,
-    Codec,
-    LayerCodecs,
-    NamedLayers,
-    Nvfp4Codec,
-    RowCodec,
-    SplitCodec,
-    TurboCodec,
-)
+from methods.codecs.base import RowCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.split import AnyCodec, CacheCodec, LayerCodecs, NamedLayers, SplitCodec
+from methods.extras import SettledByCalibration
 
 OF_TASKS = LengthWords("prompts of {} tokens", "answers of {} tokens")
 OF_TIMED = LengthWords("prompt_len={}", "gen_len={}")
@@ -69,8 +60,9 @@ class Setup:
     prefetch: bool = False
 
     def __post_init__(self) -> None:
-        if self.method.needs_calibration and self.calibration is not None:
-            object.__setattr__(self, "method", self.method.settled(self.calibration))
+        method = self.method
+        if isinstance(method, SettledByCalibration) and self.calibration is not None:
+            object.__setattr__(self, "method", method.settled(self.calibration))
 
     def replay(
         self,
@@ -205,7 +197,7 @@ def tokenized(method: Method, loaded: LoadedModel) -> Method:
             )
         return token_ids(text, loaded.reader)
 
-    return method.tokenized(encode)
+    return extras.tokenized(method, encode)
 
 
 def calibrated(
@@ -239,11 +231,11 @@ def codec_of(config: RunConfig) -> CacheCodec | None:
         return others
     named = []
     for layers in layer_formats(config.codec_layers):
-        is_float = {layers.keys, layers.values} <= {*FLOAT_CODECS}
+        all_floats = is_float(layers.keys) and is_float(layers.values)
         codec = _of_layer(
             _keys_codec(config, layers.keys),
             _values_codec(config, layers.values),
-            0 if is_float else config.residual,  # floats leave no token behind
+            0 if all_floats else config.residual,  # floats leave no token behind
         )
         named.append(NamedLayers(layers.first, layers.last, codec, layers.words))
     return LayerCodecs(others, tuple(named))
@@ -257,18 +249,14 @@ def _of_layer(keys: RowCodec, values: RowCodec, residual: int) -> AnyCodec:
 
 def _keys_codec(config: RunConfig, name: str) -> RowCodec:
     """The shipped codec of that name, with the run's settings, for keys."""
-    if config.key_groups == "channel" and name in INTEGER_BITS:
+    if config.key_groups == "channel" and is_integer(name):
         return ChannelCodec(name, config.group_size, config.rotation)
     return _values_codec(config, name)
 
 
 def _values_codec(config: RunConfig, name: str) -> RowCodec:
     """The shipped codec of that name, with the run's settings, for values."""
-    if name in TURBO_BITS:
-        return TurboCodec(name)
-    if name == NVFP4:
-        return Nvfp4Codec()
-    return Codec(name, config.group_size, config.rotation if name in INTEGER_BITS else None)
+    return codec_named(name, group_size=config.group_size, rotation=config.rotation)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
     if config.own_codec is not None:
         found[f"{CODE}codec"] = _digest(_module_files(type(config.own_codec).__module__))
     found |= model(config.model, weights=weights)
-    if config.method.file is not None:
+    from methods.extras import ReadsFile  # loads torch
+
+    if isinstance(config.method, ReadsFile) and config.method.file is not None:
         found["method"] = files_sha256([Path(config.method.file)])
     return found
 
@@ -161,7 +163,8 @@ def code(method_module: str, own: Sequence[str]) -> dict[str, str]:
 
     own: folders and modules of `harness` that only one kind of run uses.
     """
-    harness = {PACKAGES_DIR / METHODS / "codec.py"}
+    codecs = PACKAGES_DIR / METHODS / "codecs"
+    harness = {*codecs.glob("*.py"), *codecs.glob("*.yaml")}
     for name in (*CORE, *own):
         path = PACKAGES_DIR / "harness" / name
         if path.is_file():

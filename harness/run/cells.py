@@ -30,7 +30,7 @@ from tqdm import tqdm
 from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users
 from harness.files import HeldError, holding
 from harness.model.resources import Resources
-from harness.run import status, tracking
+from harness.run import status
 from harness.run.kinds import measurement_of
 from harness.run.runner import Run, fail, is_held, relabel, require_devices, run
 from harness.scoring.progress import bar
@@ -91,7 +91,6 @@ def run_cells(
             yield cell.path
         else:
             todo.append(cell)
-    tracking.require(cell.config.tracker for cell in todo)
     for cell in todo:
         is_elsewhere = is_held(cell.path)
         why = f"{cell.title}: another process is at it" if is_elsewhere else cell.why_again()
@@ -199,7 +198,7 @@ def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
         pipe, its_end = context.Pipe()
         child = context.Process(target=_child, args=(its_end,))
         try:
-            # Started with the child, the tracker would take the block away.
+            # Started with the child, the resource tracker would take the block away.
             resource_tracker.ensure_running()
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # which the child inherits
             try:

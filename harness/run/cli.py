@@ -52,7 +52,7 @@ from harness.errors import (
 from harness.files import until_settled
 from harness.model.resources import Resources
 from harness.results import archive
-from harness.run import runner, status, tracking
+from harness.run import runner, status
 from harness.run.cells import run_cells
 from harness.run.compose import as_sweep, override, read_override
 from harness.run.kinds import measurement_of
@@ -102,8 +102,8 @@ class Jobs:
 
     tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results
     folder. paths: records of the finished runs. gaps: what a sweep left out, in lines. exit_code: a
-    bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures, which `tracker`
-    gets as well. is_copy: in a process that a launcher started. num_jobs: of the sweep.
+    bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures.
+    is_copy: in a process that a launcher started. num_jobs: of the sweep.
     seconds: that each new run took. disk_is_full: a job said so. swept: settings that differ
     between the jobs of a sweep.
     """
@@ -115,7 +115,6 @@ class Jobs:
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
     draws: bool = False
-    tracker: str = tracking.NONE
     is_copy: bool = False
     num_jobs: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -173,7 +172,7 @@ class Jobs:
         if asked:
             print(status.render(status.of_runs(map(runner.Run.of, plan.cells))))
             return
-        self.draws, self.tracker = True, config.tracker
+        self.draws = True
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
@@ -196,7 +195,6 @@ class Jobs:
         if find(checked.kind).keeps_record:
             run = runner.Run.of(checked)
             is_new = not run.is_finished()
-            tracking.require([checked.tracker] if is_new else [])
             began = time.perf_counter()
             self.paths.append(runner.run(run, self.resources))
             if is_new:
@@ -257,7 +255,6 @@ class Jobs:
             figures = until_settled(results, "tables/*.csv", lambda: draw(results))
             if figures:
                 print(f"{len(figures)} files of figures are in {figures[0].parent}")
-            tracking.send_figures(self.tracker, figures)
         for line in self.gaps:
             print(line)
 

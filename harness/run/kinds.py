@@ -255,7 +255,9 @@ class Capacity(Measurement):
         if config.placement not in ("device", "host"):
             allowed = "allowed in kind=capacity: device, host"
             raise UserError(f"placement={config.placement}: {allowed}")
-        if method.rereads:
+        from methods.extras import RereadsPrompt  # loads torch
+
+        if isinstance(method, RereadsPrompt):
             holds = "reads each prompt again and holds the states of all layers meanwhile"
             raise UserError(f"method={config.method_name}: {holds}; kind=capacity does not size it")
         if not (platform.overlap and platform.pinned):

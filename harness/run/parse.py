@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,6 +19,7 @@ from harness.errors import UserError, nearest
 from harness.run.kinds import measurement_of
 from harness.settings import config as configs
 from harness.settings import own_method, systems
+from harness.settings.codecs import codec_names
 from harness.settings.config import (
     CODEC_WORDS,
     CPU_DTYPE,
@@ -324,7 +325,7 @@ def _own_codec(codec: Any, given: Any) -> dict[str, Any]:
             raise UserError(f"codec_settings={given}: {has_none}")
         return {}
     cls, name = own_method.find_codec(codec)
-    if name in get_args(configs.CodecName):
+    if name in codec_names():
         raise UserError(f"codec={codec}: {name} is a codec of this project; rename the file")
     return {"codec": name, "own_codec": build(cls, given, "codec_settings")}
 
@@ -394,9 +395,6 @@ def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
         )
     systems.check_hot_rows(config.method, config.device_rows, config.prefetch)
     measurement_of(config.kind).check(config)
-    if config.tracker != "none" and not kind.keeps_record:
-        no_record = f"experiment={config.experiment} keeps no record to send"
-        raise UserError(f"tracker={config.tracker}: {no_record}")
 
 
 def _check_given_of_sized(method: Method, size: float, given: set[str]) -> None:

@@ -37,7 +37,6 @@ from harness.results import record as records
 from harness.results import write as tables
 from harness.results.metrics import DEVICE_FRAC, SIZE, TOKENS_EVICTED
 from harness.results.samples import full_runs
-from harness.run import tracking
 from harness.run.kinds import digests_of, measurement_of
 from harness.settings import own_method
 from harness.settings.config import RunConfig
@@ -178,7 +177,9 @@ def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
     with suppress(HeldError), holding(todo.path.parent, wait=False):
         if not todo.is_finished():
-            _end(todo, _unfinished(todo) | {"status": "failed", "error": to_record(error)})
+            records.write_record(
+                todo.path, _unfinished(todo) | {"status": "failed", "error": to_record(error)}
+            )
 
 
 def relabel(finished: Run) -> None:
@@ -233,11 +234,13 @@ def _record(todo: Run, resources: Resources) -> None:
             measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}
             measured["environment"] = environment.describe(devices)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
-        _end(todo, record | measured | {"status": "finished", "seconds": seconds})
+        records.write_record(
+            todo.path, record | measured | {"status": "finished", "seconds": seconds}
+        )
     except Exception as error:
         seconds = time.perf_counter() - start
         failure = {"status": "failed", "error": to_record(error), "seconds": seconds}
-        _end(todo, record | failure)
+        records.write_record(todo.path, record | failure)
         raise
 
 
@@ -297,11 +300,6 @@ def _devices_of(model: Any) -> list[str]:
         if device not in devices:
             devices.append(device)
     return devices or [str(model.device)]
-
-
-def _end(todo: Run, record: Mapping[str, Any]) -> None:
-    records.write_record(todo.path, record)
-    tracking.send(todo.config.tracker, todo.path)
 
 
 @own_method.faults()

@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import Field
 
 from harness.errors import UserError, nearest
+from harness.settings.codecs import codec_names, is_float, is_integer, takes
 from harness.settings.paths import RESULTS
 from harness.settings.schema import (
     MOST,
@@ -33,7 +34,7 @@ from harness.settings.schema import (
 
 if TYPE_CHECKING:
     from methods.base import Method
-    from methods.codec import RowCodec
+    from methods.codecs.base import RowCodec
 else:
     Method = RowCodec = Any  # importing them here would import torch
 
@@ -74,22 +75,6 @@ SLOWEST_GBPS = 1e-3
 RUNNING = ("cpu", "cuda")
 """Platforms on which runs compute; others are modelled."""
 
-CodecName = Literal[
-    "fp32",
-    "fp16",
-    "bf16",
-    "fp8",
-    "int8",
-    "int4",
-    "int2",
-    "int1",
-    "turbo4",
-    "turbo3",
-    "turbo2",
-    "nvfp4",
-]
-FLOAT_CODECS = ("fp32", "fp16", "bf16", "fp8")
-INTEGER_CODECS = ("int8", "int4", "int2", "int1")
 LAYER_FORMAT = re.compile(
     r"(?P<first>\d+)(?P<range>-(?P<last>\d+)?)?:(?P<keys>[^/]+)(?:/(?P<values>[^/]+))?"
 )
@@ -469,8 +454,8 @@ class LayerFormats(NamedTuple):
 
     first: int
     last: int | None
-    keys: CodecName
-    values: CodecName
+    keys: str
+    values: str
     words: str
 
 
@@ -489,8 +474,8 @@ def layer_formats(entries: Sequence[str]) -> list[LayerFormats]:
             raise UserError(f"{setting}: {forms}")
         keys, values = parts["keys"], parts["values"] or parts["keys"]
         for name in (keys, values):
-            if name not in get_args(CodecName):
-                raise UserError(f"{setting}: {name}: {nearest(name, get_args(CodecName))}")
+            if name not in codec_names():
+                raise UserError(f"{setting}: {name}: {nearest(name, codec_names())}")
         first = int(parts["first"])
         last: int | None = first
         if parts["range"]:
@@ -501,7 +486,7 @@ def layer_formats(entries: Sequence[str]) -> list[LayerFormats]:
             later = max(first, other.first)
             if (last is None or later <= last) and (other.last is None or later <= other.last):
                 raise UserError(f"{setting}: layer {later} is in {other.words} too; name it once")
-        found.append(LayerFormats(first, last, keys, values, words))  # type: ignore[arg-type]
+        found.append(LayerFormats(first, last, keys, values, words))
     return found
 
 
@@ -553,7 +538,7 @@ class RunConfig:
     device_rows: rows of each layer and KV head that stay on the device, in times of what a
     step reads at most. prefetch: rows that a query made in the layer before would select cross the
     link early. size: the share of the full cache, of the layers that see every token, that a decode
-    step is to read; sizing: `nearest` for `size=nearest:SHARE`. tracker: gets a copy of the record.
+    step is to read; sizing: `nearest` for `size=nearest:SHARE`.
     """
 
     experiment: Text
@@ -570,7 +555,7 @@ class RunConfig:
     label_given: bool = False
     codec: Text | None = None
     own_codec: RowCodec | None = None
-    value_codec: CodecName | None = None
+    value_codec: Text | None = None
     codec_layers: Names | None = None
     group_size: Count = GROUP_SIZE
     rotation: Literal["hadamard"] | None = None
@@ -597,7 +582,6 @@ class RunConfig:
     prompt: Text | None = None
     max_new_tokens: Count | None = None
     results_dir: PathText = RESULTS
-    tracker: Literal["none", "mlflow", "wandb"] = "none"
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -635,23 +619,27 @@ class RunConfig:
         if self.value_codec is not None and self.codec is None:
             codec = "needs codec=, the format of the keys; fp32 is exact"
             raise UserError(f"value_codec={self.value_codec}: {codec}")
-        shipped = get_args(CodecName)
+        shipped = codec_names()
         if self.codec is not None and self.own_codec is None and self.codec not in shipped:
             raise UserError(f"codec={self.codec}: {nearest(self.codec, shipped)}")
+        if self.value_codec is not None and self.value_codec not in shipped:
+            raise UserError(f"value_codec={self.value_codec}: {nearest(self.value_codec, shipped)}")
         keys, values = self.codec, self.value_codec or self.codec
         words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
-        integers = {keys, values} & {*INTEGER_CODECS}
-        named = self._named_formats()
-        if self.group_size != GROUP_SIZE and not (integers | named) & {*INTEGER_CODECS}:
+        formats = {keys, values} | self._named_formats()
+        has_groups = any(takes(name, "group_size") for name in formats)
+        if self.group_size != GROUP_SIZE and not has_groups:
             no_groups = f"{words} has no groups; choose an integer codec"
             raise UserError(f"group_size={self.group_size}: {no_groups}")
-        if self.rotation is not None and integers != {keys, values}:
+        all_turn = takes(keys, "rotation") and takes(values, "rotation")
+        if self.rotation is not None and not all_turn:
             not_turned = f"{words} is not turned; choose an integer codec"
             raise UserError(f"rotation={self.rotation}: {not_turned}")
-        if self.residual and not {keys, values} - {*FLOAT_CODECS, None}:
+        none_coded = all(name is None or is_float(name) for name in (keys, values))
+        if self.residual and none_coded:
             no_token = f"{words} leaves no token behind; choose an integer codec"
             raise UserError(f"residual={self.residual}: {no_token}")
-        if self.key_groups == "channel" and self.codec not in INTEGER_CODECS:
+        if self.key_groups == "channel" and not is_integer(self.codec):
             no_groups = f"codec={self.codec} has no groups; choose an integer codec"
             raise UserError(f"key_groups=channel: {no_groups}")
         if self.key_groups == "channel" and (not self.residual or self.residual % self.group_size):

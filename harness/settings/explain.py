@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.settings import config as configs
 from harness.settings import own_method, schema
+from harness.settings.codecs import codec_names
 from harness.settings.schema import CONF_DIR, MOST, options
 
 WIDTH = 100
@@ -53,6 +54,8 @@ WITH_COMMENTS = {
 }
 """By group, the file of `conf/` whose comments say what its settings mean."""
 OTHER_RANGES = {
+    "codec": f"{', '.join(codec_names())}, or ./FILE.py{OR_NULL}",
+    "value_codec": f"as codec, but no file{OR_NULL}",
     "codec_settings": "the fields of the codec",
     "size": f"above 0, at most 1, a percentage, or nearest:SHARE{OR_NULL}",
     "prefill_len": f"a whole number, at least 0{OR_NULL}",

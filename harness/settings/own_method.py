@@ -88,14 +88,13 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     module, where, name = _module(choice, setting)
     cls = _class(module, name, Method, setting)
     _require_text(cls, "title", setting)
-    _require_flags(
-        cls, ("reads_all", "needs_prompt", "holds_keys", "weighs_rest", "rereads"), setting
-    )
-    file = _constant(cls, "file", None)
+    _require_flags(cls, ("reads_all", "needs_prompt"), setting)
+    _require_extras(cls, setting)
+    file = _constant(cls, "file", None) if hasattr(cls, "file") else None
     if file is not None and not isinstance(file, str):
         raise UserError(f"{setting}: {cls.__name__}.file={file!r}: must be a path or None")
     names = [field.name for field in fields(cls)]
-    for needed in _constant(cls, "calibration_settings", ()):
+    for needed in getattr(cls, "calibration_settings", ()):
         if needed not in names:
             listed = f"{cls.__name__}.calibration_settings={needed!r}"
             raise UserError(f"{setting}: {listed}: {nearest(needed, names)}")
@@ -128,7 +127,7 @@ def _press(choice: str, setting: str) -> type:
 
 def find_codec(choice: str) -> tuple[type, str]:
     """The class that `codec=<choice>` names, and its name in tables. Raises UserError as `find`."""
-    from methods.codec import RowCodec
+    from methods.codecs.base import RowCodec
 
     setting = f"codec={choice}"
     module, _, name = _module(choice, setting)
@@ -136,7 +135,7 @@ def find_codec(choice: str) -> tuple[type, str]:
     for part in ("bits", "row_bytes", "encode", "decode"):
         if getattr(cls, part) is getattr(RowCodec, part):
             raise UserError(
-                f"{setting}: {cls.__name__} lacks {part}; methods/codec.py says what it is"
+                f"{setting}: {cls.__name__} lacks {part}; methods/codecs/base.py says what it is"
             )
     _require_text(cls, "name", setting)
     _defaults(cls, setting)
@@ -274,6 +273,21 @@ def _require_flags(cls: type, names: Sequence[str], setting: str) -> None:
         value = _constant(cls, name, False)
         if not isinstance(value, bool):
             raise UserError(f"{setting}: {cls.__name__}.{name}={value!r}: must be True or False")
+
+
+def _require_extras(cls: type, setting: str) -> None:
+    """Raise UserError for a hook of `methods.extras` on a class without the base that it belongs
+    to, since nothing would ask for it."""
+    from methods import extras
+    from methods.base import Method
+
+    for extra in vars(extras).values():
+        if not inspect.isclass(extra) or not issubclass(extra, Method) or issubclass(cls, extra):
+            continue
+        for name in vars(extra):
+            if not name.startswith("_") and hasattr(cls, name):
+                lacks = f"derive from {extra.__name__} of methods/extras.py as well"
+                raise UserError(f"{setting}: {cls.__name__}.{name}: {lacks}")
 
 
 def _defaults(cls: Any, setting: str) -> dict[str, Any]:

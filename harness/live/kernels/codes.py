@@ -3,7 +3,7 @@ attended to by two instead of some sixty.
 
 The codes of a row are bytes [segments, segment], a segment being what lies in one group and one bit
 plane; its elements are [planes, segments, segment] in that order, each axis rounded up to a power
-of two. Rows are packed and decoded as `methods.codec` says, bit for bit.
+of two. Rows are packed and decoded as `methods.codecs` says, bit for bit.
 
 Attention: a program serves one query head and one of the parts into which the rows are split. It
 decodes a tile of rows in registers and attends to it; each row of the tile has a running softmax of
@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods.codec import Codec, plane_width
+from methods.codecs.base import plane_width
+from methods.codecs.integers import IntegerCodec
 
 ELEMENTS = 4096
 """Keys or values that an attention program has in registers at a time."""
@@ -161,7 +162,7 @@ def _pack_rows(
         tl.store(rest, tl.zeros((2,), tl.uint8))
 
 
-def pack(keys: Tensor, values: Tensor, codec: Codec, slot_bytes: int) -> Tensor:
+def pack(keys: Tensor, values: Tensor, codec: IntegerCodec, slot_bytes: int) -> Tensor:
     """K and V [batch, num_kv_heads, n, head_dim] as rows [batch, num_kv_heads, n, slot_bytes]."""
     keys, values = _in_rows(keys), _in_rows(values)
     packed = torch.empty((*keys.shape[:3], slot_bytes), dtype=torch.uint8, device=keys.device)
@@ -319,7 +320,7 @@ def attend(
     visible: Tensor | None,
     bias: Tensor | None,
     scale: float,
-    codec: Codec,
+    codec: IntegerCodec,
 ) -> Tensor:
     """Attention of one row over cached rows of integer codes and its own.
 

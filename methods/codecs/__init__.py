@@ -1,0 +1,1 @@
+"""Codecs: the formats of cached rows, a family a file."""

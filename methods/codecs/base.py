@@ -1,0 +1,163 @@
+"""What a codec is: the format of cached rows, and how codes of a few bits are packed.
+
+`RowCodec` is what every codec is; a codec in a file of one's own derives from it. `roundtrip(x)` is
+`decode(encode(x))` bit for bit without the packing. Replay uses the first, live decoding the
+others.
+
+Codes of 1, 2, 4 or 8 bits are packed in planes. With n = 8 / bits codes per byte, byte i holds
+elements i, i + width, ..., i + (n - 1) * width, the first in the lowest bits. Unpacking then writes
+n contiguous blocks.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""Formats to compute in."""
+Count = TypeVar("Count", int, Tensor)
+
+
+class RowCodec:
+    """A storage format of cached rows, for keys, for values or for both. A row is one token's in
+    one KV head.
+
+    A subclass says `bits`, `row_bytes`, `encode` and `decode`. A row is coded by itself, whatever
+    lies beside it.
+
+    name: one of `FLOAT_DTYPES` if rows are stored so; any other word means nothing.
+    """
+
+    name: str = "own"
+    residual: ClassVar[int] = 0
+    """Number of last tokens that are kept exact; see `SplitCodec`."""
+
+    @property
+    def bits(self) -> float:
+        """Bits that an element counts in `size_artifact`, without what a row has once; sizes count
+        all of a row."""
+        raise NotImplementedError
+
+    @property
+    def keys(self) -> RowCodec:
+        return self
+
+    @property
+    def values(self) -> RowCodec:
+        return self
+
+    @property
+    def span(self) -> int:
+        """Consecutive tokens that are coded together."""
+        return 1
+
+    def stored(self, cached: Count) -> Count:
+        """Number of the `cached` tokens that are read as stored: all."""
+        return cached
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bits that an element counts in size: by default those that are stored."""
+        return 8 * self.row_bytes(head_dim) / head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any
+        slot."""
+        raise NotImplementedError
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Packs `x` [..., head_dim], of any float dtype, into uint8 [..., row_bytes(head_dim)]."""
+        raise NotImplementedError
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with
+        stride 1 last."""
+        raise NotImplementedError
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        """`x` [..., head_dim] as it reads back from storage, in its own dtype."""
+        return self.decode(self.encode(x), x.shape[-1], x.dtype)
+
+
+# Packing
+
+
+def plane_width(head_dim: int, bits: int) -> int:
+    """Bytes of a row's codes, which is also the number of elements in a bit plane; even."""
+    return -(-head_dim * bits // 16) * 2
+
+
+def _planes(bits: int) -> tuple[int, ...]:
+    """The bits of a code that are packed together, the low ones first."""
+    return (2, 1) if bits == 3 else (bits,)
+
+
+def code_bytes(count: int, bits: int) -> int:
+    """Bytes of `count` codes of 1, 2, 3, 4 or 8 bits, as `pack_codes` packs them."""
+    return sum(plane_width(count, of_plane) for of_plane in _planes(bits))
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Integer codes [..., count] as uint8 [..., `code_bytes`]; codes of 3 bits as their two low
+    bits and then their high bit."""
+    parts = []
+    for of_plane in _planes(bits):
+        parts.append(pack_planes(codes & (2**of_plane - 1), of_plane))
+        codes = codes >> of_plane
+    return torch.cat(parts, dim=-1)
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The codes in bytes of `pack_codes`: int32 [..., count]."""
+    codes = packed.new_zeros((*packed.shape[:-1], count), dtype=torch.int32)
+    begin, shift = 0, 0
+    for of_plane in _planes(bits):
+        end = begin + plane_width(count, of_plane)
+        codes += unpack_planes(packed[..., begin:end], of_plane, count, torch.int32) << shift
+        begin, shift = end, shift + of_plane
+    return codes
+
+
+def pack_planes(codes: Tensor, bits: int) -> Tensor:
+    """fp32 codes [..., head_dim] as bytes [..., plane width]."""
+    head_dim, per_byte = codes.shape[-1], 8 // bits
+    width = plane_width(head_dim, bits)
+    padded = pad(codes, (0, width * per_byte - head_dim)).to(torch.uint8)
+    planes = padded.unflatten(-1, (per_byte, width))
+    packed = planes[..., 0, :]
+    for plane in range(1, per_byte):
+        packed = packed | (planes[..., plane, :] << (plane * bits))
+    return packed
+
+
+def unpack_planes(packed: Tensor, bits: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Bytes [..., plane width] as codes [..., head_dim] in `dtype`."""
+    width = packed.shape[-1]
+    codes = torch.empty(*packed.shape[:-1], head_dim, dtype=dtype, device=packed.device)
+    for plane, start in enumerate(range(0, head_dim, width)):
+        block = codes[..., start : start + width]
+        shifted = packed >> (plane * bits) if plane else packed
+        if (plane + 1) * bits < 8:  # else nothing lies above these bits
+            shifted = shifted & (2**bits - 1)
+        block.copy_(shifted[..., : block.shape[-1]])
+    return codes
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`x` [..., head_dim] times the orthonormal Hadamard matrix in Sylvester's order, which is its
+    own inverse.
+
+    If head_dim is no power of two: in blocks of the largest power of two that divides it. Computed
+    by butterflies, so that a row's bits do not depend on the rows beside it, as they may in a
+    product of matrices.
+    """
+    block = x.shape[-1] & -x.shape[-1]
+    rotated, half = x.unflatten(-1, (-1, block)), 1
+    while half < block:
+        first, second = rotated.unflatten(-1, (-1, 2, half)).unbind(-2)
+        rotated = torch.stack([first + second, first - second], -2).flatten(-3)
+        half *= 2
+    return rotated.mul(block**-0.5).flatten(-2)

@@ -1,0 +1,141 @@
+"""`int8` to `int1`: integer codes with a minimum and a step for each group of elements.
+
+FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1). Per
+token, KV head and group of `group_size` elements along head_dim: `lo = min`, `step = (max - lo) /
+(2^bits - 1)`, both rounded to fp16 before use; `code = round((x - lo) / step)`, clamped; `value =
+code * step + lo` in the compute dtype. A group whose step rounds to 0 gives `lo`. The last group of
+a row may be shorter. A packed row is `[lo, step of each group (fp16) | codes]`.
+
+With `rotation="hadamard"` a row is rotated before it is quantized and back after, as in QuaRot's KV
+cache (Ashkboos et al., NeurIPS 2024): the rotation spreads an outlier over the row.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**int8** to **int1**: elements in groups of `group_size` share a minimum and a step in fp16
+(asymmetric). Any method can have such a codec (`codec=int4`). **fp8** has no scales and saturates
+at ±448. **-hadamard** rotates keys (after their positions) and values before they are coded and
+back after, at no byte more. QuaRot itself turns the query instead of turning keys back, and folds
+the rotation of values into the weights. Its 4-bit cache has asymmetric codes as here, with one
+group a row; the simulation beside it starts from symmetric ones (`--k_asym`, `--v_asym`) and can
+clip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from methods.codecs.base import RowCodec, hadamard, pack_planes, plane_width, unpack_planes
+
+INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
+Rotation = Literal["hadamard"]
+GROUP_META_BYTES = 4  # lo and step, fp16 each
+
+
+@dataclass(frozen=True)
+class IntegerCodec(RowCodec):
+    """name: one of INTEGER_BITS. group_size: elements that share lo and step. rotation: applied to
+    a row before it is quantized. Raises ValueError for an unknown name, or a group_size below 1.
+    """
+
+    name: str
+    group_size: int = 64
+    rotation: Rotation | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in INTEGER_BITS:
+            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(INTEGER_BITS)}")
+        if type(self.group_size) is not int or self.group_size < 1:
+            raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 1")
+
+    @property
+    def bits(self) -> int:
+        """Bits that an element counts, without lo and step."""
+        return INTEGER_BITS[self.name]
+
+    def num_groups(self, head_dim: int) -> int:
+        """Groups in a row of head_dim elements."""
+        return -(-head_dim // self.group_size)
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bits that an element counts in size: `bits`, and 32 for each group (lo and step)."""
+        return self.bits + 32 * self.num_groups(head_dim) / head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        return self._meta_bytes(head_dim) + plane_width(head_dim, self.bits)
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        codes, lo, step = self._quantize(x)
+        return self._values(codes.to(self._working(x.dtype)), lo, step, x.shape).to(x.dtype)
+
+    def encode(self, x: Tensor) -> Tensor:
+        codes, lo, step = self._quantize(x)
+        packed = pack_planes(self._ungrouped(codes, x.shape), self.bits)
+        return torch.cat([self._pack_meta(lo, step), packed], dim=-1)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        codes, lo, step = self.unpack(packed, head_dim, self._working(dtype))
+        return self._values(self._grouped(codes), lo, step, codes.shape).to(dtype)
+
+    def unpack(
+        self, packed: Tensor, head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The codes of rows in `dtype`, [..., head_dim], and lo and step of their groups,
+        fp16 [..., num_groups, 1]. Arguments as in `decode`."""
+        meta_bytes = self._meta_bytes(head_dim)
+        lo, step = self._unpack_meta(packed[..., :meta_bytes], head_dim)
+        return unpack_planes(packed[..., meta_bytes:], self.bits, head_dim, dtype), lo, step
+
+    def _working(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype to compute values in: fp32 if they are rotated back, so that they are rounded
+        once."""
+        return dtype if self.rotation is None else torch.float32
+
+    def _grouped(self, rows: Tensor) -> Tensor:
+        """[..., head_dim] cut into groups. A shorter last group repeats its last element: same min
+        and max."""
+        head_dim = rows.shape[-1]
+        group = max(1, min(self.group_size, head_dim))
+        missing = -head_dim % group
+        if missing:
+            rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], missing)], dim=-1)
+        return rows.unflatten(-1, (rows.shape[-1] // group, group))
+
+    def _ungrouped(self, groups: Tensor, shape: torch.Size) -> Tensor:
+        return groups.flatten(-2)[..., : shape[-1]]
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """codes [..., num_groups, group], lo and step [..., num_groups, 1], rounded to fp16; all
+        fp32."""
+        rows = x.float() if self.rotation is None else hadamard(x.float())
+        grouped = self._grouped(rows)
+        levels = 2**self.bits - 1
+        minimum = grouped.amin(-1, keepdim=True)
+        intervals = minimum.new_full(
+            (), levels
+        )  # by a plain number CUDA does not divide: it multiplies by 1 / levels
+        step = grouped.amax(-1, keepdim=True).sub_(minimum).div_(intervals).half().float()
+        lo = minimum.half().float()
+        divisor = step.masked_fill(step == 0, 1.0)  # code * 0 + lo is lo, whatever the code
+        return (grouped - lo).div_(divisor).round_().clamp_(0, levels), lo, step
+
+    def _values(self, codes: Tensor, lo: Tensor, step: Tensor, shape: torch.Size) -> Tensor:
+        """Rows of `shape`; overwrites `codes`. Two separate roundings, so that no kernel may fuse
+        them."""
+        rows = self._ungrouped(codes.mul_(step.to(codes.dtype)).add_(lo.to(codes.dtype)), shape)
+        return rows if self.rotation is None else hadamard(rows)
+
+    def _meta_bytes(self, head_dim: int) -> int:
+        return GROUP_META_BYTES * self.num_groups(head_dim)
+
+    def _pack_meta(self, lo: Tensor, step: Tensor) -> Tensor:
+        """[..., num_groups, 1] each, as bytes [..., meta bytes]."""
+        return torch.cat([lo, step], dim=-1).flatten(-2).half().view(torch.uint8)
+
+    def _unpack_meta(self, packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """lo and step, fp16 [..., num_groups, 1], from bytes [..., meta bytes]."""
+        meta = packed.view(torch.float16).unflatten(-1, (self.num_groups(head_dim), 2))
+        return meta[..., :1], meta[..., 1:]

@@ -1,0 +1,161 @@
+"""Codecs made of others: keys and values in different formats (`SplitCodec`), and layers with
+codecs of their own (`LayerCodecs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from methods.codecs.base import Count, RowCodec
+from methods.codecs.floats import FloatCodec
+
+
+@dataclass(frozen=True)
+class NoCodec(RowCodec):
+    """Codec of keys that are not stored, because the method holds them (`KeysOnDevice`): rows
+    of no bytes."""
+
+    name: str = "none"
+    bits: ClassVar[int] = 0
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return 0.0
+
+    def row_bytes(self, head_dim: int) -> int:
+        return 0
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        return x
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], 0), dtype=torch.uint8)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        return packed.to(dtype)
+
+
+@dataclass(frozen=True)
+class SplitCodec:
+    """Keys and values stored in different formats, the last tokens exact; sizes are means of the
+    two.
+
+    residual: number of last tokens whose values are exact, KIVI's R; 0 codes all. Their keys are
+    exact too, unless keys are coded in groups of tokens: then R keys are coded at a time, after the
+    step that completes them. Raises ValueError if R is no multiple of a group.
+    """
+
+    keys: RowCodec
+    values: RowCodec
+    residual: int = 0
+
+    def __post_init__(self) -> None:
+        if self.residual % self.keys.span or (self.keys.span > 1 and not self.residual):
+            allowed = f"a multiple of the {self.keys.span} tokens of a group"
+            raise ValueError(f"residual={self.residual}: must be {allowed}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.keys.name}/{self.values.name}"
+
+    @property
+    def bits(self) -> float:
+        return (self.keys.bits + self.values.bits) / 2
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
+
+    def coded_values(self, cached: Count) -> Count:
+        """Number of the first `cached` tokens whose values a row reads coded."""
+        return (cached - self.residual) * (cached > self.residual)
+
+    def coded_keys(self, cached: Count) -> Count:
+        """Number of the first `cached` tokens whose keys a row reads coded."""
+        if self.residual and self.keys.span > 1:
+            return cached - cached % self.residual
+        return self.coded_values(cached)
+
+    def stored(self, cached: Count) -> Count:
+        """Number of tokens that are read as stored: the values and the keys of their whole group
+        are coded."""
+        coded = self.coded_values(cached)
+        return coded - coded % self.keys.span
+
+
+AnyCodec = RowCodec | SplitCodec
+"""Of a layer."""
+
+
+class NamedLayers(NamedTuple):
+    """Layers `first` to `last`, as methods count, and their codec. last: None for all that follow.
+    words: how the user named them."""
+
+    first: int
+    last: int | None
+    codec: AnyCodec
+    words: str = ""
+
+    def holds(self, layer: int) -> bool:
+        """True if `layer` is one of them."""
+        return self.first <= layer and (self.last is None or layer <= self.last)
+
+
+@dataclass(frozen=True)
+class LayerCodecs:
+    """A codec for each layer: that of `named` layers, which do not overlap, else `others`."""
+
+    others: AnyCodec
+    named: tuple[NamedLayers, ...]
+
+    @property
+    def residual(self) -> int:
+        """The most last tokens that a layer keeps exact."""
+        return max(codec.residual for codec in every_codec(self))
+
+    def of_layer(self, layer: int) -> AnyCodec:
+        """The codec of a layer, as methods count."""
+        for layers in self.named:
+            if layers.holds(layer):
+                return layers.codec
+        return self.others
+
+
+CacheCodec = AnyCodec | LayerCodecs
+"""Of all layers under a method."""
+
+
+def codec_at(codec: CacheCodec, layer: int) -> AnyCodec:
+    """The codec of a layer, as methods count."""
+    return codec.of_layer(layer) if isinstance(codec, LayerCodecs) else codec
+
+
+def every_codec(codec: CacheCodec) -> list[AnyCodec]:
+    """The codec, or those of all layers."""
+    if not isinstance(codec, LayerCodecs):
+        return [codec]
+    return [codec.others, *(layers.codec for layers in codec.named)]
+
+
+def mean_bits(codec: CacheCodec, layers: Sequence[int]) -> float:
+    """Mean over the layers of the bits that an element counts without scales."""
+    if not isinstance(codec, LayerCodecs):
+        return codec.bits
+    return fmean(codec.of_layer(layer).bits for layer in layers)
+
+
+def without_keys(codec: CacheCodec | None) -> CacheCodec:
+    """The codec of a cache that holds values only; None stores them as fp32, which is exact."""
+    if isinstance(codec, LayerCodecs):
+        named = []
+        for layers in codec.named:
+            named.append(layers._replace(codec=_values_alone(layers.codec)))
+        return LayerCodecs(_values_alone(codec.others), tuple(named))
+    return _values_alone(codec or FloatCodec("fp32"))
+
+
+def _values_alone(codec: AnyCodec) -> SplitCodec:
+    return SplitCodec(NoCodec(), codec.values)

@@ -1,0 +1,192 @@
+"""Scores on a few numbers per key: the base of Loki, Double Sparsity, SparQ and InfiniGen.
+
+The device keeps of every key its product with a projection (a choice of columns, or a truncated
+rotation) or the whole key, exact or in a few bits. A query is scored on these numbers alone.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**doublesparsity**, **loki** and **sparq** score on `rank` · head_dim numbers per key; with `rank=1`
+they rank as the true scores do. The official code is `group=union`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from methods.attention import product
+from methods.base import Calibration, Geometry, PromptRows, QueryRows, State
+from methods.codecs.integers import INTEGER_BITS, IntegerCodec
+from methods.coded_keys import coded_scores, room_for_keys
+from methods.selection import Retrieving, RetrievingState
+from methods.settings import one_of, setting, share
+
+INDEX_BITS = one_of(*INTEGER_BITS.values(), None)
+"""Bits of each number of an index, with scales as in `methods.codecs`."""
+BITS_MEANING = "bits of each number of the index; null keeps the dtype of the keys"
+
+
+@dataclass(frozen=True)
+class Projected(Retrieving):
+    """Reads the tokens that score best on `rank` * head_dim numbers per key, rounded up."""
+
+    rank: float = setting(0.25, "numbers of the index a key, as a share of head_dim", share())
+
+    @property
+    def index_bits(self) -> int | None:
+        """Bits of each number; None keeps the dtype of the keys."""
+        return None
+
+    def num_columns(self, head_dim: int) -> int:
+        """Numbers of a key that are scored."""
+        return math.ceil(self.rank * head_dim)
+
+
+def right_vectors(rows: Tensor) -> Tensor:
+    """Right singular vectors of `rows` [..., n, head_dim] as columns by falling singular value,
+    [..., head_dim, head_dim]."""
+    few = rows.shape[-2] < rows.shape[-1]  # then the reduced V would not be square
+    return torch.linalg.svd(rows, full_matrices=few).Vh.mT.contiguous()
+
+
+class PartialKeysState(State):
+    """A few numbers of every key, and scores on them; `partial_key` and `partial_query` compute
+    them.
+
+    partial_keys[layer]: [batch, num_kv_heads, slots, columns]; with `index_bits` the packed bytes,
+    uint8, in the layout of `methods.coded_keys`.
+    """
+
+    slot_tensors = {"partial_keys": 0}
+    partial_keys: dict[int, Tensor]
+    columns: int
+
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        bits = self.method.index_bits
+        self.codec = None if bits is None else IntegerCodec(f"int{bits}")
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        """Numbers that are kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads,
+        n, columns]."""
+        raise NotImplementedError
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        """Scaled query on these numbers: fp32 [batch, num_kv_heads, group, rows, columns], of [...,
+        head_dim]."""
+        raise NotImplementedError
+
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
+        one = self._stored(layer, key[:, :, :1])
+        num_slots = rows.num_slots + self.spare_slots
+        self.partial_keys[layer] = (
+            one.new_empty((*key.shape[:2], num_slots, one.shape[-1]))
+            if self.codec is None
+            else room_for_keys(one, num_slots)
+        )
+        self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
+
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+    ) -> None:
+        self.partial_keys[layer][:, :, slots] = self._stored(layer, key)
+
+    def _stored(self, layer: int, key: Tensor) -> Tensor:
+        partial = self.partial_key(layer, key)
+        self.columns = partial.shape[-1]
+        return partial if self.codec is None else self.codec.encode(partial)
+
+    def scores(self, layer: int, rows: QueryRows) -> Tensor:
+        """Scaled scores of `rows.query`: fp32 [batch, num_kv_heads, group, rows, slots]."""
+        query = self.partial_query(layer, rows.query.unflatten(1, (-1, self.geometry.group)))
+        keys = self.partial_keys[layer][:, :, : rows.slot_positions.shape[-1]]
+        stacked = query.flatten(2, 3)
+        if self.codec is None:
+            scores = product(stacked.to(keys.dtype), keys.mT)
+        else:
+            scores = coded_scores(stacked.to(rows.query.dtype), keys, self.codec)
+        return scores.unflatten(2, query.shape[2:4])
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """Size of the partial keys of `positions` [batch, rows] tokens, in tokens
+        (`Geometry.elements`)."""
+        width = 1.0 if self.codec is None else self.codec.bits_per_element(self.columns) / 16
+        return positions.double() * (width * self.columns / self.geometry.elements)
+
+
+class ProjectedState(PartialKeysState):
+    """Partial keys are products with a projection.
+
+    projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and
+    keys together, or one for queries and one for keys.
+    """
+
+    sequence_tensors: ClassVar[tuple[str, ...]] = ("projection",)
+    selects_without_own = True
+    projection: dict[int, Tensor]
+
+    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
+        """The projection, shaped as above, from the prompt's query and key."""
+        raise NotImplementedError
+
+    def prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> None:
+        self.projection[layer] = self.project(layer, query, key, rows)
+        super().prompt(layer, query, key, value, rows)
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        return self.times(key, self.projection[layer][:, -1])
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """The partial keys, and the projection: the row's query and own key meet all of it."""
+        of_head = self.projection[layer][0, :, 0]
+        return super().index_read(layer, positions) + tokens_of(of_head, self.geometry)
+
+    def times(self, rows: Tensor, side: Tensor) -> Tensor:
+        """`rows` [batch, num_kv_heads, n, head_dim] times a side of a projection: [batch,
+        num_kv_heads, n, columns] in the dtype of `rows`."""
+        return rows @ side
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        side, stacked = self.projection[layer][:, 0], query.flatten(2, 3)
+        return product(stacked, side, self.geometry.scale).unflatten(2, query.shape[2:4])
+
+
+def tokens_of(tensor: Tensor, geometry: Geometry) -> float:
+    """Size of a tensor of one KV head in tokens (`Geometry.elements`), a float counted as 16
+    bits."""
+    width = 1.0 if tensor.is_floating_point() else tensor.itemsize / 2
+    return tensor.numel() * width / geometry.elements
+
+
+class FixedProjectionState(ProjectedState, RetrievingState):
+    """A projection that is known before the prompt: the method's `projection`."""
+
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        self.fixed: Tensor = self.method.projection(self.geometry.head_dim, calibration)
+
+    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
+        return self.fixed[layer].to(key).expand(len(key), 1, -1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Calibrated(Projected):
+    """A method whose projection is measured once, by `calibrate`."""
+
+    index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)
+
+    state = FixedProjectionState
+
+    needs_calibration = True
+
+    def projection(self, head_dim: int, calibration: Calibration) -> Tensor:
+        """[num_layers, num_kv_heads, head_dim, columns]."""
+        raise NotImplementedError
