@@ -1,9 +1,14 @@
 """Figures of accuracy tables: by size, by position in the text, by length."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from harness.results import columns
@@ -31,6 +36,20 @@ BY_LAYER = "layer, "
 """In the table of errors by layer: a label with its size, and what stands before a text's name."""
 SHOWN_PERCENT = 10
 """Of its sizes, a method is shown by layer at the nearest to this one."""
+SHARES = {
+    "index": (RESIDENT_FRAC.name, "index on the device (% of full cache)"),
+    "ablation": (SIZE.name, "read (% of full cache)"),
+}
+"""Of figures by a share of the full cache: the column, and the words of the axis."""
+CHUNKED = {
+    "fig12": (["perplexity"], "tokens in the cache, in chunks of 256", ""),
+    "long_decode": (
+        ["kl_nats", "text_perplexity"],
+        "decoded token",
+        "bars: one standard error over prompts",
+    ),
+}
+"""Of figures by chunk: the quantities, the words of the axis, and those on the bars."""
 MAX_TICKS = 6
 LENGTH_MARKERS = "osD^"
 
@@ -117,7 +136,6 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
 
 
 def _draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
-    """Perplexity by length; a tick names the number of windows."""
     full = panel[panel.metric == "perplexity_full"]
     full = full.assign(name=style.FULL).drop_duplicates("seq_len")
     lines = pd.concat([full, panel[panel.metric == "perplexity"]])
@@ -140,25 +158,14 @@ def _draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
 # By a share of the full cache
 
 
-def index(tables: data.Tables, name: str) -> Figure | None:
-    """What an index on the device costs and gives, by the share that the method keeps there."""
-    words = "index on the device (% of full cache)"
-    return _by_share(tables, name, RESIDENT_FRAC.name, words)
-
-
-def ablation(tables: data.Tables, name: str) -> Figure | None:
-    """What each change from InfiniGen to InfiniGen2 gives, by the share that is read."""
-    words = "read (% of full cache)"
-    return _by_share(tables, name, SIZE.name, words, log_kl=True)
-
-
-def _by_share(
-    tables: data.Tables, name: str, share: str, words: str, *, log_kl: bool = False
-) -> Figure | None:
+def by_share(tables: data.Tables, name: str) -> Figure | None:
     """KL, and accuracy as the mean over the tasks, by a share of the full cache; a line per label.
 
-    share: a column of the table. The error takes tasks as independent.
+    `index`: what an index on the device costs and gives, by the share that the method keeps there.
+    `ablation`: what each change from InfiniGen to InfiniGen2 gives, by the share that is read. The
+    error takes tasks as independent.
     """
+    share, words = SHARES[name]
     table = data.whole_texts(tables.accuracy(name))
     rows = data.of_metrics(table, ["kl_nats", "acc"])
     looks = style.in_sequence(rows.label)
@@ -178,7 +185,7 @@ def _by_share(
                 x, y, stderr = 100 * line.x, factor * line.y, factor * line.stderr
                 style.error_line(axes, x, y, stderr, name=label, like=look)
         axes.set(ylabel=axis(metric), xlabel=words)
-        if log_kl and metric == "kl_nats":
+        if name == "ablation" and metric == "kl_nats":
             style.log_y(axes)
 
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
@@ -189,34 +196,22 @@ def _by_share(
 # By position in the text
 
 
-def fig12(tables: data.Tables, name: str) -> Figure | None:
-    """Perplexity by chunk of 256 tokens, one line per method and size."""
-    rows = _chunks(tables.accuracy(name))
-    rows = rows[rows.metric == "perplexity"]
+def by_chunk(tables: data.Tables, name: str) -> Figure | None:
+    """A quantity by ranges of a text's tokens, a line per method and size.
 
-    def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        _draw_chunks(axes, panel)
-        axes.set(xlabel="tokens in the cache, in chunks of 256", ylabel="perplexity")
-
-    note = f"percentages: sizes; {style.error_note(rows)}"
-    return style.draw_rows(rows, OF_CHUNKS, draw, note=note)
-
-
-def long_decode(tables: data.Tables, name: str) -> Figure | None:
-    """Over the tokens decoded: KL(full || method) along the method's own text, and the full cache's
-    perplexity of that text, a line per method and size.
-
+    `fig12`: perplexity by chunk of 256 tokens. `long_decode`: over the tokens decoded,
+    KL(full || method) along the method's own text, and the full cache's perplexity of that text.
     The full cache has no distance from itself.
     """
-    table = _chunks(tables.accuracy(name))
-    rows = data.of_metrics(table, ["kl_nats", "text_perplexity"])
+    of_figure, words, bars = CHUNKED[name]
+    rows = data.of_metrics(_chunks(tables.accuracy(name)), of_figure)
     rows = rows[(rows.label != style.FULL) | (rows.metric != "kl_nats")]
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         _draw_chunks(axes, panel)
-        axes.set(xlabel="decoded token", ylabel=axis(panel.metric.iloc[0]))
+        axes.set(xlabel=words, ylabel=axis(panel.metric.iloc[0]))
 
-    note = "percentages: sizes; bars: one standard error over prompts"
+    note = f"percentages: sizes; {bars or style.error_note(rows)}"
     return style.draw_rows(rows, (*OF_CHUNKS, "metric"), draw, note=note)
 
 
@@ -338,3 +333,135 @@ def _by_distance(rows: pd.DataFrame) -> list[str]:
     at_longest = kl.groupby("label").value.last()
     by_kl = at_longest.sort_values(ascending=False).index
     return list(dict.fromkeys([*by_kl, *rows.label]))
+
+
+# Needles in a haystack: right answers by the prompt's length and their depth
+
+NEEDLE = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
+"""In tasks: the length and the depths of a needle."""
+BAND = ["model", "setup", "needle"]
+"""What tells the figure's rows of panels apart."""
+SHOWN_BY_TILES = r"(num_samples|metadata\.max_seq_lengths)=(\[[^\]]*\]|[^,]*)(, )?"
+"""Settings that the tiles show by themselves."""
+COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
+LUMINANCE, LIGHT = np.array([0.21, 0.72, 0.07]), 0.45
+"""Weights of red, green and blue, and the luminance from which a tile's text is black."""
+TILE_INCHES = (0.52, 0.24)
+FEWEST = 8
+"""Questions that a tile of one depth must have; with fewer, a tile is of all depths together."""
+
+
+def ruler(tables: data.Tables, name: str) -> Figure | None:
+    """The share of right answers by the prompt's length and, where each depth of a needle has
+    questions enough, the depth.
+
+    A column per method, a row per task of needles and, where a method's runs differ in further
+    settings, such as `prefill`, per these. A tile holds the percentage and the number of questions:
+    the fewer, the paler; without any it is hatched. Colours: cividis, which colour-blind readers
+    see as well, and which grows lighter in grey too.
+    """
+    table = tables.accuracy(name)
+    rows = table.join(table.task.str.extract(NEEDLE)).dropna(subset="needle")
+    if rows.empty:
+        return None
+    rows = rows.astype({"length": int, "begin": int, "end": int})
+    rows = rows.assign(setup=_setups(rows))
+    data.refuse_repeats(rows, ["label", "model", "setup", "task"])
+    distinct = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
+    bands = sorted(distinct, key=lambda band: band[:2])
+    labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
+    if rows.num_samples.median() < FEWEST:
+        rows = _over_depths(rows)
+    num_depths = 100 // int((rows.end - rows.begin).min())
+    width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
+    height = len(bands) * (num_depths * TILE_INCHES[1] + 0.2) + 0.9
+    figure = Figure(figsize=(width, height), layout="constrained")
+    shape = len(bands), len(labels)
+    panels = figure.subplots(*shape, squeeze=False, sharex=True, sharey=True)
+    models, setups, needles = (set(names) for names in zip(*bands, strict=True))
+    for (model, setup, needle), line in zip(bands, panels, strict=True):
+        of_band = rows[(rows[BAND] == (model, setup, needle)).all(axis=1)]
+        for label, axes in zip(labels, line, strict=True):
+            _draw_needles(axes, of_band[of_band.label == label], lengths, num_depths)
+        words = ["depth (%)" if num_depths > 1 else "all depths"]
+        parts = ((needle, needles), (setup, setups), (model, models))
+        for part, others in parts:
+            if part and len(others) > 1:
+                words.insert(0, part)
+        line[0].set_ylabel("\n".join(words), fontsize=6)
+    for label, axes in zip(labels, panels[0], strict=True):
+        of_label = rows[rows.label == label]
+        mark = style.OWN_MARK if of_label[data.OWN].any() else ""
+        axes.set_title(f"{label}{mark}\nsize {data.size_range(of_label)} %", fontsize=6.5)
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens", fontsize=6)
+    colours = ScalarMappable(PERCENT, COLOURS)
+    figure.colorbar(
+        colours,
+        ax=panels,
+        label="right answers (%)",
+        shrink=min(1.0, 2 / height),
+        aspect=12,
+    )
+    notes = ["n: questions (the fewer, the paler; hatched: none)"]
+    if num_depths > 1:
+        notes.insert(0, "depth: where in the prompt the answer stands")
+    for others in (needles, models):
+        if len(others) == 1:
+            notes.insert(0, *others)
+    if rows[data.OWN].any():
+        notes.append(style.OWN_NOTE)
+    return style.finish(figure, "; ".join(notes))
+
+
+def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each length in place of its depths, each question weighing alike."""
+    rows = rows.assign(value=rows.value * rows.num_samples, begin=0, end=100)
+    by_length = rows.groupby(["label", *BAND, "length"], sort=False)
+    sums = by_length[["value", "num_samples"]].transform("sum")
+    means = sums.assign(value=sums.value / sums.num_samples)
+    return rows.assign(**means).loc[by_length.head(1).index].reset_index(drop=True)
+
+
+def _setups(rows: pd.DataFrame) -> pd.Series:
+    """By row, in words, the settings in which the runs of its label differ."""
+    settings = rows.settings.fillna("").str.replace(SHOWN_BY_TILES, "", regex=True)
+    words = settings.str.split(", ")
+    shared = {}
+    for label, of_label in words.groupby(rows.label):
+        shared[label] = set.intersection(*map(set, of_label))
+    setups = []
+    for words_of_row, label in zip(words, rows.label, strict=True):
+        different = [word for word in words_of_row if word not in shared[label]]
+        setups.append(", ".join(different))
+    return pd.Series(setups, rows.index)
+
+
+def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], num_depths: int) -> None:
+    """A tile for each length and depth; one without a question shows the hatch."""
+    tiles = np.zeros((num_depths, len(lengths), 4))
+    for _, row in panel.iterrows():
+        depth, column = num_depths * row.begin // 100, lengths.index(row.length)
+        weight = row.num_samples / (row.num_samples + 2)
+        color = 1 - weight * (1 - np.array(COLOURS(PERCENT(100 * row.value))[:3]))
+        tiles[depth, column] = (*color, 1)
+        ink = style.BLACK if color @ LUMINANCE > LIGHT else "white"
+        words: Mapping[str, Any] = {"ha": "center", "va": "center", "color": ink}
+        percent, count = f"{100 * row.value:.0f}", f"n = {row.num_samples:.0f}"
+        axes.text(column, depth - 0.12, percent, fontsize=6.5, **words)
+        axes.text(column, depth + 0.27, count, fontsize=4.5, **words)
+    axes.imshow(tiles, aspect="auto")
+    axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
+    axes.grid(visible=False)
+    right, bottom = len(lengths) - 0.5, num_depths - 0.5
+    line: Any = {"color": "white", "linewidth": 0.8}
+    axes.hlines(np.arange(1, num_depths) - 0.5, -0.5, right, **line)
+    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, bottom, **line)
+    words_of_lengths = [f"{length:,}" for length in lengths]
+    axes.set_xticks(range(len(lengths)), words_of_lengths, fontsize=5.5)
+    depths = [f"{100 * edge // num_depths}" for edge in range(num_depths + 1)]
+    if num_depths > 1:
+        axes.set_yticks(np.arange(num_depths + 1) - 0.5, depths, fontsize=5.5)
+    else:
+        axes.set_yticks([])
+    axes.tick_params(length=2, pad=1.5)

@@ -72,7 +72,6 @@ def budget(tables: data.Tables, name: str) -> Figure | None:
 
 
 def _first_board(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows over all models, or of the only one."""
     return rows[rows.over == rows.over.iloc[0]] if len(rows) else rows
 
 
@@ -141,7 +140,6 @@ def _by_ratio(rows: pd.DataFrame) -> list[str]:
 
 
 def _explain(axes: Axes, lengths: list[float], has_apart: bool) -> None:
-    """Entries of the legend for the lengths, and for methods that are not compared."""
     look: Any = {"color": style.GREY, "markersize": 4}
     for place, length in enumerate(lengths):
         face = "white" if place else style.GREY

@@ -14,9 +14,9 @@ from harness.settings.paths import table_to_read
 
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
-NAMES = (columns.LABEL.name, columns.MODEL.name, "series", "task")
+NAMES = ("label", "model", "series", "task")
 """Columns of words that figures show."""
-OWN, SHIPPED = "own", columns.SHIPPED.name
+OWN, SHIPPED = "own", "shipped"
 """Columns: whether a row is one's own among shipped ones, and whether it is shipped."""
 MAX_LETTERS = 44
 NARROW_SPACE = "\u2009"

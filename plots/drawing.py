@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,26 +28,18 @@ PATH, LONG_FRACTION = re.compile(rb' d="[^"]*"'), re.compile(rb"(\.\d)\d+")
 Draw = Callable[[Tables, str], Figure | None]
 
 
-def _drawings() -> Iterator[tuple[str, Draw]]:
-    for entries in style.REGISTRY["pages"].values():
-        for name, entry in entries.items():
-            if "draw" in entry:
-                module, function = entry["draw"].split(".")
-                draw = getattr(import_module(f"plots.{module}"), function)
-                yield name, draw
-                if entry.get("modelled"):
-                    yield name + MODELLED, draw
-
-
-DRAWINGS = dict(_drawings())
+DRAWINGS: dict[str, Draw] = {}
 """The draw function of each figure, in the order of the report."""
-
-
 TABLES: dict[str, list[str]] = {}
 """The tables that each figure of the registry is drawn from."""
 for _entries in style.REGISTRY["pages"].values():
     for _name, _entry in _entries.items():
         TABLES[_name] = _entry.get("tables", [_name])
+        if "draw" in _entry:
+            _module, _function = _entry["draw"].split(".")
+            DRAWINGS[_name] = getattr(import_module(f"plots.{_module}"), _function)
+            if _entry.get("modelled"):
+                DRAWINGS[_name + MODELLED] = DRAWINGS[_name]
 
 
 def draw_all(results: Path) -> list[Path]:
@@ -81,9 +73,8 @@ def _is_shipped(results: Path, name: str) -> bool:
     shipped = shipped_beside(results)
     if shipped is None or not (shipped / "figures" / f"{name}.svg").exists():
         return False
-    return not any(
-        (results / "tables" / f"{table}.csv").exists() for table in TABLES.get(name, [name])
-    )
+    own = [results / "tables" / f"{table}.csv" for table in TABLES.get(name, [name])]
+    return not any(map(Path.exists, own))
 
 
 def rendered(figure: Figure) -> dict[str, bytes]:

@@ -82,7 +82,6 @@ def _pairs(panel: pd.DataFrame) -> pd.DataFrame:
 def _with_same(
     rows: pd.DataFrame, row: pd.Series, names: Sequence[str] = ("task", *ASKED)
 ) -> pd.DataFrame:
-    """The rows with the same values as `row` in these columns, where empty equals empty."""
     same = pd.Series(True, rows.index)
     for name in names:
         same &= (rows[name] == row[name]) | (rows[name].isna() & pd.isna(row[name]))
@@ -117,15 +116,16 @@ def fig17(tables: data.Tables, name: str) -> Figure | None:
             _draw_swept(axes, percent, of_accuracy, "accuracy")
         rows = latency[latency.setting == setting]
         if len(rows):
-            seconds = rows.assign(y=rows.decode_s)
-            _draw_swept(_second_axis(axes), seconds, data.TIMED_SETUP, "latency")
+            second = axes.twinx()
+            second.set_ylabel("latency, decode (s)")
+            second.spines["right"].set_visible(True)
+            second.grid(visible=False)
+            _draw_swept(second, rows.assign(y=rows.decode_s), data.TIMED_SETUP, "latency")
     setups = []
-    for word, rows, setup in (
-        ("accuracy", accuracy, of_accuracy),
-        ("latency", latency, data.TIMED_SETUP),
-    ):
-        if len(rows):
-            setups.append(f"{word}: {data.split(rows, setup)[0]}")
+    if len(accuracy):
+        setups.append(f"accuracy: {data.split(accuracy, of_accuracy)[0]}")
+    if len(latency):
+        setups.append(f"latency: {data.split(latency, data.TIMED_SETUP)[0]}")
     return style.finish(figure, "\n".join(setups) + f"; {style.error_note(accuracy)}")
 
 
@@ -140,17 +140,7 @@ def _draw_swept(axes: Axes, rows: pd.DataFrame, setup: Sequence[str], word: str)
         style.error_line(axes, line.x, line.y, stderr, name=name, like=style.look(word))
 
 
-def _second_axis(axes: Axes) -> Axes:
-    """The axis of seconds on the right."""
-    second = axes.twinx()
-    second.set_ylabel("latency, decode (s)")
-    second.spines["right"].set_visible(True)
-    second.grid(visible=False)
-    return second
-
-
 def _with_setting(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose label names a setting and a finite number, those in `setting` and `x`."""
     parts = table.label.str.extract(SETTING)
     return table.assign(setting=parts.setting, x=parts.x.astype(float))[parts.x.notna()]
 

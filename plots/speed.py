@@ -1,7 +1,8 @@
-"""Figures of latency tables: 14, 15, 16 and 18. The paper's numbers (RTX A6000) are hollow markers
-on panels of its setup, measured, or modelled for that machine."""
+"""Figures of latency tables: 14, 15, 16 and 18, steps from a disk, and tokens/s against the batch.
+The paper's numbers (RTX A6000) are hollow markers on panels of its setup, measured, or modelled for
+that machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from harness.results import columns, metrics
 from plots import data, style
 
 BASE = "offload"
+IDEAL = "ideal"
+"""The full cache on the device."""
 FAR = 2
 """A label that takes so many times as long as offload hides what is fast."""
 PAPER: Mapping[str, Mapping[str, Any]] = {
@@ -147,18 +151,16 @@ def _draw_timed(
     Where a label takes over `FAR` times as long as offload, a second panel shows offload and the
     labels that are never slower, whose bars the first shows too small.
     """
-    if rows.empty:
-        return None
-    shared, parts = data.split(rows, setup)
-    panels: list[style.Panel] = []
-    for title, frame in parts:
+
+    def panels_of(title: str, frame: pd.DataFrame) -> Iterator[style.Panel]:
         longest = frame.groupby("label").total_s.max()
-        panels.append((title, frame, draw))
+        yield title, frame, draw
         if longest.max() > FAR * longest.get(BASE, float("nan")):
             near = frame[frame.label.map(longest) <= longest[BASE]]
             words = f"{title}, offload and faster" if title else "offload and faster"
-            panels.append((words, near, draw))
-    return style.draw_panels(panels, "; ".join(filter(None, [shared, note])))
+            yield words, near, draw
+
+    return style.draw_parts(rows, setup, panels_of, note=note)
 
 
 def _stacked_times(
@@ -192,8 +194,6 @@ def _draw_speedups(
     Of prefill and decode together, as in the paper, and of decode alone. Without offload's row
     there is no speedup.
     """
-    if table.empty:
-        return None
 
     def draw(axes: Axes, panel: pd.DataFrame, time: str) -> None:
         seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
@@ -210,10 +210,136 @@ def _draw_speedups(
             points = data.published(figure, "speedup_over_offload", panel, PAPER[figure])
             style.mark_published(axes, found, list(speedup.index), points)
 
-    shared, parts = data.split(table, setup)
-    panels: list[style.Panel] = []
-    for title, frame in parts:
-        if (frame.label != BASE).any():
-            for time in TIMES:
-                panels.append((title, frame, partial(draw, time=time)))
-    return style.draw_panels(panels, shared)
+    def panels_of(title: str, frame: pd.DataFrame) -> Iterator[style.Panel]:
+        for time in TIMES if (frame.label != BASE).any() else ():
+            yield title, frame, partial(draw, time=time)
+
+    return style.draw_parts(table, setup, panels_of)
+
+
+# From a disk, by the context
+
+LIKE = {
+    "disk": "offload",
+    "h2o": "offload+h2o",
+    "int4": "offload+int4",
+    "quest": "Quest",
+    "retroinfer": "RetroInfer",
+}
+"""By what follows `disk+`, the label of other figures that has the look; else it is the same."""
+
+
+def disk(tables: data.Tables, name: str) -> Figure | None:
+    """Two panels a model and batch: the median step by the context, with the step in memory as a
+    line, and the bytes that a step reads."""
+
+    def panels_of(title: str, rows: pd.DataFrame) -> list[style.Panel]:
+        return [(title, rows, _times), (title, rows[rows.label != IDEAL], _bytes)]
+
+    words = "median of the timed steps; ideal: the cache in memory"
+    note = f"{words}; a disk reads whole blocks of 4 KiB"
+    table = tables.read(name, columns.LATENCY)
+    return style.draw_parts(table, ("model", "batch_size"), panels_of, note=note)
+
+
+def _times(axes: Axes, panel: pd.DataFrame) -> None:
+    milliseconds = 1e3 * data.pivot(panel, "prompt_len", "tpot_p50_s")
+    in_memory = milliseconds.pop(IDEAL) if IDEAL in milliseconds else None
+    _bars(axes, milliseconds)
+    if in_memory is not None:
+        line: Any = {"color": style.BLACK, "linestyle": "--", "linewidth": 1.4}
+        for place, value in enumerate(in_memory):
+            half = style.FILLED / 2
+            axes.hlines(value, place - half, place + half, label=IDEAL, **line)
+    axes.set_ylabel("time of a step, median (ms)")
+
+
+def _bytes(axes: Axes, panel: pd.DataFrame) -> None:
+    a_step = panel.assign(mb=panel.disk_read_bytes / (panel.gen_len - 1) / 1e6)
+    _bars(axes, data.pivot(a_step, "prompt_len", "mb"))
+    axes.set_ylabel("read from the disk in a step (MB)")
+
+
+def _bars(axes: Axes, values: pd.DataFrame) -> None:
+    groups = [f"{length:,.0f}" for length in values.index]
+    found, width = style.place_bars(axes, style.ordered(values.columns), groups)
+    for label, x in found.items():
+        name = label.removeprefix("disk+")
+        like = style.look(LIKE.get(name, name))
+        looks: Any = {"color": like.color, "hatch": like.hatch, **style.BAR}
+        axes.bar(x, values[label], width, label=label, **looks)
+    axes.set_xlabel("tokens of the prompt")
+
+
+# Against the batch, and where memory ends
+
+WALL: Any = {"marker": "|", "markersize": 13, "markeredgewidth": 2.0}
+MEMORY_NOTE = (
+    "vertical bar: memory ends here; ring: first batch above the best rate of the full cache on "
+    "the device (ideal, dotted line); cross: not one sequence fits"
+)
+POWERS = tuple(4**power for power in range(8))
+"""Batches with a tick."""
+MACHINE = ("model", "platform", "source", "memory_bytes", "context")
+MODELLED_PANELS = (
+    ("rtx4090-pcie4", "llama3.1-8b", 8192),
+    ("rtx4090-pcie4", "llama3.1-8b", 32768),
+    ("a6000-pcie3", "llama3.1-8b", 32768),
+    ("h100-pcie5", "llama3.1-8b", 32768),
+    ("h100-pcie5", "llama3.1-8b", 131072),
+    ("a6000-pcie3", "llama2-7b-32k", 32768),
+)
+"""Platform, model and context of the modelled panels; the table has more."""
+
+
+def capacity(tables: data.Tables, name: str) -> Figure | None:
+    """Tokens/s against the batch on a device that ran, a panel a context; of modelled machines,
+    some machines and contexts."""
+    table = tables.read(name, columns.CAPACITY)
+    if not name.endswith("-modelled"):
+        return _draw_capacity(table)
+    parts = []
+    for platform, model, context in MODELLED_PANELS:
+        of_panel = (table.platform == platform) & (table.model == model)
+        parts.append(table[of_panel & (table.context == context)])
+    return _draw_capacity(pd.concat(parts))
+
+
+def _draw_capacity(table: pd.DataFrame) -> Figure | None:
+    sizes = sorted({memory / metrics.GIB for memory in table.memory_bytes})
+    memory = "device memory " + ", ".join(f"{gib:.4g}" for gib in sizes) + " GiB"
+    return style.draw_rows(table, MACHINE, _draw_batches, note=f"{memory}; {MEMORY_NOTE}")
+
+
+def _draw_batches(axes: Axes, panel: pd.DataFrame) -> None:
+    base = panel[(panel.label == IDEAL) & (panel.batch_size > 0)]
+    best_of_base = base.decode_tokens_per_s.max() if len(base) else 0.0
+    for label in style.ordered(panel.label):
+        rows = panel[panel.label == label].sort_values("batch_size")
+        color, marker, line, _ = style.look(label)
+        fitting = rows[rows.batch_size > 0]
+        if fitting.empty:
+            look: Any = {"color": color, "marker": "x", "linestyle": line, "markersize": 7}
+            axes.plot([1], [best_of_base or 1], label=label, **look)
+            continue
+        x, y = fitting.batch_size, fitting.decode_tokens_per_s
+        axes.plot(x, y, label=label, color=color, marker=marker, linestyle=line)
+        if fitting.iloc[-1].wall != "max_batch":
+            axes.plot([x.iloc[-1]], [y.iloc[-1]], color=color, **WALL)
+        winning = fitting[y > best_of_base]
+        if label != IDEAL and len(winning) and best_of_base:
+            first = winning.iloc[0]
+            ring = Line2D(
+                [first.batch_size],
+                [first.decode_tokens_per_s],
+                color=color,
+                marker="o",
+                markersize=11,
+                fillstyle="none",
+            )
+            axes.add_line(ring)
+    if best_of_base:
+        axes.axhline(best_of_base, color=style.GREY, linewidth=0.8, linestyle=":")
+    style.log2_x(axes, [power for power in POWERS if power <= 2 * panel.batch_size.max()])
+    style.log_y(axes)
+    axes.set(xlabel="batch size (sequences)", ylabel="decode tokens/s of the batch")

@@ -1,16 +1,15 @@
 """How all figures look: one colour, marker, line and hatch per label.
 
-Black-and-white print tells them apart. Colours: Okabe and Ito's palette, and four of Paul Tol's for
-labels that are not listed, and two more for labels that are. All are safe for the common kinds of
-colour blindness.
+Black-and-white print tells them apart. The colours in `registry.yaml` are safe for the common kinds
+of colour blindness.
 """
 
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,11 +64,9 @@ class Look(NamedTuple):
     hatch: str = ""
 
 
-BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
-VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
-GREY, LIGHT_GREY = "#777777", "#BBBBBB"
-WINE, INDIGO, TEAL, OLIVE = "#882255", "#332288", "#44AA99", "#999933"
-ROSE, BROWN = "#CC6677", "#663300"
+COLORS = REGISTRY["colors"]
+BLACK, BLUE, GREEN, ORANGE = (COLORS[name] for name in ("black", "blue", "green", "orange"))
+VERMILION, GREY, LIGHT_GREY = (COLORS[name] for name in ("vermilion", "grey", "light_grey"))
 
 FULL, CHANCE, PREFILL = "Full cache", "chance", "prefill (light)"
 OF_PAPER = "published (RTX A6000)"
@@ -77,62 +74,13 @@ QUANTIZED = "INT8/4/2/1"
 WIDTH = re.compile(r"INT[1248]")
 ASKED, NOT_ASKED = r"(?:^|, )size=", "size not set"
 """In the settings of a run that was asked for a size, and the words for a run that was not."""
-LOOKS = {
-    FULL: Look(BLACK, "", "--", ""),
-    "Oracle": Look(GREEN, "D", "-.", "xx"),
-    "Oracle, InfiniGen's rule": Look(OLIVE, "d", ":", "xx"),
-    "InfiniGen": Look(BLUE, "o", "-", ""),
-    "InfiniGen without skewing": Look(SKY, "p", ":", "///"),
-    "H2O": Look(VERMILION, "s", "--", "\\\\\\"),
-    "Streaming": Look(PURPLE, "^", ":", ".."),
-    QUANTIZED: Look(ORANGE, "v", "-", "--"),
-    "INT8": Look(ORANGE, "v", "-", "--"),
-    "INT4": Look(ORANGE, "<", "-.", "||"),
-    "INT2": Look(ORANGE, ">", ":", "++"),
-    "INT1": Look(ORANGE, "d", "--", "oo"),
-    "ideal": Look(GREEN, "*", "-.", "xx"),
-    "uvm": Look(BLACK, "1", ":", "oo"),
-    "uvm+h2o": Look(PURPLE, "^", "-", "++"),
-    "offload": Look(GREY, "X", "--", ".."),
-    "offload-pageable": Look(LIGHT_GREY, "P", ":", "oo"),
-    "offload+int4": Look(ORANGE, "v", "-", "--"),
-    "offload+h2o": Look(VERMILION, "s", "--", "\\\\\\"),
-    "infinigen": Look(BLUE, "o", "-", ""),
-    "infinigen+reuse": Look(SKY, "p", ":", "///"),
-    "infinigen+int4": Look(YELLOW, "h", "-.", "++"),
-    "InfiniGen2": Look(INDIGO, "D", "-", "//"),
-    "InfiniGen2, sampled rest": Look(SKY, "*", "--", "//"),
-    "vAttention": Look(TEAL, "H", "-.", "xx"),
-    "Twilight": Look(WINE, "X", "--", "\\\\\\"),
-    "ParisKV": Look(OLIVE, "P", ":", "++"),
-    "Quest": Look(BROWN, "p", "-", "OO"),
-    "SnapKV": Look(ROSE, "h", "--", "oo"),
-    "KIVI-4": Look(GREY, "8", ":", "---"),
-    "infinigen2": Look(INDIGO, "D", "-", "//"),
-    "infinigen2+rows": Look(TEAL, "H", "--", "xx"),
-    "infinigen2+rows (2048 tokens)": Look(SKY, "P", "-.", "++"),
-    "infinigen2 (device, 2048 tokens)": Look(PURPLE, "d", ":", "--"),
-    "full+int4 (device)": Look(ORANGE, "<", "-.", "||"),
-    "h2o (device)": Look(VERMILION, "s", "-", "//"),
-    "accuracy": Look(BLUE, "o", "-"),
-    "latency": Look(VERMILION, "s", "--"),
-}
-SEQUENCE = (
-    Look(BLUE, "o", "-"), Look(VERMILION, "s", "--"), Look(GREEN, "D", "-."),
-    Look(ORANGE, "v", ":"), Look(PURPLE, "^", "-"), Look(SKY, "p", "--"), Look(BLACK, "X", "-."),
-    Look(GREY, "P", ":"),
-)  # fmt: skip
-"""Of lines that are no methods."""
-
-
-def _other_looks() -> Iterator[Look]:
-    shapes = (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))
-    for marker, line, hatch in shapes:
-        for color in (WINE, TEAL, INDIGO, OLIVE):
-            yield Look(color, marker, line, hatch)
-
-
-OTHERS = list(_other_looks())
+LOOKS = {label: Look(*look) for label, look in REGISTRY["looks"].items()}
+SEQUENCE = [Look(*look) for look in REGISTRY["sequence"]]
+OTHERS = [
+    Look(COLORS[color], *shape)
+    for shape in (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))
+    for color in ("wine", "teal", "indigo", "olive")
+]
 """Of labels that are not listed."""
 _given: dict[str, Look] = {}
 """The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
@@ -194,10 +142,7 @@ def in_sequence(series: Iterable[str]) -> dict[str, Look]:
     names = dict.fromkeys(series)
     taken = {LOOKS[name].color for name in names if name in LOOKS}
     free = cycle(look for look in SEQUENCE if look.color not in taken)
-    looks = {}
-    for name in names:
-        looks[name] = LOOKS[name] if name in LOOKS else next(free)
-    return looks
+    return {name: LOOKS[name] if name in LOOKS else next(free) for name in names}
 
 
 def applied() -> AbstractContextManager[None]:
@@ -228,10 +173,21 @@ def draw_rows(
 
     Below the panels stands what they share, then `note`.
     """
+    return draw_parts(rows, setup, lambda title, frame: [(title, frame, draw)], note=note)
+
+
+def draw_parts(
+    rows: pd.DataFrame,
+    setup: Sequence[str],
+    panels_of: Callable[[str, pd.DataFrame], Iterable[Panel]],
+    *,
+    note: str = "",
+) -> Figure | None:
+    """As `draw_rows`, with the panels that `panels_of` makes of the title and rows of a setup."""
     if rows.empty:
         return None
     shared, parts = split(rows, setup)
-    panels = [(title, frame, draw) for title, frame in parts]
+    panels = list(chain.from_iterable(panels_of(title, frame) for title, frame in parts))
     return draw_panels(panels, "; ".join(filter(None, [shared, note])))
 
 
@@ -288,9 +244,11 @@ def finish(figure: Figure, note: str) -> Figure:
         shown = [handles[name] for name in names]
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
-    ticks = [tick.get_text() for axes in figure.axes for tick in axes.get_yticklabels()]
-    ticks += [tick.get_text() for axes in figure.axes for tick in axes.get_xticklabels()]
-    if any(text.endswith(OWN_MARK) for text in (*names, *ticks)):
+    shown_words = list(names)
+    for axes in figure.axes:
+        ticks = (*axes.get_yticklabels(), *axes.get_xticklabels())
+        shown_words += [tick.get_text() for tick in ticks]
+    if any(text.endswith(OWN_MARK) for text in shown_words):
         note = f"{note}\n{OWN_NOTE}"
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
     lines: list[str] = []
@@ -370,18 +328,18 @@ def log_y(axes: Axes, values: pd.Series | None = None) -> None:
     if values is not None and not values.max() > WIDE * values.min():
         return
     axes.set_yscale("log")
-    _plain_numbers(axes.yaxis, "{x:g}")
+    _plain_numbers(axes.yaxis)
 
 
-def log_x(axes: Axes, number: str = "{x:g}") -> None:
-    """A logarithmic x axis with plain numbers at 1, 2 and 5, in the format `number`."""
+def log_x(axes: Axes) -> None:
+    """A logarithmic x axis with plain numbers at 1, 2 and 5."""
     axes.set_xscale("log")
-    _plain_numbers(axes.xaxis, number)
+    _plain_numbers(axes.xaxis)
 
 
-def _plain_numbers(axis: Axis, number: str) -> None:
+def _plain_numbers(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(number)
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -32,7 +32,7 @@ from harness.speed import latency as speed
 from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
-from plots import capacity as figures
+from plots import speed as figures
 from plots.data import Tables
 from tests.composed import load
 from tests.runs import reading, tiny_loaded
@@ -398,7 +398,7 @@ def test_the_figure_marks_walls_and_where_a_method_wins(monkeypatch):
             numbers = {"label": label, "batch_size": 2**power, "decode_tokens_per_s": rate, "wall": wall}
             rows.append(base | numbers)
     rows.append(base | {"label": "h2o (device)", "batch_size": 0, "decode_tokens_per_s": None, "wall": "device memory"})
-    figure = figures._draw(pd.DataFrame(rows))
+    figure = figures._draw_capacity(pd.DataFrame(rows))
     (axes,) = figure.axes
     drawn = [(line.get_marker(), list(line.get_xdata(orig=True))) for line in axes.lines]
     assert ("|", [2]) in drawn, "the full cache ends at 2"

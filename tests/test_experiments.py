@@ -63,7 +63,7 @@ SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind in ("latency
     "fig2": "modelled",
     "disk": "measured",
 }
-OF_SEVERAL_RUNS = ("fig13", "fig16b", "fig17", "ruler", "table2")
+OF_SEVERAL_RUNS = ("board", "fig13", "fig16b", "fig17", "ruler", "table2")
 """Figures that a single run without a label, and without questions, does not draw."""
 
 

@@ -11,7 +11,7 @@ import plots
 from harness.report import write_report
 from harness.results import columns
 from harness.results.columns import read_table
-from harness.results.shipped import merged
+from harness.results.write import merged
 from harness.run.cli import main
 from harness.settings import paths
 from plots import accuracy, style

@@ -23,9 +23,16 @@ from harness.errors import UserError
 from harness.paper.costmodel import published
 from harness.report import page as report_page
 from harness.report.__main__ import main as report_main
-from harness.report.compared import main_scores, main_times, published_sheet, side_by_side
 from harness.report.explorer import explorer
-from harness.report.sections import MODELLED, REGISTRY, entries_of
+from harness.report.sections import (
+    MODELLED,
+    REGISTRY,
+    entries_of,
+    main_scores,
+    main_times,
+    published_sheet,
+    side_by_side,
+)
 from harness.results import write as tables
 from harness.results.board_rows import OWN_SIZE
 from harness.results.columns import ACCURACY, TableRow, names

@@ -15,8 +15,8 @@ from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import board, columns, tuned
 from harness.results.board_rows import ORACLES
+from harness.results.board_sources import step_at, step_seconds, timed_step
 from harness.results.columns import TableRow, read_table
-from harness.results.step_time import step_at, step_seconds, timed_step
 from harness.run import cli, new_method
 from harness.run.compose import choices, compose
 from harness.run.sweep import read_plan

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from harness.results import columns, metrics
 from harness.results.board_page import show_interval, show_ratio
 from harness.results.board_rows import COSTS, OWN_SIZE, TRAFFIC
+from harness.results.board_sources import MODELLED
 from harness.results.columns import TableRow
 from harness.results.metrics import Metric
 from harness.results.sheet import show_range
-from harness.results.step_time import MODELLED
 
 Json = dict[str, Any]
 
@@ -30,42 +30,41 @@ OTHER = {"color": "currentColor", "shape": "cross"}
 class Quantity(NamedTuple):
     """A quantity to choose. value: of a row. front: the name of a cost's front, "" for a quality.
 
-    ends: the columns of its interval, or of the least and the largest of the models.
+    has_ends: rows have its interval, or the least and the largest of the models.
     """
 
     metric: Metric
     value: Callable[[TableRow], float | None]
     front: str = ""
-    ends: str = ""
+    has_ends: bool = False
 
 
-def _quality(metric: Metric, *, ends: bool = True) -> Quantity:
-    return Quantity(metric, lambda row: row.get(metric.name), ends=metric.name if ends else "")
+def _cost(metric: Metric, front: str, *, has_ends: bool = False) -> Quantity:
+    return Quantity(metric, COSTS[front], front, has_ends)
+
+
+def _quality(metric: Metric, *, has_ends: bool = True) -> Quantity:
+    return Quantity(metric, lambda row: row.get(metric.name), has_ends=has_ends)
 
 
 QUANTITIES = (
-    Quantity(metrics.SIZE._replace(words="link"), COSTS["link"], "link", metrics.SIZE.name),
-    Quantity(TRAFFIC, COSTS["link + device"], "link + device"),
-    Quantity(
-        metrics.RESIDENT_FRAC,
-        COSTS["kept on device"],
-        "kept on device",
-        metrics.RESIDENT_FRAC.name,
-    ),
-    Quantity(metrics.STEP, COSTS["step time"], "step time"),
-    _quality(metrics.KL, ends=False),
-    _quality(columns.RATIO._replace(logarithmic=True)),
-    _quality(columns.ANSWERS_DIFFERENCE),
+    _cost(metrics.SIZE._replace(words="link"), "link", has_ends=True),
+    _cost(TRAFFIC, "link + device"),
+    _cost(metrics.RESIDENT_FRAC, "kept on device", has_ends=True),
+    _cost(metrics.STEP, "step time"),
+    _quality(metrics.KL, has_ends=False),
+    _quality(metrics.RATIO._replace(logarithmic=True)),
+    _quality(metrics.ANSWERS_DIFFERENCE),
 )
 """The costs, then the qualities."""
 WORDS: Mapping[str, str] = {
     "over": "over",
-    "family": columns.FAMILY.words,
+    "family": "family",
     "asked": "asked size",
     "windows": "windows",
-    "exempt_numbers": columns.EXEMPT_NUMBERS.words,
-    "step_on": columns.STEP_ON.words,
-    "apart": columns.APART.words,
+    "exempt_numbers": "exempt layers",
+    "step_on": "step timed on",
+    "apart": "why it is not compared",
 }
 """Words of a point that a hover answers, besides its method and its quantities."""
 
@@ -86,9 +85,16 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
     field. fronts: the name of the front of a cost. families: their looks, those of the figures
     first.
     """
-    points = _points(columns.having(rows, metrics.KL.name))
+    # A method without a size, which stands beside every size, is one point.
+    by_identity: dict[tuple[str, ...], Json] = {}
+    for point in map(_point, columns.having(rows, "kl_nats")):
+        identity = point["over"], point["name"], point["asked"], point["windows"]
+        by_identity.setdefault(identity, point)
+    points = list(by_identity.values())
     if not points:
         return None
+    found = dict.fromkeys(columns.values(points, "family"))
+    in_order = dict.fromkeys([*filter(found.__contains__, families), *found])
     costs: dict[str, str] = {}
     qualities: dict[str, str] = {}
     axes = {}
@@ -112,45 +118,18 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
         "axes": axes,
         "tooltip": tooltip,
         "fronts": {each.metric.name: each.front for each in QUANTITIES if each.front},
-        "families": _looks(columns.values(points, "family"), families),
+        "families": {family: families.get(family, OTHER) for family in in_order},
     }
 
 
 def _themselves(points: Sequence[Json], name: str) -> dict[str, str]:
-    """The words of a field, each once, which stand for themselves; those of no size of a method's
-    choice come last."""
-    words = sorted(set(columns.values(points, name)) - {AT_OWN_SIZE}, key=_natural)
-    if name == "over":  # all models first, as in the table
-        words = list(dict.fromkeys(columns.values(points, name)))
-    if any(point[name] == AT_OWN_SIZE for point in points):
-        words.append(AT_OWN_SIZE)
-    return {word: word for word in words}
-
-
-def _natural(words: str) -> tuple[int, str]:
-    """Sort key: shorter numbers are smaller."""
-    return len(words), words
-
-
-def _looks(found: Sequence[str], families: Mapping[str, Mapping[str, str]]) -> Json:
-    """The looks of the families found, those that the registry lists first."""
-    looks: Json = {}
-    for family, look in families.items():
-        if family in found:
-            looks[family] = dict(look)
-    for family in found:
-        looks.setdefault(family, OTHER)
-    return looks
-
-
-def _points(rows: Sequence[TableRow]) -> list[Json]:
-    """A point a row; a method without a size, which stands beside every size, is one point."""
-    points: dict[tuple[str, ...], Json] = {}
-    for row in rows:
-        point = _point(row)
-        identity = point["over"], point["name"], point["asked"], point["windows"]
-        points.setdefault(identity, point)
-    return list(points.values())
+    """The words of a field, each once, which stand for themselves: all models first, as in the
+    table, sizes and lengths in order, and last a size of a method's own."""
+    words = dict.fromkeys(columns.values(points, name))
+    in_order = list(words)
+    if name != "over":
+        in_order = sorted(words, key=lambda word: (word == AT_OWN_SIZE, len(word), word))
+    return {word: word for word in in_order}
 
 
 def _point(row: TableRow) -> Json:
@@ -170,23 +149,18 @@ def _point(row: TableRow) -> Json:
     for quantity in QUANTITIES:
         name, metric = quantity.metric.name, quantity.metric
         value = quantity.value(row)
-        low = high = None
-        if quantity.ends:
-            low, high = row.get(f"{quantity.ends}_low"), row.get(f"{quantity.ends}_high")
+        ends = [row.get(f"{name}_low"), row.get(f"{name}_high")] if quantity.has_ends else []
         point[name] = _number(value, metric)
-        point[f"{name}_low"], point[f"{name}_high"] = _number(low, metric), _number(high, metric)
-        point[f"text_{name}"] = _shown(quantity, value, low, high)
+        for end, number in zip(("low", "high"), ends or (None, None), strict=True):
+            point[f"{name}_{end}"] = _number(number, metric)
+        if quantity.front:
+            ranged = (value, value) if not ends or ends[0] is None else ends
+            point[f"text_{name}"] = show_range(metric, ranged, " to ")
+        else:
+            show = show_ratio if name == metrics.RATIO.name else metric.show
+            shown = row if quantity.has_ends else {name: value}
+            point[f"text_{name}"] = show_interval(show, shown, name)
     return point
-
-
-def _shown(quantity: Quantity, value: float | None, low: float | None, high: float | None) -> str:
-    """A number for a hover, with its interval or the range over the models."""
-    metric = quantity.metric
-    if quantity.front:
-        ends = (value, value) if low is None else (low, high)
-        return show_range(metric, ends, " to ")
-    show = show_ratio if metric.name == columns.RATIO.name else metric.show
-    return show_interval(show, value, low, high)
 
 
 def _number(value: float | None, column: Metric) -> float | None:

@@ -11,49 +11,40 @@ import json
 import re
 import sys
 from base64 import b64encode
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.errors import UserError
 from harness.files import write_atomic
-from harness.report.compared import main_scores, main_times
 from harness.report.explorer import explorer, library
-from harness.report.lost import lost_questions, lost_sheet
-from harness.report.sections import REGISTRY, SOURCES, Entry, Section, entries_of, sections_of
+from harness.report.sections import (
+    REGISTRY,
+    SOURCES,
+    Entry,
+    Section,
+    entries_of,
+    main_scores,
+    main_times,
+    sections_of,
+)
 from harness.results import columns
 from harness.results.archive import opened
 from harness.results.columns import TableRow
+from harness.results.lost import lost_questions, lost_sheet
 from harness.results.metrics import GIB, MISSING
 from harness.results.record import Record, read_all
-from harness.results.sheet import WORDS
+from harness.results.sheet import NOTES, WORDS
 from harness.settings.kinds import BOARD
 from harness.settings.paths import COMMAND, RESULTS, models_beside
 
 HERE = Path(__file__).parent
 PICTURE = "fig11"
 """The figure of the overview."""
-GLOSSARY = {
-    "full cache": "all cached tokens are read at every step; other methods are compared with it",
-    "size": "share of the full cache that a decode step reads; with the cache in host memory, what "
-    "crosses the link",
-    "link": "what joins host memory and the device, such as PCIe",
-    "kept on device": "what a method holds there for itself, as a share of the full cache",
-    "KL": "distance of a method's predictions from the full cache's, in nats; 0 is equal",
-    "exempt layers": "a model's first layers that read everything; their bytes count in every size",
-    "oracle": "reads the tokens with the highest true attention scores; others are measured by it",
-    "kv_recall, passkey": "questions on facts in a text; guessing gets 25 %",
-    "decode step": "the time of one new token for a batch of sequences",
-    "front": "methods than which no other is closer for no higher a cost",
-    "offload, ideal": "the full cache in host memory, read whole over the link; the same on the "
-    "device",
-    "*": "a run of one's own beside those that the project ships",
-}
-"""Words of the overview."""
 TIMED = ("fig14", "fig14-modelled")
 """The figures of the overview's times."""
 
@@ -88,9 +79,7 @@ def _render(folder: Path) -> str:
     if not sections:
         nothing = f"results_dir={folder}: neither table nor figure"
         raise UserError(f"{nothing}; `{COMMAND} experiment=accuracy` makes some")
-    pages: dict[str, list[Section]] = {}
-    for section in sections.values():
-        pages.setdefault(section.entry.page, []).append(section)
+    pages = columns.grouped(sections.values(), lambda section: section.entry.page)
     boards = sections[BOARD].parts if BOARD in sections else []
     rows_of_boards: list[TableRow] = []
     main_sheets = []
@@ -100,10 +89,7 @@ def _render(folder: Path) -> str:
         for row in rows:
             over = f"{row['over']} ({part.where})" if part.where else row["over"]
             rows_of_boards.append(row | {"over": over})
-    timed = []
-    for name in TIMED:
-        if name in sections:
-            timed.append(sections[name].parts[0].rows)
+    timed = [sections[name].parts[0].rows for name in TIMED if name in sections]
     main_sheets.append(main_times(timed))
     explored = explorer(rows_of_boards, REGISTRY["families"])
     scripts = [(HERE / "report.js").read_text(encoding="utf-8")]
@@ -115,6 +101,8 @@ def _render(folder: Path) -> str:
     lost = lost_questions(records)
     if lost:
         packed["lost"] = _packed(json.dumps(lost, allow_nan=False))
+    parts = sections[PICTURE].parts if PICTURE in sections else []
+    images = [part.image for part in parts if part.image]
     environment_of_page = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -125,14 +113,14 @@ def _render(folder: Path) -> str:
     return environment_of_page.get_template("report.html.j2").render(
         pages=pages,
         main_sheets=list(filter(None, main_sheets)),
-        picture=_picture(sections),
+        picture=next(((sections[PICTURE], image) for image in images), None),
         explorer=explored,
         lost=lost_sheet(lost) if lost else None,
         command=COMMAND,
         explorer_page=sections[BOARD].entry.page if boards else None,
         beside=list(filter(None, folders)),
         sources=SOURCES,
-        glossary=GLOSSARY,
+        glossary=NOTES["glossary"],
         script=scripts[0],
         packed=packed,
         digests=list(map(_digest, scripts)),
@@ -144,19 +132,9 @@ def _render(folder: Path) -> str:
     )
 
 
-def _picture(sections: Mapping[str, Section]) -> tuple[Section, str] | None:
-    """The figure of the overview and its image, if there is one."""
-    if PICTURE in sections:
-        for part in sections[PICTURE].parts:
-            if part.image:
-                return sections[PICTURE], part.image
-    return None
-
-
 def _missing(
     entries: Sequence[Entry], sections: Mapping[str, Section], records: Iterable[Record]
 ) -> dict[str, list[str]]:
-    """What was not measured, in words."""
     not_made, without_numbers, gaps = [], [], []
     for entry in entries:
         if entry.name not in sections:
@@ -176,7 +154,6 @@ def _missing(
 
 
 def _packed(text: str) -> str:
-    """A text as base64 of gzip."""
     return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
@@ -193,22 +170,17 @@ def environment(records: Sequence[Record]) -> list[tuple[str, str]]:
 
     A value that not all runs share says how many had it.
     """
-    described = []
-    seconds = 0.0
-    for record in records:
-        if record["status"] == "finished":
-            described.append(dict(_readable(record["environment"])))
-            seconds += record["seconds"] or 0
-    if not described:
+    finished = [record for record in records if record["status"] == "finished"]
+    if not finished:
         return []
-    lines = [("finished runs", f"{len(described)}, {seconds / 60:.0f} minutes in total")]
-    for name in dict.fromkeys(itertools.chain.from_iterable(described)):
-        counts = Counter(fields.get(name, "unknown") for fields in described)
-        parts = []
-        for value, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-            is_shared = count == len(described)
-            parts.append(value if is_shared else f"{value} ({count} of {len(described)} runs)")
-        lines.append((name, "; ".join(parts)))
+    minutes = sum(record["seconds"] or 0 for record in finished) / 60
+    lines = [("finished runs", f"{len(finished)}, {minutes:.0f} minutes in total")]
+    described = pd.DataFrame([dict(_readable(record["environment"])) for record in finished])
+    for name, values in described.fillna("unknown").items():
+        counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
+        parts = [f"{value} ({count} of {len(finished)} runs)" for value, count in counts.items()]
+        shown = "; ".join(parts) if len(parts) > 1 else values.iloc[0]
+        lines.append((str(name), shown))
     return lines
 
 

@@ -5,19 +5,24 @@ A sentence of finding stands where `findings.yaml` of the results gives one, bes
     fig11: At a tenth of the cache InfiniGen loses ...
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress, product
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+import pandas as pd
 import yaml
 
 from harness.errors import UserError, nearest, reason
-from harness.report.compared import published_sheet, side_by_side
+from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
+from harness.paper.costmodel.published import PaperBar, quantity
+from harness.results import board_page, columns, metrics
+from harness.results.board_rows import ORACLES
 from harness.results.columns import TableRow, read_table
-from harness.results.pages import sheets_of
+from harness.results.metrics import ASKED_SIZE, MISSING
+from harness.results.pages import is_brief, sheets_of
 from harness.results.sheet import Sheet
 from harness.settings.paths import PACKAGES_DIR, shipped_beside, tables_to_read
 
@@ -70,9 +75,7 @@ class Section(NamedTuple):
     @property
     def sources(self) -> list[str]:
         """What its numbers are, in the order of `SOURCES`."""
-        found: set[str | None] = set()
-        for part in self.parts:
-            found.update(row.get("source") for row in part.rows)
+        found = {row.get("source") for part in self.parts for row in part.rows}
         return [source for source in SOURCES if source in found]
 
     @property
@@ -80,7 +83,7 @@ class Section(NamedTuple):
         """How many scores its tables lack, in words."""
         found = []
         for part in self.parts:
-            for sheet in itertools.chain.from_iterable(part.sheets.values()):
+            for sheet in chain.from_iterable(part.sheets.values()):
                 if sheet.num_gaps:
                     found.append(f"{self.entry.name}, {sheet.title}: {sheet.num_gaps}")
         return found
@@ -146,30 +149,18 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
         for home in filter(None, (shipped_beside(folder), folder)):
             said |= findings(home / "findings.yaml", names)
         results.append(Results(where, folder, origins, tables, said))
-    homes = _homes(entries)
-    for entry in entries:
-        parts = []
-        for of_folder in results:
-            part = _part(entry, of_folder, homes)
-            if part is not None:
-                parts.append(part)
-        if parts:
-            yield Section(entry, parts, side_by_side(_by_model(parts)))
-
-
-def _homes(entries: Sequence[Entry]) -> dict[str, str]:
-    """The section that shows a table: the one of its name, or the first that reads it."""
-    homes: dict[str, str] = {}
+    homes: dict[str, str] = {}  # the section that shows a table: of its name, or the first
     for entry in entries:
         for table in entry.tables:
-            if table == entry.name:
-                homes[table] = table
-            homes.setdefault(table, entry.name)
-    return homes
+            homes.setdefault(table, table if table in names else entry.name)
+    for entry in entries:
+        parts = [_part(entry, of_folder, homes) for of_folder in results]
+        known = [part for part in parts if part is not None]
+        if known:
+            yield Section(entry, known, side_by_side(_by_model(known)))
 
 
 def _part(entry: Entry, results: Results, homes: Mapping[str, str]) -> Part | None:
-    """What a folder has of a figure or table; None for nothing."""
     image = _image(entry, results)
     rows: list[TableRow] = []
     own: dict[str, list[Sheet]] = {}
@@ -205,11 +196,8 @@ def _image(entry: Entry, results: Results) -> Path | None:
     origins = {results.folders[table] for table in entry.tables if table in results.folders}
     if results.folder not in origins:
         folders += origins
-    for folder in folders:
-        image = folder / "figures" / f"{entry.name}.svg"
-        if image.exists():
-            return image
-    return None
+    images = [folder / "figures" / f"{entry.name}.svg" for folder in folders]
+    return next(filter(Path.exists, images), None)
 
 
 def _by_model(parts: Sequence[Part]) -> dict[str, list[TableRow]]:
@@ -267,3 +255,161 @@ def embed(path: Path) -> str:
     except (OSError, ValueError, ElementTree.ParseError) as error:
         raise UserError(f"{path}: not an SVG image; `python -m plots` draws it anew") from error
     return "data:image/svg+xml," + quote(" ".join(text.split()), safe=SAFE_IN_URI)
+
+
+# Numbers beside numbers: the paper's beside ours
+
+POINT = ("model", "series", "x_name", "x", "metric")
+"""What names a published number, and a row of an analysis table."""
+HEADER = (
+    "model", "series", "setup", "metric", "published", "kind", "ours", "ours / published", "note",
+)  # fmt: skip
+"""Headings of published numbers; a column without any number is left out."""
+MAIN_SIZE = 0.10
+"""Of the board, the size that the overview shows, or the nearest."""
+BEST = 5
+"""So many methods of that size the overview shows, the closest to the full cache first; then
+these:"""
+ALWAYS = ("infinigen", "h2o", "streaming")
+BASE = "offload"
+SYSTEMS = (BASE, "offload+int4", "offload+h2o", "infinigen", "ideal")
+"""Systems of which the overview shows times."""
+
+
+def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
+    """The paper's numbers for a figure, with ours beside them where `rows` holds that setup.
+
+    None where nothing is known. Numbers of speed are made of timed runs by the same arithmetic as
+    the cost model's calibration.
+    """
+    numbers = columns.where(columns.published_rows(), "figure", figure)
+    lines = [_published_line(number, rows) for number in numbers]
+    if not lines:
+        return None
+    known = [not {MISSING, ""}.issuperset(column) for column in zip(*lines, strict=True)]
+    shown = [list(compress(line, known)) for line in lines]
+    return Sheet("published", list(compress(HEADER, known)), shown)
+
+
+def _published_line(number: Mapping[str, str], rows: Sequence[TableRow]) -> list[str]:
+    series, metric = number["series"].replace("_", " "), number["metric"].replace("_", " ")
+    setup = f"{number['x_name']} {number['x']}".strip().replace("_", " ") or "all"
+    value = f"{number['value']} {number['unit']}".strip()
+    ours = our_value(number, rows)
+    beside = [MISSING, MISSING]
+    if ours is not None:
+        beside = [f"{ours:.4g}", f"{ours / float(number['value']):.2f}"]
+    named = [number["model"], series, setup, metric]
+    return [*named, value, number["kind"], *beside, number["note"]]
+
+
+def our_value(number: Mapping[str, str], rows: Sequence[TableRow]) -> float | None:
+    """The published quantity from our rows.
+
+    None where a row that it needs is absent, emulated, or there twice.
+    """
+
+    def timed_row(bar: PaperBar) -> TableRow:
+        of_length = []
+        for row in rows:
+            total_len = row["prompt_len"] + row["gen_len"]
+            if row["source"] != "emulated" and total_len == bar.total_len:
+                of_length.append(row)
+        wanted = {"model": bar.model, "label": bar.label, "batch_size": bar.batch_size}
+        return _the_row(of_length, wanted)
+
+    try:
+        if number["figure"] in TIMED_FIGURES:
+            return quantity(number, timed_row)
+        point = columns.typed({name: number[name] for name in POINT})
+        value: float | None = _the_row(rows, point)["value"]
+        return value
+    except ValueError:  # no row or several
+        return None
+
+
+def _the_row(rows: Sequence[TableRow], wanted: TableRow) -> TableRow:
+    """The row that has all of these values; ValueError where there is none, or several."""
+    for name, value in wanted.items():
+        rows = [row for row in rows if row.get(name) == value]
+    (row,) = rows
+    return row
+
+
+# Models side by side
+
+
+def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
+    """The runs and quantities that more than one model has, a line per method; None
+    without any.
+
+    models: by name, the rows of accuracy tables.
+    """
+    found = []
+    for model, rows in models.items():
+        scored = [row for row in rows if "task" in row and "metric" in row and is_brief(row)]
+        for row in sorted(scored, key=lambda row: metrics.rank(row["metric"])):
+            shown = metrics.quantity(row["metric"])
+            name, text = f"{row['task']} {shown.heading}", shown.show(row["value"], row["stderr"])
+            found.append((name, model, row["label"], row.get("settings") or MISSING, text))
+    run = [metrics.LABEL.heading, metrics.SETTINGS.heading]
+    frame = pd.DataFrame(found, columns=["quantity", "model", *run, "text"])
+    frame = frame[frame.groupby("quantity").model.transform("nunique") > 1]
+    quantities = list(frame.quantity.unique())
+    frame = frame[frame.groupby(run).model.transform("nunique") > 1]
+    if frame.empty:
+        return None
+    in_order = frame.assign(
+        model=frame.model.map(list(models).index), quantity=frame.quantity.map(quantities.index)
+    ).sort_values(["model", "quantity"], kind="stable")
+    columns_of_quantities = list(product(quantities, models))
+    texts = frame.drop_duplicates(["quantity", "model", *run], keep="last")
+    table = texts.pivot(index=run, columns=["quantity", "model"], values="text")
+    table = table.reindex(pd.MultiIndex.from_frame(in_order[run].drop_duplicates()))
+    table = table.reindex(columns=pd.MultiIndex.from_tuples(columns_of_quantities))
+    header = [*run, *(f"{name}, {model}" for name, model in columns_of_quantities)]
+    lines = table.fillna(MISSING).reset_index().to_numpy().tolist()
+    return Sheet(" and ".join(models), header, lines)
+
+
+# Main results
+
+
+def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
+    """The overview's table of a board's rows. None without a compared method.
+
+    It has the oracle, the methods closest to the full cache at `MAIN_SIZE` and on the shortest
+    windows, and those of the paper.
+    """
+    compared = [row for row in board_page.first_board(rows) if not row["apart"]]
+    if not compared:
+        return None
+    of_length = columns.where(compared, "seq_len", min(columns.values(compared, "seq_len")))
+    sizes = columns.values(of_length, "asked_size")
+    main_size = min(sizes, key=lambda size: abs(size - MAIN_SIZE))
+    shown = []
+    count = 0
+    for row in columns.where(of_length, "asked_size", main_size):  # the closest first
+        is_oracle = row["method"] in ORACLES
+        count += not is_oracle
+        is_first_oracle = row["method"] == ORACLES[0] and row["ratio"] == 1
+        if is_first_oracle or (not is_oracle and (count <= BEST or row["method"] in ALWAYS)):
+            shown.append(row)
+    words = f"closest to the full cache at a size of {ASKED_SIZE.show(main_size)} %"
+    return board_page.methods_sheet(f"{compared[0]['over']}: {words}", shown)
+
+
+def main_times(tables: Iterable[Sequence[TableRow]]) -> Sheet | None:
+    """The overview's table of times: seconds of a run, and the speedup over offload."""
+    lines = []
+    for rows in tables:
+        timed = {row["label"]: row for row in columns.having(rows, "total_s")}
+        if BASE not in timed:
+            continue
+        for row in [timed[label] for label in SYSTEMS if label in timed]:
+            tokens = f"{row['prompt_len']:,.0f} + {row['gen_len']:.0f} tokens"
+            run = f"{row['model']}, batch {row['batch_size']:.0f}, {tokens}, {row['source']}"
+            speedup = timed[BASE]["total_s"] / row["total_s"]
+            lines.append([row["label"], run, f"{row['total_s']:.1f}", f"{speedup:.1f}"])
+    header = ["system", "run", "prefill and decode (s)", "speedup over offload"]
+    return Sheet("Time of a run", header, lines) if lines else None

@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from stat import S_ISLNK
 
@@ -75,9 +76,7 @@ def pack(results_dir: Path, target: Path) -> str:
     """
     found = _inside(results_dir, RECORDS)
     records = list(filter(_is_shared, tqdm(found, unit="record", delay=1, leave=False)))
-    derived: list[Path] = []
-    for pattern in DERIVED:
-        derived += _inside(results_dir, pattern)
+    derived = list(chain.from_iterable(_inside(results_dir, pattern) for pattern in DERIVED))
     if not records and not derived:
         nothing = "nothing to share, neither finished run nor table"
         raise UserError(f"results_dir={results_dir}: {nothing}")
@@ -111,7 +110,6 @@ def _inside(results_dir: Path, pattern: str) -> list[Path]:
 
 
 def _is_shared(record: Path) -> bool:
-    """Whether a record goes into an archive: it is whole, and its run came to an end."""
     try:
         return bool(read_record(record)["status"] != "interrupted")
     except UserError as error:

@@ -2,164 +2,103 @@
 
 `Setting` is one asked size and one length of windows. The oracle's windows are what is compared. A
 method that lacks some of them, or cannot have the size, is shown apart and not compared.
-`harness/results/board_stats.py` has the statistics.
+`harness/results/stats.py` has the statistics.
+
+A window is known by its model, text and place, a context of questions by model, task and number.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from harness.results import columns
-from harness.results.board_sources import Series
-from harness.results.board_stats import (
-    Design,
-    Estimate,
-    Pair,
-    compare_all,
-    ranks,
+from harness.results.board_sources import (
+    BoardSteps,
+    Key,
+    Models,
+    Rows,
+    Series,
+    in_both,
+    models_at,
+    on_models,
+    rows_at,
 )
-from harness.results.columns import TableRow
-from harness.results.metrics import CACHE, EQUAL, SIZE, Metric
+from harness.results.columns import TableRow, grouped, having, values, where
+from harness.results.metrics import CACHE, EQUAL, EXEMPT_LAYERS, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
-from harness.results.step_time import BoardSteps
+from harness.results.stats import Design, Estimate, Pair, compare_all, ranks
 
+Keys = Sequence[Key]
 LEAST_KL = 1e-6
 """Nats: a smaller KL is rounding, and has no logarithm to speak of."""
 ALL_MODELS, ALL_TEXTS, ALL_TASKS = "all models", "all texts", "all tasks"
 OF_KL, OF_ANSWERS = "KL", "answers"
-RULE_OF_PAPER = "oracle-infinigen"
-"""The oracle by the paper's rule for a group."""
-ORACLES = ("oracle", RULE_OF_PAPER)
-"""Methods that select by the true scores, so they are upper bounds."""
+HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
+"""Of claims."""
+ORACLES = ("oracle", "oracle-infinigen")
+"""Methods that select by the true scores, so they are upper bounds; the second by the paper's rule
+for a group."""
 OWN_SIZE = "reads at a size of its own"
 """Why a method without a size is not compared."""
 
-Window = tuple[str, str, float]
-"""Model, text and place of a window."""
-Context = tuple[str, str, int]
-"""Model, task and number of a context of questions."""
-Key = TypeVar("Key", Window, Context)
 
-
-def rows_at(rows: Mapping[Key, TableRow], keys: Iterable[Key]) -> list[TableRow]:
-    """The rows of windows or contexts."""
-    return [rows[key] for key in keys]
-
-
-def in_both(keys: Iterable[Key], others: Container[Key]) -> list[Key]:
-    """The windows or contexts that are among the others too."""
-    return [key for key in keys if key in others]
-
-
-def on_models(keys: Iterable[Key], models: Container[str]) -> list[Key]:
-    """The windows or contexts on these models."""
-    return [key for key in keys if key[0] in models]
+def design_of(keys: Keys, counts: Sequence[float] | None = None) -> Design:
+    """The design of values that were measured there."""
+    models, parts, clusters = zip(*keys, strict=True)
+    return Design(models, parts, clusters, counts)
 
 
 # KL: windows of one length
 
 
 class Measured(NamedTuple):
-    """A series on the windows of one length. rows: by window."""
+    """A series on the windows of one length."""
 
     series: Series
-    rows: Mapping[Window, TableRow]
+    rows: Rows
 
-    def kl(self, windows: Iterable[Window]) -> list[float]:
+    def kl(self, windows: Keys) -> list[float]:
         """KL of these windows in nats."""
-        return columns.values(rows_at(self.rows, windows), "kl_nats")
+        return values(rows_at(self.rows, windows), "kl_nats")
 
-    def logs(self, windows: Iterable[Window]) -> list[float]:
+    def logs(self, windows: Keys) -> list[float]:
         """Logarithms of the KL of these windows, which must be positive."""
         return list(map(math.log, self.kl(windows)))
 
-    def num_zeros(self, windows: Iterable[Window]) -> int:
+    def num_zeros(self, windows: Keys) -> int:
         """How many of these windows have a KL without a logarithm."""
         return sum(kl <= LEAST_KL for kl in self.kl(windows))
 
 
-def _measured(series: Series, seq_len: int) -> Measured:
-    rows = {}
-    for row in series.windows:
-        if row["seq_len"] == seq_len:
-            rows[row["model"], row["text"], float(row["place"])] = row
-    return Measured(series, rows)
-
-
-def _design(windows: Sequence[Window]) -> Design:
-    models, texts, places = zip(*windows, strict=True)
-    return Design(models, texts, places)
-
-
-def log_ratio(own: Measured, other: Measured, windows: Sequence[Window]) -> Estimate | None:
+def log_ratio(own: Measured, other: Measured, windows: Keys) -> Estimate | None:
     """The mean logarithm of the ratio of two methods' KL, over the models of the windows; None
     where a KL has no logarithm."""
-    if not windows:
+    if not windows or own.num_zeros(windows) or other.num_zeros(windows):
         return None
-    if own.num_zeros(windows) or other.num_zeros(windows):
-        return None
-    return _design(windows).over_models(np.subtract(own.logs(windows), other.logs(windows)))
+    return design_of(windows).over_models(np.subtract(own.logs(windows), other.logs(windows)))
 
 
-def exponential(estimate: Estimate) -> tuple[float, float | None, float | None]:
-    """A ratio and its 95 % interval, from its logarithm."""
+def exponential(name: str, estimate: Estimate | None) -> TableRow:
+    """The columns of a ratio and its 95 % interval, from its logarithm; {} without one."""
+    if estimate is None:
+        return {}
     half = estimate.half_width
-    ratio = math.exp(estimate.value)
-    if half is None:
-        return ratio, None, None
-    return ratio, math.exp(estimate.value - half), math.exp(estimate.value + half)
-
-
-class Models(NamedTuple):
-    """The models of all results, and those over which the table's means go.
-
-    A model is among the latter if at least half as many methods ran at a size on it as on the model
-    with the most. So a method that ran on one more model stays comparable with the others.
-    """
-
-    all: Sequence[str]
-    together: Sequence[str]
-
-    @property
-    def left_out(self) -> list[str]:
-        """Those over which no mean goes."""
-        return [model for model in self.all if model not in self.together]
-
-
-def models_of(series: Iterable[Series]) -> Models:
-    """The models in the order in which they come."""
-    counts: dict[str, int] = {}
-    for one in series:
-        for model in dict.fromkeys(columns.values(one.windows, "model")):
-            counts.setdefault(model, 0)
-            counts[model] += one.asked_size is not None
-        for model in columns.values(one.answers, "model"):  # of which there may be no windows
-            counts.setdefault(model, 0)
-    most = max(counts.values(), default=0)
-    return Models(list(counts), [model for model in counts if 2 * counts[model] >= most])
-
-
-def of_one_model(series: Iterable[Series], model: str) -> list[Series]:
-    """The series with the windows and answers of one model, where there are any."""
-    found = []
-    for one in series:
-        windows = [row for row in one.windows if row["model"] == model]
-        answers = [row for row in one.answers if row["model"] == model]
-        if windows or answers:
-            found.append(one._replace(windows=windows, answers=answers))
-    return found
+    low = None if half is None else math.exp(estimate.value - half)
+    high = None if half is None else math.exp(estimate.value + half)
+    return {name: math.exp(estimate.value), f"{name}_low": low, f"{name}_high": high}
 
 
 class Setting:
     """A size and a length: the methods that ran there, and which of them are compared.
 
-    reference: the oracle. windows: those of the oracle on the models of the table. compared:
-    methods at this size with a KL in all of these windows, the oracle among them. apart: the
-    others, with the reason in words.
+    reference: the oracle at the asked size; where it did not run, that by InfiniGen's rule.
+    windows: those of the oracle on the models of the table. compared: methods at this size with a
+    KL in all of these windows, the oracle among them. apart: the others, with the reason in words.
     """
 
     def __init__(
@@ -168,7 +107,9 @@ class Setting:
         self.asked_size = asked_size
         self.seq_len = seq_len
         self.found = found
-        self.reference = _reference(found)
+        with_size = [one for one in found if one.series.asked_size is not None]
+        by_method = {one.series.method: one for one in with_size[::-1] if not one.series.codec}
+        self.reference = next((by_method[name] for name in ORACLES if name in by_method), None)
         of_oracle = self.reference.rows if self.reference else {}
         self.windows = on_models(of_oracle, models.together)
         self.compared: list[Measured] = []
@@ -196,111 +137,74 @@ class Setting:
             yield OWN_SIZE
         elif not has_size(measured.rows.values(), self.asked_size):
             yield f"cannot have this size: reads {_size_in_words(measured.rows.values())} %"
-        missing = set(self.windows) - measured.rows.keys()
-        if missing:
-            yield f"lacks {_named(in_both(self.windows, missing), self.windows)}"
         shared = self.shared(measured)
+        if len(shared) < len(self.windows):
+            missing = [window for window in self.windows if window not in measured.rows]
+            yield f"lacks {_named(missing, self.windows)}"
         num_zeros = measured.num_zeros(shared)
         if num_zeros:
             yield f"its KL is 0 in {num_zeros} of {len(shared)} windows, which has no ratio"
 
-    def shared(self, measured: Measured) -> list[Window]:
+    def shared(self, measured: Measured) -> Keys:
         """The windows that a method and the oracle have."""
         return in_both(self.windows, measured.rows)
 
-    def to_oracle(self, measured: Measured, windows: Sequence[Window]) -> Estimate | None:
+    def to_oracle(self, measured: Measured, windows: Keys) -> Estimate | None:
         """The logarithm of a method's KL over the oracle's, on windows that both have."""
-        if self.reference is None:
+        if self.reference is None or measured.series.is_full:
             return None
         return log_ratio(measured, self.reference, windows)
 
 
-def _reference(found: Iterable[Measured]) -> Measured | None:
-    """The oracle at the asked size; where it did not run, the oracle by InfiniGen's rule."""
-    by_method: dict[str, Measured] = {}
-    for measured in found:
-        if measured.series.asked_size is not None and not measured.series.codec:
-            by_method.setdefault(measured.series.method, measured)
-    for method in ORACLES:
-        if method in by_method:
-            return by_method[method]
-    return None
+def settings_of(series: Sequence[Series], models: Models) -> list[Setting]:
+    """Each asked size at each length, the largest size first."""
+    asked = {one.asked_size for one in series if one.asked_size is not None}
+    lengths = set(itertools.chain.from_iterable(one.windows for one in series))
+    found = []
+    for size, seq_len in itertools.product(sorted(asked, reverse=True), sorted(lengths)):
+        here = []
+        for one in series:
+            if seq_len in one.windows and one.asked_size in (size, None):
+                here.append(Measured(one, one.windows[seq_len]))
+        if any(measured.series.asked_size is not None for measured in here):
+            found.append(Setting(size, seq_len, here, models))
+    return found
 
 
 def has_size(rows: Iterable[TableRow], asked: float | None) -> bool:
     """Whether a method reads its asked size on each model, and each text or task of it."""
-    for of_part in columns.grouped(rows, _model_and_part).values():
-        if asked is not None and abs(_mean(of_part, "size") - asked) > EQUAL:
-            return False
-    return True
+    parts = grouped(rows, lambda row: (row["model"], row.get("text") or row["task"]))
+    means = [statistics.fmean(values(of_part, "size")) for of_part in parts.values()]
+    return asked is None or all(abs(mean - asked) <= EQUAL for mean in means)
 
 
-def _model_and_part(row: TableRow) -> tuple[str, str]:
-    return row["model"], row.get("text") or row["task"]
-
-
-def _mean(rows: Sequence[TableRow], name: str) -> float:
-    return math.fsum(columns.values(rows, name)) / len(rows)  # of equal values exactly theirs
-
-
-def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[Any, Any]:
+def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[float | None, float | None]:
     """The least and the largest of the models' means; None where none is known."""
-    known = columns.having(rows, name)
-    means = []
-    for of_model in columns.grouped(known, lambda row: row["model"]).values():
-        means.append(_mean(of_model, name))
+    models = grouped(having(rows, name), itemgetter("model"))
+    means = [statistics.fmean(values(of_model, name)) for of_model in models.values()]
     return min(means, default=None), max(means, default=None)
 
 
 def _size_in_words(rows: Iterable[TableRow]) -> str:
-    """The size that is read, in percent, or its range over models."""
     return show_range(SIZE, _range_over_models(rows, "size"), " to ")
 
 
-def _named(missing: Sequence[Key], all_of_them: Sequence[Key]) -> str:
+def _named(missing: Keys, every: Keys) -> str:
     """In words, what of all windows or contexts is missing: whole models, whole texts of a model,
     or so many."""
     words = []
-    of_models = columns.grouped(all_of_them, lambda key: key[0])
-    of_parts = columns.grouped(all_of_them, lambda key: key[:2])
-    for model, of_model in columns.grouped(missing, lambda key: key[0]).items():
-        if len(of_model) == len(of_models[model]):
+    for model, of_model in grouped(missing, lambda key: key[0]).items():
+        if len(of_model) == len(on_models(every, [model])):
             words.append(model)
             continue
-        for (_, part), of_part in columns.grouped(of_model, lambda key: key[:2]).items():
-            total = len(of_parts[model, part])
+        for part, of_part in grouped(of_model, lambda key: key[1]).items():
+            total = sum(key[:2] == (model, part) for key in every)
             count = "" if len(of_part) == total else f"{len(of_part)} of {total} of "
             words.append(f"{count}{part} on {model}")
     return ", ".join(words)
 
 
-def settings_of(series: Sequence[Series], models: Models) -> list[Setting]:
-    """Each asked size at each length, the largest size first."""
-    asked: set[float] = set()
-    lengths: set[int] = set()
-    for one in series:
-        if one.asked_size is not None:
-            asked.add(one.asked_size)
-        lengths.update(columns.values(one.windows, "seq_len"))
-    found = []
-    for size, seq_len in itertools.product(sorted(asked, reverse=True), sorted(lengths)):
-        here = []
-        sized = False
-        for one in series:
-            measured = _measured(one, seq_len)
-            if measured.rows and one.asked_size in (size, None):
-                here.append(measured)
-                sized = sized or one.asked_size is not None
-        if sized:
-            found.append(Setting(size, seq_len, here, models))
-    return found
-
-
 # Answers
-
-
-Answers = Mapping[Context, TableRow]
-"""The rows of a series by context."""
 
 
 class Gap(NamedTuple):
@@ -314,28 +218,20 @@ class Gap(NamedTuple):
     num_questions: int
     num_contexts: int
 
-
-def answers_of(series: Series) -> dict[Context, TableRow]:
-    """The rows of a series by context."""
-    rows = {}
-    for row in series.answers:
-        rows[row["model"], row["task"], row["context_id"]] = row
-    return rows
+    def columns(self, name: str) -> TableRow:
+        """The columns of the difference."""
+        return {name: self.difference, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
-def gap_of(own: Answers, other: Answers, contexts: Sequence[Context]) -> Gap | None:
+def gap_of(own: Rows, other: Rows, contexts: Keys) -> Gap | None:
     """The difference of the answers to the questions on these contexts; None without any."""
     if not contexts:
         return None
-    shares, shares_of_other, asked = [], [], []
-    for context in contexts:
-        count = own[context]["asked"]
-        asked.append(count)
-        shares.append(own[context]["right"] / count)
-        shares_of_other.append(other[context]["right"] / count)
-    models, tasks, numbers = zip(*contexts, strict=True)
-    design = Design(models, tasks, numbers, asked)
-    found = design.over_models(np.subtract(shares, shares_of_other))
+    asked = values(rows_at(own, contexts), "asked")
+    shares = np.divide(values(rows_at(own, contexts), "right"), asked)
+    shares_of_other = np.divide(values(rows_at(other, contexts), "right"), asked)
+    design = design_of(contexts, asked)
+    found = design.over_models(shares - shares_of_other)
     half = found.half_width
     if half == 0:  # no answer differs, which a few questions do not make impossible
         half = RULE_OF_THREE / sum(asked)
@@ -349,27 +245,19 @@ def gap_of(own: Answers, other: Answers, contexts: Sequence[Context]) -> Gap | N
     )
 
 
-def same_contexts(own: Answers, other: Answers) -> list[Context]:
+def same_contexts(own: Rows, other: Rows) -> Keys:
     """The contexts on which both were asked the same questions: as many, in prompts of one length.
 
     A context is known by its number alone, which other questions of the task have too.
     """
-    found = []
-    for context, row in own.items():
-        others_row = other.get(context)
-        if others_row is None:
-            continue
-        if (row["asked"], row["prompt_len"]) == (others_row["asked"], others_row["prompt_len"]):
-            found.append(context)
-    return found
+    asked_of = itemgetter("asked", "prompt_len")
+    both = in_both(own, other)
+    return [context for context in both if asked_of(own[context]) == asked_of(other[context])]
 
 
-def full_answers(series: Iterable[Series]) -> dict[Context, TableRow]:
-    """The full cache's rows by context; {} where it was not asked."""
-    for one in series:
-        if one.is_full:
-            return answers_of(one)
-    return {}
+def full_answers(series: Iterable[Series]) -> Rows:
+    """The full cache's rows; none where it was not asked."""
+    return next((one.answers for one in series if one.is_full), {})
 
 
 # Rows
@@ -380,23 +268,19 @@ def pairs_of(setting: Setting) -> list[Pair]:
     if len(setting.compared) < 2:
         return []
     logs = [measured.logs(setting.windows) for measured in setting.compared]
-    return compare_all(_design(setting.windows), logs)
+    return compare_all(design_of(setting.windows), logs)
 
 
 def pair_rows(setting: Setting, pairs: Iterable[Pair]) -> Iterator[TableRow]:
     """The rows of the tests."""
     labels = [measured.series.label for measured in setting.compared]
     for pair in pairs:
-        ratio, low, high = exponential(pair.estimate)
-        yield {
-            "model": _models_of(setting.windows),
+        yield exponential("ratio", pair.estimate) | {
+            "model": ", ".join(models_at(setting.windows)),
             "asked_size": setting.asked_size,
             "seq_len": setting.seq_len,
             "label": labels[pair.first],
             "other": labels[pair.second],
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
             "degrees": pair.estimate.degrees,
             "p": pair.estimate.p,
             "p_holm": pair.p_holm,
@@ -404,110 +288,80 @@ def pair_rows(setting: Setting, pairs: Iterable[Pair]) -> Iterator[TableRow]:
         }
 
 
-def _models_of(keys: Iterable[tuple[str, Any, Any]]) -> str:
-    """The names of the models of windows or contexts."""
-    return ", ".join(dict.fromkeys(key[0] for key in keys))
-
-
 def method_rows(
-    setting: Setting, pairs: Sequence[Pair], full: Answers, steps: BoardSteps
-) -> Iterator[TableRow]:
+    setting: Setting, pairs: Sequence[Pair], full: Rows, steps: BoardSteps
+) -> list[TableRow]:
     """The rows of a size and a length: the compared methods by their ratio, then the others."""
-    estimates = []
-    for measured in setting.compared:
-        estimate = setting.to_oracle(measured, setting.windows)
-        assert estimate is not None, "compared methods have a ratio"
-        estimates.append(estimate)
-    places = ranks([estimate.value for estimate in estimates], pairs)
     found = []
-    for measured, estimate, rank in zip(setting.compared, estimates, places, strict=True):
-        row = _method_row(setting, measured, estimate, full, steps)
-        row |= {"rank": rank.value, "rank_low": rank.low, "rank_high": rank.high, "apart": ""}
-        found.append(row | {"num_compared": len(setting.compared)})
+    for measured in setting.compared:
+        row = _method_row(setting, measured, setting.windows, full, steps)
+        found.append(row | {"apart": "", "num_compared": len(setting.compared)})
+    for row, rank in zip(found, ranks(values(found, "ratio"), pairs), strict=True):
+        row |= {"rank": rank.value, "rank_low": rank.low, "rank_high": rank.high}
     for measured, reason in setting.apart:
-        estimate_apart = None
-        if not measured.series.is_full:
-            estimate_apart = setting.to_oracle(measured, setting.shared(measured))
-        row = _method_row(setting, measured, estimate_apart, full, steps)
+        row = _method_row(setting, measured, setting.shared(measured), full, steps)
         found.append(row | {"apart": reason})
-    yield from sorted(found, key=_by_ratio)
 
+    def order(row: TableRow) -> tuple[bool, float]:
+        return bool(row["apart"]), math.inf if row["ratio"] is None else row["ratio"]
 
-def _by_ratio(row: TableRow) -> tuple[bool, float]:
-    ratio = row["ratio"]
-    return bool(row["apart"]), math.inf if ratio is None else ratio
+    return sorted(found, key=order)
 
 
 def _method_row(
-    setting: Setting,
-    measured: Measured,
-    estimate: Estimate | None,
-    full: Answers,
-    steps: BoardSteps,
+    setting: Setting, measured: Measured, shared: Keys, full: Rows, steps: BoardSteps
 ) -> TableRow:
     series = measured.series
-    windows = setting.shared(measured) or list(measured.rows)
+    windows = shared or list(measured.rows)
     here = rows_at(measured.rows, windows)
-    is_shipped = all(columns.values((*here, *series.answers), "shipped"))
+    numbers = sorted(set(values(here, "exempt_layers")) - {None})
+    is_shipped = all(values([*here, *series.answers.values()], "shipped"))
+    estimate = setting.to_oracle(measured, shared)
+    mean_kl = None
+    if not measured.num_zeros(windows):
+        mean_kl = math.exp(design_of(windows).mean(measured.logs(windows)))
     row: TableRow = {
-        "model": _models_of(windows),
+        "model": ", ".join(models_at(windows)),
         "method": series.method,
         "family": here[0].get("family"),
         "label": series.label,
         "asked_size": setting.asked_size,
         "seq_len": setting.seq_len,
-        "kl_nats": _geometric_mean(measured, windows),
+        "kl_nats": mean_kl,
         "ratio": None,
-        "num_models": len({window[0] for window in windows}),
+        "degrees": None if estimate is None else estimate.degrees,
+        "num_models": len(models_at(windows)),
         "num_windows": len(windows),
         "num_places": len({window[1:] for window in windows}),
-        "exempt_numbers": _exempt_numbers(here),
+        "exempt_numbers": " or ".join(map(EXEMPT_LAYERS.show, numbers)),
         "shipped": "yes" if is_shipped else "",
-    }
-    if estimate is not None:
-        row["ratio"], row["ratio_low"], row["ratio_high"] = exponential(estimate)
-        row["degrees"] = estimate.degrees
+    } | exponential("ratio", estimate)
     if measured is setting.reference:  # 1 by its meaning
         row["ratio_low"] = row["ratio_high"] = None
     for name in ("size", "device_frac", "resident_frac"):
         row[f"{name}_low"], row[f"{name}_high"] = _range_over_models(here, name)
-    return row | _answer_columns(series, full) | steps.step_of(list(measured.rows.values()))
+    return row | _answer_columns(series, full) | steps.step_of(measured.rows.values())
 
 
-def _geometric_mean(measured: Measured, windows: Sequence[Window]) -> float | None:
-    """The geometric mean of the KL of windows; None where one has no logarithm."""
-    if measured.num_zeros(windows):
-        return None
-    return math.exp(_design(windows).mean(measured.logs(windows)))
-
-
-def _exempt_numbers(rows: Iterable[TableRow]) -> str:
-    numbers = set(columns.values(rows, "exempt_layers")) - {None}
-    return " or ".join(map(columns.EXEMPT_LAYERS.show, sorted(numbers)))
-
-
-def _answer_columns(series: Series, full: Answers) -> TableRow:
+def _answer_columns(series: Series, full: Rows) -> TableRow:
     """The share of right answers, its difference to the full cache, and what to know of it."""
-    own = answers_of(series)
+    own = series.answers
     found = gap_of(own, full, same_contexts(own, full))
     if found is None:
         return {"answers_note": ""}
+    notes = []
+    if not has_size(own.values(), series.asked_size):
+        notes.append(f"reads {_size_in_words(own.values())} % on the tasks")
+    missing = [context for context in full if context not in own]
+    if missing:
+        notes.append(f"lacks {_named(missing, list(full))}")
     row: TableRow = {
         "answers": found.share,
         "num_questions": found.num_questions,
         "num_contexts": found.num_contexts,
+        "answers_note": "; ".join(notes),
     }
-    if not series.is_full:
-        row["answers_difference"] = found.difference
-        row["answers_difference_low"] = found.low
-        row["answers_difference_high"] = found.high
-    notes = []
-    if not has_size(series.answers, series.asked_size):
-        notes.append(f"reads {_size_in_words(series.answers)} % on the tasks")
-    missing = full.keys() - own.keys()
-    if missing:
-        notes.append(f"lacks {_named(in_both(full, missing), list(full))}")
-    return row | {"answers_note": "; ".join(notes)}
+    return row if series.is_full else row | found.columns("answers_difference")
 
 
 # Fronts
@@ -537,44 +391,38 @@ SAME_STEP = 0.01
 """Step times that differ by at most this share count as equal."""
 
 
-def on_a_front(row: TableRow) -> bool:
-    """Whether a row may be on a front: measured in all windows, at its size or at one of its own,
-    and no oracle."""
-    has_all = not row["apart"] or row["apart"] == OWN_SIZE
-    return has_all and row["kl_nats"] is not None and row["method"] not in ORACLES
+def is_whole(row: TableRow) -> bool:
+    """Whether a row was measured in all windows, at its size or at one of its own."""
+    return row["apart"] in ("", None, OWN_SIZE) and row["kl_nats"] is not None
 
 
 def with_fronts(rows: Sequence[TableRow]) -> list[TableRow]:
     """The rows with `front`: the costs at which no method is closer to the full cache for no more.
 
-    Rows of one length of windows are compared, of all sizes.
+    Rows of one length of windows are compared, of all sizes. Oracles are on no front.
     """
+    rivals = [row for row in rows if is_whole(row) and row["method"] not in ORACLES]
     found = []
-    by_length = columns.grouped(filter(on_a_front, rows), lambda row: row["seq_len"])
     for row in rows:
         names = []
-        if on_a_front(row):
-            others = by_length[row["seq_len"]]
-            names = [name for name in COSTS if _is_unbeaten(row, others, name)]
+        if row in rivals:
+            of_length = where(rivals, "seq_len", row["seq_len"])
+            closer = [other for other in of_length if other["kl_nats"] < row["kl_nats"]]
+            names = [name for name in COSTS if _is_unbeaten(row, closer, name)]
         found.append(row | {"front": ", ".join(names)})
     return found
 
 
-def _is_unbeaten(row: TableRow, others: Iterable[TableRow], name: str) -> bool:
-    cost_of = COSTS[name]
-    cost = cost_of(row)
+def _is_unbeaten(row: TableRow, closer: Iterable[TableRow], name: str) -> bool:
+    cost = COSTS[name](row)
     if cost is None:
         return False
     if name == "link":
         cost += EQUAL
     if name == "step time":
         cost *= 1 + SAME_STEP
-    for other in others:
-        others_cost = cost_of(other)
-        is_closer = other["kl_nats"] < row["kl_nats"]
-        if is_closer and others_cost is not None and others_cost <= cost:
-            return False
-    return True
+    costs = [COSTS[name](other) for other in closer]
+    return all(other is None or other > cost for other in costs)
 
 
 # By model and domain
@@ -588,7 +436,10 @@ def kl_by_model(setting: Setting, models: Models) -> Iterator[TableRow]:
             continue
         shared = in_both(reference.rows, measured.rows)
         for model, domain, windows in _parts(shared, models, ALL_TEXTS):
-            row = {
+            estimate = None
+            if measured is not reference:
+                estimate = setting.to_oracle(measured, windows)
+            yield exponential("versus", estimate) | {
                 "model": model,
                 "method": measured.series.method,
                 "label": measured.series.label,
@@ -596,22 +447,18 @@ def kl_by_model(setting: Setting, models: Models) -> Iterator[TableRow]:
                 "seq_len": setting.seq_len,
                 "domain": domain,
                 "measure": OF_KL,
-                "value": _design(windows).mean(measured.kl(windows)),
+                "value": design_of(windows).mean(measured.kl(windows)),
                 "count": len(windows),
                 "num_contexts": len({window[1:] for window in windows}),
             }
-            estimate = setting.to_oracle(measured, windows)
-            if estimate is not None and measured is not reference:
-                row["versus"], row["versus_low"], row["versus_high"] = exponential(estimate)
-            yield row
 
 
-def answers_by_model(series: Iterable[Series], models: Models, full: Answers) -> Iterator[TableRow]:
+def answers_by_model(series: Iterable[Series], models: Models, full: Rows) -> Iterator[TableRow]:
     """The share of right answers and its difference to the full cache, likewise."""
     for one in series:
-        own = answers_of(one)
-        for model, domain, contexts in _parts(same_contexts(own, full), models, ALL_TASKS):
-            found = gap_of(own, full, contexts)
+        contexts_of_all = same_contexts(one.answers, full)
+        for model, domain, contexts in _parts(contexts_of_all, models, ALL_TASKS):
+            found = gap_of(one.answers, full, contexts)
             assert found is not None, "parts are not empty"
             row = {
                 "model": model,
@@ -625,32 +472,28 @@ def answers_by_model(series: Iterable[Series], models: Models, full: Answers) ->
                 "count": found.num_questions,
                 "num_contexts": found.num_contexts,
             }
-            if not one.is_full:
-                row["versus"] = found.difference
-                row["versus_low"], row["versus_high"] = found.low, found.high
-            yield row
+            yield row if one.is_full else row | found.columns("versus")
 
 
-def _parts(keys: Sequence[Key], models: Models, words: str) -> Iterator[tuple[str, str, list[Key]]]:
+def _parts(keys: Keys, models: Models, words: str) -> Iterator[tuple[str, str, Keys]]:
     """(model, domain, its windows or contexts): each model and all, each domain and all of them.
 
     words: for all domains. What would say the same twice is left out.
     """
     for model, of_model in by_model(keys, models):
-        domains = columns.grouped(of_model, lambda key: key[1])
+        domains = grouped(of_model, lambda key: key[1])
         for domain, of_domain in domains.items():
             yield model, domain, of_domain
         if len(domains) > 1:
             yield model, words, of_model
 
 
-def by_model(keys: Sequence[Key], models: Models) -> Iterator[tuple[str, list[Key]]]:
+def by_model(keys: Keys, models: Models) -> Iterator[tuple[str, Keys]]:
     """The windows or contexts of each model, then those of all models of the table; what is empty
     is left out."""
-    for model in models.all:
-        of_model = on_models(keys, [model])
-        if of_model:
+    parts = [(model, on_models(keys, [model])) for model in models.all]
+    if len(models.together) > 1:
+        parts.append((ALL_MODELS, on_models(keys, models.together)))
+    for model, of_model in parts:
+        if len(of_model):
             yield model, of_model
-    together = on_models(keys, models.together)
-    if together and len(models.together) > 1:
-        yield ALL_MODELS, together

@@ -8,24 +8,30 @@ several results, and `series_of` parts them by method and size.
 
 import itertools
 import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.errors import UserError
 from harness.results import columns
 from harness.results.archive import opened
-from harness.results.columns import TableRow, read_table, shape_of
-from harness.results.record import BAD_VALUE_ERRORS, Record, in_words
-from harness.results.samples import FULL
-from harness.results.shipped import IDENTITY
-from harness.results.step_time import timed_step
+from harness.results.columns import (
+    IDENTITY,
+    TableRow,
+    grouped,
+    picked,
+    read_table,
+    shape_of,
+    values,
+    where,
+)
+from harness.results.record import Record, damage_told, in_words
+from harness.results.samples import FULL, is_full
 from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, models_beside, table_to_read
-
-log = logging.getLogger(__name__)
 
 TEXTS, ANSWERS, STEPS = "board-texts", "board-answers", "board-steps"
 """The tables."""
@@ -33,8 +39,6 @@ SHAPES = {TEXTS: "board_texts", ANSWERS: "board_answers", STEPS: "board_steps"}
 TABLE_OF_KIND = {"tasks": ANSWERS, "latency": STEPS}
 """The table of a kind of run; of a run on a text, `TEXTS`."""
 ACC = "acc"
-READS_ALL = "reads all"
-"""The family of the full cache."""
 
 
 def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
@@ -44,20 +48,17 @@ def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
     """
     runs: dict[str, dict[tuple[Any, ...], list[TableRow]]] = {name: {} for name in SHAPES}
     by_age = sorted(records, key=lambda record: record["started"])
-    labels = _labels_of_methods(by_age)
+    labels = {}
+    for record in by_age:
+        if record["kind"] != "latency":
+            labels[_method_in_words(record)] = record["config"]["label"]
     for record in by_age:
         table = TABLE_OF_KIND.get(record["kind"], TEXTS)
-        try:
-            if table == STEPS:
-                rows = list(_steps(record, labels))
-            else:
-                rows = list(_answers(record) if table == ANSWERS else _windows(record))
-            columns.check(columns.TABLES[SHAPES[table]], rows)
-        except BAD_VALUE_ERRORS as error:
-            named = f"{record['experiment']}/{record['run_id']}"
-            log.warning("%s: damaged record (%r); left out of %s", named, error, table)
-            continue
-        runs[table] |= columns.grouped(rows, partial(identity, SHAPES[table]))
+        shape = SHAPES[table]
+        with damage_told(record, f"left out of {table}"):
+            rows = list(_rows(record, table, labels))
+            columns.check(columns.TABLES[shape], rows)
+            runs[table] |= grouped(rows, partial(identity, shape))
     found = {}
     for table, of_table in runs.items():
         found[table] = list(itertools.chain.from_iterable(of_table.values()))
@@ -66,7 +67,7 @@ def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
 
 def identity(shape: str, row: TableRow) -> tuple[Any, ...]:
     """What was measured: all rows of one identity come from one run."""
-    return tuple(columns.picked(row, IDENTITY[shape]).values())
+    return tuple(row.get(name) for name in IDENTITY[shape])
 
 
 def ordered(rows: Sequence[TableRow]) -> list[TableRow]:
@@ -76,22 +77,51 @@ def ordered(rows: Sequence[TableRow]) -> list[TableRow]:
 
 def _order(row: TableRow) -> tuple[Any, ...]:
     size, length = row["asked_size"] or 1, row.get("seq_len") or 0
-    names = row["model"], row["label"]
     part = row.get("text") or row.get("task") or ""
     number = row.get("window", row.get("context_id", 0))
-    return (*names, size, length, part, row["exempt_layers"] or 0, row["run_id"], number)
+    exempt_layers = row["exempt_layers"] or 0
+    return row["model"], row["label"], size, length, part, exempt_layers, row["run_id"], number
 
 
-def _windows(record: Record) -> Iterator[TableRow]:
+def _rows(record: Record, table: str, labels: Mapping[str, str]) -> Iterator[TableRow]:
+    """The rows of a record. labels: of the runs on texts and tasks, by their method in words."""
+    config = record["config"]
+    exempt_layers = config["method"].get("num_exempt_layers")
+    of_run = {
+        "experiment": record["experiment"],
+        "model": config["model"]["name"],
+        "method": config["method_name"],
+        "codec": "/".join(filter(None, (config["codec"], config.get("value_codec")))),
+        "label": config["label"],
+        "settings": in_words(record["settings"]),
+        "asked_size": config["size"],
+        "exempt_layers": None if is_full(record) else exempt_layers,
+        "source": "measured",
+        "run_id": record["run_id"],
+    }
+    if table == TEXTS:
+        yield from _windows(record, of_run)
+    elif table == ANSWERS:
+        yield from _answers(record, of_run)
+    else:
+        step = timed_step(record["metrics"])
+        if step:
+            # A timed run is labelled by its system, the board by the method.
+            of_run["label"] = labels.get(_method_in_words(record), of_run["label"])
+            read = picked(record["metrics"], ("gen_len", "size", "source"))
+            yield of_run | step | read
+
+
+def _windows(record: Record, of_run: TableRow) -> Iterator[TableRow]:
     """The windows of a run on a text. A window without a place is its number among them."""
     ((text, entries),) = record["metrics"].items()
     windows = record["samples"]["windows"]
-    common = _of_run(record) | columns.picked(entries, ("device_frac", "resident_frac"))
+    common = of_run | picked(entries, ("device_frac", "resident_frac"))
     common |= {"text": Path(text).name, "seq_len": record["config"]["seq_len"]}
     common["family"] = family_of(record)
     for number, window in enumerate(windows):
         place = window.get("place", number / len(windows))
-        measured = columns.picked(window, ("kl_nats", "size"))
+        measured = picked(window, ("kl_nats", "size"))
         yield common | measured | {"window": number, "place": place}
 
 
@@ -101,75 +131,32 @@ def family_of(record: Record) -> str:
         return "oracle" if record["when"] == "true_scores" else "retrieves"
     if record["config"]["size"] is not None:
         return "evicts"
-    sizes = set(columns.values(record["metrics"].values(), "size"))
-    return READS_ALL if sizes <= {1} else "codes"
+    sizes = set(values(record["metrics"].values(), "size"))
+    return "reads all" if sizes <= {1} else "codes"
 
 
-def _answers(record: Record) -> Iterator[TableRow]:
-    """The contexts of each task whose answers are right or wrong."""
+def _answers(record: Record, of_run: TableRow) -> Iterator[TableRow]:
     for task, entries in record["metrics"].items():
-        sizes = columns.picked(entries, ("size", "device_frac", "resident_frac"))
-        common = _of_run(record) | sizes | {"task": task}
+        sizes = picked(entries, ("size", "device_frac", "resident_frac"))
         answered = columns.having(record["samples"].get(task, ()), ACC)
-        by_context = columns.grouped(answered, lambda sample: sample["context"])
+        by_context = grouped(answered, lambda sample: sample["context"])
         for context, questions in by_context.items():
-            lengths = columns.values(columns.having(questions, "context_tokens"), "context_tokens")
-            yield common | {
+            lengths = values(columns.having(questions, "context_tokens"), "context_tokens")
+            measured = {
+                "task": task,
                 "context_id": context,
-                "right": sum(columns.values(questions, ACC)),
+                "right": sum(values(questions, ACC)),
                 "asked": len(questions),
                 "prompt_len": max(lengths, default=None),
             }
-
-
-def _labels_of_methods(records: Iterable[Record]) -> dict[str, str]:
-    """By method, in all its settings, the label of its runs on texts and tasks."""
-    labels = {}
-    for record in records:
-        if TABLE_OF_KIND.get(record["kind"]) != STEPS:
-            labels[_method_in_words(record)] = record["config"]["label"]
-    return labels
+            yield of_run | sizes | measured
 
 
 def _method_in_words(record: Record) -> str:
-    """Model, method and codec with all their settings, as words that compare."""
     config = record["config"]
-    codecs = columns.picked(config, OF_CODECS).values()
+    codecs = picked(config, OF_CODECS).values()
     settings = [config["model"]["name"], config["method_name"], config.get("method"), *codecs]
     return json.dumps(settings, sort_keys=True)
-
-
-def _steps(record: Record, labels: Mapping[str, str]) -> Iterator[TableRow]:
-    """The decode step of a timed run; none if no transfer was counted.
-
-    A timed run is labelled by its system, so `labels` has the name of its method on a text.
-    """
-    metrics = record["metrics"]
-    step = timed_step(metrics)
-    if step:
-        of_run = _of_run(record)
-        of_run["label"] = labels.get(_method_in_words(record), of_run["label"])
-        read = columns.picked(metrics, ("gen_len", "size", "source"))
-        yield of_run | step | read
-
-
-def _of_run(record: Record) -> TableRow:
-    """What all rows of a run have."""
-    config = record["config"]
-    codec = "/".join(filter(None, (config["codec"], config.get("value_codec"))))
-    is_full = config["method_name"] == FULL and not codec
-    return {
-        "experiment": record["experiment"],
-        "model": config["model"]["name"],
-        "method": config["method_name"],
-        "codec": codec,
-        "label": config["label"],
-        "settings": in_words(record["settings"]),
-        "asked_size": config["size"],
-        "exempt_layers": None if is_full else config["method"].get("num_exempt_layers"),
-        "source": "measured",
-        "run_id": record["run_id"],
-    }
 
 
 # Reading them
@@ -186,48 +173,49 @@ class Sources(NamedTuple):
 def read(sources: Sequence[Path]) -> Sources:
     """The rows of results folders or archives, and of the folders within them.
 
-    Raises UserError where there is no such table, or a damaged one.
+    Of two runs of one identity that of the earlier folder counts. Raises UserError where there is
+    no such table, or a damaged one.
     """
-    runs: dict[str, dict[tuple[Any, ...], list[TableRow]]] = {name: {} for name in SHAPES}
+    found: dict[str, list[TableRow]] = {name: [] for name in SHAPES}
     for source in sources:
         with opened(source) as results:
-            for folder, name in itertools.product(_folders(results), runs):
-                for key, of_run in _runs_in(folder, name).items():
-                    runs[name].setdefault(key, of_run)
-    if not runs[TEXTS]:
+            folders = [results, *(results / name for name in models_beside(results))]
+            for folder, (name, shape) in itertools.product(folders, SHAPES.items()):
+                known = {identity(shape, row) for row in found[name]}
+                for row in _rows_in(folder, name):
+                    if identity(shape, row) not in known:
+                        found[name].append(row)
+    if not found[TEXTS]:
         named = ", ".join(map(str, sources))
         none = f"no tables/{TEXTS}.csv in it or in a folder within it"
         raise UserError(f"{named}: {none}; `{COMMAND} experiment=board` makes one")
-    joined = []
-    for of_table in runs.values():
-        joined.append(list(itertools.chain.from_iterable(of_table.values())))
-    return Sources(*joined)
+    return Sources(*found.values())
 
 
-def _folders(results: Path) -> list[Path]:
-    """A results folder and those within it that have tables, also shipped ones."""
-    return [results, *(results / name for name in models_beside(results))]
-
-
-def _runs_in(folder: Path, name: str) -> dict[tuple[Any, ...], list[TableRow]]:
-    """The rows of a table by their run; none where there is no such table."""
+def _rows_in(folder: Path, name: str) -> list[TableRow]:
+    """The rows of a table; none where there is no such table."""
     path = table_to_read(folder, f"{name}.csv")
     rows = [] if path is None else read_table(path)
     if rows and shape_of(rows[0]) != SHAPES[name]:
         made = f"`{COMMAND} experiment=board` makes it anew"
         raise UserError(f"{path}: not a table of experiment=board (it has other columns); {made}")
-    return columns.grouped(rows, partial(identity, SHAPES[name]))
+    return rows
+
+
+Key = tuple[str, str, float]
+"""Model, text and place of a window; or model, task and number of a context of questions."""
+Rows = Mapping[Key, TableRow]
 
 
 class Series(NamedTuple):
-    """A method at an asked size, on all models. method: its preset."""
+    """A method at an asked size, on all models. method: its preset. windows: by length."""
 
     label: str
     method: str
     codec: str
     asked_size: float | None
-    windows: Sequence[TableRow]
-    answers: Sequence[TableRow]
+    windows: Mapping[int, Rows]
+    answers: Rows
 
     @property
     def is_full(self) -> bool:
@@ -235,40 +223,192 @@ class Series(NamedTuple):
         return self.method == FULL and not self.codec
 
 
-def series_of(sources: Sources) -> list[Series]:
-    """The methods by label and asked size.
+def series_of(sources: Sources, models: Container[str] | None = None) -> list[Series]:
+    """The methods by label and asked size, on all models or some.
 
     A label that one model has with several numbers of exempt layers, at one length of windows or on
     one task, is one series of each. Raises UserError if two methods or codecs have one label.
     """
     rows = [*sources.windows, *sources.answers]
-    labels_of_several = _with_several_exempt_numbers(rows)
-    found = []
-    for (label, asked), of_series in columns.grouped(
-        rows, partial(_series_key, labels_of_several)
-    ).items():
+    numbers: dict[tuple[Any, ...], set[Any]] = {}
+    for row in rows:
+        measured_on = row["seq_len"] if "text" in row else row["task"]
+        key = row["label"], row["model"], row["asked_size"], measured_on
+        numbers.setdefault(key, set()).add(row["exempt_layers"])
+    of_several = {label for (label, *_), found in numbers.items() if len(found) > 1}
+
+    def label_and_size(row: TableRow) -> tuple[str, float | None]:
+        label = row["label"]
+        if label in of_several:
+            label += f", {row['exempt_layers'] or 0:.0f} exempt layers"
+        return label, row["asked_size"]
+
+    series = []
+    for (label, asked), of_series in grouped(rows, label_and_size).items():
         kinds = {(row["method"], row["codec"]) for row in of_series}
         if len(kinds) > 1:
             names = ", ".join(sorted(" ".join(filter(None, kind)) for kind in kinds))
             raise UserError(f"label={label}: two methods have it ({names}); give each its own")
         ((method, codec),) = kinds
-        windows = [row for row in of_series if "text" in row]
-        answers = [row for row in of_series if "task" in row]
-        found.append(Series(label, method, codec, asked, windows, answers))
-    return found
+        windows: dict[int, dict[Key, TableRow]] = {}
+        answers: dict[Key, TableRow] = {}
+        for row in of_series:
+            if models is not None and row["model"] not in models:
+                continue
+            if "text" in row:
+                window = row["model"], row["text"], float(row["place"])
+                windows.setdefault(row["seq_len"], {})[window] = row
+            else:
+                answers[row["model"], row["task"], row["context_id"]] = row
+        if windows or answers:
+            series.append(Series(label, method, codec, asked, windows, answers))
+    return series
 
 
-def _with_several_exempt_numbers(rows: Iterable[TableRow]) -> set[str]:
-    numbers: dict[tuple[Any, ...], set[Any]] = {}
-    for row in rows:
-        measured_on = row.get("seq_len") if "text" in row else row["task"]
-        key = row["label"], row["model"], row["asked_size"], measured_on
-        numbers.setdefault(key, set()).add(row["exempt_layers"])
-    return {label for (label, *_), found in numbers.items() if len(found) > 1}
+class Models(NamedTuple):
+    """The models of all results, and those over which the table's means go.
+
+    A model is among the latter if at least half as many methods ran at a size on it as on the model
+    with the most. So a method that ran on one more model stays comparable with the others.
+    """
+
+    all: Sequence[str]
+    together: Sequence[str]
 
 
-def _series_key(labels_of_several: set[str], row: TableRow) -> tuple[str, float | None]:
-    label = row["label"]
-    if label in labels_of_several:
-        label += f", {row['exempt_layers'] or 0:.0f} exempt layers"
-    return label, row["asked_size"]
+def models_of(series: Iterable[Series]) -> Models:
+    """The models in the order in which they come."""
+    counts: dict[str, int] = {}
+    for one in series:
+        for model in models_at(itertools.chain.from_iterable(one.windows.values())):
+            counts[model] = counts.get(model, 0) + (one.asked_size is not None)
+        for model in models_at(one.answers):  # of which there may be no windows
+            counts.setdefault(model, 0)
+    most = max(counts.values(), default=0)
+    return Models(list(counts), [model for model in counts if 2 * counts[model] >= most])
+
+
+def in_both(keys: Iterable[Key], others: Container[Key]) -> list[Key]:
+    """The windows or contexts that are among the others too."""
+    return [key for key in keys if key in others]
+
+
+def on_models(keys: Iterable[Key], models: Container[str]) -> list[Key]:
+    """The windows or contexts on these models."""
+    return [key for key in keys if key[0] in models]
+
+
+def models_at(keys: Iterable[Key]) -> list[str]:
+    """The models of windows or contexts, each once."""
+    return list(dict.fromkeys(model for model, _, _ in keys))
+
+
+def rows_at(rows: Rows, keys: Iterable[Key]) -> list[TableRow]:
+    """The rows of windows or contexts."""
+    return [rows[key] for key in keys]
+
+
+# Seconds of a decode step: of a timed run, and a model of them at another size. Seconds of compute
+# stay as timed, bytes over the link grow with the size. As in live decoding, tokens that are
+# selected a layer ahead are transferred during compute; `late_bytes`, selected by a layer's own
+# query, are waited for.
+
+AS_TIMED = ("platform", "batch_size", "prompt_len", "link_bytes_per_s")
+MODELLED = "modelled"
+"""`step_source` of a step that was timed at another size, or over other codes."""
+GROUP_SIZE = re.compile(r"\bgroup_size=\w+")
+
+
+def step_seconds(row: Mapping[str, float], bytes_per_s: float) -> float:
+    """Seconds of a decode step of `row` over a link of that rate."""
+    late_s = row["late_bytes"] / bytes_per_s
+    return max(row["compute_s"], row["link_bytes"] / bytes_per_s - late_s) + late_s
+
+
+def timed_step(metrics: Mapping[str, Any]) -> TableRow:
+    """The decode step of a timed run, the mean over its steps; {} if no transfer was counted."""
+    if metrics["h2d_bytes"] is None:
+        return {}
+    steps = metrics["gen_len"] - 1
+    step = picked(metrics, AS_TIMED)
+    step["compute_s"] = (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps
+    step["link_bytes"] = metrics["h2d_bytes"] / steps
+    step["late_bytes"] = metrics["late_bytes"] / steps
+    step["step_s"] = metrics["decode_s"] / steps
+    return step
+
+
+def step_at(
+    step: TableRow, timed_size: float, size: float | None, exempt_layers: int | None
+) -> TableRow:
+    """A timed step at another size; its `step_s` is None if the size or the link is not known.
+
+    The bytes of the exempt layers, where there are any the only ones that a late method transfers
+    ahead, are the same at any size.
+    """
+    bytes_per_s = step["link_bytes_per_s"]
+    if size is None or not bytes_per_s:
+        return step | {"step_s": None}
+    ratio = size / timed_size
+    link_bytes, late_bytes = step["link_bytes"] * ratio, step["late_bytes"] * ratio
+    if exempt_layers and late_bytes:
+        of_exempt_layers = step["link_bytes"] - step["late_bytes"]
+        late_bytes = max(0.0, link_bytes - of_exempt_layers)
+    scaled = step | {"link_bytes": link_bytes, "late_bytes": late_bytes}
+    change = step_seconds(scaled, bytes_per_s) - step_seconds(step, bytes_per_s)
+    return scaled | {"step_s": step["step_s"] + change}
+
+
+class BoardSteps:
+    """The timed steps of the table: all of one model, machine, batch and prompt length, so that
+    they compare.
+
+    That is where most steps were timed, of the models of the table. timed: rows of
+    `columns.BOARD_STEPS`.
+    """
+
+    def __init__(self, timed: Iterable[TableRow], models: Container[str]) -> None:
+        by_setup = grouped(timed, itemgetter("model", "platform", "batch_size", "prompt_len"))
+        setups = {setup: rows for setup, rows in by_setup.items() if setup[0] in models}
+        setup: tuple[Any, ...] = max(setups, key=lambda setup: len(setups[setup]), default=())
+        self.rows = grouped(setups.get(setup, ()), _METHOD)
+        """By method, codec, label and exempt layers."""
+        self.model, self.prompt_len, self.timed_on = "", 0, ""
+        if setup:
+            self.model, platform, batch_size, self.prompt_len = setup
+            prompts = f"prompts of {self.prompt_len:,.0f} tokens"
+            self.timed_on = f"{self.model} ({platform}), batch {batch_size:.0f}, {prompts}"
+
+    def step_of(self, windows: Iterable[TableRow]) -> TableRow:
+        """`step_s`, `step_source` and `step_on` of a method at a size, at windows of one length.
+
+        windows: its rows of `columns.BOARD_TEXTS`, of any models. {} where no step of it was
+        timed, and for windows that are not as long as the timed prompts.
+        """
+        of_model = where(windows, "model", self.model)
+        here = where(of_model, "seq_len", self.prompt_len)
+        timed = self.rows.get(_METHOD(here[0]), []) if here else []
+        if not timed:
+            return {}
+        row = here[0]
+        as_timed = where(timed, "asked_size", row["asked_size"])
+        if as_timed:
+            seconds, source = as_timed[0]["step_s"], as_timed[0]["source"]
+            if _group_size(as_timed[0]) != _group_size(row):  # as many bytes, of other tokens
+                source = MODELLED
+        else:
+            size = sum(values(here, "size")) / len(here)
+            step = step_at(timed[0], timed[0]["size"], size, row["exempt_layers"])
+            seconds, source = step["step_s"], MODELLED
+        if seconds is None:
+            return {}
+        return {"step_s": seconds, "step_source": source, "step_on": self.timed_on}
+
+
+_METHOD = itemgetter("method", "codec", "label", "exempt_layers")
+
+
+def _group_size(row: TableRow) -> str:
+    """The length of a codec's groups in the words of the settings; "" for the default."""
+    found = GROUP_SIZE.search(row["settings"] or "")
+    return found[0] if found else ""

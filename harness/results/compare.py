@@ -10,12 +10,11 @@ of the paired difference, else that of two independent numbers. Speed is compare
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.errors import UserError, exit_code, printable, shortened
 from harness.files import replacing
@@ -44,7 +43,13 @@ WORDS = (
     "experiment", "settings",
 )  # fmt: skip
 """The names that people read, in their order; also the model if there are several."""
-SIZES = (columns.SIZE, columns.DEVICE_FRAC, columns.RESIDENT_FRAC)
+SIZES = ("size", "device_frac", "resident_frac")
+SPEED = [
+    column.name
+    for column in columns.LATENCY
+    if column.digits is not None and column.name not in NAMES
+]
+"""Numbers of a timed cell."""
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
@@ -63,51 +68,61 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     """
     first, second = _read(before), _read(after)
     frame = first.merge(second, how="outer", on=KEYS, suffixes=("_a", "_b"), indicator=True)
-    changes = []
-    for row in frame.to_dict("records"):
-        change = dict.fromkeys((*VALUES, "moved")) | {"differs": "", "moved": False}
-        if row["_merge"] == "both":
-            change |= _change(row["number_a"], row["number_b"])
-        changes.append(change)
-    if not (frame["_merge"] == "both").any():
+    is_both = frame["_merge"] == "both"
+    if not is_both.any():
         only_a, only_b = _runs(first), _runs(second)
         raise UserError(f"no run is in both: A has {only_a}; B has {only_b}")
-    frame = frame[[*KEYS, "_merge"]].join(type(frame)(changes))
-    for name in ("before", "after", "difference", "stderr", "z", "pairs", "ratio"):
-        frame[name] = frame[name].astype(float)
+    frame["before"] = frame["value_a"].where(is_both).astype(float)
+    frame["after"] = frame["value_b"].where(is_both).astype(float)
+    frame["difference"] = frame["after"] - frame["before"]
+    spreads = list(map(_spread, frame["number_a"], frame["number_b"]))
+    frame["stderr"], frame["pairs"], frame["differs"] = zip(*spreads, strict=True)
+    frame = frame.astype({"stderr": float, "pairs": float})
+    frame["z"] = frame["difference"] / frame["stderr"].where(frame["stderr"] > 0)
+    of_speed = (frame["task"] == "") & (frame["series"] == "") & (frame["before"] != 0)
+    frame["ratio"] = (frame["after"] / frame["before"]).where(of_speed)
     largest = frame[["before", "after"]].abs().max(axis=1)
+    frame["moved"] = frame["difference"].abs() > (1e-9 * largest).clip(lower=1e-12)
     order = frame.assign(by_z=frame["z"].abs(), by_share=frame["difference"].abs() / largest)
     order = order.sort_values(["by_z", "by_share"], ascending=False, kind="stable")
-    return frame.loc[order.index].reset_index(drop=True)
+    return order[[*KEYS, "_merge", *VALUES, "moved"]].reset_index(drop=True)
+
+
+class _Number(NamedTuple):
+    metric: str
+    value: float
+    stderr: float | None
+    row: TableRow
+    record: Record
+
+    @property
+    def measured(self) -> Measured:
+        """With its samples; of a chunk of a text, or where the run keeps none, without any."""
+        if "task" not in self.row or columns.is_part(self.row):
+            return Measured(self.value, [])
+        return Measured(self.value, samples_of(self.record, self.row["task"]))
 
 
 def _read(source: Path) -> pd.DataFrame:
-    """The numbers of a folder or an archive. Raises UserError where there is no finished run."""
+    """Every number of a folder's or an archive's finished runs: `KEYS`, its value, and all that is
+    known of it; of several runs the newest. Raises UserError where there is none."""
     import pandas as pd
 
+    found = []
     with opened(source) as folder:
-        numbers = list(_numbers(folder))
-    if not numbers:
+        pairs = with_rows(read_all(folder), weights=False)
+        for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
+            for row in rows:
+                names = {name: "" if row.get(name) is None else row[name] for name in NAMES}
+                for metric, value, stderr in _metrics(row):
+                    if isinstance(value, int | float):
+                        number = _Number(metric, value, stderr, row, record)
+                        of_number = {"metric": metric, "value": value, "number": number}
+                        found.append(names | of_number)
+    if not found:
         none = "no finished run in it, and tables alone do not say what was run"
         raise UserError(f"{source}: {none}")
-    return pd.DataFrame(numbers, dtype=object).drop_duplicates(KEYS, keep="last")
-
-
-def _numbers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every number of a folder's finished runs, the oldest first: `KEYS`, and as `number` its
-    metric, value, stderr, row and record."""
-    pairs = with_rows(read_all(folder), weights=False)
-    for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
-        for row in rows:
-            names = {}
-            for name in NAMES:
-                value = row.get(name)
-                names[name] = "" if value is None else value
-            for metric, value, stderr in _metrics(row):
-                if isinstance(value, int | float):
-                    number = {"metric": metric, "value": value, "stderr": stderr}
-                    number |= {"row": row, "record": record}
-                    yield names | {"metric": metric, "number": number}
+    return pd.DataFrame(found, dtype=object).drop_duplicates(KEYS, keep="last")
 
 
 def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
@@ -115,34 +130,32 @@ def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
 
     Each column of a timed cell, else the value and, of a whole task or text, the sizes.
     """
+    names: Iterable[str] = ()
     if "metric" not in row:
-        for column in columns.LATENCY:
-            if column.digits is not None and column.name not in NAMES:
-                yield column.name, row.get(column.name), None
-        return
-    yield row["metric"], row["value"], row.get("stderr")
-    if "task" in row and not columns.is_part(row):
-        for column in SIZES:
-            yield column.name, row.get(column.name), None
+        names = SPEED
+    else:
+        yield row["metric"], row["value"], row.get("stderr")
+        if "task" in row and not columns.is_part(row):
+            names = SIZES
+    for name in names:
+        yield name, row.get(name), None
 
 
-def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """`VALUES` and `moved` of a number of both."""
-    first, second = before["value"], after["value"]
-    differs = _what_differs(before["record"], after["record"])
-    stderr, num_pairs = _spread(before, after, same_data="data" not in differs)
-    of_speed = "metric" not in before["row"]
-    return {
-        "before": first,
-        "after": second,
-        "difference": second - first,
-        "stderr": stderr,
-        "z": (second - first) / stderr if stderr else None,
-        "pairs": num_pairs,
-        "ratio": second / first if of_speed and first else None,
-        "differs": " ".join(differs),
-        "moved": not math.isclose(first, second, rel_tol=1e-9, abs_tol=1e-12),
-    }
+def _spread(before: Any, after: Any) -> tuple[float | None, int | None, str]:
+    """Of a number of both: the standard error of the difference, the number of pairs if it is of
+    pairs, and what differs between the two runs."""
+    if not isinstance(before, _Number) or not isinstance(after, _Number):
+        return None, None, ""
+    differs = _what_differs(before.record, after.record)
+    words = " ".join(differs)
+    found = None
+    if "data" not in differs:
+        found = paired(after.measured, before.measured, after.metric)
+    if found:
+        return found.stderr, found.num_pairs, words
+    if before.stderr is None or after.stderr is None:
+        return None, None, words
+    return math.hypot(before.stderr, after.stderr), None, words
 
 
 def _what_differs(one: Record, two: Record) -> list[str]:
@@ -157,27 +170,6 @@ def _what_differs(one: Record, two: Record) -> list[str]:
     if columns.picked(one["environment"], MACHINE) != columns.picked(two["environment"], MACHINE):
         words.append("environment")
     return list(dict.fromkeys(words))
-
-
-def _spread(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, same_data: bool
-) -> tuple[float | None, int | None]:
-    """The standard error of the difference, and the number of pairs if it is of pairs."""
-    if same_data:
-        found = paired(_measured(after), _measured(before), after["metric"])
-        if found:
-            return found.stderr, found.num_pairs
-    if before["stderr"] is None or after["stderr"] is None:
-        return None, None
-    return math.hypot(before["stderr"], after["stderr"]), None
-
-
-def _measured(number: Mapping[str, Any]) -> Measured:
-    """A number and its samples; of a chunk of a text, or where the run keeps none, without any."""
-    row = number["row"]
-    if "task" not in row or columns.is_part(row):
-        return Measured(number["value"], [])
-    return Measured(number["value"], samples_of(number["record"], row["task"]))
 
 
 # For a terminal
@@ -202,11 +194,11 @@ def text_of(frame: pd.DataFrame) -> str:
         lines += ["", *table.splitlines()]
     if len(moved) > MAX_SHOWN:
         lines.append(f"and {len(moved) - MAX_SHOWN} that moved less; --csv FILE has all")
-    return "\n".join(_cut(line) for line in lines)
+    cut = [line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..." for line in lines]
+    return "\n".join(cut)
 
 
 def _shown(change: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
-    """A line of the printed table, by heading. names: those that tell what was measured."""
     shown = columns.column(change["metric"])
     if shown.digits is None:
         shown = metrics.quantity(change["metric"])
@@ -233,19 +225,15 @@ def _shown(change: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
 
 
 def _runs(frame: pd.DataFrame) -> str:
-    """The first runs that numbers are of, in words."""
-    runs: dict[str, bool] = {}
-    for names in frame[["experiment", "label", "model", "settings"]].to_dict("records"):
-        settings = f" ({names['settings']})" if names["settings"] else ""
-        runs[f"{names['experiment']} of {names['label']} on {names['model']}{settings}"] = True
-    named = [shortened(run, MAX_WIDTH) for run in itertools.islice(runs, MAX_NAMED)]
+    runs = frame[["experiment", "label", "model", "settings"]].drop_duplicates()
+    named = []
+    for run in runs.head(MAX_NAMED).to_dict("records"):
+        settings = f" ({run['settings']})" if run["settings"] else ""
+        words = f"{run['experiment']} of {run['label']} on {run['model']}{settings}"
+        named.append(shortened(words, MAX_WIDTH))
     if len(runs) > MAX_NAMED:
         named.append("...")
     return printable(", ".join(named))
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..."
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:

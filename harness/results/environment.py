@@ -44,10 +44,10 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
         import torch
 
         num_threads = torch.get_num_threads()
-        for device in devices:
-            if device.startswith("cuda"):
-                names.append(torch.cuda.get_device_name(device))
-                gpus.append(gpu_facts(str(torch.cuda.get_device_properties(device).uuid)))
+    for device in devices:
+        if device.startswith("cuda"):
+            names.append(torch.cuda.get_device_name(device))
+            gpus.append(gpu_facts(str(torch.cuda.get_device_properties(device).uuid)))
     num_cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
@@ -106,14 +106,12 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the project's folder; None without a repository or a commit."""
     if INSTALLED:  # a repository around site-packages would be another project's
         return None
     return _output(["git", *arguments])
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """What a command prints, run in the project's folder; None where it fails or is not here."""
     try:
         done = subprocess.run(command, cwd=PACKAGES_DIR, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -223,7 +223,6 @@ def _module_files(module: str) -> set[Path]:
 
 
 def _source_of(folder: Path, module: str) -> Path | None:
-    """The file of a module or package below a folder; None where there is none."""
     path = folder.joinpath(*module.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():

@@ -6,19 +6,21 @@ texts of questions and what was read of the needle; `OfTask.missing` says so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from harness.errors import shortened
-from harness.results import columns
-from harness.results.metrics import WAYS
-from harness.results.record import Record
+from harness.results.columns import values
+from harness.results.metrics import LABEL, MISSING, PERCENT, SIZE, WAYS, Metric
+from harness.results.record import Record, current, damage_told, in_words
 from harness.results.samples import Baselines, Sample, is_full
+from harness.results.sheet import Sheet, Shown, sheet_of
 
-NO_SCORES = ("generated_tokens", "at_limit")
-"""Metrics of a task that say nothing of right and wrong."""
-LESS = "unknown_less_known"
-"""Of `WAYS`, the difference of the other two."""
+Json = dict[str, Any]
+
+NO_SCORES = ("generated_tokens", "at_limit", "unknown_less_known")
+"""Metrics of a task that say nothing of right and wrong, and of `WAYS` the difference of two."""
 ANSWER_LETTERS = 240
 """Letters that are shown of an answer."""
 NO_TEXTS = "the texts of questions and answers"
@@ -94,18 +96,17 @@ def of_task(record: Record, full: Record, task: str) -> OfTask | None:
     """None where the two runs did not answer the same questions, or no metric is of right and
     wrong."""
     own, other = record["samples"].get(task, ()), full["samples"].get(task, ())
-    if columns.values(own, "question") != columns.values(other, "question"):
+    if values(own, "question") != values(other, "question"):
         return None
-    pairs = list(zip(own, other, strict=True))
     metrics = []
     for metric in record["metrics"].get(task, ()):
-        if _is_of_right_and_wrong(metric, pairs):
+        if _is_of_right_and_wrong(metric, own, other):
             metrics.append(metric)
     if not metrics:
         return None
     lost, gained = [], []
     read: dict[bool, list[float]] = {True: [], False: []}
-    for one, two in pairs:
+    for one, two in zip(own, other, strict=True):
         fewer = tuple(metric for metric in metrics if one.get(metric, 0) < two.get(metric, 0))
         more = tuple(metric for metric in metrics if one.get(metric, 0) > two.get(metric, 0))
         if fewer:
@@ -116,26 +117,24 @@ def of_task(record: Record, full: Record, task: str) -> OfTask | None:
         if share is not None:
             read[bool(fewer)].append(share)
     return OfTask(
-        task,
-        full["run_id"],
-        len(pairs),
-        _num_right(metrics, other),
-        _num_right(metrics, own),
-        lost,
-        gained,
-        fmean(read[True]) if read[True] else None,
-        fmean(read[False]) if read[False] else None,
-        _missing(own, other, metrics),
+        task=task,
+        full_run=full["run_id"],
+        num_questions=len(own),
+        num_full={metric: _num_right(metric, other) for metric in metrics},
+        num_own={metric: _num_right(metric, own) for metric in metrics},
+        lost=lost,
+        gained=gained,
+        read_where_lost=fmean(read[True]) if read[True] else None,
+        read_elsewhere=fmean(read[False]) if read[False] else None,
+        missing=_missing(own, other, metrics[0]),
     )
 
 
-def _is_of_right_and_wrong(metric: str, pairs: Sequence[tuple[Sample, Sample]]) -> bool:
-    """True if the metric has a number in some question, and 0 or 1 wherever it has one."""
-    name = metric.partition(",")[0]
-    if name in NO_SCORES or name == LESS:
+def _is_of_right_and_wrong(metric: str, own: Sequence[Sample], full: Sequence[Sample]) -> bool:
+    if metric.partition(",")[0] in NO_SCORES:
         return False
     numbers = []
-    for one, two in pairs:
+    for one, two in zip(own, full, strict=True):
         if (metric in one) != (metric in two):
             return False
         if metric in one:
@@ -143,28 +142,23 @@ def _is_of_right_and_wrong(metric: str, pairs: Sequence[tuple[Sample, Sample]]) 
     return bool(numbers) and all(number in (0, 1) for number in numbers)
 
 
-def _num_right(metrics: Sequence[str], samples: Sequence[Sample]) -> dict[str, int]:
-    counts = {}
-    for metric in metrics:
-        right = [sample for sample in samples if sample.get(metric) == 1]
-        counts[metric] = len(right)
-    return counts
+def _num_right(metric: str, samples: Sequence[Sample]) -> int:
+    return [sample.get(metric) for sample in samples].count(1)
 
 
 def _answered(own: Sample, full: Sample, metrics: tuple[str, ...]) -> Answered:
-    question = own["question"]
-    own, full = _of_way(own, metrics[0]), _of_way(full, metrics[0])
+    of_own, of_full = _of_way(own, metrics[0]), _of_way(full, metrics[0])
     return Answered(
-        question,
-        metrics,
-        own.get("context_text"),
-        own.get("question_text"),
-        _right(own),
-        _answer(full),
-        _answer(own),
-        own.get("needle_tokens"),
-        own.get("needle_read"),
-        own.get("needle_read_max"),
+        question=own["question"],
+        metrics=metrics,
+        context_text=of_own.get("context_text"),
+        question_text=of_own.get("question_text"),
+        right=_shown(of_own, ("gold_text", "target"), "gold"),
+        full=_shown(of_full, ("predicted_text", "text"), "predicted"),
+        answer=_shown(of_own, ("predicted_text", "text"), "predicted"),
+        needle_tokens=of_own.get("needle_tokens"),
+        needle_read=of_own.get("needle_read"),
+        needle_read_max=of_own.get("needle_read_max"),
     )
 
 
@@ -176,38 +170,104 @@ def _of_way(sample: Sample, metric: str) -> Sample:
     return part
 
 
-def _answer(sample: Sample) -> str | None:
-    """The answer as text; of an old record the number of the choice."""
-    for name in ("predicted_text", "text"):
+def _shown(sample: Sample, names: Sequence[str], choice: str) -> str | None:
+    """An answer as text; of an old record the number of the choice."""
+    for name in names:
         if name in sample:
-            return _shown(sample[name])
-    if "predicted" in sample:
-        return f"choice {sample['predicted']}"
-    return None
+            value = sample[name]
+            words = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            return shortened(" ".join(words.split()), ANSWER_LETTERS)
+    return None if sample.get(choice) is None else f"choice {sample[choice]}"
 
 
-def _right(sample: Sample) -> str | None:
-    """The right answer, as `_answer`."""
-    for name in ("gold_text", "target"):
-        if name in sample:
-            return _shown(sample[name])
-    if sample.get("gold") is not None:
-        return f"choice {sample['gold']}"
-    return None
-
-
-def _shown(value: Any) -> str:
-    words = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return shortened(" ".join(words.split()), ANSWER_LETTERS)
-
-
-def _missing(own: Sequence[Sample], full: Sequence[Sample], metrics: Sequence[str]) -> list[str]:
+def _missing(own: Sequence[Sample], full: Sequence[Sample], metric: str) -> list[str]:
     words = []
-    first_own, first_full = _of_way(own[0], metrics[0]), _of_way(full[0], metrics[0])
-    if "question_text" not in first_own:
+    if "question_text" not in _of_way(own[0], metric):
         words.append(f"this run: {NO_TEXTS}, and what was read of the needle ({OLD_RECORD})")
-    elif not any("needle_read" in _of_way(sample, metrics[0]) for sample in own):
+    elif not any("needle_read" in _of_way(sample, metric) for sample in own):
         words.append(NO_NEEDLE)
-    if "question_text" not in first_full:
+    if "question_text" not in _of_way(full[0], metric):
         words.append(f"the full cache's run: {NO_TEXTS} ({OLD_RECORD})")
     return words
+
+
+# All runs, for the report: `report.js` fills its list from the data made here. They lie packed in
+# the page; a question's texts stand there once, however many methods lost it.
+
+
+def lost_questions(records: Mapping[str, Sequence[Record]]) -> list[Json]:
+    """The sets of questions, of a model, a task and a run of the full cache; [] without records.
+
+    records: by the folder within the results, "" for the results themselves. A set has its `name`;
+    `questions`: by number context, question, right answer and the full cache's; `runs`: of each its
+    `name`, by which they are ordered, and of each question that it lost [number, answer, share of
+    the needle that was read, the largest of a layer].
+    """
+    sets: dict[tuple[str, ...], Json] = {}
+    for where, of_folder in records.items():
+        finished = current(of_folder)
+        full = Baselines(finished)
+        for record in finished:
+            with damage_told(record, "its questions are left out"):
+                for task in of_record(record, full):
+                    _add(sets, where, record, task)
+    for questions in sets.values():
+        questions["runs"].sort(key=itemgetter("name"))
+    return list(sets.values())
+
+
+def _add(sets: dict[tuple[str, ...], Json], where: str, record: Record, task: OfTask) -> None:
+    config = record["config"]
+    model = config["model"]["name"]
+    name = ", ".join(filter(None, [task.task, model, where]))
+    words = f"{task.num_questions} questions"
+    others = [known for known in sets.values() if known["name"].startswith(name)]
+    if others:  # other questions of the task
+        words += f", set {len(others) + 1}"
+    empty: Json = {"name": f"{name} ({words})", "questions": {}, "runs": []}
+    own = sets.setdefault((where, model, task.task, task.full_run), empty)
+    lost = []
+    for answered in task.lost:
+        texts = (answered.context_text, answered.question_text, answered.right, answered.full)
+        own["questions"][str(answered.question)] = [text or MISSING for text in texts]
+        answer, read = answered.answer or MISSING, answered.needle_read
+        lost.append([answered.question, answer, read, answered.needle_read_max])
+    size = record["metrics"].get(task.task, {}).get(SIZE.name)
+    settings = in_words(record["settings"])
+    label = config["label"] if size is None else f"{config['label']}, {SIZE.show(size)} %"
+    own["runs"].append(
+        {
+            "name": f"{label} ({settings})" if settings else label,
+            "task": f"{task.task}, {model}",
+            "num_questions": str(task.num_questions),
+            "lost": lost,
+            "num_full": ", ".join(map(str, task.num_full.values())),
+            "num_own": ", ".join(map(str, task.num_own.values())),
+            "num_gained": str(len(task.gained)),
+            "read_where_lost": task.read_where_lost,
+            "read_elsewhere": task.read_elsewhere,
+            "missing": "; ".join(task.missing) or MISSING,
+        }
+    )
+
+
+def lost_sheet(sets: Sequence[Json]) -> Sheet:
+    """A line per run and task: how many questions were lost, and what was read of the needle. Right
+    ones are by metric."""
+    percent = Metric("share", "", PERCENT, 0)
+    shown: Shown = {
+        LABEL.heading: itemgetter("name"),
+        "task": itemgetter("task"),
+        "questions": itemgetter("num_questions"),
+        "full cache right": itemgetter("num_full"),
+        "right": itemgetter("num_own"),
+        "lost": lambda run: str(len(run["lost"])),
+        "gained": itemgetter("num_gained"),
+        "read where lost (%)": lambda run: percent.show(run["read_where_lost"]),
+        "read elsewhere (%)": lambda run: percent.show(run["read_elsewhere"]),
+        "not known": itemgetter("missing"),
+    }
+    runs = []
+    for questions in sets:
+        runs += questions["runs"]
+    return sheet_of("lost questions", runs, shown)

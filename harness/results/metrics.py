@@ -252,3 +252,90 @@ NUM_CONTEXTS = Metric("num_contexts", "contexts", POSITIVE, 0)
 """Windows, prompts, or contexts of questions, whose errors are independent: one more than the
 degrees of freedom of the standard errors."""
 STEP = Metric("step_s", "decode step", MS, 1, "less", logarithmic=True)
+RATIO = Metric("ratio", "KL / oracle's", POSITIVE, 2)
+ANSWERS = Metric("answers", "right answers", SHARE, 1)
+ANSWERS_DIFFERENCE = Metric("answers_difference", "answers minus full cache", DIFFERENCE, 1)
+
+# Columns that say what a number is of, and what belongs to it
+
+LABEL, SETTINGS = Metric("label", "label"), Metric("settings", "settings")
+LAYER = Metric("layer", "layer", NUMBER, 0, phrase="layer {:.0f}")
+NUM_SAMPLES = Metric("num_samples", "samples", POSITIVE, 0, phrase="n = {:,.0f}")
+NUM_FEWSHOT = Metric("num_fewshot", "shots", POSITIVE, 0, phrase="{:.0f}-shot")
+SEQ_LEN = Metric("seq_len", "length", TOKENS, 0, phrase="{:,.0f} tokens")
+VALUE = Metric("value", "value", NUMBER, 3)
+EXEMPT_LAYERS = Metric("exempt_layers", "exempt layers", POSITIVE, 0)
+EXEMPT_NUMBERS = Metric("exempt_numbers", "exempt layers")
+"""Of several models."""
+APART = Metric("apart", "why it is not compared")
+CLAIM = Metric("claim", "claim")
+OTHERS = (
+    LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, VALUE,
+    EXEMPT_LAYERS, EXEMPT_NUMBERS, APART, CLAIM,
+    *map(Metric, (
+        "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
+        "wall", "step_source", "answers_note", "closer", "over", "measure", "verdict",
+    )),
+    Metric("source", phrase="source: {}"),
+    Metric("run_id", phrase="run {}"),
+    Metric("metric", phrase=""),
+    Metric("x_name", phrase=""),
+    Metric("x", "x", NUMBER, 3),
+    Metric("stderr", "standard error", POSITIVE, 3),
+    Metric("difference", "minus full cache", NUMBER, 3),
+    Metric("difference_stderr", "standard error of the difference", POSITIVE, 3),
+    Metric("mcnemar_p", "McNemar's p", PROBABILITY, 4),
+    Metric("gained", "right, full cache wrong", POSITIVE, 0),
+    Metric("lost", "wrong, full cache right", POSITIVE, 0),
+    Metric("detectable", "smallest detectable difference", POSITIVE, 3),
+    Metric("repeats_stderr", "standard error over repeats", POSITIVE, 3),
+    Metric("batch_size", "batch", POSITIVE, 0, phrase="batch {:.0f}"),
+    Metric("prompt_len", "prompt", POSITIVE, 0, phrase="prompt {:,.0f}"),
+    Metric("gen_len", "generated", POSITIVE, 0, phrase="{:,.0f} generated"),
+    Metric("context", "context", POSITIVE, 0, phrase="{:,.0f} tokens each"),
+    Metric("memory_bytes", "device memory", IN_GIB, 2, phrase=""),
+    Metric("largest_batch", "sequences that fit", POSITIVE, 0),
+    Metric("kv_tokens", "KV tokens", POSITIVE, 0),
+    Metric("num_timed_steps", "timed steps", POSITIVE, 0),
+    Metric("equal_batch", "equal batch", POSITIVE, 0),
+    Metric("equal_tokens_per_s", "tokens/s at the equal batch", POSITIVE, 2),
+    Metric("model_bytes", "weights", IN_GIB, 3),
+    Metric("row_bytes", "rows on device", IN_MIB, 1),
+    Metric("buffer_bytes", "buffers", IN_MIB, 1),
+    Metric("state_bytes", "state", IN_MIB, 1),
+    Metric("workspace_bytes", "activations", IN_MIB, 1),
+    Metric("family", "family"),
+    Metric("window", "window", POSITIVE, 0),
+    Metric("place", "place in the text", SHARE, 1),
+    Metric("context_id", "context", POSITIVE, 0),
+    Metric("right", "right answers", POSITIVE, 1),
+    Metric("asked", "questions", Unit(least=1), 0),
+    Metric("compute_s", "compute", MS, 1),
+    Metric("link_bytes", "link per step", IN_MIB, 2),
+    Metric("late_bytes", "of which not hidden", IN_MIB, 2),
+    Metric("rank", "rank", POSITIVE, 0),
+    Metric("num_compared", "methods compared", POSITIVE, 0),
+    Metric("num_questions", "questions", POSITIVE, 0),
+    Metric("num_models", "models", POSITIVE, 0),
+    Metric("num_windows", "windows", POSITIVE, 0),
+    Metric("num_places", "places", POSITIVE, 0),
+    Metric("degrees", "degrees of freedom", POSITIVE, 0),
+    Metric("step_on", "step timed on"),
+    Metric("front", "not beaten in"),
+    Metric("other", "other method"),
+    Metric("p", "p", PROBABILITY, 4),
+    Metric("p_holm", "p after Holm's correction", PROBABILITY, 4),
+    Metric("domain", "domain"),
+    Metric("versus", "ratio to the oracle, or minus the full cache", NUMBER, 3),
+    Metric("count", "windows or questions", POSITIVE, 0),
+    Metric("bound", "bound", NUMBER, 3),
+)  # fmt: skip
+"""`harness/results/columns.py` says what those of a table mean there."""
+COLUMNS = {
+    column.name: column
+    for column in (
+        *OTHERS, SIZE, UNMET_SIZE, SIZE_ARTIFACT, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, KL,
+        *SEGMENTS, *SERVING, ASKED_SIZE, NUM_CONTEXTS, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
+    )
+}  # fmt: skip
+"""The columns of tables by name."""

@@ -6,14 +6,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from harness.results import board_page, columns, metrics
-from harness.results.columns import TableRow
-from harness.results.metrics import MISSING, Metric
+from harness.results.columns import TableRow, grouped, having, named, shape_of, values
+from harness.results.metrics import MISSING
 from harness.results.sheet import (
-    DIFFERENCE_NOTE,
-    SIZE_NOTE,
     Sheet,
     mark_own,
     markdown,
+    note,
     sheet_of,
     show_difference,
     show_range,
@@ -35,38 +34,13 @@ BRIEF_SPEED = (
 )  # fmt: skip
 """Numbers of a timed cell that a terminal shows."""
 SHOWN_OF_CAPACITY = (
+    "label", "settings",
     "largest_batch", "kv_tokens", "decode_tokens_per_s", "sequence_tokens_per_s", "equal_batch",
     "equal_tokens_per_s", "device_kv_bytes", "host_kv_bytes", "size",
 )  # fmt: skip
-"""Numbers of a method's largest batch that a page shows."""
+"""Columns of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
-NOTES = {
-    "accuracy": f"{SIZE_NOTE} *Read on device* is the share that is read in device memory, "
-    "including the method's index. *Kept on device* is the method's own memory there, as a share "
-    "of the full cache at the end. Two numbers are a range over the columns. ± is one standard "
-    f"error, over questions or windows. {DIFFERENCE_NOTE}Settings are those that differ from the "
-    "defaults.",
-    "latency": f"{SIZE_NOTE} *To device* and *to host* are the bytes that crossed the link in all "
-    "decode steps. *Read on device* is what was read in device memory, including the method's "
-    "index. *KV on device* is the memory of the cache and the method there, including buffers. "
-    "*TTFT* is the time to first token, *TPOT* the time per output token. *Hit rate* is the share "
-    "of the rows read that were on the device already. "
-    "Settings are those that differ from the defaults.",
-    "capacity": f"{SIZE_NOTE} *Sequences that fit* is the largest batch that weights, cache, the "
-    "method's state, buffers and activations leave room for; *KV tokens* are the tokens of all of "
-    "them. *Tokens/s* are of decode steps at that batch, beside those at the *equal batch*, the "
-    "largest of the full cache on the device. The CSV has the batches below, too, and all bytes.",
-    "analysis": "± is one standard error over heads, over windows for errors of attention outputs, "
-    "or over layers for a number of the whole model. "
-    f"At most {MAX_COLUMNS} values of x are shown; the CSV has all.",
-    **board_page.NOTES,
-}
-"""The meaning of the columns, by shape of table."""
-MODELLED_NOTE = (
-    f"Predicted by the cost model (`harness/paper/costmodel`), not measured. {SIZE_NOTE} The "
-    "segments (attention to other) are those of one block in the last decode step."
-)
 PUBLISHED_HEADER = ["model", "series", "x_name", "x", "metric", "value", "kind"]
 
 Key = tuple[str, str]
@@ -76,13 +50,17 @@ Key = tuple[str, str]
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """A table per model, source and shape of row.
 
-    Chunks of texts stand below whole ones, each quantity of an analysis apart.
+    Chunks of texts stand below whole ones, each quantity of an analysis apart. One's own runs among
+    shipped ones are marked.
     """
-    if rows and columns.shape_of(rows[0]) in board_page.SHEETS:
-        yield from board_page.SHEETS[columns.shape_of(rows[0])](rows)
+    if rows and shape_of(rows[0]) in board_page.SHEETS:
+        shape = shape_of(rows[0])
+        marked, notes = (rows, []) if shape == "board" else mark_own(rows, "label")
+        for sheet in board_page.SHEETS[shape](marked):
+            yield sheet._replace(notes=[*sheet.notes, *notes])
         return
-    for title, of_title in columns.grouped(rows, _title).items():
-        for shape, of_shape in columns.grouped(of_title, columns.shape_of).items():
+    for title, of_title in grouped(rows, _title).items():
+        for shape, of_shape in grouped(of_title, shape_of).items():
             marked, notes = mark_own(of_shape, "series" if shape == "analysis" else "label")
             for sheet in SHEETS[shape](title, marked):
                 yield sheet._replace(notes=[*sheet.notes, *notes])
@@ -91,34 +69,33 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 def _title(row: TableRow) -> str:
     if row["source"] == "modelled" and "platform" in row:
         return f"{row['model']} on {row['platform']}, modelled"
-    is_timed = columns.shape_of(row) in ("latency", "capacity")
+    is_timed = shape_of(row) in ("latency", "capacity")
     return f"{row['model']}, {row['source']}" if is_timed else str(row["model"])
 
 
 def render_markdown(name: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of a table, with the paper's numbers at its end."""
-    note = NOTES[columns.shape_of(rows[0]) if rows else "accuracy"]
+    words = note(shape_of(rows[0]) if rows else "accuracy", max_columns=MAX_COLUMNS)
     sheets = list(sheets_of(rows))
     lines = []
-    for row in columns.published_rows():
-        if row["figure"] == name:
-            lines.append([row[column] or MISSING for column in PUBLISHED_HEADER])
+    for row in columns.where(columns.published_rows(), "figure", name):
+        lines.append([row[column] or MISSING for column in PUBLISHED_HEADER])
     if lines:
         sheets.append(Sheet("the paper's numbers", PUBLISHED_HEADER, lines))
-    return markdown(name, note, sheets)
+    return markdown(name, words, sheets)
 
 
 def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", MODELLED_NOTE, sheets_of(rows))
+    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(rows))
 
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
     """The tables for a terminal, with the most important columns; "" without rows."""
-    hidden = set(columns.names(_numbers_of_speed())).difference(BRIEF_SPEED)
+    hidden = set(columns.names(NUMBERS_OF_SPEED)).difference(BRIEF_SPEED)
     shown = []
     for row in rows:
-        shape = columns.shape_of(row)
+        shape = shape_of(row)
         if shape == "latency":
             shown.append({name: value for name, value in row.items() if name not in hidden})
         elif shape != "accuracy" or is_brief(row):
@@ -139,28 +116,27 @@ def _is_among(names: Sequence[str], metric: str) -> bool:
 # Settings
 
 
-def pairs_of_settings(settings: str | None) -> list[str]:
+def pairs_of_settings(row: TableRow) -> list[str]:
     """The settings of a row, `a=[1, 2], b=3`, as its parts."""
-    return list(filter(None, re.split(r", (?=[\w.]+=)", settings or "")))
+    return list(filter(None, re.split(r", (?=[\w.]+=)", row.get("settings") or "")))
 
 
 def _shared_settings(rows: Sequence[TableRow]) -> list[str]:
     """Settings that all rows of a column share, if there are several; they tell none apart."""
     if len(rows) < 2:
         return []
-    shared = pairs_of_settings(rows[0].get("settings"))
+    shared = pairs_of_settings(rows[0])
     for row in rows[1:]:
-        own = pairs_of_settings(row.get("settings"))
+        own = pairs_of_settings(row)
         shared = [pair for pair in shared if pair in own]
     return shared
 
 
 def _own_settings(rows: Sequence[TableRow]) -> tuple[list[TableRow], list[str]]:
-    """The rows with the settings that not all share, and a note on the others."""
     shared = _shared_settings(rows)
     found = []
     for row in rows:
-        own = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shared]
+        own = [pair for pair in pairs_of_settings(row) if pair not in shared]
         found.append(row | {"settings": ", ".join(own)})
     return found, _note_on_settings(shared)
 
@@ -175,19 +151,13 @@ def _note_on_settings(shared: Iterable[str]) -> list[str]:
 
 def _accuracy(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """Whole tasks and texts, then chunks of texts, then each task with needles by their depth."""
-    whole, chunks, depths = [], [], []
-    for row in rows:
-        if columns.is_depth(row):
-            depths.append(row)
-        elif columns.is_part(row):
-            chunks.append(row)
-        else:
-            whole.append(row)
-    if whole:
-        yield _accuracy_sheet(title, whole)
-    if chunks:
-        yield _accuracy_sheet(f"{title}, by range of tokens", chunks)
-    for task, of_task in columns.grouped(depths, lambda row: row["task"].partition("[")[0]).items():
+    parts = grouped(rows, lambda row: (columns.is_part(row), columns.is_depth(row)))
+    if (False, False) in parts:
+        yield _accuracy_sheet(title, parts[False, False])
+    if (True, False) in parts:
+        yield _accuracy_sheet(f"{title}, by range of tokens", parts[True, False])
+    depths = grouped(parts.get((True, True), ()), lambda row: row["task"].partition("[")[0])
+    for task, of_task in depths.items():
         words = "right answers (%) by length and depth of the needle"
         yield _accuracy_sheet(f"{title}, {task}: {words}", of_task)
 
@@ -203,67 +173,52 @@ class _Line(NamedTuple):
 
 
 def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
-    by_key = columns.grouped(rows, _key)
+    by_key = grouped(rows, itemgetter("task", "metric"))
     of_key = _headings(by_key)
-    shared = {key: _shared_settings(of_column) for key, of_column in by_key.items()}
     beside = (metrics.UNMET_SIZE, *metrics.OF_SOME_RUNS, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
     sizes = [metrics.SIZE, *columns.with_values(beside, rows)]
-    ordered = sorted(_lines(rows, shared), key=_order_of_line)
     lines = []
-    for line in ordered:
+    hidden: list[str] = []
+    for line in _lines(rows, by_key):
         shown = [line.label, line.settings or MISSING]
         for column in sizes:
-            known = columns.having(line.rows.values(), column.name)
-            shown.append(show_range(column, columns.values(known, column.name)))
+            shown.append(show_range(column, [row.get(column.name) for row in line.rows.values()]))
         for key in of_key:
             shown.append(_value(line.rows[key]) if key in line.rows else MISSING)
         lines.append(shown)
-    header = [*columns.headings((columns.LABEL, columns.SETTINGS, *sizes)), *of_key.values()]
+        for row in line.rows.values():
+            told = pairs_of_settings({"settings": line.settings})
+            hidden += [pair for pair in pairs_of_settings(row) if pair not in told]
+    header = [column.heading for column in (metrics.LABEL, metrics.SETTINGS, *sizes)]
     scores = [heading for (_, metric), heading in of_key.items() if _is_among(SCORES, metric)]
-    return Sheet(title, header, lines, scores=scores, notes=_note_on_settings(_left_out(ordered)))
+    notes = _note_on_settings(hidden)
+    return Sheet(title, [*header, *of_key.values()], lines, scores=scores, notes=notes)
 
 
-def _key(row: TableRow) -> Key:
-    return row["task"], row["metric"]
+def _lines(rows: Sequence[TableRow], by_key: Mapping[Key, Sequence[TableRow]]) -> list[_Line]:
+    """A line per run; a run joins the first line of its identity that has none of its columns.
 
-
-def _lines(rows: Sequence[TableRow], shared: Mapping[Key, Sequence[str]]) -> list[_Line]:
-    """A line per run; a run joins the first line of its identity that has none of its columns."""
+    The full cache comes first, the others by label, size, length and settings.
+    """
+    shared = {key: _shared_settings(of_column) for key, of_column in by_key.items()}
     lines: list[_Line] = []
-    for of_run in columns.grouped(rows, _run_of).values():
-        first, by_key = of_run[0], {_key(row): row for row in of_run}
+    for of_run in grouped(rows, itemgetter("run_id", "method", "label", "settings")).values():
+        first, of_keys = of_run[0], {(row["task"], row["metric"]): row for row in of_run}
         settings = []
-        for pair in pairs_of_settings(first.get("settings")):
-            is_shared = all(pair in shared[key] for key in by_key)
-            if not is_shared:
+        for pair in pairs_of_settings(first):
+            if not all(pair in shared[key] for key in of_keys):
                 settings.append(pair)
-        line = _Line(first["method"], first["label"], ", ".join(settings), by_key)
+        line = _Line(first["method"], first["label"], ", ".join(settings), of_keys)
         for other in lines:
-            if other[:3] == line[:3] and other.rows.keys().isdisjoint(by_key):
-                other.rows.update(by_key)
+            if other[:3] == line[:3] and other.rows.keys().isdisjoint(of_keys):
+                other.rows.update(of_keys)
                 break
         else:
             lines.append(line)
-    return lines
-
-
-def _left_out(lines: Iterable[_Line]) -> list[str]:
-    """Settings of rows that their lines do not show, each once."""
-    found: dict[str, None] = {}
-    for line in lines:
-        shown = pairs_of_settings(line.settings)
-        for row in line.rows.values():
-            hidden = [pair for pair in pairs_of_settings(row.get("settings")) if pair not in shown]
-            found |= dict.fromkeys(hidden)
-    return list(found)
-
-
-def _run_of(row: TableRow) -> tuple[str, ...]:
-    return row["run_id"], row["method"], row["label"], row["settings"]
+    return sorted(lines, key=_order_of_line)
 
 
 def _order_of_line(line: _Line) -> tuple[Any, ...]:
-    """The full cache first, then by label, size, length and settings."""
     rows = line.rows.values()
     size = min(row["size"] or 0 for row in rows)
     length = max(row["seq_len"] or 0 for row in rows)
@@ -279,7 +234,7 @@ def _headings(by_key: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
     found = {}
     for key in sorted(by_key, key=lambda key: metrics.rank(key[1])):
         found[key] = _heading(by_key[key][0])
-    for condition in (columns.NUM_SAMPLES, columns.NUM_FEWSHOT, columns.SEQ_LEN):
+    for condition in (metrics.NUM_SAMPLES, metrics.NUM_FEWSHOT, metrics.SEQ_LEN):
         shared = {}
         for key, rows in by_key.items():
             distinct = {row.get(condition.name) for row in rows}
@@ -308,21 +263,17 @@ def _value(row: TableRow) -> str:
 
 # Speed: a line per timed cell
 
+NUMBERS_OF_SPEED = [column for column in columns.LATENCY if column.digits is not None]
+
 
 def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """The full cache first, then by label and shape. A column needs a number, `size` does not."""
     own, notes = _own_settings(rows)
-    words = [columns.LABEL]
-    if any(columns.values(own, "settings")):
-        words.append(columns.SETTINGS)
-    numbers = (metrics.UNMET_SIZE, metrics.DEVICE_FRAC, *_numbers_of_speed())
+    words = named("label settings" if any(values(own, "settings")) else "label")
+    numbers = (metrics.UNMET_SIZE, metrics.DEVICE_FRAC, *NUMBERS_OF_SPEED)
     beside = columns.with_values(numbers, rows)
     shown = shown_as_is(dict.fromkeys((*words, metrics.SIZE, *beside)))
     yield sheet_of(title, sorted(own, key=_order_of_cell), shown, notes=notes)
-
-
-def _numbers_of_speed() -> list[Metric]:
-    return [column for column in columns.LATENCY if column.digits is not None]
 
 
 def _order_of_cell(row: TableRow) -> tuple[Any, ...]:
@@ -343,12 +294,11 @@ def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         for name, line in _series(of_table, x_name).items():
             of_line = [name]
             for x in shown_x:
-                text = MISSING
-                if x in line:
-                    text = shown.show(line[x]["value"], line[x]["stderr"])
+                is_known = x in line
+                text = shown.show(line[x]["value"], line[x]["stderr"]) if is_known else MISSING
                 of_line.append(text)
             lines.append(of_line)
-        header = [columns.LABEL.heading]
+        header = [metrics.LABEL.heading]
         header += [shown.heading if x is None else f"{x:,g}" for x in shown_x]
         by = f", by {x_name.replace('_', ' ')}" if x_name else ""
         yield Sheet(f"{title}: {shown.heading}{by}", header, lines)
@@ -357,13 +307,12 @@ def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
 def _tables_of_series(rows: Sequence[TableRow]) -> list[list[TableRow]]:
     """The rows of each table: of one quantity, and of the runs that have no series in common."""
     tables: list[list[TableRow]] = []
-    by_run = columns.grouped(rows, lambda row: (row["run_id"], row["metric"], row["x_name"]))
-    for of_run in by_run.values():
+    for of_run in grouped(rows, itemgetter("run_id", "metric", "x_name")).values():
         kind = of_run[0]["metric"], of_run[0]["x_name"]
-        series = set(columns.values(of_run, "series"))
+        series = set(values(of_run, "series"))
         for table in tables:
             is_alike = (table[0]["metric"], table[0]["x_name"]) == kind
-            if is_alike and series.isdisjoint(columns.values(table, "series")):
+            if is_alike and series.isdisjoint(values(table, "series")):
                 table += of_run
                 break
         else:
@@ -372,8 +321,7 @@ def _tables_of_series(rows: Sequence[TableRow]) -> list[list[TableRow]]:
 
 
 def _shown_x(rows: Sequence[TableRow]) -> list[Any]:
-    """At most `MAX_COLUMNS` values of x, evenly spread; [None] where there are none."""
-    found = sorted(set(columns.values(columns.having(rows, "x"), "x")))
+    found = sorted(set(values(having(rows, "x"), "x")))
     count = min(MAX_COLUMNS, len(found))
     last, gaps = len(found) - 1, max(1, count - 1)
     return [found[index * last // gaps] for index in range(count)] or [None]
@@ -384,23 +332,21 @@ def _series(rows: Sequence[TableRow], x_name: str) -> dict[str, dict[Any, TableR
     layers: dict[str, set[float | None]] = {}
     for row in rows:
         layers.setdefault(row["series"], set()).add(row["layer"])
-    has_layers = max(map(len, layers.values())) > 1
+    has_layers = x_name != "layer" and max(map(len, layers.values())) > 1
     found: dict[str, dict[Any, TableRow]] = {}
     for row in rows:
         name = row["series"]
-        if has_layers and x_name != "layer" and row["layer"] is not None:
-            name += f", {columns.LAYER.phrase.format(row['layer'])}"
+        if has_layers and row["layer"] is not None:
+            name += f", {metrics.LAYER.phrase.format(row['layer'])}"
         found.setdefault(name, {})[row["x"]] = row
     return found
 
 
 def _capacity(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """A line a method: its largest batch; a sheet a context and device memory."""
     numbers = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
-    shown = shown_as_is((columns.LABEL, columns.SETTINGS, *numbers))
-    shown |= {"wall": itemgetter("wall")}
+    shown = shown_as_is(numbers) | {"wall": itemgetter("wall")}
     largest = [row for row in rows if row["batch_size"] == row["largest_batch"]]
-    by_bounds = columns.grouped(largest, lambda row: (row["context"], row["memory_bytes"]))
+    by_bounds = grouped(largest, itemgetter("context", "memory_bytes"))
     for (context, memory), group in sorted(by_bounds.items()):
         own, notes = _own_settings(group)
         words = f"{title}: {context:,.0f} tokens a sequence, {memory / metrics.GIB:.4g} GiB"

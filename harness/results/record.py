@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,9 @@ OF_SHEET = "platform.sheet."
 """The data sheet of a modelled machine, which its name stands for."""
 GROUPS = ("method", "task", "latency", "sampling")
 """Groups whose settings are named without the group on the command line or in a table."""
+HOST_DECIDES = "capacity"
+"""The kind of run of which `platform.host_gib` decides numbers: the largest batch. Elsewhere it
+decides whether a run is refused."""
 SIZED_ON = "sized on"
 """Beside the settings of a run whose size was met by a search: on what."""
 BAD_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -124,16 +128,10 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     foreign = foreign_settings(config["kind"]) | OF_BEFORE
     found = without_paths({name: value for name, value in config.items() if name not in foreign})
-    if "platform" in found and not _host_decides(config["kind"]):
+    if "platform" in found and config["kind"] != HOST_DECIDES:
         found["platform"] = {**found["platform"]}
         found["platform"].pop("host_gib", None)
     return found
-
-
-def _host_decides(kind: str) -> bool:
-    """Whether `platform.host_gib` decides numbers: the largest batch. Elsewhere it decides whether
-    a run is refused."""
-    return kind == "capacity"
 
 
 def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +174,7 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
             continue
         if name == "prefill_len" and value == prompt_of_window(config.seq_len):
             continue
-        if name == "platform.host_gib" and not _host_decides(config.kind):
+        if name == "platform.host_gib" and config.kind != HOST_DECIDES:
             continue
         shown = rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")
         found[shown] = value
@@ -209,7 +207,6 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def _defaults_of(group: Any) -> dict[str, Any]:
-    """The defaults of a dataclass; None where there is none."""
     found = {}
     for field in fields(group):
         found[field.name] = None if field.default is MISSING else field.default
@@ -306,6 +303,19 @@ def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
             log.warning("%s; left out of tables and figures", error)
 
 
+@contextmanager
+def damage_told(record: Record, lost: str) -> Iterator[None]:
+    """Within it, values that no run writes end the block with a warning that names the record.
+
+    lost: what becomes of it, in words.
+    """
+    try:
+        yield
+    except BAD_VALUE_ERRORS as error:
+        path = f"{record['experiment']}/{record['run_id']}/record.json"
+        log.warning("%s: damaged record (%r); %s", path, error, lost)
+
+
 def made_by_other_code(path: Path) -> str | None:
     """The run_id of the newest finished record of the run at `path`, made by other code."""
     same_settings = path.parents[1].glob(f"{settings_of(path.parent.name)}-*/record.json")
@@ -366,13 +376,11 @@ def require_finite(value: Any, name: str = "") -> None:
             f"{metric}={value}: is not finite; the model or the method computes NaN or infinite "
             "numbers"
         )
-    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, item in items:
-        require_finite(item, f"{name}/{key}".removeprefix("/"))
+        for key, item in value.items():
+            require_finite(item, f"{name}/{key}".removeprefix("/"))
 
 
 def jsonable(value: Any) -> Any:

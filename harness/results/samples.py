@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.results import student
 from harness.results.columns import picked
 from harness.results.inputs import CODE
 from harness.results.record import Record, current, read_all, without_paths
@@ -104,19 +103,11 @@ def mcnemar_p(gained: int, lost: int) -> float:
     return min(1.0, 2 * float(bdtr(min(gained, lost), flipped, 0.5)))
 
 
-def nll_difference(windows: Sequence[Sample]) -> Difference:
-    """Difference of the mean negative log-likelihood, nats per token, over equally long windows."""
-    return _of_means(_nlls(windows), range(len(windows)))
-
-
 def perplexity(windows: Sequence[Sample]) -> Difference:
     """Difference of the perplexity, exp of the mean negative log-likelihood, over equally long
     windows."""
-    return _of_exponentials(_nlls(windows), range(len(windows)))
-
-
-def _nlls(windows: Sequence[Sample]) -> Pairs:
-    return [(window["nll"], window["nll_full"]) for window in windows]
+    pairs = [(window["nll"], window["nll_full"]) for window in windows]
+    return _of_exponentials(pairs, range(len(windows)))
 
 
 def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
@@ -126,7 +117,8 @@ def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
     that metric in either record is of another length. None if the questions differ, or if a value
     is not the mean of the samples' numbers, or exp of that mean.
     """
-    if _questions(own) != _questions(other):
+    questions = [sample.get("question") for sample in own.samples]
+    if questions != [sample.get("question") for sample in other.samples]:
         return None
     name = EXPONENTIAL.get(metric, metric)
     pairs: list[tuple[float, float]] = []
@@ -150,27 +142,32 @@ def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
     return _of_means(pairs, contexts)
 
 
-def _questions(measured: Measured) -> list[Any]:
-    return [sample.get("question") for sample in measured.samples]
-
-
 def _means(pairs: Pairs) -> list[float]:
-    """The mean of the first numbers and that of the second."""
     return [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
 
 
 def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     differences = [one - other for one, other in pairs]
     values = set(itertools.chain.from_iterable(pairs))
-    stderr, num_contexts = clustered_stderr(differences, contexts), len({*contexts})
-    detectable = _detectable(stderr, num_contexts)
+    stderr, num_contexts, least = _errors(differences, contexts)
     if stderr == 0 and min(values) >= 0 and max(values) <= 1:
-        detectable = RULE_OF_THREE / len(pairs)
-    found = Difference(sum(differences) / len(pairs), stderr, detectable, len(pairs), num_contexts)
+        least = RULE_OF_THREE / len(pairs)
+    found = Difference(sum(differences) / len(pairs), stderr, least, len(pairs), num_contexts)
     if not values <= {0, 1}:
         return found
     gained, lost = differences.count(1), differences.count(-1)
     return found._replace(gained=gained, lost=lost, mcnemar_p=mcnemar_p(gained, lost))
+
+
+def _errors(
+    differences: Sequence[float], contexts: Sequence[Any]
+) -> tuple[float | None, int, float | None]:
+    """The standard error of the mean, the number of contexts, and the smallest difference that a
+    test at 5 % detects four times in five."""
+    from harness.results.stats import detectable  # here, as a command's help needs no NumPy
+
+    stderr, num_contexts = clustered_stderr(differences, contexts), len({*contexts})
+    return stderr, num_contexts, detectable(num_contexts) * stderr if stderr else None
 
 
 def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
@@ -181,14 +178,8 @@ def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     """
     slope, slope_other = map(math.exp, _means(pairs))
     changes = [slope * one - slope_other * other for one, other in pairs]
-    stderr, num_contexts = clustered_stderr(changes, contexts), len({*contexts})
-    detectable = _detectable(stderr, num_contexts)
-    return Difference(slope - slope_other, stderr, detectable, len(pairs), num_contexts)
-
-
-def _detectable(stderr: float | None, num_contexts: int) -> float | None:
-    """Smallest difference that a test at 5 % detects four times in five."""
-    return student.detectable(num_contexts) * stderr if stderr else None
+    stderr, num_contexts, least = _errors(changes, contexts)
+    return Difference(slope - slope_other, stderr, least, len(pairs), num_contexts)
 
 
 # Samples of records
@@ -305,14 +296,11 @@ def same_questions(record: Record, full: Record) -> bool:
     Each may have read further tasks.
     """
     names = {"kind", "model", *find(record["kind"]).depends_on} - MAY_DIFFER
-    if _settings(record, names) != _settings(full, names):
+    of_own, of_full = picked(record["config"], names), picked(full["config"], names)
+    if without_paths(of_own) != without_paths(of_full):
         return False
     own, other = record["inputs"], full["inputs"]
     for name in own.keys() & other.keys() - OF_METHODS:
         if not name.startswith(CODE) and own[name] != other[name]:
             return False
     return True
-
-
-def _settings(record: Record, names: Iterable[str]) -> dict[str, Any]:
-    return without_paths(picked(record["config"], names))

@@ -3,20 +3,21 @@
 Seconds become ms and bytes GiB here (`Metric.show`), and only here.
 """
 
-import itertools
 import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import yaml
 from tabulate import tabulate
 
 from harness.errors import printable, shortened
-from harness.results.columns import APART, CLAIM, LABEL, SETTINGS, TableRow
-from harness.results.metrics import MISSING, Metric
-from harness.results.student import critical_value
+from harness.results.columns import TableRow
+from harness.results.metrics import APART, CLAIM, LABEL, MISSING, SETTINGS, Metric
+from harness.results.stats import critical_value
 
 T = TypeVar("T")
 WORDS = (LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
@@ -33,40 +34,34 @@ MARKUP = re.compile(
 OWN = "*"
 """Mark of one's own runs in a table that also has shipped rows."""
 OWN_NOTE = f"{OWN} One's own run; the other rows are shipped with the project."
-SIZE_NOTE = (
-    "Size is the share of the full cache that a decode step reads, and that crosses the link if "
-    "the cache is offloaded."
-)
-DIFFERENCE_NOTE = (
-    "The difference to the full cache on the same questions or windows is in brackets, ± its "
-    "standard error. *No difference ≥ x* means that its 95 % interval (Student's t) contains zero, "
-    "and that a difference of x would have been detected four times in five. "
-)
+NOTES = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8"))
+
+
+def note(name: str, **fields: object) -> str:
+    """A note of `notes.yaml`. fields: what stands in it, besides the notes of several."""
+    words: str = NOTES[name]
+    shared = {part: NOTES[part] for part in ("size", "difference", "interval")}
+    return words.format(**shared, **fields)
 
 
 class Sheet(NamedTuple):
     """One table: a title, the headings, and the lines as text.
 
-    scores: headings of metrics that every run measures, so an empty text is a gap. bold: texts, as
-    (line, column). notes: lines below the table. details: further text of each line, for a report.
+    scores: headings of metrics that every run measures, so an empty text is a gap. notes: lines
+    below the table.
     """
 
     title: str
     header: list[str]
     lines: list[list[str]]
     scores: Collection[str] = ()
-    bold: Collection[tuple[int, int]] = ()
     notes: Sequence[str] = ()
-    details: Sequence[str] = ()
 
     @property
     def num_gaps(self) -> int:
         """How many scores are missing."""
-        is_score = [heading in self.scores for heading in self.header]
-        count = 0
-        for line in self.lines:
-            count += list(itertools.compress(line, is_score)).count(MISSING)
-        return count
+        scores = [at for at, heading in enumerate(self.header) if heading in self.scores]
+        return sum(line[at] == MISSING for line in self.lines for at in scores)
 
 
 Shown = dict[str, Callable[[TableRow], str]]
@@ -91,18 +86,13 @@ def _cell(column: Metric, row: TableRow) -> str:
     return str(value or MISSING) if column.digits is None else column.show(value)
 
 
-def mark_own(rows: list[TableRow], name: str) -> tuple[list[TableRow], list[str]]:
+def mark_own(rows: Sequence[TableRow], name: str) -> tuple[Sequence[TableRow], list[str]]:
     """Mark one's own runs in the column `name` where other rows are shipped; with a note on it."""
-    marked = []
-    num_shipped = 0
-    for row in rows:
-        if row.get("shipped"):
-            num_shipped += 1
-            marked.append(row)
-        else:
-            marked.append(row | {name: f"{row[name]} {OWN}"})
-    if num_shipped in (0, len(rows)):
+    if len({bool(row.get("shipped")) for row in rows}) < 2:
         return rows, []
+    marked = []
+    for row in rows:
+        marked.append(row if row.get("shipped") else row | {name: f"{row[name]} {OWN}"})
     return marked, [OWN_NOTE]
 
 
@@ -142,86 +132,62 @@ def show_difference(
 # Text
 
 
-def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
-    """A whole `.md` file: title, note, tables."""
-    parts = [f"# {title}", note]
+def markdown(title: str, words: str, sheets: Iterable[Sheet]) -> str:
+    """A whole `.md` file: title, words, tables."""
+    parts = [f"# {title}", words]
     for sheet in sheets:
         lines = [list(map(_escaped, line)) for line in sheet.lines]
-        for line, column in sheet.bold:
-            lines[line][column] = f"**{lines[line][column]}**"
         header = list(map(_escaped, sheet.header))
-        sides = _sides(sheet.header, WORDS)
+        sides = _sides(sheet.header)
         table = tabulate(lines, header, "pipe", colalign=sides, disable_numparse=True)
-        parts += [f"## {_escaped(sheet.title)}", table]
-        parts += map(_escaped, sheet.notes)
+        parts += [f"## {_escaped(sheet.title)}", table, *map(_escaped, sheet.notes)]
     return "\n\n".join(parts) + "\n"
 
 
 def _escaped(text: str) -> str:
-    """Words as Markdown that shows them literally, in one line."""
     return MARKUP.sub(r"\\\g<0>", printable(text))
 
 
-def _sides(header: Sequence[str], words: Collection[str]) -> list[str]:
-    return ["left" if heading in words else "right" for heading in header]
+def _sides(header: Iterable[str]) -> list[str]:
+    return ["left" if heading in WORDS else "right" for heading in header]
 
 
 def terminal(sheet: Sheet) -> str:
-    """A table for a terminal, in parts that fit its width.
+    """A table for a terminal, in parts that fit its width, with wrapped headings.
 
     The width is `MAX_WIDTH` letters if the output is no terminal. Each part repeats the columns of
     words.
     """
     header = list(map(printable, sheet.header))
+    wrapped = [textwrap.wrap(heading, HEADING_LETTERS) for heading in header]
     lines = []
     for line in sheet.lines:
         lines.append([shortened(printable(text), WORD_LETTERS) for text in line])
+    widths = []
+    for at, heading in enumerate(wrapped):
+        cells = [len(line[at]) for line in lines]
+        widths.append(GAP + max(HEADING_PADDING + max(map(len, heading)), *cells))
     texts: list[str] = []
-    for part in _parts(header, lines):
+    for part in _parts(header, widths):
         title = f"{sheet.title}, continued" if texts else sheet.title
-        shown = [_chosen(line, part) for line in lines]
-        texts.append(aligned(title, _chosen(header, part), shown))
+        shown = [[line[at] for at in part] for line in lines]
+        headings = ["\n".join(wrapped[at]) for at in part]
+        sides = _sides(header[at] for at in part)
+        table = tabulate(shown, headings, "simple", colalign=sides, disable_numparse=True)
+        texts.append(f"{printable(title)}\n{table}")
     return "\n\n".join(texts)
 
 
-def _parts(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[list[int]]:
-    """The columns in parts that fit the terminal."""
-    widths, words = [], []
-    for at, heading in enumerate(header):
-        width = HEADING_PADDING + max(map(len, _wrapped(heading)))
-        for line in lines:
-            width = max(width, len(line[at]))
-        widths.append(GAP + width)
-        if heading in WORDS:
-            words.append(at)
+def _parts(header: Sequence[str], widths: Sequence[int]) -> list[list[int]]:
+    """The numbers of the columns in parts that fit the terminal."""
     max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
+    words = [at for at, heading in enumerate(header) if heading in WORDS]
     parts = [words]
     for at, heading in enumerate(header):
         if heading in WORDS:
             continue
-        width = widths[at] + sum(_chosen(widths, parts[-1]))
+        width = widths[at] + sum(widths[number] for number in parts[-1])
         if len(parts[-1]) > len(words) and width > max_width:
             parts.append(words)
         parts[-1] = [*parts[-1], at]
     return parts
-
-
-def _chosen(values: Sequence[T], numbers: Iterable[int]) -> list[T]:
-    return [values[number] for number in numbers]
-
-
-def aligned(
-    title: str,
-    header: Sequence[str],
-    lines: Sequence[Sequence[str]],
-    words: Collection[str] = WORDS,
-) -> str:
-    """A table in columns, its headings wrapped. words: headings of columns aligned left."""
-    wrapped = ["\n".join(_wrapped(heading)) for heading in header]
-    sides = _sides(header, words)
-    table = tabulate(lines, wrapped, "simple", colalign=sides, disable_numparse=True)
-    return f"{printable(title)}\n{table}"
-
-
-def _wrapped(heading: str) -> list[str]:
-    return textwrap.wrap(heading, HEADING_LETTERS)

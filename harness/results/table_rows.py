@@ -1,15 +1,14 @@
 """The table rows of records: one per timed cell, one per point of an analysis, else one per task
 and metric, compared with the full cache."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.results import columns
 from harness.results.columns import TableRow
-from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, OF_SOME_RUNS
-from harness.results.record import BAD_VALUE_ERRORS, Record, current, in_words
+from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, LAYER, OF_SOME_RUNS
+from harness.results.record import Record, current, damage_told, in_words
 from harness.results.samples import (
     LAYERS,
     Baselines,
@@ -22,8 +21,6 @@ from harness.results.samples import (
 )
 from harness.settings.kinds import foreign_settings
 from harness.settings.schema import is_unmet
-
-log = logging.getLogger(__name__)
 
 Pairs = list[tuple[Record, list[TableRow]]]
 """Records, each with its rows."""
@@ -59,15 +56,11 @@ def with_rows(
     full = Baselines(finished, elsewhere)
     pairs = []
     for record in finished:
-        try:
+        with damage_told(record, "left out of tables and figures"):
             rows = rows_of(record, full)
             columns.check(columns.TABLES[record["table"]], rows)
-        except BAD_VALUE_ERRORS as error:
-            path = f"{record['experiment']}/{record['run_id']}/record.json"
-            log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
-            continue
-        if rows:
-            pairs.append((record, rows))
+            if rows:
+                pairs.append((record, rows))
     if weights:
         _add_weights(pairs)
     return pairs
@@ -89,17 +82,17 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
         "settings": in_words(record["settings"]),
         "run_id": record["run_id"],
     }
+    rows: Iterable[TableRow]
     if record["table"] == "latency":
-        metrics = columns.renamed(metrics)
-        return [common | metrics | {"unmet_size": _unmet_size(config, metrics)}]
-    if record["table"] == "capacity":
-        return [
-            common | point | {"unmet_size": _unmet_size(config, point)}
-            for point in metrics["points"]
-        ]
-    if record["table"] == "analysis":
-        return [common | {"source": metrics["source"]} | point for point in metrics["points"]]
-    rows = [*_whole_rows(record, full), *_chunk_rows(record)]
+        rows = [columns.renamed(metrics)]
+    elif record["table"] == "accuracy":
+        rows = [*_whole_rows(record, full), *_chunk_rows(record)]
+    else:
+        rows = metrics["points"]
+        if record["table"] == "analysis":
+            common["source"] = metrics["source"]
+    if record["table"] != "analysis":
+        rows = [row | {"unmet_size": _unmet_size(config, row)} for row in rows]
     return [common | row for row in rows]
 
 
@@ -114,15 +107,13 @@ def layer_rows(record: Record) -> Iterator[TableRow]:
         context = _context(record, name, entries)
         for of_layer in layers:
             for value in _values(columns.picked(of_layer, OF_LAYERS)):
-                yield {
+                yield value | {
+                    "experiment": ATTENTION_ERROR.name,
                     "model": record["config"]["model"]["name"],
                     "series": f"{record['config']['label']}, {100 * context['size']:.0f} %",
                     "layer": None,
-                    "x_name": f"{columns.LAYER.name}, {context['task']}",
-                    "x": of_layer[columns.LAYER.name],
-                    "metric": value["metric"],
-                    "value": value["value"],
-                    "stderr": value["stderr"],
+                    "x_name": f"{LAYER.name}, {context['task']}",
+                    "x": of_layer[LAYER.name],
                     "num_samples": context["num_samples"],
                     "source": context["source"],
                     "run_id": record["run_id"],
@@ -149,7 +140,6 @@ def _add_weights(pairs: Pairs) -> None:
 
 
 def _whole_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
-    """The rows of whole tasks and texts, and of needles by their depth."""
     for name, entries in record["metrics"].items():
         context = _context(record, name, entries)
         samples = samples_of(record, name)
@@ -162,7 +152,6 @@ def _whole_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
 
 
 def _chunk_rows(record: Record) -> Iterator[TableRow]:
-    """The rows of ranges of tokens of a run on one text."""
     if not record["chunks"]:
         return
     ((name, entries),) = record["metrics"].items()
@@ -176,7 +165,6 @@ def _chunk_rows(record: Record) -> Iterator[TableRow]:
 
 
 def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
-    """The metrics among the entries of a task or text, with their standard errors."""
     for metric, value in entries.items():
         if metric in NO_METRICS or metric.endswith("_stderr"):
             continue
@@ -191,8 +179,12 @@ def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
 
 def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
     """A row for each length in tokens and depth of the needle; none for a task without needles."""
+
+    def length_and_part(sample: Sample) -> tuple[int, int]:
+        return sample["length"], min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
+
     needles = columns.having(samples, "depth")
-    for (length, part), of_part in sorted(columns.grouped(needles, _length_and_part).items()):
+    for (length, part), of_part in sorted(columns.grouped(needles, length_and_part).items()):
         scores = columns.values(of_part, str(length))
         first = DEPTH_PERCENT * part
         yield {
@@ -205,23 +197,14 @@ def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
         }
 
 
-def _length_and_part(sample: Sample) -> tuple[int, int]:
-    return sample["length"], min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
-
-
 def _compared(difference: Difference | None) -> TableRow:
-    """The columns `columns.COMPARED`, and the contexts that the difference was measured on."""
+    """The columns of a difference to the full cache, and the contexts that it was measured on."""
     if difference is None:
         return {}
-    return {
-        "difference": difference.value,
-        "difference_stderr": difference.stderr,
-        "detectable": difference.detectable,
-        "gained": difference.gained,
-        "lost": difference.lost,
-        "mcnemar_p": difference.mcnemar_p,
-        "num_contexts": difference.num_contexts,
-    }
+    found = difference._asdict()
+    value, stderr = found.pop("value"), found.pop("stderr")
+    del found["num_pairs"]
+    return found | {"difference": value, "difference_stderr": stderr}
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
@@ -235,7 +218,6 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     row["seq_len"] = entries.get("seq_len", seq_len)
     row["source"] = "measured"
     row["task"] = Path(name).name.translate(ROUND)
-    row["unmet_size"] = _unmet_size(config, entries)
     return row
 
 

@@ -10,10 +10,10 @@ are scored with settings that were chosen without them.
 """
 
 import argparse
-import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import yaml
 
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
-from harness.results.columns import TableRow, read_table
+from harness.results.columns import TableRow, read_table, where
 from harness.results.metrics import EQUAL, KL
 from harness.settings.own_method import shipped
 from harness.settings.paths import CONF_DIR
@@ -63,39 +63,21 @@ def best_of(rows: Iterable[TableRow]) -> DenseLayers:
 
     Rows over a codec, rows without a size, and methods at another size than asked do not count.
     """
-    least: dict[tuple[str, str, float], float] = {}
     found: DenseLayers = {}
-    for row in rows:
-        asked, number = _asked_size(row), _dense_layers(row)
-        if row["metric"] != KL.name or asked is None or number is None:
+    by_kl = sorted(where(rows, "metric", KL.name), key=itemgetter("value"))
+    for row in by_kl:
+        settings = row["settings"] or ""
+        asked, given = ASKED.search(settings), DENSE.search(settings)
+        if asked is None or CODEC.search(settings):
             continue
-        if abs(row["size"] - asked) > EQUAL:
+        if abs(row["size"] - float(asked[1])) > EQUAL:
             continue
-        key = row["model"], row["method"], asked
-        if row["value"] >= least.get(key, math.inf):
-            continue
-        least[key] = row["value"]
+        if given is None and row["method"] not in options("method"):
+            continue  # a method of one's own, whose file is not here
+        number = given[1] if given else shipped(row["method"])[1]["num_exempt_layers"]
         of_method = found.setdefault(row["model"], {}).setdefault(row["method"], {})
-        of_method[asked] = number
+        of_method.setdefault(float(asked[1]), int(number))
     return found
-
-
-def _asked_size(row: TableRow) -> float | None:
-    """The size in the words of the settings; None without one, and for rows over a codec."""
-    settings = row["settings"] or ""
-    asked = ASKED.search(settings)
-    return float(asked[1]) if asked and not CODEC.search(settings) else None
-
-
-def _dense_layers(row: TableRow) -> int | None:
-    """The number in the words of the settings, else that of the method's file; None of a method of
-    one's own."""
-    given = DENSE.search(row["settings"] or "")
-    if given:
-        return int(given[1])
-    if row["method"] not in options("method"):
-        return None
-    return int(shipped(row["method"])[1]["num_exempt_layers"])
 
 
 def write(sources: Sequence[Path]) -> Path:
@@ -113,20 +95,8 @@ def write(sources: Sequence[Path]) -> Path:
             of_model = numbers.setdefault(model, {})
             for method, of_sizes in methods.items():
                 of_model[method] = of_model.get(method, {}) | of_sizes
-    write_atomic(FILE, HEADER + _rendered(numbers))
+    write_atomic(FILE, HEADER + yaml.safe_dump(numbers, default_flow_style=None, width=200))
     return FILE
-
-
-def _rendered(numbers: Mapping[str, Mapping[str, Mapping[float, int]]]) -> str:
-    """A line a method, sorted."""
-    lines = []
-    for model in sorted(numbers):
-        lines.append(f"{model}:")
-        for method in sorted(numbers[model]):
-            of_sizes = numbers[model][method]
-            shown = ", ".join(f"{size}: {of_sizes[size]}" for size in sorted(of_sizes))
-            lines.append(f"  {method}: {{{shown}}}")
-    return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

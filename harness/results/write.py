@@ -3,42 +3,62 @@ and a `.md` page of it for people.
 
 The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed cell, or per
 point of an analysis. Seconds, bytes, fractions in [0, 1]; empty where nothing was measured. The
-same records give the same bytes. Rows that the project ships stay until one's own replace them
-(`results/shipped.py`). All other rows are made from the records that are there.
+same records give the same bytes. The project ships tables without their records; those rows have
+`shipped=yes` and stay until a run of one's own has the same identity (`columns.IDENTITY`). All
+other rows are made from the records that are there.
 
     python -c "from harness.results.write import update; update('outputs', 'fig11')"
     python -m harness.results.write results      # for maintainers: mark all rows as shipped
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.errors import exit_code
-from harness.files import holding, write_atomic
+from harness.errors import UserError, exit_code
+from harness.files import free_path, holding, write_atomic
 from harness.results import board_sources
-from harness.results.columns import TABLES, TableRow, read_table, render_csv, shape_of
+from harness.results.columns import (
+    ANEW,
+    IDENTITY,
+    NO_TABLE,
+    TABLES,
+    TableRow,
+    grouped,
+    read_table,
+    render_csv,
+    shape_of,
+)
 from harness.results.metrics import rank
 from harness.results.record import Record, read_records, record_path
 from harness.results.samples import full_runs
-from harness.results.shipped import merged
 from harness.results.table_rows import Pairs, layer_rows, with_rows
 from harness.settings.kinds import BOARD, find
+from harness.settings.paths import shipped_beside
 from harness.settings.schema import kind_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 log = logging.getLogger(__name__)
 
+LOST = "; rows that the project ships in it, if it does, are lost"
+"""Of a damaged table beside which no shipped one stands: such rows have no records."""
 TableRows = Sequence[TableRow]
 MADE = frozenset(("board", "board_claims", "board_models", "board_pairs"))
 """Shapes of the tables that `harness.results.board` makes of other tables."""
-WITH_LAYERS, LAYERS_TABLE = "perplexity", "attention_error"
-"""The experiment whose runs are shown layer by layer, and the table that shows them."""
-TIMED_CELLS = "latency"
-"""The experiment whose records are the cells of all figures of speed."""
+LAYERS_TABLE = "attention_error"
+"""The table that shows the runs of `experiment=perplexity` layer by layer."""
+MACHINE = ["model", "platform", "source"]
+CELL = [*MACHINE, "batch_size", "prompt_len", "gen_len"]
+"""What a timed cell is of, besides its system."""
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
@@ -63,18 +83,39 @@ def update(results_dir: str | Path, experiment: str) -> Path:
             shape = find(kind).table
         elif pairs:
             shape = pairs[0][0]["table"]
+        own = _of_shape(pairs, shape)
         if shape == "capacity":
-            return _write_capacity(path, _of_shape(pairs, shape))
-        rows = _ordered(shape, merged(path, shape, _of_shape(pairs, shape)))
+            modelled = [row for row in own if row["source"] == "modelled"]
+            measured = [row for row in own if row["source"] != "modelled"]
+            twin = path.with_stem(f"{path.stem}-modelled")
+            has_own, has_modelled = _join(path, shape, measured), _join(twin, shape, modelled)
+            return twin if has_modelled and not has_own else path
+        rows = _ordered(shape, merged(path, shape, own))
         _say_what_is_gone(path, rows)
         _write(path, shape, rows)
-        if experiment == TIMED_CELLS:
-            _write_speed_figures(path, rows)
-        if experiment == WITH_LAYERS:
+        if experiment == "latency":  # its records are the cells of all figures of speed
+            for figure, of_figure in _figures_of_speed(rows):
+                of_paths = path.with_stem(figure), path.with_stem(figure).with_suffix(".md")
+                if of_figure:
+                    _write(of_paths[0], shape, of_figure)
+                else:
+                    for of_path in of_paths:
+                        of_path.unlink(missing_ok=True)
+        if experiment == "perplexity":
             _write_layers(path.with_stem(LAYERS_TABLE), [record for record, _ in pairs])
         if experiment == BOARD:
-            _write_board_sources(folder, [record for record, _ in pairs])
+            records = [record for record, _ in pairs]
+            for name, of_table in board_sources.rows_of_records(records).items():
+                _join(folder / f"{name}.csv", board_sources.SHAPES[name], of_table)
     return path
+
+
+def _join(path: Path, shape: str, own: TableRows) -> bool:
+    """Write one's own rows beside the shipped ones; no table without rows. Returns whether any."""
+    rows = _ordered(shape, merged(path, shape, own))
+    if rows:
+        _write(path, shape, rows)
+    return bool(rows)
 
 
 def _say_what_is_gone(path: Path, rows: TableRows) -> None:
@@ -93,29 +134,7 @@ def _say_what_is_gone(path: Path, rows: TableRows) -> None:
         log.warning("%s: these runs leave it, as their records are gone: %s", path, runs)
 
 
-def _write_board_sources(folder: Path, records: Sequence[Record]) -> None:
-    """The windows, answers and steps of `experiment=board`; no table without rows is written."""
-    for name, own in board_sources.rows_of_records(records).items():
-        path, shape = folder / f"{name}.csv", board_sources.SHAPES[name]
-        rows = _ordered(shape, merged(path, shape, own))
-        if rows:
-            _write(path, shape, rows)
-
-
-def _write_capacity(path: Path, own: TableRows) -> Path:
-    """The tables of what ran and of what is modelled; returns the path of the first with rows."""
-    written: list[Path] = []
-    for is_modelled, of_part in ((False, path), (True, path.with_stem(f"{path.stem}-modelled"))):
-        part = [row for row in own if (row["source"] == "modelled") == is_modelled]
-        rows = _ordered("capacity", merged(of_part, "capacity", part))
-        if rows:
-            _write(of_part, "capacity", rows)
-            written.append(of_part)
-    return written[0] if written else path
-
-
 def _of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
-    """The rows of the records whose tables have this shape."""
     found: list[TableRow] = []
     for record, rows in pairs:
         if record["table"] == shape:
@@ -123,18 +142,40 @@ def _of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
     return found
 
 
-def _write_speed_figures(path: Path, rows: TableRows) -> None:
-    """The tables of the figures of speed beside that at `path`; one without rows is removed."""
-    from harness.results.speed_figures import figures  # here, as a command's help needs no pandas
+def _figures_of_speed(rows: TableRows) -> Iterator[tuple[str, TableRows]]:
+    """Each figure of speed with its rows of `latency`. As in the paper, 14 has the largest batch of
+    15, 18 the longest prompt of 16a. Each model and machine has a sweep of its own."""
+    import pandas as pd  # here, as a command's help needs no pandas
 
-    for figure, of_this in figures(rows):
-        shown = [row | {"experiment": figure} for row in of_this]
-        of_figure = path.with_stem(figure)
-        if shown:
-            _write(of_figure, "latency", shown)
-        else:
-            of_figure.unlink(missing_ok=True)
-            of_figure.with_suffix(".md").unlink(missing_ok=True)
+    cells = pd.DataFrame(rows, columns=CELL)
+    batches = _widest_sweep(cells, "batch_size")
+    prompts = _widest_sweep(cells, "prompt_len")
+    for figure, found in (
+        ("fig14", _largest(batches, "batch_size")),
+        ("fig15", batches),
+        ("fig16a", prompts),
+        ("fig16b", _widest_sweep(cells, "model", least=2)),
+        ("fig18", _largest(prompts, "prompt_len")),
+    ):
+        yield figure, [rows[number] | {"experiment": figure} for number in found.index]
+
+
+def _widest_sweep(cells: pd.DataFrame, axis: str, least: int = 1) -> pd.DataFrame:
+    """The cells of the setups with the most values of `axis` on their machine, and `least`.
+
+    A setup is all of a cell but `axis`.
+    """
+    setup = [name for name in CELL if name != axis]
+    machine = [cells[name] for name in MACHINE if name != axis]
+    num_values = cells.groupby(setup, dropna=False)[axis].transform("nunique")
+    most = num_values.groupby(machine, dropna=False).transform("max")
+    return cells[num_values == most.clip(lower=least)]
+
+
+def _largest(cells: pd.DataFrame, axis: str) -> pd.DataFrame:
+    """The cells with the largest value of `axis` in each setup."""
+    setup = [name for name in CELL if name != axis]
+    return cells[cells[axis] == cells.groupby(setup, dropna=False)[axis].transform("max")]
 
 
 def _write_layers(path: Path, records: Sequence[Record]) -> None:
@@ -144,16 +185,76 @@ def _write_layers(path: Path, records: Sequence[Record]) -> None:
     """
     by_line: dict[tuple[Any, ...], list[TableRow]] = {}
     for record in sorted(records, key=lambda record: record["started"]):
-        rows = list(layer_rows(record))
-        if rows:
-            first = rows[0]
-            by_line[first["model"], first["series"], first["x_name"]] = rows
+        by_line |= grouped(layer_rows(record), itemgetter("model", "series", "x_name"))
     own: list[TableRow] = []
     for line in sorted(by_line):
         own += by_line[line]
-    shown = merged(path, "analysis", own)
-    if shown:
-        _write(path, "analysis", [row | {"experiment": LAYERS_TABLE} for row in shown])
+    _join(path, "analysis", own)
+
+
+# Shipped rows beside one's own
+
+
+def merged(path: Path, shape: str, own: Sequence[TableRow]) -> list[TableRow]:
+    """One's own rows, and the shipped rows that they do not replace.
+
+    The shipped rows are those of the results beside the folder of `path` (`shipped_beside`), else
+    those in the table at `path`. Raises UserError for a damaged table that cannot be set aside.
+    """
+
+    def identity(row: TableRow) -> tuple[Any, ...]:
+        whole = row | {"task": row.get("task", "").partition("[")[0]}
+        return tuple(whole.get(name) or "" for name in IDENTITY[shape])
+
+    replaced = set(map(identity, own))
+    shipped = [row for row in _rows_at(path, shape) if row.get("shipped")]
+    return [*(row for row in shipped if identity(row) not in replaced), *own]
+
+
+def _rows_at(path: Path, shape: str) -> list[TableRow]:
+    """The rows of the shipped table beside that at `path`, or of that at `path` where none is.
+
+    A table that is damaged or of another shape is set aside. A warning says so and what is lost.
+    """
+    beside = shipped_beside(path.parents[1])
+    shipped = None if beside is None else beside / "tables" / path.name
+    has_shipped = shipped is not None and shipped.exists()
+    rows: list[TableRow] = []
+    if path.exists():
+        try:
+            rows = _read(path, shape)
+        except UserError as damage:
+            _set_aside(path, str(damage), "" if has_shipped else LOST)
+    if shipped is None or not has_shipped:
+        return rows
+    try:
+        return _read(shipped, shape)
+    except UserError as damage:
+        raise UserError(f"{damage}; install the project again") from damage
+
+
+def _read(path: Path, shape: str) -> list[TableRow]:
+    try:
+        rows = read_table(path)
+    except UserError as error:
+        raise UserError(str(error).removesuffix(f"; {ANEW}")) from error
+    if rows and shape_of(rows[0]) != shape:
+        raise UserError(f"{path}: {NO_TABLE} (it is of another kind of run)")
+    return rows
+
+
+def _set_aside(path: Path, damage: str, lost: str) -> None:
+    # The end of the name keeps everything from taking it for a table.
+    kept = free_path(path.with_name(f"{path.name}.damaged-*"))
+    try:
+        path.replace(kept)
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"{damage}; it cannot be renamed to {kept.name} ({why})") from error
+    log.warning("%s; kept as %s, written anew from the records%s", damage, kept.name, lost)
+
+
+# A terminal, and what the project ships
 
 
 def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> str:
@@ -177,22 +278,16 @@ def ship(results_dir: Path) -> None:
 
     Raises UserError.
     """
-    folder = results_dir / "tables"
-    for path in sorted(folder.glob("*.csv")):
-        rows = read_table(path)
-        if not rows or shape_of(rows[0]) in MADE:
+    for path in sorted(results_dir.glob("tables/*.csv")):
+        rows = [row | {"shipped": "yes"} for row in read_table(path)]
+        shape = shape_of(rows[0]) if rows else ""
+        if not rows or shape in MADE:
             continue
-        shape = shape_of(rows[0])
         if shape == "capacity" or rows[0]["source"] != "modelled":
-            _write(path, shape, _ordered(shape, _as_shipped(rows)))
-
-
-def _as_shipped(rows: TableRows) -> TableRows:
-    return [row | {"shipped": "yes"} for row in rows]
+            _write(path, shape, _ordered(shape, rows))
 
 
 def _write(path: Path, shape: str, rows: TableRows) -> None:
-    """Write the CSV and the page."""
     from harness.results.pages import render_markdown
 
     write_atomic(path, render_csv(TABLES[shape], rows))

@@ -32,9 +32,10 @@ from harness.errors import (
 )
 from harness.files import HeldError, holding, stated_memory, until_settled
 from harness.model.resources import Resources
-from harness.results import columns, environment, inputs
+from harness.results import environment, inputs
 from harness.results import record as records
 from harness.results import write as tables
+from harness.results.metrics import DEVICE_FRAC, SIZE, TOKENS_EVICTED
 from harness.results.samples import full_runs
 from harness.run.kinds import digests_of, measurement_of
 from harness.settings import own_method
@@ -256,9 +257,9 @@ def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
     """How the metrics of a task or text say that a budget was never reached; None if it was."""
     codec = "" if config.codec is None else f" under codec={config.codec_name}"
     numbers = f"the budget is never reached, so these are the full cache's numbers{codec}"
-    if entries.get(columns.TOKENS_EVICTED.name) == 0:
+    if entries.get(TOKENS_EVICTED.name) == 0:
         return f"no token was evicted: {numbers}"
-    size, on_device = entries.get(columns.SIZE.name), entries.get(columns.DEVICE_FRAC.name)
+    size, on_device = entries.get(SIZE.name), entries.get(DEVICE_FRAC.name)
     if size is None or on_device is None:
         return None
     # Tokens that stay on the device count there alone: of such a method a size of 0 says that all
@@ -278,7 +279,7 @@ def _warn_of_unmet_size(todo: Run, metrics: Mapping[str, Any]) -> None:
     """Say of which tasks or texts another size was read than was asked for."""
     asked = todo.config.size
     for where, entries in _parts(todo.title, metrics):
-        size = entries.get(columns.SIZE.name)
+        size = entries.get(SIZE.name)
         if is_unmet(asked, size):
             log.warning("%s: size=%g was asked for, %.3f was read", where, asked, size)
 

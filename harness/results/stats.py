@@ -1,5 +1,9 @@
-"""Statistics of the board: means whose errors are clustered by place of a text, the
-test of two methods, Holm's correction, and ranks with an interval.
+"""Statistics of tables: Student's t, means whose errors are clustered by place of a text, the test
+of two methods, Holm's correction, and ranks with an interval.
+
+A standard error that was estimated from n independent values is itself uncertain. The interval of
+95 % is 12.7 standard errors wide to each side with two values, 4.3 with three, 3.2 with four, and
+1.96 with many.
 
 Within a model, and in the tests of pairs, models and texts are fixed: a number speaks of those that
 ran. The places of a text are the sample. The same place of a text on several models is one cluster,
@@ -9,22 +13,61 @@ drawn from many would have (`Design.over_models`). The formulas are in `docs/res
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from harness.results.student import CONFIDENCE_95, quantile, two_sided_p
-
 Array = NDArray[Any]
 
+CONFIDENCE_95 = 0.95
+OF_INTERVAL = (1 + CONFIDENCE_95) / 2
+"""The probability of a value below the upper end of an interval."""
 LEVEL = 1 - CONFIDENCE_95
 """Of the tests, after Holm's correction over all pairs."""
 ROUNDING = 1e-12
 """A standard error that is smaller, in units of the largest value, is rounding."""
+
+
+def critical_value(num_contexts: float | None, probability: float = OF_INTERVAL) -> float:
+    """Standard errors to either side of an interval of 95 %.
+
+    num_contexts: independent values, which are windows, prompts, or contexts whose questions are
+    one cluster: one more than the degrees of freedom. Infinite with fewer than two. None where a
+    table does not say: the normal distribution's value, 1.96.
+    """
+    if num_contexts is None:
+        return quantile(math.inf, probability)
+    return quantile(int(num_contexts) - 1, probability) if num_contexts >= 2 else math.inf
+
+
+def detectable(num_contexts: float | None, power: float = 0.8) -> float:
+    """Standard errors of the smallest difference that a test at 5 % detects with `power`.
+
+    It is the sum of both quantiles, 2.8 with many contexts.
+    """
+    return critical_value(num_contexts) + critical_value(num_contexts, power)
+
+
+@cache
+def quantile(degrees: float, probability: float) -> float:
+    """The value that Student's t stays below with `probability`. degrees: of freedom, at least 1;
+    infinite for the normal distribution."""
+    from scipy.special import stdtrit  # here, as a command's help needs no statistics
+
+    return float(stdtrit(degrees, probability))
+
+
+def two_sided_p(t: float, degrees: float) -> float:
+    """The probability that Student's t is at least as far from 0 as `t`."""
+    from scipy.special import stdtr
+
+    return float(2 * stdtr(degrees, -abs(t)))
 
 
 class Estimate(NamedTuple):
@@ -37,7 +80,6 @@ class Estimate(NamedTuple):
     value: float
     stderr: float | None
     degrees: int | None
-    num_values: int
     num_clusters: int
 
     @property
@@ -45,7 +87,7 @@ class Estimate(NamedTuple):
         """Of the 95 % interval."""
         if self.stderr is None or self.degrees is None:
             return None
-        return quantile(self.degrees, (1 + CONFIDENCE_95) / 2) * self.stderr
+        return quantile(self.degrees, OF_INTERVAL) * self.stderr
 
     @property
     def p(self) -> float | None:
@@ -104,7 +146,7 @@ class Design:
     def estimate(self, values: ArrayLike) -> Estimate:
         """The weighted mean of `values`, its standard error and its degrees of freedom."""
         values = np.asarray(values)
-        found = Estimate(self.mean(values), None, None, len(values), self.num_clusters)
+        found = Estimate(self.mean(values), None, None, self.num_clusters)
         if self._scale is None:
             return found
         means = np.bincount(self._stratum, self._shares * values)
@@ -134,7 +176,6 @@ class Design:
 
 
 def _whole(degrees: float) -> int:
-    """Degrees of freedom rounded down, at least 1."""
     return max(1, math.floor(degrees + 1e-9))
 
 
@@ -191,12 +232,11 @@ def compare_all(design: Design, logs: Sequence[Sequence[float]]) -> list[Pair]:
     logs: for each method the logarithms of its KL, in the order of the design's values.
     """
     found = []
-    for first in range(len(logs)):
-        for second in range(first + 1, len(logs)):
-            estimate = design.estimate(np.subtract(logs[first], logs[second]))
-            found.append((first, second, estimate))
-    corrected = holm([estimate.p for _, _, estimate in found])
-    return [Pair(*pair, p_holm) for pair, p_holm in zip(found, corrected, strict=True)]
+    for first, second in itertools.combinations(range(len(logs)), 2):
+        estimate = design.estimate(np.subtract(logs[first], logs[second]))
+        found.append(Pair(first, second, estimate, None))
+    corrected = holm([pair.estimate.p for pair in found])
+    return [pair._replace(p_holm=p) for pair, p in zip(found, corrected, strict=True)]
 
 
 class Rank(NamedTuple):
@@ -213,16 +253,11 @@ def ranks(ratios: Sequence[float], pairs: Sequence[Pair]) -> list[Rank]:
 
     Equal ratios share a place.
     """
-    closer_than_it = [0] * len(ratios)
-    farther_than_it = [0] * len(ratios)
+    lows, highs = [1] * len(ratios), [len(ratios)] * len(ratios)
     for pair in pairs:
         if pair.closer is not None:
             other = pair.second if pair.closer == pair.first else pair.first
-            closer_than_it[other] += 1
-            farther_than_it[pair.closer] += 1
-    found = []
-    for index, ratio in enumerate(ratios):
-        place = 1 + sum(other < ratio for other in ratios)
-        low, high = 1 + closer_than_it[index], len(ratios) - farther_than_it[index]
-        found.append(Rank(place, low, high))
-    return found
+            lows[other] += 1
+            highs[pair.closer] -= 1
+    places = [1 + sum(other < ratio for other in ratios) for ratio in ratios]
+    return list(map(Rank, places, lows, highs))
