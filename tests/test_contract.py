@@ -4,6 +4,7 @@ selected rows and the exempt layers cross the link."""
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ class Odd:
     """A state of a user's own method."""
 
     geometry = Geometry(1, 4, 2, 8, 1.0, "llama")
-    method = None
+    method = SimpleNamespace()
 
     def __init__(self, result):
         self.result = result

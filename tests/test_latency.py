@@ -307,7 +307,10 @@ ON_CUDA = ["platform=cuda"]
         (["gen_len=10"], "gen_len=10: has 9 decode steps; warmup_steps [+] timed_steps are 10"),
         (["method=oracle"], "placement=host: Oracle selects by the true scores"),
         (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
-        (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
+        (
+            ["method=infinigen-pool", "method.pool_frac=0.5", "method.eviction=artifact"],
+            "method.eviction=artifact: .*not decoded live",
+        ),
         (["platform.link_gbps=0"], "platform.link_gbps=0: must be above 0"),
         ([*ON_CUDA, "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
         (["label=ideal"], "label=ideal: names a system; a system is chosen by system=NAME, and this run is infinigen"),
