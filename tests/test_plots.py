@@ -538,7 +538,7 @@ def test_an_ablation_is_drawn_by_what_is_read(results) -> None:
 
 
 def test_needles_say_share_and_number_and_few_questions_are_pale(results, monkeypatch) -> None:
-    monkeypatch.setattr("plots.needles.FEWEST", 1)
+    monkeypatch.setattr("plots.accuracy.FEWEST", 1)
     figure = draw("ruler", results)
     panels = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in panels[:2]] == ["Full cache\nsize 100 %", "H2O\nsize 16 %"]
