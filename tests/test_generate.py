@@ -67,7 +67,8 @@ def test_a_text_waits_for_no_link_unless_its_rate_is_given(tiny, capsys):
 
 
 METHODS = (
-    "infinigen device_rows=1 codec=int8", "infinigen-pool method.pool_frac=0.7", "h2o", "int4", "oracle placement=device",
+    "infinigen device_rows=1 codec=int8", "infinigen-pool method.pool_frac=0.7", "h2o", "int4",
+    "oracle placement=device",
 )  # fmt: skip
 
 
