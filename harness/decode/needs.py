@@ -154,9 +154,8 @@ class Plan:
         windows = 0
         for layer in model.layers:
             if layer.policy.window is not None:
-                rows = LocalCache.num_ring_rows(layer.policy.window, lengths.columns)
                 elements = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
-                windows += rows * len(lengths.prompts) * elements * model.dtype.itemsize
+                windows += LocalCache.bytes_of(layer.policy.window, lengths, elements, model.dtype)
         has_link = self.placement in BEHIND_LINK
         plan = plan_memory(
             stores,

@@ -75,9 +75,10 @@ class Opening:
                 stores[layer] = self._new_store(share, layer)
             else:
                 self.caches[layer] = LocalCache(policy, share.batch)
-                rows = LocalCache.num_ring_rows(policy.window, share.batch.counts.columns)
                 elements = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
-                windows += rows * len(share.batch.prompts) * elements * self.attached.dtype.itemsize
+                windows += LocalCache.bytes_of(
+                    policy.window, share.batch.counts, elements, self.attached.dtype
+                )
         if not stores:
             return
         plan = plan_memory(

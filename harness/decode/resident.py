@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.decode.cache import Fetch, Fetcher, LayerCache
-from harness.decode.share import DeviceShare, TokenBatch
+from harness.decode.share import BatchLengths, DeviceShare, TokenBatch
 from harness.decode.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.dense_prompts import LayerPrompt
@@ -302,6 +302,14 @@ class LocalCache:
     def num_ring_rows(window: Window, columns: int) -> int:
         """Rows of the ring in a batch of so many columns."""
         return max(1, min(window.size - 1, columns))
+
+    @classmethod
+    def bytes_of(
+        cls, window: Window, lengths: BatchLengths, elements: int, dtype: torch.dtype
+    ) -> int:
+        """`device_bytes` after the prompt. elements: of a token's keys and values, all heads."""
+        rows = cls.num_ring_rows(window, lengths.columns) * len(lengths.prompts)
+        return rows * elements * dtype.itemsize
 
     @property
     def device_bytes(self) -> int:
