@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOST = "; rows that the project ships in it, if it does, are lost"
-"""Of a damaged table beside which no shipped one stands: such rows have no records."""
+SHIPPED_LINE = re.compile(r'(^|[,;\t"])yes($|[,;\t"])')
+"""A line with the mark of a shipped row, whatever a spreadsheet put between the values."""
 TableRows = Sequence[TableRow]
 MADE = frozenset(("board", "board_claims", "board_models", "board_pairs"))
 """Shapes of the tables that `harness.results.board` makes of other tables."""
@@ -224,7 +224,7 @@ def _rows_at(path: Path, shape: str) -> list[TableRow]:
         try:
             rows = _read(path, shape)
         except UserError as damage:
-            _set_aside(path, str(damage), "" if has_shipped else LOST)
+            _set_aside(path, str(damage), "" if has_shipped else _lost_rows(path))
     if shipped is None or not has_shipped:
         return rows
     try:
@@ -252,6 +252,21 @@ def _set_aside(path: Path, damage: str, lost: str) -> None:
         why = error.strerror or error
         raise UserError(f"{damage}; it cannot be renamed to {kept.name} ({why})") from error
     log.warning("%s; kept as %s, written anew from the records%s", damage, kept.name, lost)
+
+
+def _lost_rows(path: Path) -> str:
+    """Words on the shipped rows that a damaged table loses; they have no records."""
+    try:
+        text = path.read_bytes().replace(b"\0", b"").decode(errors="replace")  # NULs: of UTF-16
+    except OSError:
+        text = ""
+    count = len(list(filter(SHIPPED_LINE.search, text.splitlines())))
+    if count:
+        return (
+            f"; {count} shipped rows, which have no records, are lost: take the file from the "
+            "project again"
+        )
+    return "" if "shipped" in text else "; rows that the project ships in it, if it does, are lost"
 
 
 # A terminal, and what the project ships
