@@ -371,6 +371,7 @@ def anchors(file: Path) -> set[str]:
 def test_the_documents_are_short():
     words = {path: len(path.read_text().split()) for path in DOCUMENTS}
     assert words[ROOT / "README.md"] <= 900
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 125
     assert sum(count for path, count in words.items() if path.parent.name == "docs") <= 19_000
 
 
