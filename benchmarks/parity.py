@@ -82,8 +82,8 @@ def kept(method: Method, layer: Layer, calibration: Calibration | None = None) -
     state = method.new_state(layer.geometry, Lengths(lengths, lengths), calibration)
     assert isinstance(state, EvictingState)
     real = torch.ones(1, tokens, dtype=torch.bool)
-    state.prompt(method.num_exempt_layers, layer.query, layer.key, layer.key, PromptRows(real, tokens))
-    return state.tokens[method.num_exempt_layers][0, :, :tokens] != EMPTY
+    state.prompt(method.dense_layers, layer.query, layer.key, layer.key, PromptRows(real, tokens))
+    return state.tokens[method.dense_layers][0, :, :tokens] != EMPTY
 
 
 def numbered(layer: Layer) -> Tensor:

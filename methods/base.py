@@ -66,7 +66,7 @@ Calibration = Mapping[str, Tensor]
 class Method:
     """A KV-cache method: its fields are its settings (`methods.settings`)."""
 
-    num_exempt_layers: int = setting(
+    dense_layers: int = setting(
         0, "first layers that read the full cache; every size counts them", least(0)
     )
     """The default is the number of the method's own code, else of its paper. A class says it where
@@ -96,7 +96,7 @@ class Method:
         return "kept"
 
     def when_of(self, layer: int) -> When:
-        """When the tokens of a non-exempt `layer` are chosen."""
+        """When the tokens of a `layer` under the method are chosen."""
         return self.when
 
     @final
@@ -106,9 +106,9 @@ class Method:
         return self.when in NAMES_ROWS
 
     def prefetches(self, layer: int) -> bool:
-        """True if a non-exempt `layer` selects by its own query, and by another query, made in the
-        layer before, the same `select` tells which rows will probably be read. It must not change
-        the state."""
+        """True if a `layer` under the method selects by its own query, and by another query, made
+        in the layer before, the same `select` tells which rows will probably be read. It must not
+        change the state."""
         return False
 
     # A batch
@@ -132,7 +132,8 @@ class Method:
     # Sizes
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        """Cached tokens that a decode row reads in a non-exempt layer; None where the data decides.
+        """Cached tokens that a decode row reads in a layer under the method; None where the data
+        decides.
 
         The mean over the layer's KV heads, and over the layers where they share a budget.
         """
@@ -151,7 +152,7 @@ class Method:
         """This method sized by one number in (0, 1]. Raises ValueError where the method has no such
         number.
 
-        The size that is read must grow with the number, but need not be equal to it: exempt layers
+        The size that is read must grow with the number, but need not be equal to it: dense layers
         and codecs come on top. The harness looks for the number, by `tokens_read` where it says the
         size, else by measuring it.
         """

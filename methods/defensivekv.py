@@ -94,12 +94,12 @@ class DefensiveKVState(PromptEvictingState):
         ranked = mean.sort(dim=-1, descending=True, stable=True)
         mass = ranked.values.cumsum(-1) / mean.sum(-1, keepdim=True).clamp(min=TINY)
         number = (mass < (method.first_mass - near)[:, None, None]).sum(-1, keepdim=True)
-        budget = self.shares[layer - method.num_exempt_layers, :, None, None]
+        budget = self.shares[layer - method.dense_layers, :, None, None]
         is_first = torch.arange(mean.shape[-1], device=mean.device) < number.minimum(budget)
         return torch.zeros_like(is_first).scatter_(-1, ranked.indices, is_first)
 
     def stay(self, layer: int, score: Tensor) -> Tensor:
-        share = self.shares[layer - self.method.num_exempt_layers, :, None]
+        share = self.shares[layer - self.method.dense_layers, :, None]
         if self.method.heads == "uniform":
             return share
         return won(score, score.shape[1] * share)

@@ -40,7 +40,7 @@ class DoubleSparsity(Calibrated):
 
     rank: float = 0.0625
     read_frac: float = 0.0625
-    num_exempt_layers: int = 2  # `self.layer_idx < 2` in most of its modify_*.py
+    dense_layers: int = 2  # `self.layer_idx < 2` in most of its modify_*.py
 
     title = "Double Sparsity"
 

@@ -25,7 +25,7 @@ indices in the model share them here, and their rows cross the link while the la
 indexer, every second chooses. `layers=[0,3,7]` names those that choose; the first always does. Both
 change decode rows alone, where IndexCache also skips indexers in the prefill. A model without an
 indexer is refused. Other methods replace the indexers in decode rows, and need
-`num_exempt_layers=0`: no layer of such a model reads every token.
+`dense_layers=0`: no layer of such a model reads every token.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Dsa(FitsModel, ReadsIndexer):
         return FittedDsa(
             every=self.every,
             layers=self.layers,
-            num_exempt_layers=self.num_exempt_layers,
+            dense_layers=self.dense_layers,
             index=index,
         )
 

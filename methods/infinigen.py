@@ -151,7 +151,7 @@ def by_layer(
     if calibration is None:
         return {}
     measured: dict[int, Calibration] = {}
-    for layer in range(method.num_exempt_layers, geometry.num_layers):
+    for layer in range(method.dense_layers, geometry.num_layers):
         measured[layer] = {name: tensor[layer].clone() for name, tensor in calibration.items()}
     return measured
 
@@ -307,7 +307,7 @@ class InfiniGen(Calibrates, ScoreSelecting, SelectingBy):
     index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)
 
     when: When = "previous_layer"
-    num_exempt_layers: int = 2  # `layer_id > 1` in the artifact: layer 1 is the first that predicts
+    dense_layers: int = 2  # `layer_id > 1` in the artifact: layer 1 is the first that predicts
 
     title = "InfiniGen"
     needs_prompt = True

@@ -1,4 +1,4 @@
-"""InfiniGen2: InfiniGen without exempt layers, by each layer's own query, on a balanced index in
+"""InfiniGen2: InfiniGen without dense layers, by each layer's own query, on a balanced index in
 few bits. `InfiniGen2Sampled` reads a weighted sample in place of the best tokens. Not of the paper.
 
 The index is the best pair of projections to as few numbers: query . key is nearly (W_q^T query) .
@@ -12,7 +12,7 @@ root form.
 The rule, and where it differs (made into docs/methods.md):
 
 **infinigen2** keeps the paper's idea, a few numbers of every key on the device, and changes the
-rest: no exempt layer, the layer's own query, the sum of a group's probabilities, always the cap
+rest: no dense layer, the layer's own query, the sum of a group's probabilities, always the cap
 (`alpha=inf`), and a balanced index in 4 bits with projections in 4 bits ([what
 changed](results.md#infinigen2)). `partial_weight_ratio` · head_dim numbers are kept of a key, by
 the pair of projections with the least expected squared error of q · k, from second moments of

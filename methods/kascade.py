@@ -84,7 +84,7 @@ class KascadeState(HandsOn):
         self.chosen: dict[int, Tensor] = {}
         self.last = -1  # the layer that selected last
         self.heads: dict[int, Tensor] = {}
-        anchor = self.method.num_exempt_layers
+        anchor = self.method.dense_layers
         for layer in range(anchor, self.geometry.num_layers):
             if self.method.is_anchor(layer):
                 anchor = layer
@@ -145,7 +145,7 @@ class Kascade(Calibrates):
     def is_anchor(self, layer: int) -> bool:
         """Without `anchors` the first `num_anchors` layers stand for those that the calibration
         will choose."""
-        first = self.num_exempt_layers
+        first = self.dense_layers
         others = range(first, first + self.num_anchors) if self.anchors is None else self.anchors
         return layer == first or layer in others
 
@@ -181,9 +181,7 @@ class Kascade(Calibrates):
         if self.anchors is not None:
             return self
         of_layers = calibration["similarity"].amax(-1).mean(-1).tolist()
-        return replace(
-            self, anchors=best_anchors(of_layers, self.num_exempt_layers, self.num_anchors)
-        )
+        return replace(self, anchors=best_anchors(of_layers, self.dense_layers, self.num_anchors))
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         last = geometry.num_layers - 1

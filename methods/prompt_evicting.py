@@ -85,7 +85,7 @@ class PromptEvictingState(EvictingState):
 
     def start(self, calibration: Calibration | None) -> None:
         prompts = self.lengths.prompt
-        selecting = self.geometry.num_layers - self.method.num_exempt_layers
+        selecting = self.geometry.num_layers - self.method.dense_layers
         shares = [self.method.shares(prompt, selecting) for prompt in prompts.tolist()]
         self.shares = torch.tensor(shares, dtype=prompts.dtype, device=prompts.device).T
 
@@ -133,7 +133,7 @@ class PromptEvictingState(EvictingState):
     def stay(self, layer: int, score: Tensor) -> Tensor:
         """Number of competing tokens that stay, int [batch, num_kv_heads or 1]. score: -inf where
         none competes."""
-        share = self.shares[layer - self.method.num_exempt_layers, :, None]
+        share = self.shares[layer - self.method.dense_layers, :, None]
         return adaptive(score, share) if self.method.heads == "adaptive" else share
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
@@ -466,7 +466,7 @@ class Knorm(PromptEvicting):
     Keeps: the prompt's shortest keys; all generated tokens
     """
 
-    num_exempt_layers: int = 2  # `skip_layers=[0, 1]` in l2compress's README
+    dense_layers: int = 2  # `skip_layers=[0, 1]` in l2compress's README
 
     title = "Key norm"
     state = KnormState

@@ -84,7 +84,7 @@ class Quest(RetrievingPages):
     """
 
     page_size: int = 16
-    num_exempt_layers: int = 2  # `self.layer_id < 2` in evaluation/quest_attention.py
+    dense_layers: int = 2  # `self.layer_id < 2` in evaluation/quest_attention.py
 
     title = "Quest"
     state = QuestState

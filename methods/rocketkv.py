@@ -30,7 +30,7 @@ its heads' probabilities. budget / 2 tokens of the best chunks are read, the las
   c = T / budget, the generated ones among them. Of a prompt of 960 tokens with 64 new ones it keeps
   510 and 328 at budgets of 192 and 96; here 556 and 382 stay.
 - Its configurations leave two first layers of LongChat and Llama-2 to the full cache
-  (`skip_layers`), and none of Llama-3.1 and Mistral, as here (`num_exempt_layers`).
+  (`skip_layers`), and none of Llama-3.1 and Mistral, as here (`dense_layers`).
 - The unfinished chunk is always read, and counts in the budget. In TensorRT-LLM it competes, and
   so does the row's own token.
 - `size` sets the budget, of which it is half. At `budget_frac=2` nothing is left out.

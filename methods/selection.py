@@ -83,8 +83,7 @@ class Selecting(Choosing):
         for _ in range(24):
             middle = (low + high) / 2
             enough = (
-                self.with_size(middle).max_tokens_read(first, self.num_exempt_layers)
-                > self.num_sinks
+                self.with_size(middle).max_tokens_read(first, self.dense_layers) > self.num_sinks
             )
             low, high = (low, middle) if enough else (middle, high)
         return high
@@ -94,7 +93,7 @@ class Selecting(Choosing):
         it is read."""
         prompt = int(lengths.prompt.min())
         shortest = TokenCounts(prompt, prompt, int(lengths.final.min()))
-        read = self.max_tokens_read(shortest, self.num_exempt_layers)
+        read = self.max_tokens_read(shortest, self.dense_layers)
         enough = not self.num_sinks or read > self.num_sinks or read == shortest.cached
         require(
             enough,
@@ -177,7 +176,9 @@ class ChoosingBy(Choosing):
         one_of("previous_step", "previous_layer", "own_query"),
     )
     own_query_layers: int = setting(
-        0, "first non-exempt layers that select by their own query, whatever `when` says", least(0)
+        0,
+        "first layers under the method that select by their own query, whatever `when` says",
+        least(0),
     )
 
     def when_of(self, layer: int) -> When:
@@ -189,7 +190,7 @@ class ChoosingBy(Choosing):
         return super().prefetches(layer) and not self._is_first(layer)
 
     def _is_first(self, layer: int) -> bool:
-        return layer - self.num_exempt_layers < self.own_query_layers
+        return layer - self.dense_layers < self.own_query_layers
 
 
 @dataclass(frozen=True)

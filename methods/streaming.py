@@ -128,10 +128,10 @@ class DuoState(WindowState):
     def start(self, calibration: Calibration | None) -> None:
         method = self.method
         gates = method.gates(self.geometry, calibration).to(self.lengths.final.device)
-        selecting = gates[method.num_exempt_layers :].flatten()
+        selecting = gates[method.dense_layers :].flatten()
         first = selecting.argsort(stable=True)[: round(method.sparsity * len(selecting))]
         self.heads = torch.zeros_like(gates, dtype=torch.bool)
-        self.heads.view(-1)[first + gates.shape[1] * method.num_exempt_layers] = True
+        self.heads.view(-1)[first + gates.shape[1] * method.dense_layers] = True
 
     @property
     def recent(self) -> Tensor:
@@ -143,7 +143,7 @@ class DuoState(WindowState):
 
 @dataclass(frozen=True)
 class DuoAttention(Calibrates, ReadsFile, Method):
-    """Of the KV heads of the layers that are not exempt, round(sparsity * their number) stream.
+    """Of the KV heads of the layers that are not dense, round(sparsity * their number) stream.
     Defaults are those that the authors deploy.
 
     Source: DuoAttention (ICLR 2025)

@@ -108,7 +108,7 @@ class Twilight(SelectingBy):
     index_bits: int | None = setting(4, BITS_MEANING, INDEX_BITS)
 
     group: str = setting("sum_probs", allowed=one_of("sum_probs", "union"))
-    num_exempt_layers: int = 2  # `skip_first_two_layers`, the default of pyimpl/attention.py
+    dense_layers: int = 2  # `skip_first_two_layers`, the default of pyimpl/attention.py
 
     title = "Twilight"
     state = TwilightState

@@ -248,7 +248,7 @@ def attention_error(tables: data.Tables, name: str) -> Figure | None:
     """Relative error of attention outputs by layer, its mean and its 95th percentile, a line per
     method at one size.
 
-    The full cache's is 0, and so is that of exempt layers: they have no point on this axis.
+    The full cache's is 0, and so is that of dense layers: they have no point on this axis.
     """
     table = tables.read(name, columns.ANALYSIS)
     parts = table.series.str.extract(SIZED)

@@ -246,7 +246,7 @@ def test_only_the_layers_that_select_by_a_rehearsal_are_rehearsed(tiny_gqa, name
         original = Attached.early_query  # the check of a model at its first use asks for each layer's
     monkeypatch.setattr(Attached, "early_query", lambda *a: (asked.append(a[1]), original(*a))[1])
     run_one(tiny_gqa, CASES[name])
-    assert asked == (list(range(method.num_exempt_layers, 4)) if method.when == "previous_layer" else [])
+    assert asked == (list(range(method.dense_layers, 4)) if method.when == "previous_layer" else [])
 
 
 def fingerprint(model) -> dict:
@@ -306,9 +306,7 @@ def test_positions_come_off_and_on_again(family):
     assert (largest_difference(score(90, 70), score(90, 60)) > 1e-3) == (family != "opt")
 
 
-@pytest.mark.parametrize(
-    "method", [ExpectedAttention(num_exempt_layers=0), ShadowKV(read_frac=0.4, num_exempt_layers=0)]
-)
+@pytest.mark.parametrize("method", [ExpectedAttention(dense_layers=0), ShadowKV(read_frac=0.4, dense_layers=0)])
 def test_each_layer_has_its_own_positions(method, monkeypatch):
     """SmolLM3 has layers without any: here the second and the fourth."""
     rotate, asked = Attached._rotate, {}

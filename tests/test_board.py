@@ -253,7 +253,7 @@ def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **cells
         noise = random.Random(f"{label}/{text}/{place * 8 // count}/{model}").gauss(0, 0.01)
         found.append({
             "experiment": "board", "model": model, "method": METHODS.get(label, "quest"), "codec": "",
-            "label": label, "settings": "size=0.1", "asked_size": 0.1, "exempt_layers": 0, "seq_len": 1024,
+            "label": label, "settings": "size=0.1", "asked_size": 0.1, "dense_layers": 0, "seq_len": 1024,
             "text": text, "window": place, "place": place / count,
             "kl_nats": base * FACTORS.get(label, 2.0) * math.exp(noise), "size": 0.1, "device_frac": 0.15,
             "resident_frac": 0.05, "source": "measured", "shipped": "yes", "run_id": "0" * 16,
@@ -268,7 +268,7 @@ def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **
         right = RIGHT[label] - (context % 2 if label == "Far" else 0)
         found.append({
             "experiment": "board", "model": model, "method": METHODS[label], "codec": "", "label": label,
-            "settings": "", "asked_size": None if is_full else 0.1, "exempt_layers": None if is_full else 0,
+            "settings": "", "asked_size": None if is_full else 0.1, "dense_layers": None if is_full else 0,
             "task": task, "context_id": context, "right": right, "asked": 8, "prompt_len": 340,
             "size": 1.0 if is_full else 0.1, "device_frac": 0.15, "resident_frac": 0.05, "source": "measured",
             "shipped": "yes", "run_id": "1" * 16,
@@ -277,7 +277,7 @@ def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **
 
 
 def full_rows(model: str, count: int) -> list[TableRow]:
-    return window_rows(model, count, ["Full cache"], kl_nats=0.0, asked_size=None, exempt_layers=None, size=1.0)
+    return window_rows(model, count, ["Full cache"], kl_nats=0.0, asked_size=None, dense_layers=None, size=1.0)
 
 
 def put(folder: Path, name: str, rows: Sequence[TableRow]) -> None:
@@ -358,7 +358,7 @@ def step_row(model: str, label: str, **cells: Any) -> TableRow:
     """A timed step of 10 ms compute and 1 MB over a link of 100 MB/s, which waits for half of the bytes."""
     return {
         "experiment": "board", "model": model, "method": METHODS[label], "codec": "", "label": label,
-        "settings": "size=0.1", "asked_size": 0.1, "exempt_layers": 0, "platform": "cpu", "batch_size": 4,
+        "settings": "size=0.1", "asked_size": 0.1, "dense_layers": 0, "platform": "cpu", "batch_size": 4,
         "prompt_len": 1024, "gen_len": 24, "compute_s": 0.010, "link_bytes": 1e6, "late_bytes": 5e5,
         "link_bytes_per_s": 1e8, "step_s": 0.0151, "size": 0.08, "source": "emulated", "shipped": "yes",
         "run_id": "2" * 16,
@@ -366,10 +366,10 @@ def step_row(model: str, label: str, **cells: Any) -> TableRow:
 
 
 def test_a_step_is_the_timed_one_or_follows_from_it(results):
-    """Of the model with the most timed steps, at windows as long as its prompts, with as many exempt layers."""
+    """Of the model with the most timed steps, at windows as long as its prompts, with as many dense layers."""
     steps = [
         step_row("small", "Near"),
-        step_row("small", "Alike", exempt_layers=1),
+        step_row("small", "Alike", dense_layers=1),
         step_row("small", "Far", step_s=0.02),
     ]
     put(results, STEPS, [step_row("big", "Near", step_s=9.0)])
@@ -601,11 +601,11 @@ def test_without_the_oracle_nothing_is_compared(tmp_path):
     assert "Nothing was compared yet" in (tmp_path / "tables" / "board-pairs.md").read_text()
 
 
-def test_two_numbers_of_exempt_layers_are_two_lines(tmp_path):
-    put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], exempt_layers=2)])
+def test_two_numbers_of_dense_layers_are_two_lines(tmp_path):
+    put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], dense_layers=2)])
     rows = by_label(made(tmp_path))
-    assert {"Far, 0 exempt layers", "Far, 2 exempt layers"} <= set(rows)
-    assert rows["Far, 2 exempt layers"]["exempt_numbers"] == "2"
+    assert {"Far, 0 dense layers", "Far, 2 dense layers"} <= set(rows)
+    assert rows["Far, 2 dense layers"]["dense_numbers"] == "2"
 
 
 def of_text(**cells: Any) -> tuple[str, list[TableRow]]:
@@ -840,7 +840,7 @@ def test_a_run_replaces_its_shipped_windows_and_no_others(tmp_path):
     for row in shipped:
         row["method"] = {"H2O": "h2o", "Near": "infinigen2"}[row["label"]]
     put(tmp_path, TEXTS, shipped)
-    save_windows(tmp_path, "method=h2o", "size=nearest:0.1", "method.num_exempt_layers=0")
+    save_windows(tmp_path, "method=h2o", "size=nearest:0.1", "method.dense_layers=0")
     tables.update(tmp_path, "board")
     rows = read_table(tmp_path / "tables" / f"{TEXTS}.csv")
     assert [row["kl_nats"] for row in rows if row["label"] == "H2O"] == [0.1, 0.3]

@@ -56,7 +56,7 @@ MACHINE = Platform(
 
 def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200_000, host_bytes=None, **options):
     """A method on a small machine, sequences of 24 + 8 tokens. Activations are left out."""
-    method = method or Full(num_exempt_layers=2)
+    method = method or Full(dense_layers=2)
     geometry = modelled._geometry(SHAPE, "llama")
     model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS, False)
     model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
@@ -75,9 +75,9 @@ def test_the_largest_batch_by_hand():
     # Half the host memory: 16,384 bytes a sequence there.
     limited = capacity_of(placement="host", host_bytes=10 * 16_384 + 1)
     assert (limited.largest, limited.wall_of(11)) == (10, "host memory")
-    # Two exempt layers whole, and 8 of 32 tokens in the two others: slots, tokens and score (10 of 8 bytes, 2 heads),
+    # Two dense layers whole, and 8 of 32 tokens in the two others: slots, tokens and score (10 of 8 bytes, 2 heads),
     # and 2 limits of 8 bytes.
-    h2o = H2O(heavy_frac=0.125, recent_frac=0.125, num_exempt_layers=2)
+    h2o = H2O(heavy_frac=0.125, recent_frac=0.125, dense_layers=2)
     slots, state = 2 * 32 * ROW + 2 * 8 * ROW, 2 * (2 * 10 * 8 + 2 * 8) + 16
     assert capacity_of(h2o).needs(1).session == slots + state
     assert capacity_of(h2o).largest == 190_000 // (slots + state)
@@ -104,7 +104,7 @@ def test_a_modelled_step_by_hand():
     on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT)
     assert on_host.seconds(3) == pytest.approx(4 * (rows + 3 * ROW) / 1e6, rel=0.01)
     # INT4 in two of four layers: 16 codes and an fp16 scale and minimum, for key and value.
-    coded = capacity_of(Full(num_exempt_layers=2), IntegerCodec("int4"), "host")
+    coded = capacity_of(Full(dense_layers=2), IntegerCodec("int4"), "host")
     int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT)
     share = 2 * (8 + 4) / (2 * 32)
     assert int4.size == pytest.approx((2 + 2 * share) / 4)
@@ -123,7 +123,7 @@ def test_rows_that_stay_on_the_device_do_not_cross():
     assert 0.25 * read < steps[0.75].seconds(1) <= 0.25 * read + own + 1e-5
 
 
-@pytest.mark.parametrize("method", [Full(num_exempt_layers=2), CASES["h2o"].method, CASES["quest"].method])
+@pytest.mark.parametrize("method", [Full(dense_layers=2), CASES["h2o"].method, CASES["quest"].method])
 def test_a_shape_has_the_sizes_of_the_loaded_model(method):
     model = tiny_model("llama", num_key_value_heads=2)
     with attach(model) as attached:

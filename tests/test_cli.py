@@ -87,7 +87,7 @@ def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys
     capsys.readouterr()
     for pages in ("8", "8,16"):
         assert main(["-m", "method=quest,h2o", f"method.page_size={pages}"]) == 2
-        assert only_error(capsys).startswith("error: unknown setting method.page_size: allowed: num_exempt")
+        assert only_error(capsys).startswith("error: unknown setting method.page_size: allowed: dense_layers")
     assert len(runs.configs) == 4, "Hydra composes all jobs before the first runs"
 
 

@@ -328,9 +328,9 @@ PADDED = (PROMPT, 13, 5)
 """Real prompt tokens; that of 5 is shorter than what stays exact."""
 
 
-def kivi(bits: int, residual: int = RESIDUAL, exempt: int = 2) -> Case:
+def kivi(bits: int, residual: int = RESIDUAL, dense_layers: int = 2) -> Case:
     keys, values = ChannelCodec(f"int{bits}", GROUP), IntegerCodec(f"int{bits}", GROUP)
-    return Case(Full(num_exempt_layers=exempt), SplitCodec(keys, values, residual))
+    return Case(Full(dense_layers=dense_layers), SplitCodec(keys, values, residual))
 
 
 def per_channel(keys: np.ndarray, bits: int) -> list[np.ndarray]:
@@ -365,7 +365,7 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, exempt=0))], ids=["gqa", "opt"]
+    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, dense_layers=0))], ids=["gqa", "opt"]
 )
 def test_kivi_in_replay_is_the_rule(family, case):
     """Every decode row of every coded layer and head, in several calls, whose edges lie within groups; in forks too."""
@@ -383,7 +383,7 @@ def test_kivi_in_replay_is_the_rule(family, case):
             session.decode(ids[:, columns], real[:, columns])
             session = session.fork(torch.arange(len(PADDED)), ids.shape[1])
     geometry, bits = attached.geometry, case.codec.keys.bits
-    for layer in range(case.method.num_exempt_layers, geometry.num_layers):
+    for layer in range(case.method.dense_layers, geometry.num_layers):
         *parts, outputs = zip(*seen[layer], strict=True)
         query, key, value = (torch.cat(part, 2).numpy() for part in parts)
         output = torch.cat(outputs, 1).numpy()

@@ -1,5 +1,5 @@
 """The contract: live decoding gives the logits of replay, for every method, family, padding and placement, and only the
-selected rows and the exempt layers cross the link."""
+selected rows and the dense layers cross the link."""
 
 from __future__ import annotations
 

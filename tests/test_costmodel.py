@@ -98,18 +98,18 @@ def test_blocks_by_hand():
     work = prefill_block(tiny("offload+h2o"), Layer(), kept=4)
     assert work.attention == (Work(2 * 40 * 192, 2 * 192), Work(4 * 4 * 1600, 12 * 1600))
     assert (work.load_bytes, work.store_bytes) == (0, 2 * 4 * 16)
-    assert prefill_block(tiny("offload+h2o"), Layer(exempt=True), kept=4).store_bytes == 2 * 20 * 16
+    assert prefill_block(tiny("offload+h2o"), Layer(is_dense=True), kept=4).store_bytes == 2 * 20 * 16
 
 
 def test_layers_and_constants_are_those_of_the_harness():
     assert layers_of(tiny("offload")) == [Layer()] * 4
-    assert layers_of(tiny("offload+h2o")) == [Layer(exempt=True)] * 2 + [Layer()] * 2
+    assert layers_of(tiny("offload+h2o")) == [Layer(is_dense=True)] * 2 + [Layer()] * 2
     assert layers_of(tiny("infinigen")) == [Layer(True), Layer(True, True), Layer(predicts=True), Layer()]
     infinigen = InfiniGen()
     scheme = SCHEMES["infinigen"]
     read = {cached: scheme.tokens(cached, 4096)[0] for cached in (100, 512, 768, 2048, 4000)}
     assert read == {100: infinigen.max_fetch_frac * 100, 512: 37, 768: 48.5, 2048: 73, 4000: 73}, "the paper's, capped"
-    assert infinigen.num_exempt_layers == scheme.num_exempt_layers == 2
+    assert infinigen.dense_layers == scheme.dense_layers == 2
     assert infinigen.partial_weight_ratio == 0.3
     assert IntegerCodec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE
     for cached in (30, 2000):

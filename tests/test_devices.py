@@ -49,7 +49,7 @@ PADDED = PROMPTS["padded"]
 class Following(Quest):
     """Every other layer reads what the one before it selected."""
 
-    num_exempt_layers: int = 1
+    dense_layers: int = 1
 
     def when_of(self, layer):
         return "own_query" if layer % 3 == 1 else "earlier_layer"

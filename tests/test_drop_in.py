@@ -486,11 +486,11 @@ def test_a_size_that_no_method_has_is_one_line(size, attached):
 
 def test_a_method_that_cannot_work_on_the_model_is_one_line(model, attached):
     ids, _ = prompts(24)
-    with attached("streaming", prefill_len=3, **{"method.num_exempt_layers": 4}):
+    with attached("streaming", prefill_len=3, **{"method.dense_layers": 4}):
         for settings in ({}, {"use_cache": True}):
-            with pytest.raises(UserError, match=r"^method\.num_exempt_layers=4"):
+            with pytest.raises(UserError, match=r"^method\.dense_layers=4"):
                 model(ids, **settings)
-        with pytest.raises(UserError, match=r"^method\.num_exempt_layers=4"):
+        with pytest.raises(UserError, match=r"^method\.dense_layers=4"):
             model.generate(ids)
 
 
@@ -502,7 +502,7 @@ def test_windows_recurrent_layers_and_latents_run_as_the_bare_model(family, tmp_
     with torch.no_grad():
         bare = generated(network, ids, None)
         logits = network(ids).logits
-    settings = PLAIN | {"results_dir": str(tmp_path), "method.num_exempt_layers": 0}
+    settings = PLAIN | {"results_dir": str(tmp_path), "method.dense_layers": 0}
     with harness.attach(network, method="full", prefill_len=1, **settings):
         assert torch.equal(generated(network, ids, None), bare)
         torch.testing.assert_close(network(ids).logits, logits, atol=1e-4, rtol=0)

@@ -380,7 +380,7 @@ def test_a_long_prompt_runs_in_parts(monkeypatch):
 @pytest.mark.parametrize("case", ["quest", "h2o", "infinigen", "snapkv", "oracle"])
 def test_other_methods_replace_the_indexers_in_decode_rows(case):
     """No index key is kept, and no indexer chooses: the rows are the method's."""
-    free = Case(replace(CASES[case].method, num_exempt_layers=0))
+    free = Case(replace(CASES[case].method, dense_layers=0))
     with attach(model_of("deepseek_v32")) as attached:
         expected = replay(attached, free, PADDED)
         got = live(attached, free, PADDED)
@@ -401,16 +401,16 @@ SPLIT = SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)
             "glm_moe_dsa",
             CASES["quest"],
             UserError,
-            "num_exempt_layers=2: model family 'glm_moe_dsa' reads .*allowed: 0",
+            "dense_layers=2: model family 'glm_moe_dsa' reads .*allowed: 0",
         ),
         (
             "glm_moe_dsa",
-            Case(Full(num_exempt_layers=2), IntegerCodec("int4")),
+            Case(Full(dense_layers=2), IntegerCodec("int4")),
             UserError,
-            "num_exempt_layers=2: .*allowed: 0",
+            "dense_layers=2: .*allowed: 0",
         ),
         ("glm_moe_dsa", CASES["kvzip-plus"], UserError, "KVzip.* reads the prompt again"),
-        ("glm_moe_dsa", Case(Full(num_exempt_layers=0), SPLIT), UserError, "residual=8: .*allowed: 0"),
+        ("glm_moe_dsa", Case(Full(dense_layers=0), SPLIT), UserError, "residual=8: .*allowed: 0"),
         ("glm_moe_dsa", Case(Dsa(layers=(0, 1))), UserError, r"layers=\[0, 1\]: must be layers .*\[0, 2\]"),
     ],
 )

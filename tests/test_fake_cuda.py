@@ -176,7 +176,7 @@ BUDGETS = {
 """Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's rehearsal
 included, and what torch launches to make a bias of a mask; at the shape of OPT-13B. A whole layer of a step costs them
 all, whatever the batch: at 5 us each, 40 of them in each of 40 layers are 8 ms."""
-METHODS = {"full": Full, "h2o": partial(H2O, num_exempt_layers=2), "infinigen": InfiniGen}
+METHODS = {"full": Full, "h2o": partial(H2O, dense_layers=2), "infinigen": InfiniGen}
 METHODS["infinigen2"] = partial(InfiniGen2, statistics="prompt", partial_weight_ratio=0.3)
 
 

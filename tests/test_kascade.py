@@ -25,8 +25,8 @@ REPLAYING = (PromptPass, passes.DecodePass)
 METHODS = {
     "one anchor": Kascade(read_frac=0.3, min_tokens=3, anchors=()),
     "two anchors": Kascade(read_frac=0.2, min_tokens=8, anchors=(2,)),
-    "behind an exempt layer": Kascade(read_frac=0.3, min_tokens=1, anchors=(1, 3), num_exempt_layers=1),
-    "from the second layer on": Kascade(read_frac=0.25, min_tokens=1, anchors=(), num_exempt_layers=1),
+    "behind a dense layer": Kascade(read_frac=0.3, min_tokens=1, anchors=(1, 3), dense_layers=1),
+    "from the second layer on": Kascade(read_frac=0.25, min_tokens=1, anchors=(), dense_layers=1),
 }
 
 
@@ -43,16 +43,16 @@ def test_layers_read_what_their_anchors_heads_chose(name, model):
         run(attached, Case(method), [token_ids(LENGTH)], [PROMPT], calls=(1, 9), rows_per_block=4)
         geometry, similarity = attached.geometry, calibration_of(attached)["similarity"].numpy()
     layers = [[torch.cat(parts, 1).double().numpy() for parts in zip(*each, strict=True)] for each in seen]
-    anchor, chosen, exempt = None, {}, method.num_exempt_layers
+    anchor, chosen, dense_layers = None, {}, method.dense_layers
     for layer, (query, key, value, output) in enumerate(layers):
         scores = query * geometry.scale @ key.repeat(geometry.group, 0).swapaxes(1, 2)
-        is_anchor = layer == exempt or layer in method.anchors
+        is_anchor = layer == dense_layers or layer in method.anchors
         if is_anchor:
             anchor = layer
         for kv in range(geometry.num_kv_heads):
             heads = range(kv * geometry.group, (kv + 1) * geometry.group)
             for t in range(PROMPT, LENGTH):
-                if layer < exempt:
+                if layer < dense_layers:
                     tokens = {*range(t)}
                 elif is_anchor:
                     weights = sum(softmax(scores[head, t, : t + 1]) for head in heads)

@@ -259,7 +259,7 @@ def cos_of(module, length):
 class Projected(NeedsInputs, PromptEvicting):
     """A rule that uses W_O and the layer's input."""
 
-    num_exempt_layers: int = 1
+    dense_layers: int = 1
     kept_frac: float = 0.5
 
     title = "Projected"
@@ -462,9 +462,9 @@ def test_importing_it_changes_nothing_in_transformers():
 def test_its_settings_are_those_of_the_press():
     config = load(["method=kvpress:SnapKVPress", "method.window_size=32", "size=0.2"])
     names = {each.name for each in dataclasses.fields(config.method)}
-    assert names == {"num_exempt_layers", "kept_frac", "kept_tokens", "version", "window_size", "kernel_size"}
+    assert names == {"dense_layers", "kept_frac", "kept_tokens", "version", "window_size", "kernel_size"}
     assert (config.method_name, config.label) == ("kvpress:SnapKVPress", "kvpress: SnapKV")
-    assert config.method.press().window_size == 32 and config.method.num_exempt_layers == 0
+    assert config.method.press().window_size == 32 and config.method.dense_layers == 0
     nested = kvpress.press_class("CriticalKVPress:ExpectedAttentionPress")(press_epsilon=0.5, use_vnorm=False)
     assert (nested.press().epsilon, nested.press().press.epsilon) == (1e-4, 0.5)
     assert nested.title == "kvpress: CriticalKV of ExpectedAttention"

@@ -28,8 +28,8 @@ PROMPTS = (PROMPT, 11, 14)
 METHODS = {
     "whole": KVzip(kept_frac=0.5, chunk_size=30, **ASKED),
     "chunks": KVzip(kept_tokens=7, num_sinks=2, chunk_size=5, **ASKED),
-    "plus": KVzip(kept_frac=0.5, num_sinks=1, chunk_size=6, value_weighted=True, num_exempt_layers=0, **ASKED),
-    "no-sinks": KVzip(kept_frac=0.4, num_sinks=0, window=3, chunk_size=4, num_exempt_layers=1, **ASKED),
+    "plus": KVzip(kept_frac=0.5, num_sinks=1, chunk_size=6, value_weighted=True, dense_layers=0, **ASKED),
+    "no-sinks": KVzip(kept_frac=0.4, num_sinks=0, window=3, chunk_size=4, dense_layers=1, **ASKED),
     "uniform": KVzip(kept_frac=0.6, layers="uniform", heads="uniform", chunk_size=7, **ASKED),
 }
 
@@ -96,7 +96,7 @@ def plain_kept(method: KVzip, score: np.ndarray) -> dict[tuple[int, int], set[in
     budget = method.kept_tokens or int(method.kept_frac * prompt)
     competing = range(method.num_sinks, prompt - method.window)
     share = budget - method.num_sinks - method.window
-    heads = [(layer, kv) for layer in range(method.num_exempt_layers, len(score)) for kv in range(score.shape[1])]
+    heads = [(layer, kv) for layer in range(method.dense_layers, len(score)) for kv in range(score.shape[1])]
     ranked = sorted(((score[layer, kv, token], layer, kv, token) for layer, kv in heads for token in competing))
     kept = {each: set(range(prompt)) - set(competing) for each in heads}
     for _, layer, kv, token in reversed(ranked):

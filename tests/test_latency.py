@@ -89,7 +89,7 @@ PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
     [
         (TimedRun(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
         (
-            TimedRun(Full(num_exempt_layers=2), SHAPE, codec=IntegerCodec("int4")),
+            TimedRun(Full(dense_layers=2), SHAPE, codec=IntegerCodec("int4")),
             (EXACT + INT4) * 2 * CACHED,
             8 * 2 * (EXACT + INT4),
             0,
@@ -292,9 +292,9 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
 
 def test_a_system_may_leave_first_layers_to_the_full_cache():
     default, given = (
-        load(["experiment=latency", "system=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"])
+        load(["experiment=latency", "system=offload+h2o", *more]) for more in ([], ["method.dense_layers=2"])
     )
-    assert default.method == H2O() and given.method == H2O(num_exempt_layers=2)
+    assert default.method == H2O() and given.method == H2O(dense_layers=2)
     assert default.label == given.label == "offload+h2o"
 
 
@@ -388,7 +388,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
     [
         (["prompt_len=600"], "prompt_len=600 and gen_len=12: tiny takes at most 512 tokens"),
         (["batch_size=9000000"], "lower batch_size, prompt_len or gen_len"),
-        (["method=full", "method.num_exempt_layers=4"], "method.num_exempt_layers=4: must be < 4 layers"),
+        (["method=full", "method.dense_layers=4"], "method.dense_layers=4: must be < 4 layers"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, capsys):

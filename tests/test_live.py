@@ -71,7 +71,7 @@ def test_rows_that_were_read_last_do_not_cross_again(name, device_rows, prefetch
 
 
 @pytest.mark.parametrize("name", ["full", "int4", "h2o-recent", "infinigen-union"])
-def test_the_exempt_layers_cross_the_link_every_step(name):
+def test_the_dense_layers_cross_the_link_every_step(name):
     with attached_with_link() as (attached, link), Crossed() as crossed:
         session = open_live(attached, CASES[name], placement="host", link=link)
         ids, real = token_batch(EVEN)
@@ -79,7 +79,7 @@ def test_the_exempt_layers_cross_the_link_every_step(name):
         for step in range(STEPS):
             session.decode_step(ids[:, PROMPT + step])
             session.drain()
-            for layer in range(CASES[name].method.num_exempt_layers):
+            for layer in range(CASES[name].method.dense_layers):
                 early = layer == 0 or session.caches[0].fetcher.is_ahead  # asked for in the step before
                 ahead = 1 if early and step + 2 < STEPS else 0  # unless the next token is the last
                 store, tokens = session.stores[layer], sum(CACHED[: step + 1 + ahead])
@@ -153,8 +153,8 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
     assert [set(step) for step in steps] == [set(SEGMENTS)] * 3
     assert sum(sum(step.values()) for step in steps) == pytest.approx(seconds, abs=1e-5)
     assert all(value > 0 for step in steps for value in step.values())
-    exempt = HEADS * FP32_ROW * PROMPT / rate  # seconds of one layer's transfer, of which a step has more than two
-    assert all(step["transfer"] > exempt for step in steps)
+    one_layer = HEADS * FP32_ROW * PROMPT / rate  # seconds of one layer's transfer, of which a step has more than two
+    assert all(step["transfer"] > one_layer for step in steps)
 
 
 # Refusals

@@ -73,7 +73,7 @@ def replayed(case: Case, needles=NEEDLES) -> tuple[list[torch.Tensor], list[torc
         count = len(rests[at])
         measured.append(session.needle_read[:, at, :count])
         of_layers = []
-        for number in range(case.method.num_exempt_layers, 4):
+        for number in range(case.method.dense_layers, 4):
             if number not in seen:  # before the first anchor of Kascade all is read
                 of_layers.append([1.0] * count)
                 continue
@@ -128,7 +128,7 @@ def samples_under(method, loaded, *tasks, **changes) -> list[dict[str, Any]]:
 
 
 def test_a_record_says_what_was_asked_and_what_was_read(loaded):
-    small = Streaming(num_exempt_layers=1, kept_frac=0.3, num_sinks=0)
+    small = Streaming(dense_layers=1, kept_frac=0.3, num_sinks=0)
     own = samples_under(small, loaded, "kv_recall", num_samples=12)
     full = samples_under(Full(), loaded, "kv_recall", num_samples=12)
     all_read = samples_under(Oracle(alpha=inf, max_fetch_frac=1.0), loaded, "kv_recall", num_samples=12)

@@ -21,7 +21,7 @@ from methods.infinigen import InfiniGen
 
 @dataclass(frozen=True)
 class Mine(InfiniGen):
-    num_exempt_layers: int = 0
+    dense_layers: int = 0
     alpha: float = 4.0
     max_fetch_frac: float = 1.0
 """

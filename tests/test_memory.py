@@ -133,7 +133,7 @@ def state_bytes(session) -> int:
 def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):
     kept, keep_prompt = [], LayerCache.keep_prompt
     monkeypatch.setattr(LayerCache, "keep_prompt", lambda cache, *states: keep_prompt(cache, *states) or kept.append(1))
-    first = CASES["infinigen"].method.num_exempt_layers
+    first = CASES["infinigen"].method.dense_layers
     monkeypatch.setattr(memory, "available_bytes", lambda home: 100 if len(kept) > first else 2**40)
     with attached_with_link() as (attached, _), closing(open_live(attached, CASES["infinigen"])) as session:
         message = r"^what the method keeps of the prompt needs 0\.0 GiB of cpu memory and .* lower batch_size"

@@ -53,7 +53,7 @@ def lengths_of(prompts: list[int], finals: list[int]) -> Lengths:
 # Refusals
 
 REFUSED = {
-    ">= 0": [(Full, "num_exempt_layers", -1), (Streaming, "num_sinks", -1), (ExpectedAttention, "epsilon", -0.1)],
+    ">= 0": [(Full, "dense_layers", -1), (Streaming, "num_sinks", -1), (ExpectedAttention, "epsilon", -0.1)],
     ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
     ">= 1": [(Quest, "page_size", 0), (SnapKV, "window", 0), (Kascade, "num_anchors", 0)],
     "a list of layers >= 0, or null": [(Kascade, "anchors", (-1,))],
@@ -151,12 +151,12 @@ def test_what_learns_nothing_of_a_prompt_takes_none(method):
 def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     pattern = tmp_path / "gates.tsv"
     pattern.write_text("0\t1\n1\t0\n0.3\t0.9\n0.4\t0.1\n")
-    method, lengths = DuoAttention(pattern=str(pattern), num_exempt_layers=2), lengths_of([40, 20], [50, 30])
+    method, lengths = DuoAttention(pattern=str(pattern), dense_layers=2), lengths_of([40, 20], [50, 30])
     assert to_calibrate(method) is None and to_calibrate(DuoAttention())
     assert method.file == str(pattern) and DuoAttention().file is None
     heads = method.new_state(SHAPE, lengths).heads.tolist()
     assert heads == [[False, False], [False, False], [True, False], [False, True]]
-    three = DuoAttention(pattern=str(pattern), sparsity=0.65, num_exempt_layers=2).new_state(SHAPE, lengths)
+    three = DuoAttention(pattern=str(pattern), sparsity=0.65, dense_layers=2).new_state(SHAPE, lengths)
     assert three.heads.tolist() == [[False, False], [False, False], [True, False], [True, True]]
     config = load(["method=duo", f"method.pattern={pattern}"])
     first = digests_of(config)["method"]
@@ -177,7 +177,7 @@ class Again(RereadsPrompt, Quest):
 
 def test_a_base_without_settings_leaves_the_defaults():
     assert Again() == Again(**{field.name: getattr(Quest(), field.name) for field in fields(Quest)})
-    assert Again().num_exempt_layers == 2 and InfiniGenPool().num_exempt_layers == 2
+    assert Again().dense_layers == 2 and InfiniGenPool().dense_layers == 2
 
 
 # Names, and sizes by hand
@@ -532,7 +532,7 @@ def of_all_layers(query: torch.Tensor, key: torch.Tensor, rows: PromptRows) -> d
 def test_a_mean_that_all_keys_share_costs_no_bits(bits, projection_bits, one_code, statistics):
     """Scores on coded keys, but for what all keys of a query have in common, are those without the mean. A number may
     fall to the next code."""
-    options = {"index_bits": bits, "projection_bits": projection_bits, "num_exempt_layers": 0}
+    options = {"index_bits": bits, "projection_bits": projection_bits, "dense_layers": 0}
     method = preset("infinigen-balanced", statistics=statistics, **options)
     found, text = [], of_all_layers(*prompt_of(bias=0.0))
     for bias in (0.0, 100.0):
@@ -590,7 +590,7 @@ def test_coded_projections_give_nearly_the_same_scores(projection_bits, most):
 @pytest.mark.parametrize("statistics", ["prompt", "calibration", "both"])
 def test_a_sequence_has_the_scores_that_it_has_alone(statistics):
     """Its projections, its keys' mean and its index are its own, also in a fork."""
-    method = preset("infinigen-balanced", statistics=statistics, index_bits=8, projection_bits=4, num_exempt_layers=0)
+    method = preset("infinigen-balanced", statistics=statistics, index_bits=8, projection_bits=4, dense_layers=0)
     query, key, _ = prompt_of(bias=3.0)
     queries, keys = torch.cat([query.flip(2), query, query * 2]), torch.cat([key.roll(3, -1), key, key.flip(-1)])
     real = torch.ones(3, 40, dtype=torch.bool)
@@ -617,10 +617,10 @@ def test_a_sequence_has_the_scores_that_it_has_alone(statistics):
 
 def test_a_calibration_leaves_the_state_with_the_prompt():
     query, key, rows = prompt_of(bias=0.0)
-    for method in (InfiniGen(), preset("infinigen-balanced", num_exempt_layers=1)):
+    for method in (InfiniGen(), preset("infinigen-balanced", dense_layers=1)):
         text = of_all_layers(query, key, rows) | {"rotation": torch.eye(16).expand(4, 2, -1, -1)}
         state = method.new_state(SHAPE, lengths_of([40], [48]), text)
-        for layer in range(method.num_exempt_layers, 4):
+        for layer in range(method.dense_layers, 4):
             assert layer in state.measured
             state.prompt(layer, query, key, key, rows)
         assert state.measured == {}

@@ -64,7 +64,7 @@ def test_the_ring_stays_on_the_device(name):
             session.drain()  # the last rows may be under way
             assert crossed.written.total() == 4 * HEADS * (PROMPT + STEPS) * ROW
         kinds = [policy.kind for policy in open_session(attached, CASES["h2o"], [20], 20).policies]
-        assert kinds == ["local", "full", "full", "local", "method", "method"], "exempt by its number among them"
+        assert kinds == ["local", "full", "full", "local", "method", "method"], "dense by its number among them"
 
 
 # States of recurrent layers
@@ -99,7 +99,7 @@ def test_a_fork_of_a_session_forks_the_states():
 def test_what_chunks_read_by_hand():
     length = 40
     reads = run_one(
-        mixed("llama4_text"), Case(H2O(heavy_frac=0.1, recent_frac=0.1, num_exempt_layers=2)), token_ids(length), 20
+        mixed("llama4_text"), Case(H2O(heavy_frac=0.1, recent_frac=0.1, dense_layers=2)), token_ids(length), 20
     ).reads
     rows = range(20, length)
     held = [t % WINDOW for t in rows]  # of each of two layers

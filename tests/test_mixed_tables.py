@@ -50,7 +50,7 @@ def run(monkeypatch, tmp_path):
         loaded = LoadedModel(tiny(name) if name == "gqa" else mixed(name), byte_tokenizer(), name, 512, name * 10)
         monkeypatch.setattr(models, "load_model", lambda config: loaded)
         lengths = [f"seq_len={SEQ_LEN}", f"prefill_len={PREFILL_LEN}", "num_windows=2", f"corpus.path={text}"]
-        assert main(["experiment=perplexity", "method=h2o", "method.num_exempt_layers=2", *lengths, *more]) == 0
+        assert main(["experiment=perplexity", "method=h2o", "method.dense_layers=2", *lengths, *more]) == 0
         return read_table(Path("outputs/tables/perplexity.csv"))
 
     return score

@@ -80,11 +80,11 @@ def test_bytes_by_hand():
         assert on_host.host == on_device.session
         assert on_host.session == 2 * (2 * 2 * (32 + 1) * row)  # two buffers, with the own row
         # 16 bytes of codes and, a group being the 16 elements, fp16 scale and minimum, for key and value; two layers
-        # are exempt, and each has a buffer of its own under a link.
+        # are dense, and each has a buffer of its own under a link.
         quantized = case_of("int4")
         coded = 2 * (16 // 2 + 4)
         slots = 2 * (2 * 2 * 32 * row) + 2 * (2 * 2 * 32 * coded)
-        method = replace(quantized.method, num_exempt_layers=2)
+        method = replace(quantized.method, dense_layers=2)
         sizes = sizes_of(attached, method)
         plan = Plan(sizes, method, quantized.codec, "device")
         assert plan.needs(lengths).session == slots

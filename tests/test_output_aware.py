@@ -27,18 +27,16 @@ from methods.prompt_evicting import PromptEvicting
 
 METHODS = {
     "critical": CriticalKV(kept_frac=0.7, window=3, kernel=3),
-    "critical-avg": CriticalKV(
-        kept_tokens=8, window=2, pooling="avg", first_share=0.3, epsilon=0.1, num_exempt_layers=0
-    ),
+    "critical-avg": CriticalKV(kept_tokens=8, window=2, pooling="avg", first_share=0.3, epsilon=0.1, dense_layers=0),
     "critical-sinks": CriticalKV(kept_tokens=9, num_sinks=1, window=3, kernel=5, first_share=0.0),
     "critical-one": CriticalKV(kept_tokens=4, window=3, kernel=3),
     "critical-ada": CriticalKV(kept_tokens=8, window=2, kernel=3, heads="adaptive"),
     "defensive": DefensiveKV(kept_frac=0.7, window=3, kernel=3, first_mass=0.4),
-    "defensive-mass": DefensiveKV(kept_tokens=7, window=3, num_exempt_layers=0),
+    "defensive-mass": DefensiveKV(kept_tokens=7, window=3, dense_layers=0),
     "defensive-uniform": DefensiveKV(kept_tokens=7, window=3, kernel=3, heads="uniform", first_mass=0.3),
     "defensive-value": DefensiveKV(kept_tokens=6, num_sinks=1, window=2, kernel=1, first_mass=0.0),
     "cap": CapKV(kept_frac=0.6),
-    "cap-flat": CapKV(kept_tokens=6, num_sinks=2, tau=0.0, num_exempt_layers=0),
+    "cap-flat": CapKV(kept_tokens=6, num_sinks=2, tau=0.0, dense_layers=0),
     "cap-ada": CapKV(kept_tokens=7, num_sinks=1, tau=3.0, window=1, heads="adaptive"),
 }
 
@@ -192,7 +190,7 @@ def test_what_stays_is_the_plain_rules_for_each_sequence_of_a_padded_batch(name,
         alone = [states_of(attached, ids)[0] for ids in prompts()]
     uneven = False
     for at, layers in enumerate(alone):
-        for layer in range(method.num_exempt_layers, geometry.num_layers):
+        for layer in range(method.dense_layers, geometry.num_layers):
             module = attention_of(model, layer)
             output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
             prompt = Prompt(geometry, layers[layer], output.weight.detach())

@@ -160,12 +160,13 @@ def launched(launcher: str, folder: Path, *words: str) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_shares_of_a_grid_run_as_jobs(launcher, tmp_path):
-    """One cell of conf/experiment/choices.yaml exempts all four layers of a tiny model, which no other job notices."""
+    """One cell of conf/experiment/choices.yaml makes all four layers of a tiny model dense, which no other job
+    notices."""
     done = launched(launcher, tmp_path, "experiment=choices", "sweep.share=1/2,2/2")
     found = records.read_records(tmp_path / "outputs", "choices")
     statuses = {record["config"]["label"]: record["status"] for record in found}
     (failed,) = (label for label, status in statuses.items() if status != "finished")
-    assert failed == "InfiniGen, num_exempt_layers=4" and len(statuses) == 7
+    assert failed == "InfiniGen, dense_layers=4" and len(statuses) == 7
     with (tmp_path / "outputs/tables/choices.csv").open(newline="") as stream:
         own = {row["label"] for row in csv.DictReader(stream) if not row["shipped"]}
     assert own == set(statuses) - {failed}, "of both jobs"

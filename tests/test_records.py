@@ -206,6 +206,7 @@ DAMAGED = {
     "without digest": lambda text: text.replace('"digest": "', '"other": "'),
     "not a number": lambda text: text.replace('"nll": 2.5', '"nll": NaN'),
     "an unknown status": rewritten(status="fine"),
+    "of another version": rewritten(schema=records.SCHEMA - 1),
 }
 
 
@@ -235,7 +236,7 @@ def test_a_finished_run_is_recorded_whole_skipped_after_and_renamed(runs, capsys
     record = records.read_record(path)
     assert record.items() >= asdict(outcome(config)).items()
     assert record["config"]["method"] == {
-        "num_exempt_layers": 0, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
+        "dense_layers": 0, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
     }  # fmt: skip
     assert record["settings"] == {"heavy_frac": 0.05}
     assert record["config"]["label"] == "H2O" and record["seconds"] > 0 and record["error"] is None

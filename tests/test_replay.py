@@ -335,8 +335,8 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
         assert torch.equal(replayed(CASES[name], prompts), expected), name
     dense = sum(shape == (2, max(PROMPTS["padded"])) for shape in passes)
     assert dense == 1
-    for name in ("kvzip", "kvzip-plus"):  # of another size, and with other exempt layers: what was reread holds
-        case = Case(replace(CASES[name].method.with_size(0.7), num_exempt_layers=1))
+    for name in ("kvzip", "kvzip-plus"):  # of another size, and with other dense layers: what was reread holds
+        case = Case(replace(CASES[name].method.with_size(0.7), dense_layers=1))
         expected = replayed(case, None)
         del passes[:]
         assert torch.equal(replayed(case, prompts), expected), name

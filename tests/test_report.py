@@ -57,7 +57,7 @@ def place(label: str, **fields: Any) -> TableRow:
         "seq_len": 1024,
         "kl_nats": 0.5, "ratio": 2.0, "ratio_low": 1.5, "ratio_high": 3.0, "rank": 1, "rank_low": 1, "rank_high": 1,
         "num_compared": 2, "size_low": 0.16, "size_high": 0.16, "device_frac_low": 0.3, "device_frac_high": 0.4,
-        "resident_frac_low": 0.1, "resident_frac_high": 0.2, "exempt_numbers": "2", "apart": "", "source": "measured",
+        "resident_frac_low": 0.1, "resident_frac_high": 0.2, "dense_numbers": "2", "apart": "", "source": "measured",
         "answers_difference": -0.05, "step_s": 0.25, "step_source": "emulated", "step_on": "tiny", "front": "",
         "num_models": 1, "num_windows": 8, "num_places": 4,
     }  # fmt: skip

@@ -21,7 +21,7 @@ from methods.retroinfer import RetroInfer
 SMALL = {"num_sinks": 1, "num_recent": 3, "cluster_size": 2, "update": 4}
 METHODS = {
     "clusters": RetroInfer(retrieval_frac=0.3, estimation_frac=0.4, **SMALL),
-    "one": RetroInfer(estimation_frac=0.5, iterations=3, num_exempt_layers=0, **SMALL),
+    "one": RetroInfer(estimation_frac=0.5, iterations=3, dense_layers=0, **SMALL),
     "none-estimated": RetroInfer(retrieval_frac=0.4, estimation_frac=0.0, **SMALL | {"num_sinks": 0}),
     "share": RetroInfer(read_frac=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update": 6}),
     "segments": RetroInfer(read_frac=0.6, **SMALL | {"segment": 4, "num_recent": 1}),
@@ -191,7 +191,7 @@ def test_what_stays_on_the_device_by_hand(final, updates):
 
 def test_a_long_answer_is_clustered_live_as_in_replay():
     """More than two updates, which end inside and between the calls of replay."""
-    method = RetroInfer(retrieval_frac=0.3, num_exempt_layers=1, **SMALL | {"update": 7, "cluster_size": 3})
+    method = RetroInfer(retrieval_frac=0.3, dense_layers=1, **SMALL | {"update": 7, "cluster_size": 3})
     with attached_with_link() as (attached, link):
         expected = replay(attached, Case(method), (20, 13), steps=40)
         found = live(attached, Case(method), (20, 13), steps=40, placement="host", link=link)

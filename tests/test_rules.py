@@ -128,7 +128,7 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
             columns = slice(PROMPT - prompt, PROMPT - prompt + length)  # padded before the prompt and behind the rows
             own = [part[b][:, columns].numpy() for part in (query * geometry.scale, key, value, output)]
             found.setdefault(layer, []).append(Sequence(*own, read, num_read, sides, rest))
-    assert sorted(found) == list(range(case.method.num_exempt_layers, 4))
+    assert sorted(found) == list(range(case.method.dense_layers, 4))
     return geometry, found
 
 
@@ -600,9 +600,9 @@ def once(score_of):
         score, of_equals = found if isinstance(found, tuple) else (found, np.zeros_like(found))
         size = math.floor(method.kept_frac * prompt) if method.kept_tokens is None else method.kept_tokens
         tokens = range(method.num_sinks, prompt - method.window)
-        share, selecting = size - method.num_sinks - method.window, geometry.num_layers - method.num_exempt_layers
+        share, selecting = size - method.num_sinks - method.window, geometry.num_layers - method.dense_layers
         if method.layers == "pyramid":
-            share = pyramid_shares(share, len(tokens), selecting)[layer - method.num_exempt_layers]
+            share = pyramid_shares(share, len(tokens), selecting)[layer - method.dense_layers]
         shares = [share] * len(score)
         if method.heads == "adaptive":
             pairs = sorted((-score[head, token], head) for head in range(len(score)) for token in tokens)
@@ -724,7 +724,7 @@ def triattention(method: TriAttention, of: Of):
 def duo(method: DuoAttention, of: Of):
     gates = calibration(of.geometry.num_kv_heads, of.geometry.head_dim)["gates"].tolist()
     heads = [(gate, i, head) for i, row in enumerate(gates) for head, gate in enumerate(row)]
-    selecting = sorted(each for each in heads if each[1] >= method.num_exempt_layers)
+    selecting = sorted(each for each in heads if each[1] >= method.dense_layers)
     streaming = [each[1:] for each in selecting[: round(method.sparsity * len(selecting))]]
 
     def row(t: int) -> set[int]:
@@ -745,30 +745,30 @@ PLAIN = {
 """The rule of each method; others score on a few numbers per key."""
 RULES = {
     "quest": Quest(read_frac=0.4, page_size=3),
-    "quest-token": Quest(read_frac=0.3, page_size=1, num_exempt_layers=0),
+    "quest-token": Quest(read_frac=0.3, page_size=1, dense_layers=0),
     "freekv": Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=3, recent_frac=0.25),
     "freekv-forced": Quest(
         read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=6, recent_frac=0.9
     ),
     "pqcache": PQCache(read_frac=0.5, num_sinks=2, recent_frac=0.3, bits=3, iterations=4),
-    "pqcache-fine": PQCache(read_frac=0.3, num_sinks=1, sub_vectors=4, bits=2, iterations=0, num_exempt_layers=0),
+    "pqcache-fine": PQCache(read_frac=0.3, num_sinks=1, sub_vectors=4, bits=2, iterations=0, dense_layers=0),
     "pariskv": ParisKV(read_frac=0.4, num_sinks=1),
     "pariskv-few": ParisKV(read_frac=0.3, num_sinks=2, recent_frac=0.2, collision_frac=0.3, candidate_frac=0.4, seed=1),
-    "pariskv-as-read": ParisKV(read_frac=0.6, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, num_exempt_layers=0),
+    "pariskv-as-read": ParisKV(read_frac=0.6, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, dense_layers=0),
     "pariskv-probs": ParisKV(read_tokens=6, num_sinks=0, group="sum_probs"),
     "socket": Socket(read_frac=0.3, num_sinks=2, recent_frac=0.3, tables=9, planes=4),
-    "socket-fine": Socket(read_tokens=5, num_sinks=0, tables=3, planes=7, tau=0.1, seed=5, num_exempt_layers=0),
+    "socket-fine": Socket(read_tokens=5, num_sinks=0, tables=3, planes=7, tau=0.1, seed=5, dense_layers=0),
     "socket-bits": Socket(read_frac=0.3, num_sinks=0, tables=20, planes=3, value_weighted=False),
     "rocketkv": RocketKV(budget_frac=0.4, window=4, kernel=3),
-    "rocketkv-chunks": RocketKV(budget_tokens=6, window=2, kernel=5, num_exempt_layers=0),
+    "rocketkv-chunks": RocketKV(budget_tokens=6, window=2, kernel=5, dense_layers=0),
     "rocketkv-one": RocketKV(budget_tokens=2, window=2, kernel=3),
     "rocketkv-sinks": RocketKV(budget_tokens=7, window=1, num_sinks=2),
     "rocketkv-wide": RocketKV(budget_frac=1.5, window=3, kernel=3),
     "shadowkv": ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2),
-    "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=3, local_chunks=0, outlier_frac=0.0, num_exempt_layers=0),
+    "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=3, local_chunks=0, outlier_frac=0.0, dense_layers=0),
     "doublesparsity": DoubleSparsity(read_frac=0.4, rank=0.25),
     "doublesparsity-coded": DoubleSparsity(read_frac=0.3, rank=0.5, channels="k", index_bits=2),
-    "loki": Loki(read_tokens=7, rank=0.3, num_exempt_layers=0),
+    "loki": Loki(read_tokens=7, rank=0.3, dense_layers=0),
     "loki-coded": Loki(read_frac=0.3, rank=0.5, index_bits=4),
     "sparq": SparQ(read_tokens=None, read_frac=0.4),
     "sparq-best": SparQ(read_tokens=9, rank=0.1, recent_frac=0.5, group="best"),
@@ -779,21 +779,21 @@ RULES = {
     "balanced-pair": preset("infinigen-balanced", projection_bits=4, **INDEX),
     "balanced-pair-text": preset("infinigen-balanced", statistics="calibration", projection_bits=2, **INDEX),
     "snapkv": SnapKV(kept_frac=0.5, window=4, kernel=3),
-    "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0),
+    "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", dense_layers=0),
     "snapkv-peak": SnapKV(kept_tokens=6, window=4, kernel=7),
     "snapkv-sinks": SnapKV(kept_tokens=8, num_sinks=3, window=2),
-    "pyramid": SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", num_exempt_layers=1),
+    "pyramid": SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", dense_layers=1),
     "adaptive": SnapKV(kept_frac=0.5, window=3, heads="adaptive"),
     "both": SnapKV(kept_tokens=9, window=2, layers="pyramid", heads="adaptive"),
     "knorm": Knorm(kept_frac=0.4),
-    "keydiff": KeyDiff(kept_tokens=6, num_sinks=2, window=1, num_exempt_layers=0),
+    "keydiff": KeyDiff(kept_tokens=6, num_sinks=2, window=1, dense_layers=0),
     "expected": ExpectedAttention(kept_frac=0.5),
     "expected-adaptive": ExpectedAttention(kept_tokens=8, num_sinks=1, epsilon=0.02, heads="adaptive"),
     "tova": TOVA(kept_frac=0.3),
-    "tova-last": TOVA(kept_tokens=6, protect_last=True, num_exempt_layers=0),
+    "tova-last": TOVA(kept_tokens=6, protect_last=True, dense_layers=0),
     "tova-one": TOVA(kept_tokens=1),
     "rkv": RKV(kept_tokens=8, divide_length=3, window=2, kernel=3),
-    "rkv-share": RKV(kept_frac=0.3, divide_length=5, window=1, mix_lambda=0.7, num_exempt_layers=0),
+    "rkv-share": RKV(kept_frac=0.3, divide_length=5, window=1, mix_lambda=0.7, dense_layers=0),
     "rkv-prompt": RKV(kept_frac=0.6, divide_length=4, window=2, kernel=3, protect_prompt=True),
     "random": RandomAttention(kept_tokens=None, kept_frac=0.6, divide_length=4),
     "random-all": RandomAttention(kept_tokens=9, divide_length=3, window=2, protect_prompt=False, seed=5),
@@ -805,16 +805,16 @@ RULES = {
         protect_prompt=False,
         normalize_scores=False,
         offset_max_length=100,
-        num_exempt_layers=0,
+        dense_layers=0,
     ),
     "duo": DuoAttention(num_sinks=2, num_recent=4),
     "twilight": Twilight(p=0.6, page_size=3),
-    "twilight-all": Twilight(p=0.9, candidate_frac=None, index_bits=2, num_exempt_layers=0),
+    "twilight-all": Twilight(p=0.9, candidate_frac=None, index_bits=2, dense_layers=0),
     "twilight-union": Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union"),
     "twilight-first": Twilight(p=0.5, candidate_frac=None, num_sinks=2, recent_frac=0.2, max_fetch_frac=0.4),
     "twilight-cap": Twilight(candidate_frac=0.7, page_size=2).with_size(0.3),
     "vattention": VAttention(epsilon=0.4, delta=0.2, num_sinks=2, fixed_frac=0.2, recent_frac=0.3),
-    "vattention-cap": VAttention(num_sinks=1, seed=7, num_exempt_layers=0).with_size(0.4),
+    "vattention-cap": VAttention(num_sinks=1, seed=7, dense_layers=0).with_size(0.4),
     "vattention-capped": VAttention(max_fetch_frac=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
     "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
 }

@@ -93,7 +93,7 @@ def test_windows_and_recurrent_states_go_on(family):
     network = tiny_family(family)
     network.generation_config.eos_token_id = None
     expected = talked(network.generate, DynamicCache(config=network.config))
-    with attach(network) as attached, CachedModel(attached, Full(num_exempt_layers=0)) as cached:
+    with attach(network) as attached, CachedModel(attached, Full(dense_layers=0)) as cached:
         assert torch.equal(talked(cached.generate, cached.new_cache(ROOM))[-1], expected[-1])
 
 

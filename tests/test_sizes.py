@@ -59,24 +59,24 @@ decode_rows = st.builds(
 codecs = st.sampled_from([None, IntegerCodec("int2"), IntegerCodec("int1")])
 sizeable = st.sampled_from(
     [
-        H2O(num_exempt_layers=2),
-        Streaming(num_sinks=1, num_exempt_layers=2),
-        Oracle(num_exempt_layers=2),
-        InfiniGen(num_exempt_layers=1),
+        H2O(dense_layers=2),
+        Streaming(num_sinks=1, dense_layers=2),
+        Oracle(dense_layers=2),
+        InfiniGen(dense_layers=1),
         InfiniGen(cap_of="final"),
-        H2O(num_exempt_layers=0),
+        H2O(dense_layers=0),
         Quest(),
-        Quest(page_size=1, num_exempt_layers=0),
-        SnapKV(window=1, num_exempt_layers=2),
-        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive", num_exempt_layers=2),
-        TOVA(num_exempt_layers=2),
-        RKV(window=1, divide_length=3, num_exempt_layers=2),
-        RandomAttention(divide_length=3, num_exempt_layers=2),
-        DuoAttention(num_sinks=1, num_recent=1, num_exempt_layers=2),
-        ParisKV(num_sinks=0, num_exempt_layers=2),
-        Socket(num_sinks=1, num_exempt_layers=2),
-        RocketKV(window=1, num_exempt_layers=2),
-        RocketKV(window=2, num_sinks=1, num_exempt_layers=0),
+        Quest(page_size=1, dense_layers=0),
+        SnapKV(window=1, dense_layers=2),
+        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive", dense_layers=2),
+        TOVA(dense_layers=2),
+        RKV(window=1, divide_length=3, dense_layers=2),
+        RandomAttention(divide_length=3, dense_layers=2),
+        DuoAttention(num_sinks=1, num_recent=1, dense_layers=2),
+        ParisKV(num_sinks=0, dense_layers=2),
+        Socket(num_sinks=1, dense_layers=2),
+        RocketKV(window=1, dense_layers=2),
+        RocketKV(window=2, num_sinks=1, dense_layers=0),
     ]
 )
 GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, family="llama")
@@ -102,25 +102,25 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
         prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
         if isinstance(found, Streaming | SnapKV | RKV | RandomAttention | RocketKV):
             found.new_state(GEOMETRY, Lengths(prompts, finals))  # refused nowhere
-        assert type(found) is type(method) and found.num_exempt_layers == method.num_exempt_layers
+        assert type(found) is type(method) and found.dense_layers == method.dense_layers
         total = 0.0
-        exempt = method.num_exempt_layers
+        dense_layers = method.dense_layers
         for row in rows:
-            reads = [found.tokens_read(row, layer) for layer in range(exempt, num_layers)]
-            total += (exempt + sum(width * read / row.cached for read in reads)) / num_layers
+            reads = [found.tokens_read(row, layer) for layer in range(dense_layers, num_layers)]
+            total += (dense_layers + sum(width * read / row.cached for read in reads)) / num_layers
         assert abs(total / len(rows) - target) <= TOLERANCE + 1e-9
 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
     rows, geometry = [TokenCounts(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
-    smallest = expected_size(Streaming(kept_frac=0.0501, num_exempt_layers=2), Counter(rows), 10)  # 5 of 100 tokens
+    smallest = expected_size(Streaming(kept_frac=0.0501, dense_layers=2), Counter(rows), 10)  # 5 of 100 tokens
     with pytest.raises(UserError, match=f"size=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
-        sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, 0.21, nearest=False)
+        sized_as_stored(Streaming(dense_layers=2), None, geometry, rows, 0.21, nearest=False)
     assert "\n" not in str(refusal.value)
-    found = sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, smallest, nearest=False)
+    found = sized_as_stored(Streaming(dense_layers=2), None, geometry, rows, smallest, nearest=False)
     assert found.tokens_read(TokenCounts(99, 50, 100), 2) == 5
     with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
-        sized_as_stored(Streaming(num_sinks=100, num_exempt_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
+        sized_as_stored(Streaming(num_sinks=100, dense_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
 SMALL = replace(GEOMETRY, num_layers=30)
@@ -139,11 +139,11 @@ def refusal_of(method, prompt: int, final: int, size: float, lengths: LengthWord
 @pytest.mark.parametrize(
     ("method", "size", "ways"),
     [
-        (SnapKV(num_exempt_layers=0), 0.1, {"prompt"}),
-        (SnapKV(num_exempt_layers=2), 0.1, {"prompt"}),
-        (SnapKV(num_exempt_layers=2), 0.05, {"prompt", "layers"}),  # both together
-        (Streaming(num_exempt_layers=9), 0.25, {"layers"}),
-        (RandomAttention(num_exempt_layers=0), 0.5, {"prompt"}),  # the prompt stays: a shorter one
+        (SnapKV(dense_layers=0), 0.1, {"prompt"}),
+        (SnapKV(dense_layers=2), 0.1, {"prompt"}),
+        (SnapKV(dense_layers=2), 0.05, {"prompt", "layers"}),  # both together
+        (Streaming(dense_layers=9), 0.25, {"layers"}),
+        (RandomAttention(dense_layers=0), 0.5, {"prompt"}),  # the prompt stays: a shorter one
     ],
 )
 def test_a_refused_size_says_what_would_allow_it(method, size, ways):
@@ -152,22 +152,22 @@ def test_a_refused_size_says_what_would_allow_it(method, size, ways):
     enough = said.partition("enough would be ")[2]
     assert said.startswith(f"size={size}: ") and enough.endswith(f"size=nearest:{size}")
     prompts = [int(number) for number in re.findall(r"prefill_len=(\d+)", enough)]
-    layers = [int(number) for number in re.findall(r"method.num_exempt_layers=(\d+)", enough)]
+    layers = [int(number) for number in re.findall(r"method.dense_layers=(\d+)", enough)]
     assert {"prompt"} & ways == ({"prompt"} if prompts else set())
     assert {"layers"} & ways == ({"layers"} if layers else set())
     for prompt in prompts:
-        followed = replace(method, num_exempt_layers=layers[0] if layers else method.num_exempt_layers)
+        followed = replace(method, dense_layers=layers[0] if layers else method.dense_layers)
         assert refusal_of(followed, prompt, 1024, size, LENGTHS["perplexity"]) == ""
         less = prompt - 30 if prompt > 256 else prompt + 30
         assert refusal_of(followed, less, 1024, size, LENGTHS["perplexity"])
     if layers and not prompts:
-        fewer = replace(method, num_exempt_layers=layers[0])
+        fewer = replace(method, dense_layers=layers[0])
         assert refusal_of(fewer, 256, 1024, size, LENGTHS["perplexity"]) == ""
-        assert refusal_of(replace(method, num_exempt_layers=layers[0] + 1), 256, 1024, size, LENGTHS["perplexity"])
+        assert refusal_of(replace(method, dense_layers=layers[0] + 1), 256, 1024, size, LENGTHS["perplexity"])
 
 
 def test_where_prompt_and_answer_have_settings_of_their_own_each_is_named():
-    method = SnapKV(num_exempt_layers=0)
+    method = SnapKV(dense_layers=0)
     said = refusal_of(method, 256, 512, 0.15, LENGTHS["latency"])
     prompt_len, gen_len = (int(number) for number in re.findall(r"(?:prompt_len|gen_len)=(\d+)", said))
     assert prompt_len > 256 and gen_len < 256
@@ -187,7 +187,7 @@ def test_at_the_default_lengths_methods_can_read_a_tenth():
     composed, refused = Composer(), {}
     for name in options("method"):
         try:
-            config = load([f"method={name}", "size=0.1", "method.num_exempt_layers=0"], composed)
+            config = load([f"method={name}", "size=0.1", "method.dense_layers=0"], composed)
         except UserError as refusal:
             assert "has no size to set" in str(refusal)
             continue
@@ -201,7 +201,7 @@ def test_at_the_default_lengths_methods_can_read_a_tenth():
 
 def test_a_size_that_was_not_asked_for_is_told_once(caplog):
     rows = [TokenCounts(cached, 50, 100) for cached in range(50, 99)]
-    geometry, method = replace(GEOMETRY, num_layers=10), Streaming(num_exempt_layers=2)
+    geometry, method = replace(GEOMETRY, num_layers=10), Streaming(dense_layers=2)
     for target in (0.211, 0.211, 0.3):  # the first cannot be: two of ten layers and five tokens are the least
         sized_as_stored(method, None, geometry, rows, target, nearest=True)
     sized_as_stored(method, None, geometry, rows, 0.212, nearest=True, preset="mine")
@@ -213,15 +213,15 @@ def test_a_size_that_was_not_asked_for_is_told_once(caplog):
 
 
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
-    method, width = Streaming(kept_frac=0.5, num_sinks=1, num_exempt_layers=2), 0.28125
+    method, width = Streaming(kept_frac=0.5, num_sinks=1, dense_layers=2), 0.28125
     one, other = (expected_size(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
     assert one != other
     assert expected_size(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
         (3 * one + other) / 4
     )
     for method, share in (
-        (Streaming(kept_frac=0.2, num_sinks=1, num_exempt_layers=2), 0.4),
-        (Full(num_exempt_layers=2), 1),
+        (Streaming(kept_frac=0.2, num_sinks=1, dense_layers=2), 0.4),
+        (Full(dense_layers=2), 1),
     ):
         rows = {TokenCounts(100, 50, 200): 1}
         assert expected_size(method, rows, 10, [width] * 10) == pytest.approx((2 + 8 * width * share) / 10)
@@ -274,50 +274,50 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         ),
         # and with a sample a byte a token, and the mean value
         (
-            InfiniGen2Sampled(partial_weight_ratio=0.3, index_bits=None, projection_bits=None, num_exempt_layers=2),
+            InfiniGen2Sampled(partial_weight_ratio=0.3, index_bits=None, projection_bits=None, dense_layers=2),
             mean((5.5 * t + 2 * 16 * 5 + 16) / 32 / t for t in CACHED),
         ),
         (DoubleSparsity(rank=0.25), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
         (DoubleSparsity(rank=0.25, index_bits=4), mean((4 * 12 / 16 * t + 16 * 4) / 32 / t for t in CACHED)),
-        (Loki(rank=0.3, num_exempt_layers=2), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
+        (Loki(rank=0.3, dense_layers=2), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
         # every key
-        (Oracle(num_exempt_layers=2), 0.5),
+        (Oracle(dense_layers=2), 0.5),
         # 4 of 16 channels, and half a token for the mean value
-        (SparQ(num_exempt_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
-        (SparQ(mean_value=False, num_exempt_layers=2), 4 / 32),
+        (SparQ(dense_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
+        (SparQ(mean_value=False, dense_layers=2), 4 / 32),
         # two codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
-        (PQCache(num_sinks=0, num_exempt_layers=2), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
+        (PQCache(num_sinks=0, dense_layers=2), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
         # a byte for each of two sub-vectors of a key of the zone; of half of it 3 bits for each of 16 elements, in 6
         # bytes, and two weights
         (
-            ParisKV(num_sinks=0, recent_frac=0.0, num_exempt_layers=2),
+            ParisKV(num_sinks=0, recent_frac=0.0, dense_layers=2),
             mean((t * 2 + -(-t // 2) * (6 + 4)) / (2 * 32) / t for t in CACHED),
         ),
         (
-            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01, num_exempt_layers=2),
+            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01, dense_layers=2),
             mean(((t - 6) * 2 + 2 * 10) / (2 * 32) / t for t in CACHED),
         ),
         # 60 hashes of 10 bits in 76 bytes, and the length of the value
-        (Socket(num_sinks=0, num_exempt_layers=2), (76 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, num_exempt_layers=2), (2 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, num_exempt_layers=2), 2 / (2 * 32)),
+        (Socket(num_sinks=0, dense_layers=2), (76 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, dense_layers=2), (2 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, dense_layers=2), 2 / (2 * 32)),
         # floor(24 / 2.4^0.2758) = 18 prompt tokens stay; 18 / 10 is a token a chunk, and 16 / 1.8 channels
         (
-            RocketKV(budget_tokens=10, window=2, num_exempt_layers=2),
+            RocketKV(budget_tokens=10, window=2, dense_layers=2),
             mean((18 + t - PROMPT) * 8 / 32 / t for t in CACHED),
         ),
         # 12 stay; 12 / 4 is two tokens a chunk, and 16 * 2 / 3 channels
         (
-            RocketKV(budget_tokens=4, window=2, num_exempt_layers=2),
+            RocketKV(budget_tokens=4, window=2, dense_layers=2),
             mean((12 + t - PROMPT) // 2 * 10 / 32 / t for t in CACHED),
         ),
-        (VAttention(num_sinks=0, num_exempt_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
+        (VAttention(num_sinks=0, dense_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
         # every key in 4 bits; or two vectors a full page, and in 4 bits the keys of Quest's pages
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
         (Twilight(page_size=5), mean((t // 5 + ((max(3, t // 2 // 5) - 1) * 5 + t % 5) * 6 / 32) / t for t in CACHED)),
         # two vectors a full page
         (Quest(page_size=5), mean(t // 5 / t for t in CACHED)),
-        (H2O(num_exempt_layers=2), 0),
+        (H2O(dense_layers=2), 0),
     ],
     ids=lambda value: getattr(value, "title", None),
 )
@@ -338,15 +338,15 @@ def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
 
 
 EVICTED = [
-    (H2O(kept_tokens=20, num_exempt_layers=2), [t - 20 for t in CACHED]),
-    (Streaming(kept_tokens=30, num_sinks=1, num_exempt_layers=2), [max(0, t - 30) for t in CACHED]),
-    (SnapKV(kept_tokens=14, window=4, num_exempt_layers=2), [PROMPT - 14] * STEPS),
+    (H2O(kept_tokens=20, dense_layers=2), [t - 20 for t in CACHED]),
+    (Streaming(kept_tokens=30, num_sinks=1, dense_layers=2), [max(0, t - 30) for t in CACHED]),
+    (SnapKV(kept_tokens=14, window=4, dense_layers=2), [PROMPT - 14] * STEPS),
     # back to 26 tokens after every third: 27 - 26, then 29 - 26
-    (RandomAttention(kept_tokens=26, divide_length=3, num_exempt_layers=2), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
-    (RandomAttention(kept_tokens=26, num_exempt_layers=2), [0] * STEPS),  # the text ends before the first compression
+    (RandomAttention(kept_tokens=26, divide_length=3, dense_layers=2), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
+    (RandomAttention(kept_tokens=26, dense_layers=2), [0] * STEPS),  # the text ends before the first compression
     # of 4 KV heads in two layers 2 stream
-    (DuoAttention(num_sinks=1, num_recent=9, num_exempt_layers=2), [(t - 10) / 2 for t in CACHED]),
-    (Full(num_exempt_layers=2), None),
+    (DuoAttention(num_sinks=1, num_recent=9, dense_layers=2), [(t - 10) / 2 for t in CACHED]),
+    (Full(dense_layers=2), None),
     (Quest(read_frac=0.4, page_size=3), None),
     (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
 ]

@@ -104,5 +104,5 @@ def test_a_timed_cell(model, prompts):
 
 @pytest.mark.parametrize("size", [0.5, "50%"])
 def test_a_size_is_of_the_layers_that_see_every_token(model, size):
-    frame = model.perplexity(methods=["streaming"], size=size, **{"method.num_exempt_layers": 0})
+    frame = model.perplexity(methods=["streaming"], size=size, **{"method.dense_layers": 0})
     assert abs(frame["size"][0] - 0.5) < 0.01

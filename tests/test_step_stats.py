@@ -184,12 +184,12 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, pref
         stats = stats_of(session)
         loaded = session.rows_loaded
         session.close()
-    exempt = sum(length + step for length in lengths for step in range(steps))
-    exempt *= case.method.num_exempt_layers * attached.geometry.num_kv_heads
+    read_densely = sum(length + step for length in lengths for step in range(steps))
+    read_densely *= case.method.dense_layers * attached.geometry.num_kv_heads
     assert 0 < counts["found"] < counts["read"]
-    assert stats.hit_rate == pytest.approx(counts["found"] / (counts["read"] + exempt))
+    assert stats.hit_rate == pytest.approx(counts["found"] / (counts["read"] + read_densely))
     if not prefetch and len(lengths) == 1:
-        assert loaded == counts["read"] + exempt - counts["found"], "what is not there crosses the link"
+        assert loaded == counts["read"] + read_densely - counts["found"], "what is not there crosses the link"
 
 
 # One definition, wherever it is read

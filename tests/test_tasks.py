@@ -252,7 +252,7 @@ def test_local_rows_under_lm_evals_prompts(name, root, monkeypatch):
 @pytest.mark.parametrize("name", ["openbookqa", "lambada"])
 def test_local_tasks_run(name, root, loaded):
     outcome = run_tasks(
-        settings(name, method=H2O(num_exempt_layers=2), root=root, num_samples=3, prefill="artifact"), loaded
+        settings(name, method=H2O(dense_layers=2), root=root, num_samples=3, prefill="artifact"), loaded
     )
     metrics, samples = outcome.metrics[name], outcome.samples[name]
     assert metrics["num_samples"] == 3 and 0.5 < metrics["size"] < 1

@@ -63,14 +63,14 @@ OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
 
 
 @pytest.mark.parametrize("method", OF_OFFICIAL_CODE)
-def test_a_method_exempts_as_many_layers_as_its_official_code(method):
-    default, given = (load([f"method={method}", *more]) for more in ([], ["method.num_exempt_layers=3"]))
-    assert default.method.num_exempt_layers == OF_OFFICIAL_CODE.get(method, 0)
-    assert given.method.num_exempt_layers == 3, "the command line wins"
+def test_a_method_has_as_many_dense_layers_as_its_official_code(method):
+    default, given = (load([f"method={method}", *more]) for more in ([], ["method.dense_layers=3"]))
+    assert default.method.dense_layers == OF_OFFICIAL_CODE.get(method, 0)
+    assert given.method.dense_layers == 3, "the command line wins"
 
 
-def test_a_method_without_a_size_runs_once_a_number_of_exempt_layers(plan):
-    cells = [(cell.method_name, cell.size, cell.method.num_exempt_layers) for cell in plan.cells]
+def test_a_method_without_a_size_runs_once_a_number_of_dense_layers(plan):
+    cells = [(cell.method_name, cell.size, cell.method.dense_layers) for cell in plan.cells]
     sized = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
     assert cells == [("full", None, 0), *product(["int4"], [None], range(3)), *sized]
     assert {cell.kind for cell in plan.cells} == {"perplexity"}
@@ -78,7 +78,7 @@ def test_a_method_without_a_size_runs_once_a_number_of_exempt_layers(plan):
 
 def scored(method: str, asked: float, dense: int | None, kl: float, **cells: Any) -> TableRow:
     """A KL in the table of `experiment=tune`; dense: None where it is the number of the method's file."""
-    words = "" if dense is None else f"num_exempt_layers={dense}, "
+    words = "" if dense is None else f"dense_layers={dense}, "
     common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "size": asked, "experiment": "tune"}
     row = common | {"method": method, "label": method, "settings": f"{words}size={asked}, num_windows=4", "value": kl}
     return row | {"source": "measured"} | cells
@@ -89,7 +89,7 @@ def test_dense_layers_are_the_best_of_each_model_and_size(monkeypatch, tmp_path)
     rows = [scored("quest", 0.1, 0, 0.2), scored("quest", 0.1, 1, 0.1), scored("quest", 0.1, None, 0.3)]
     rows += [scored("quest", 0.05, None, 0.1), scored("quest", 0.05, 1, 0.2)]  # 2 are of its file
     rows += [scored("quest", 0.1, 0, 0.01, model="gemma3-270m"), scored("quest", 0.1, 0, 0.01, metric="perplexity")]
-    coded = "num_exempt_layers=0, codec=int8, size=0.1"
+    coded = "dense_layers=0, codec=int8, size=0.1"
     rows += [scored("quest", 0.1, 0, 0.01, settings=coded), scored("./mine.py", 0.1, None, 0.01)]
     rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), size=0.3) for layers in (0, 1, 2)]
     other = tmp_path / "other"
@@ -155,7 +155,7 @@ def test_the_shipped_numbers_are_those_of_the_shipped_scores():
 
 
 def test_without_data_and_longer_windows_a_board_remains():
-    """As `make board` starts it. A method of one's own has its class's number of exempt layers."""
+    """As `make board` starts it. A method of one's own has its class's number of dense layers."""
     asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.longer=null"]
     asked += ["sweep.over_int8=[quest]", "sweep.tasks_over_int8=[quest]", "sweep.methods=[quest,infinigen]"]
     with choosing("full", "quest", "infinigen"):
@@ -164,15 +164,15 @@ def test_without_data_and_longer_windows_a_board_remains():
         of_own = read_plan(compose([asked[0], *own]).sweep, [asked[0], *own]).cells
     parts = {(cell.kind, cell.seq_len, cell.corpus.name if cell.kind == "perplexity" else "") for cell in cells}
     assert parts == {("perplexity", 1024, "code"), ("tasks", 1024, ""), ("latency", 1024, "")}
-    numbers = {cell.method.num_exempt_layers for cell in cells}
-    assert len(numbers) > 1 and {cell.method.num_exempt_layers for cell in of_own} == {0}
+    numbers = {cell.method.dense_layers for cell in cells}
+    assert len(numbers) > 1 and {cell.method.dense_layers for cell in of_own} == {0}
     sizes = [(cell.kind, cell.size, cell.codec) for cell in of_own]
     assert len(sizes) == len(set(sizes)) == 13
 
 
 def what_runs(cell: RunConfig) -> tuple[Any, ...]:
     text = cell.corpus.name if cell.kind == "perplexity" else cell.kind
-    return text, cell.seq_len, cell.method_name, cell.size, cell.method.num_exempt_layers
+    return text, cell.seq_len, cell.method_name, cell.size, cell.method.dense_layers
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_step_at_another_size_follows_from_the_timed_one():
     assert (larger["link_bytes"], larger["late_bytes"]) == (pytest.approx(3 * 2**20), pytest.approx(1.5 * 2**20))
     assert larger["step_s"] == pytest.approx(0.01 + 3 - 1), "all of it waits for the link"
     larger = step_at(step, 0.1, 0.3, 1)
-    assert larger["late_bytes"] == pytest.approx(2.5 * 2**20), "the exempt layer's bytes, which are hidden, do not grow"
+    assert larger["late_bytes"] == pytest.approx(2.5 * 2**20), "the dense layer's bytes, which are hidden, do not grow"
     assert step_at(step, 0.1, None, 0)["step_s"] is None and timed_step(metrics | {"h2d_bytes": None}) == {}
 
 

@@ -114,9 +114,9 @@ def num_right(model, method, known: bool) -> int:
     ("method", "known", "unknown"),
     [
         (Full(), NUM_ITEMS, NUM_ITEMS),
-        (Oracle(num_exempt_layers=0, fixed_fetch=2), NUM_ITEMS, NUM_ITEMS),
-        (SnapKV(num_exempt_layers=0, kept_tokens=2, window=1, kernel=1), NUM_ITEMS, 2),
-        (KeyDiff(num_exempt_layers=0, kept_tokens=2), 1, 2),
+        (Oracle(dense_layers=0, fixed_fetch=2), NUM_ITEMS, NUM_ITEMS),
+        (SnapKV(dense_layers=0, kept_tokens=2, window=1, kernel=1), NUM_ITEMS, 2),
+        (KeyDiff(dense_layers=0, kept_tokens=2), 1, 2),
     ],
     ids=["full", "oracle", "snapkv", "keydiff"],
 )

@@ -250,10 +250,10 @@ def live(
 
 def result_of(session: LiveSession, logits: Tensor) -> Result:
     """Logits and sizes of a session that is not yet closed."""
-    final, exempt = session.batch.lengths.final, session.method.num_exempt_layers
+    final, dense_layers = session.batch.lengths.final, session.method.dense_layers
     share = next(iter(session.shares.values()))
     resident = resident_share(
-        session.states, session.codec, final, exempt, session.attached.geometry, share.rooms
+        session.states, session.codec, final, dense_layers, session.attached.geometry, share.rooms
     )
     return Result(logits, session.reads.size, session.reads.device_frac, float(resident.mean()))
 
@@ -329,7 +329,7 @@ def host_is_device(trial: Trial) -> str:
 
 
 def link_carries_the_selection(trial: Trial) -> str:
-    """The selected rows and the exempt layers cross the link, and nothing else."""
+    """The selected rows and the dense layers cross the link, and nothing else."""
     trial.require_host()
     trial.require_all_coded()
     attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
@@ -348,7 +348,7 @@ def link_carries_the_selection(trial: Trial) -> str:
             # The own slot is the last. [batch, num_kv_heads or 1, rows]
             read = mask[..., :-1].sum(-1).double()
             crosses = int(read.sum())
-            if selection.mask is None and not evicts:  # as in an exempt layer: padding crosses too
+            if selection.mask is None and not evicts:  # as in a dense layer: padding crosses too
                 crosses = read.numel() * (mask.shape[-1] - 1)
             selected[layer] += crosses * (num_kv_heads // mask.shape[1])
             miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
@@ -368,11 +368,11 @@ def link_carries_the_selection(trial: Trial) -> str:
     every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
     expected = 0
     for layer, of_slot in enumerate(slot_bytes):
-        reads_all = method.reads_all or layer < method.num_exempt_layers
+        reads_all = method.reads_all or layer < method.dense_layers
         expected += of_slot * (every if reads_all else selected[layer])
     if crossed != expected:
         raise BrokenError(
-            f"{crossed} bytes crossed; the selected rows and exempt layers are {expected}"
+            f"{crossed} bytes crossed; the selected rows and dense layers are {expected}"
         )
     if not miscounted <= SIZE_TOLERANCE * max(prompts):
         raise BrokenError(f"num_read is {miscounted:g} tokens off what the mask names")
@@ -406,7 +406,7 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
         for policy, store in zip(policies, session.stores, strict=True):
             if policy.kind == "method" and policy.names_rows:
                 expected += reads.rows_loaded[policy.number] * store.slot_bytes
-            else:  # an exempt layer, or one that reads all and chooses for others
+            else:  # a dense layer, or one that reads all and chooses for others
                 expected += every * store.slot_bytes
     _same_logits(logits, trial.on_device.logits)
     if crossed != expected:
@@ -423,7 +423,7 @@ def size_is_its_closed_form(trial: Trial) -> str:
     rows: Counter[TokenCounts] = Counter()
     for prompt, step in product(trial.prompts, range(STEPS)):
         rows[TokenCounts(prompt + step, prompt, prompt + STEPS)] += 1
-    for row, layer in product(rows, range(method.num_exempt_layers, geometry.num_layers)):
+    for row, layer in product(rows, range(method.dense_layers, geometry.num_layers)):
         read, most = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
         if not (0 if read is None else read) <= most <= row.cached:
             raise BrokenError(

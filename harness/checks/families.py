@@ -61,7 +61,7 @@ METHODS: dict[str, tuple[Method, IntegerCodec | None]] = {
     "snapkv": (SnapKV(kept_frac=0.75, window=4, kernel=3), None),
     "int4": (Full(), IntegerCodec("int4")),
 }
-"""Each leaves one layer exempt, where the model has several under it, and each may read all."""
+"""Each leaves one layer dense, where the model has several under it, and each may read all."""
 
 
 class Finding(NamedTuple):
@@ -125,7 +125,7 @@ def check_family(name: str) -> Finding:
 def own_logits(model: Any) -> str:
     """The full cache in replay gives the model's own logits, within and beyond its window, padded
     and not. Returns why a padded batch is refused, once it is seen to be."""
-    full = Setup(Full(num_exempt_layers=0), None, None)
+    full = Setup(Full(dense_layers=0), None, None)
     for prompts, steps in (SHORT, LONG):
         ids, real = token_batch(prompts, steps)
         alone = []
@@ -169,9 +169,9 @@ def methods_agree(model: Any) -> str:
     with attach(model) as attached:
         short = attached.longest is not None and attached.longest < max(LONG[0]) + STEPS
         prompts = (10, 7) if short else LONG[0]
-        exempt = min(1, attached.geometry.num_layers - 1)
+        dense_layers = min(1, attached.geometry.num_layers - 1)
         if attached.geometry.index is not None:
-            exempt = 0  # no layer reads every token
+            dense_layers = 0  # no layer reads every token
         methods = dict(METHODS)
         if attached.geometry.index is not None:
             methods["dsa"] = Dsa(every=2), None
@@ -183,7 +183,7 @@ def methods_agree(model: Any) -> str:
             if to_measure is not None:
                 tokens, _ = token_batch((15 if short else 64,), steps=0)
                 calibration = calibrate(attached, to_measure, tokens[0].tolist())
-            setup = Setup(replace(method, num_exempt_layers=exempt), codec, calibration)
+            setup = Setup(replace(method, dense_layers=dense_layers), codec, calibration)
             for only in _batches(attached, prompts):
                 expected = replay(attached, setup, prompts, steps=STEPS, only=only)
                 got = live(attached, setup, prompts, steps=STEPS, only=only)

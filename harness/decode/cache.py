@@ -12,7 +12,7 @@ the device's two buffers (`harness.decode.share`), for the layer that computes a
 Under other placements whole layers are read in place. Behind a head's rows a buffer has room for
 the step's own row, so that attention finds all rows in one piece. Two other fetchers have files of
 their own: one leaves rows on the device (`harness.decode.hot_rows`), and one brings the rows of the
-exempt layers in parts (`harness.decode.ahead`).
+dense layers in parts (`harness.decode.ahead`).
 """
 
 from __future__ import annotations

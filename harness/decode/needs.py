@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def reads_less(self) -> bool:
-        """True if layers under the method read less than exempt ones."""
+        """True if layers under the method read less than dense ones."""
         return not self.method.reads_all or mean_bits(self.coded, self.numbers) < 16
 
     @property

@@ -33,8 +33,8 @@ class Opening:
     """Opens the caches of a session, one device after another.
 
     Given: the settings of `LiveSession`; codec: of the layers under the method; exact: of the
-    exempt ones. slabs: empty ones by device; those that are made are put there.
-    Filled by `open_share`: caches: by layer. parts: the layers that request a part of the exempt
+    dense ones. slabs: empty ones by device; those that are made are put there.
+    Filled by `open_share`: caches: by layer. parts: the layers that request a part of the dense
     layers' rows. bytes_needed: memory that was asked for.
     """
 
@@ -98,7 +98,7 @@ class Opening:
         self._open_caches(share, stores, plan.num_ahead)
 
     def _new_store(self, share: DeviceShare, layer: int) -> KVStore:
-        """A layer's store, not allocated yet. Exempt layers store rows as they are, in replay and
+        """A layer's store, not allocated yet. Dense layers store rows as they are, in replay and
         here."""
         shape, policy = self.attached.layers[layer], self.policies[layer]
         is_coded = policy.kind == "method"

@@ -103,7 +103,7 @@ def num_slots(
 def num_fetched_ahead(
     method: Method, codec: CacheCodec, num_layers: int, numbers: Sequence[int]
 ) -> int:
-    """The first layers whose rows cross a link during the whole step before: the exempt ones, where
+    """The first layers whose rows cross a link during the whole step before: the dense ones, where
     the others read less. numbers: of the layers under the method."""
     if not numbers:
         return 0

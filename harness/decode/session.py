@@ -3,7 +3,7 @@
 Under host placement the cache of every layer that sees every token lies in host memory. A layer's
 rows are requested while the previous layer computes: everything that is kept, or what a rehearsal
 there selects. A method that selects by the layer's own query requests them in the layer itself and
-waits. Rows of the exempt layers, where the others read less, cross during the step before.
+waits. Rows of the dense layers, where the others read less, cross during the step before.
 `harness.decode.step` is the page on which a step can be read.
 
     with attach(model) as attached, open_link(attached.device) as link:
@@ -140,7 +140,7 @@ class LiveSession:
     def _new_reads(self) -> StepReads:
         return StepReads(
             self.attached.geometry,
-            self.method.num_exempt_layers,
+            self.method.dense_layers,
             self.codec,
             element_bytes=self.attached.dtype.itemsize,
             device=self.attached.devices[0],

@@ -39,7 +39,7 @@ BIAS_ALIGNMENT = 8
 
 class DecodeStep(Handler):
     """One step. is_last: no further step follows, so nothing is requested for it. parts: the layers
-    that request a part of the exempt layers' rows for the next step.
+    that request a part of the dense layers' rows for the next step.
 
     reads: of each layer under the method. index_reads: tokens read of an index or of rows that stay
     on the device, [batch]. hot_reads: the tokens of `reads` in layers whose fetched rows stay on

@@ -35,7 +35,7 @@ class StepReads:
     def __init__(
         self,
         geometry: Geometry,
-        num_exempt: int,
+        dense_layers: int,
         codec: CacheCodec,
         *,
         element_bytes: int,
@@ -43,7 +43,7 @@ class StepReads:
         evicts: bool = False,
     ) -> None:
         self.geometry = geometry
-        self.num_exempt = num_exempt
+        self.dense_layers = dense_layers
         self.evicts = evicts
         self.widths = code_widths(codec, geometry)
         self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
@@ -74,19 +74,19 @@ class StepReads:
             stored = stored + width * of_format
             stored_bytes = stored_bytes + slot_bytes * of_format
         self.rows += len(cached)
-        share = share_of_cache(cached, stored, self.num_exempt, num_layers)
+        share = share_of_cache(cached, stored, self.dense_layers, num_layers)
         index_share = share_beside(cached, index_read, num_layers)
-        exact = self.num_exempt * cached + index_read + num_layers
+        exact = self.dense_layers * cached + index_read + num_layers
         for window in geometry.windows:
             exact = exact + window.weight * (window.num_cached(cached) + 1)
         num_bytes = geometry.num_kv_heads * (exact * self.token_bytes + stored_bytes)
         self.frac_sum = self.frac_sum + share.sum()
         self.index_sum = self.index_sum + index_share.sum()
         self.num_bytes = self.num_bytes + num_bytes.sum()
-        tokens_read = self.num_exempt * cached + read
+        tokens_read = self.dense_layers * cached + read
         self.tokens_read = self.tokens_read + tokens_read.sum()
         if self.evicts:
-            evicted = cached - read / (num_layers - self.num_exempt)
+            evicted = cached - read / (num_layers - self.dense_layers)
             self.evicted_sum = self.evicted_sum + evicted.sum()
         if hot_reads:
             self.hot_tokens_read = self.hot_tokens_read + _sum(cached, hot_reads).sum()

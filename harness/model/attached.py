@@ -215,9 +215,9 @@ class Attached:
             raise refusal(self.decoder.family, "its indexers have several shapes")
         return IndexShape(head_dims.pop(), top_ks.pop(), tuple(own))
 
-    def method_devices(self, num_exempt_layers: int) -> list[torch.device]:
+    def method_devices(self, dense_layers: int) -> list[torch.device]:
         """The devices of the layers under a method, each once."""
-        return _devices_of(self._counted[num_exempt_layers:])
+        return _devices_of(self._counted[dense_layers:])
 
     def new_cache(self) -> ModelCache:
         """The cache object for one batch, with the states of recurrent layers."""
@@ -562,7 +562,7 @@ def require_codable(codec: AnyCodec, layer: int, keys: Tensor, values: Tensor) -
             raise UserError(
                 f"codec={row_codec.name}: the {what} of layer {layer} reach {largest:.3g}, and it "
                 f"stores fp16 numbers, up to {FP16_MAX:.0f}; choose codec=bf16 for this layer "
-                "(codec_layers, num_exempt_layers) or for all"
+                "(codec_layers, dense_layers) or for all"
             )
 
 

@@ -1,7 +1,7 @@
 """How large a method is, once for replay, live decoding and the cost model; and how a method is set
 to a size.
 
-Shares of the full cache of the layers that see every token, exempt layers included: what a method
+Shares of the full cache of the layers that see every token, dense layers included: what a method
 governs. Means over decode rows. A floating-point element counts 16 bits, an element under a codec
 its bits, an integer of a method's own its width:
 size           share of the full cache that a row reads, its own token not. Under offloading this
@@ -20,8 +20,8 @@ Recurrent layers hold no tokens; their states are reported in bytes. Where all l
 sequences stay within the windows, so that every layer sees every token.
 
 `size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key)
-pairs read over all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits /
-16.
+pairs read over all causal pairs, prompt rows dense, mean over the layers under the method; times
+bits / 16.
 
 Methods are compared at equal size, not at equal settings: `sized_as_stored` finds the setting that
 gives a size.
@@ -79,20 +79,20 @@ def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
 
 
 def code_widths(codec: CacheCodec | None, geometry: Geometry) -> list[float]:
-    """`code_width` of each layer under a method, as methods count, were none exempt."""
+    """`code_width` of each layer under a method, as methods count, were none dense."""
     if codec is None:
         return [1.0] * geometry.num_layers
     layers = range(geometry.num_layers)
     return [code_width(codec_at(codec, layer), geometry) for layer in layers]
 
 
-def share_of_cache(cached: Tensor, stored: Tensor, num_exempt: int, num_layers: int) -> Tensor:
+def share_of_cache(cached: Tensor, stored: Tensor, dense_layers: int, num_layers: int) -> Tensor:
     """Elements read / elements of the full cache, per row, in the layers that see every token.
 
     cached: tokens t of each row; stored: tokens read, each times its layer's `code_width`, summed
-    over the non-exempt layers (mean over KV heads), of the same shape.
+    over the layers under the method (mean over KV heads), of the same shape.
     """
-    return (num_exempt * cached.double() + stored) / (num_layers * cached.double())
+    return (dense_layers * cached.double() + stored) / (num_layers * cached.double())
 
 
 def share_beside(cached: Tensor, read: Tensor, num_layers: int) -> Tensor:
@@ -105,7 +105,7 @@ def resident_share(
     states: Sequence[State],
     codec: CacheCodec | None,
     final: Tensor,
-    num_exempt: int,
+    dense_layers: int,
     geometry: Geometry,
     rooms: Sequence[int] | None = None,
 ) -> Tensor:
@@ -123,7 +123,7 @@ def resident_share(
     if states and states[0].method.when == "true_scores":
         return torch.ones(len(final), dtype=torch.float64)
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
-    layers = range(num_exempt, geometry.num_layers)
+    layers = range(dense_layers, geometry.num_layers)
     kept = torch.zeros(len(final), dtype=torch.float64)
     if not states and codec is not None:
         for layer in layers:
@@ -209,10 +209,10 @@ class ReadStats:
     """Sums over decode rows; add two to merge them.
 
     rows: decode rows, counted once per sequence. fired_rows: rows on which the method's selection
-    (or quantized read) ran in every non-exempt layer. frac_sum, index_sum, resident_sum,
+    (or quantized read) ran in every layer under the method. frac_sum, index_sum, resident_sum,
     window_sum: sums of the shares of the cache that were read, read of an index and kept on the
     device, and of the share that local layers hold. pairs_read, pairs: (query, key) pairs, own
-    token and prompt rows included, mean over the non-exempt layers. recall_sum: sum of
+    token and prompt rows included, mean over the layers under the method. recall_sum: sum of
     attention_recall. evicted_sum: of a method that evicts, sum of the evicted tokens, mean over its
     layers and KV heads; None of any other. link_sum, hit_sum: where rows stay on the device, sums
     of the share of the cache that crosses the link and of the selected rows that are there when a
@@ -334,7 +334,7 @@ class ReadStats:
         if self.rows == 0 or self.fired_rows < self.rows:
             raise UserError(
                 f"the method ran on {self.fired_rows:g} of {self.rows:g} decode rows: "
-                "nothing was measured; check prefill, prefill_len and method.num_exempt_layers"
+                "nothing was measured; check prefill, prefill_len and method.dense_layers"
             )
 
 
@@ -350,19 +350,19 @@ def expected_size(
     rows: how many requests each row occurs in. widths: `code_width` of each layer; None: all 1.
     Raises ValueError where the method's reads depend on the data.
     """
-    exempt = min(method.num_exempt_layers, num_layers)
+    dense_layers = min(method.dense_layers, num_layers)
     total = weight = 0.0
     for row, multiplicity in rows.items():
         if not row.cached:
             continue
         read = 0.0
-        for layer in range(exempt, num_layers):
+        for layer in range(dense_layers, num_layers):
             of_layer = method.tokens_read(row, layer)
             if of_layer is None:
                 raise ValueError("the size of this method depends on the data")
             read += of_layer if widths is None else widths[layer] * of_layer
         whole = num_layers * row.cached
-        total += multiplicity * (exempt * row.cached + read) / whole
+        total += multiplicity * (dense_layers * row.cached + read) / whole
         weight += multiplicity
     return total / weight
 
@@ -427,7 +427,7 @@ def sized_as_stored(
         ways = _ways_to(target, method, counted, num_layers, widths, lengths)
         raise UserError(
             f"size={target}: the nearest size of {called} is {taken:.3f}; "
-            f"allowed here: {allowed} (method.num_exempt_layers={method.num_exempt_layers} of "
+            f"allowed here: {allowed} (method.dense_layers={method.dense_layers} of "
             f"{num_layers} layers read the full cache); enough would be {', or '.join(ways)}"
         )
     if warns and is_unmet(target, taken):
@@ -472,10 +472,10 @@ def _ways_to(
 
     ways: list[str] = []
     if least(method, prompt, final) > target:
-        fewer = [replace(method, num_exempt_layers=n) for n in range(method.num_exempt_layers)]
+        fewer = [replace(method, dense_layers=n) for n in range(method.dense_layers)]
         for of in reversed(fewer):
             if least(of, prompt, final) <= target:
-                ways.append(f"method.num_exempt_layers={of.num_exempt_layers}")
+                ways.append(f"method.dense_layers={of.dense_layers}")
                 break
         none_dense = fewer[:1] if not ways else []
         for of in (method, *none_dense):
@@ -483,7 +483,7 @@ def _ways_to(
             if tokens is not None:
                 words = lengths.prompt.format(tokens)
                 has_fewer = of is not method
-                ways.append(f"{words} with method.num_exempt_layers=0" if has_fewer else words)
+                ways.append(f"{words} with method.dense_layers=0" if has_fewer else words)
                 break
         if lengths.generated is not None:
             tokens = _nearest_where(

@@ -211,7 +211,7 @@ def similarity(subject: Subject) -> list[Point]:
     """
     kept, num_tokens = subject.config.analysis.kept_frac, subject.num_tokens
     method = subject.config.method.with_size(kept)
-    budget = method.tokens_read(TokenCounts(num_tokens, 1, num_tokens), method.num_exempt_layers)
+    budget = method.tokens_read(TokenCounts(num_tokens, 1, num_tokens), method.dense_layers)
     assert budget is not None, "a method that evicts has a budget"
     methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry
     layers = subject.layers(SIMILARITY_LAYERS)

@@ -57,11 +57,11 @@ class PassCounts:
     def stats(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
         """Sums over the rows, each `weights` [batch, rows] times."""
         method, num_layers = self.method, self.geometry.num_layers
-        exempt = method.num_exempt_layers
-        selecting = num_layers - exempt
+        dense_layers = method.dense_layers
+        selecting = num_layers - dense_layers
         stats = self.stats_of_all(weights, measures_recall=measures_recall)
         cached = self._whole()
-        share = share_of_cache(cached, self.stored, exempt, num_layers)
+        share = share_of_cache(cached, self.stored, dense_layers, num_layers)
         index_share = share_beside(cached, self.index_read, num_layers)
         if not method.reads_all:
             pairs_read = float((weights * (self.read / selecting + 1)).sum())
@@ -116,7 +116,7 @@ class PassCounts:
         """`stats`, and what crosses the link where rows stay on the device. policies: of all
         layers."""
         cached, num_kv_heads = self._whole(), self.geometry.num_kv_heads
-        crossed = self.method.num_exempt_layers * cached
+        crossed = self.method.dense_layers * cached
         rows_loaded: Counter[int] = Counter()
         for policy in policies:
             if policy.kind != "method":

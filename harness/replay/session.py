@@ -162,7 +162,7 @@ class ReplaySession:
             list(self.states.values()),
             self.codec,
             self.final_lengths,
-            self.method.num_exempt_layers,
+            self.method.dense_layers,
             self.attached.geometry,
             self.rooms,
         )

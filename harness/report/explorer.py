@@ -62,7 +62,7 @@ WORDS: Mapping[str, str] = {
     "family": "family",
     "asked": "asked size",
     "windows": "windows",
-    "exempt_numbers": "exempt layers",
+    "dense_numbers": "dense layers",
     "step_on": "step timed on",
     "apart": "why it is not compared",
 }

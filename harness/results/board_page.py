@@ -157,8 +157,8 @@ def methods_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
 
     ranks: Shown = {f"rank of {rows[0]['num_compared']}": rank}
-    exempt = shown_as_is(named("exempt_numbers"))
-    shown = _LABEL | ranks | _RATIO | _ANSWERS | _SIZES | _step(rows) | exempt
+    dense = shown_as_is(named("dense_numbers"))
+    shown = _LABEL | ranks | _RATIO | _ANSWERS | _SIZES | _step(rows) | dense
     return sheet_of(title, rows, shown, notes=_notes(rows))
 
 
@@ -389,13 +389,13 @@ def answers_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 
 def _runs(rows: Iterable[TableRow]) -> Iterable[list[TableRow]]:
-    """The rows of each run; a label may have several numbers of exempt layers."""
-    return grouped(rows, itemgetter("label", "method", "codec", "exempt_layers")).values()
+    """The rows of each run; a label may have several numbers of dense layers."""
+    return grouped(rows, itemgetter("label", "method", "codec", "dense_layers")).values()
 
 
 def _label_of_run(run: Sequence[TableRow]) -> str:
-    label, number = run[0]["label"], run[0]["exempt_layers"]
-    return str(label) if number is None else f"{label} ({number:.0f} exempt)"
+    label, number = run[0]["label"], run[0]["dense_layers"]
+    return str(label) if number is None else f"{label} ({number:.0f} dense)"
 
 
 def _mean(column: Metric, run: Sequence[TableRow]) -> str:
@@ -433,7 +433,7 @@ def steps_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """The timed decode steps of each model, the shortest first."""
     shown = shown_as_is(
         named(
-            "label exempt_layers asked_size size batch_size prompt_len compute_s link_bytes "
+            "label dense_layers asked_size size batch_size prompt_len compute_s link_bytes "
             "late_bytes link_bytes_per_s step_s"
         )
     )

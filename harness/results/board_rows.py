@@ -28,7 +28,7 @@ from harness.results.board_sources import (
     rows_at,
 )
 from harness.results.columns import TableRow, grouped, having, values, where
-from harness.results.metrics import CACHE, EQUAL, EXEMPT_LAYERS, SIZE, Metric
+from harness.results.metrics import CACHE, DENSE_LAYERS, EQUAL, SIZE, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
 from harness.results.stats import Design, Estimate, Pair, compare_all, ranks
@@ -314,7 +314,7 @@ def _method_row(
     series = measured.series
     windows = shared or list(measured.rows)
     here = rows_at(measured.rows, windows)
-    numbers = sorted(set(values(here, "exempt_layers")) - {None})
+    numbers = sorted(set(values(here, "dense_layers")) - {None})
     is_shipped = all(values([*here, *series.answers.values()], "shipped"))
     estimate = setting.to_oracle(measured, shared)
     mean_kl = None
@@ -333,7 +333,7 @@ def _method_row(
         "num_models": len(models_at(windows)),
         "num_windows": len(windows),
         "num_places": len({window[1:] for window in windows}),
-        "exempt_numbers": " or ".join(map(EXEMPT_LAYERS.show, numbers)),
+        "dense_numbers": " or ".join(map(DENSE_LAYERS.show, numbers)),
         "shipped": "yes" if is_shipped else "",
     } | exponential("ratio", estimate)
     if measured is setting.reference:  # 1 by its meaning

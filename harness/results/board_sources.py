@@ -79,14 +79,14 @@ def _order(row: TableRow) -> tuple[Any, ...]:
     size, length = row["asked_size"] or 1, row.get("seq_len") or 0
     part = row.get("text") or row.get("task") or ""
     number = row.get("window", row.get("context_id", 0))
-    exempt_layers = row["exempt_layers"] or 0
-    return row["model"], row["label"], size, length, part, exempt_layers, row["run_id"], number
+    dense_layers = row["dense_layers"] or 0
+    return row["model"], row["label"], size, length, part, dense_layers, row["run_id"], number
 
 
 def _rows(record: Record, table: str, labels: Mapping[str, str]) -> Iterator[TableRow]:
     """The rows of a record. labels: of the runs on texts and tasks, by their method in words."""
     config = record["config"]
-    exempt_layers = config["method"].get("num_exempt_layers")
+    dense_layers = config["method"].get("dense_layers")
     of_run = {
         "experiment": record["experiment"],
         "model": config["model"]["name"],
@@ -95,7 +95,7 @@ def _rows(record: Record, table: str, labels: Mapping[str, str]) -> Iterator[Tab
         "label": config["label"],
         "settings": in_words(record["settings"]),
         "asked_size": config["size"],
-        "exempt_layers": None if is_full(record) else exempt_layers,
+        "dense_layers": None if is_full(record) else dense_layers,
         "source": "measured",
         "run_id": record["run_id"],
     }
@@ -226,7 +226,7 @@ class Series(NamedTuple):
 def series_of(sources: Sources, models: Container[str] | None = None) -> list[Series]:
     """The methods by label and asked size, on all models or some.
 
-    A label that one model has with several numbers of exempt layers, at one length of windows or on
+    A label that one model has with several numbers of dense layers, at one length of windows or on
     one task, is one series of each. Raises UserError if two methods or codecs have one label.
     """
     rows = [*sources.windows, *sources.answers]
@@ -234,13 +234,13 @@ def series_of(sources: Sources, models: Container[str] | None = None) -> list[Se
     for row in rows:
         measured_on = row["seq_len"] if "text" in row else row["task"]
         key = row["label"], row["model"], row["asked_size"], measured_on
-        numbers.setdefault(key, set()).add(row["exempt_layers"])
+        numbers.setdefault(key, set()).add(row["dense_layers"])
     of_several = {label for (label, *_), found in numbers.items() if len(found) > 1}
 
     def label_and_size(row: TableRow) -> tuple[str, float | None]:
         label = row["label"]
         if label in of_several:
-            label += f", {row['exempt_layers'] or 0:.0f} exempt layers"
+            label += f", {row['dense_layers'] or 0:.0f} dense layers"
         return label, row["asked_size"]
 
     series = []
@@ -339,11 +339,11 @@ def timed_step(metrics: Mapping[str, Any]) -> TableRow:
 
 
 def step_at(
-    step: TableRow, timed_size: float, size: float | None, exempt_layers: int | None
+    step: TableRow, timed_size: float, size: float | None, dense_layers: int | None
 ) -> TableRow:
     """A timed step at another size; its `step_s` is None if the size or the link is not known.
 
-    The bytes of the exempt layers, where there are any the only ones that a late method transfers
+    The bytes of the dense layers, where there are any the only ones that a late method transfers
     ahead, are the same at any size.
     """
     bytes_per_s = step["link_bytes_per_s"]
@@ -351,9 +351,9 @@ def step_at(
         return step | {"step_s": None}
     ratio = size / timed_size
     link_bytes, late_bytes = step["link_bytes"] * ratio, step["late_bytes"] * ratio
-    if exempt_layers and late_bytes:
-        of_exempt_layers = step["link_bytes"] - step["late_bytes"]
-        late_bytes = max(0.0, link_bytes - of_exempt_layers)
+    if dense_layers and late_bytes:
+        of_dense_layers = step["link_bytes"] - step["late_bytes"]
+        late_bytes = max(0.0, link_bytes - of_dense_layers)
     scaled = step | {"link_bytes": link_bytes, "late_bytes": late_bytes}
     change = step_seconds(scaled, bytes_per_s) - step_seconds(step, bytes_per_s)
     return scaled | {"step_s": step["step_s"] + change}
@@ -372,7 +372,7 @@ class BoardSteps:
         setups = {setup: rows for setup, rows in by_setup.items() if setup[0] in models}
         setup: tuple[Any, ...] = max(setups, key=lambda setup: len(setups[setup]), default=())
         self.rows = grouped(setups.get(setup, ()), _METHOD)
-        """By method, codec, label and exempt layers."""
+        """By method, codec, label and dense layers."""
         self.model, self.prompt_len, self.timed_on = "", 0, ""
         if setup:
             self.model, platform, batch_size, self.prompt_len = setup
@@ -398,14 +398,14 @@ class BoardSteps:
                 source = MODELLED
         else:
             size = sum(values(here, "size")) / len(here)
-            step = step_at(timed[0], timed[0]["size"], size, row["exempt_layers"])
+            step = step_at(timed[0], timed[0]["size"], size, row["dense_layers"])
             seconds, source = step["step_s"], MODELLED
         if seconds is None:
             return {}
         return {"step_s": seconds, "step_source": source, "step_on": self.timed_on}
 
 
-_METHOD = itemgetter("method", "codec", "label", "exempt_layers")
+_METHOD = itemgetter("method", "codec", "label", "dense_layers")
 
 
 def _group_size(row: TableRow) -> str:

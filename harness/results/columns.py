@@ -61,7 +61,7 @@ def _split(shapes: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {shape: tuple(words.split()) for shape, words in shapes.items()}
 
 
-_RUN = "experiment model method codec label settings asked_size exempt_layers"
+_RUN = "experiment model method codec label settings asked_size dense_layers"
 _TIMED = "experiment platform source model method label settings batch_size prompt_len gen_len"
 ACCURACY = (
     *named(
@@ -123,7 +123,7 @@ BOARD = named(
     "over model method family label asked_size seq_len rank rank.. num_compared kl_nats ratio "
     "ratio.. degrees num_models num_windows num_places answers answers_difference "
     "answers_difference.. num_questions num_contexts answers_note size.. device_frac.. "
-    "resident_frac.. exempt_numbers step_s step_source step_on front apart source shipped"
+    "resident_frac.. dense_numbers step_s step_source step_on front apart source shipped"
 )
 """A method at a size and a length, over `model`, the names of the models that have it. `over`: the
 board it is compared on, over all models or of one of them. `kl_nats` is the
@@ -173,7 +173,7 @@ NEEDED = _split({
     "board_claims": "model claim measure asked_size verdict",
 })  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
-_OF_BOARD = "model method codec label asked_size exempt_layers"
+_OF_BOARD = "model method codec label asked_size dense_layers"
 IDENTITY = _split({
     "accuracy": "model method label settings task",
     "latency": "model platform source method label settings batch_size prompt_len gen_len",

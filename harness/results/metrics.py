@@ -264,14 +264,14 @@ NUM_SAMPLES = Metric("num_samples", "samples", POSITIVE, 0, phrase="n = {:,.0f}"
 NUM_FEWSHOT = Metric("num_fewshot", "shots", POSITIVE, 0, phrase="{:.0f}-shot")
 SEQ_LEN = Metric("seq_len", "length", TOKENS, 0, phrase="{:,.0f} tokens")
 VALUE = Metric("value", "value", NUMBER, 3)
-EXEMPT_LAYERS = Metric("exempt_layers", "exempt layers", POSITIVE, 0)
-EXEMPT_NUMBERS = Metric("exempt_numbers", "exempt layers")
+DENSE_LAYERS = Metric("dense_layers", "dense layers", POSITIVE, 0)
+DENSE_NUMBERS = Metric("dense_numbers", "dense layers")
 """Of several models."""
 APART = Metric("apart", "why it is not compared")
 CLAIM = Metric("claim", "claim")
 OTHERS = (
     LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, VALUE,
-    EXEMPT_LAYERS, EXEMPT_NUMBERS, APART, CLAIM,
+    DENSE_LAYERS, DENSE_NUMBERS, APART, CLAIM,
     *map(Metric, (
         "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
         "wall", "step_source", "answers_note", "closer", "over", "measure", "verdict",

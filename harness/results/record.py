@@ -25,7 +25,7 @@ from harness.settings.config import RunConfig, prompt_of_window
 from harness.settings.kinds import find, foreign_settings
 from harness.settings.schema import CONF_DIR
 
-SCHEMA = 4
+SCHEMA = 5
 DIGEST = "digest"
 LOCATIONS = {
     "model": "path",
@@ -267,8 +267,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _damage(record: Any, run: str) -> str | None:
     """In words, the first thing wrong with a record; ValueError where a number is not finite."""
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        return f"not of schema {SCHEMA}"
+    if not isinstance(record, dict):
+        return "no record"
+    if record.get("schema") != SCHEMA:
+        return f"not of schema {SCHEMA}: another version wrote it; delete it and run again"
     if record.get(DIGEST) != _digest(record):
         return "changed since it was written"
     try:

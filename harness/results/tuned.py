@@ -35,7 +35,7 @@ HEADER = """\
 # A method or model that is not here has none.
 """
 ASKED = re.compile(r"(?:^|, )size=([\d.]+)")
-DENSE = re.compile(r"(?:^|, )num_exempt_layers=(\d+)")
+DENSE = re.compile(r"(?:^|, )dense_layers=(\d+)")
 CODEC = re.compile(r"(?:^|, )codec=")
 DenseLayers = dict[str, dict[str, dict[float, int]]]
 """The number by model, method and size."""
@@ -74,7 +74,7 @@ def best_of(rows: Iterable[TableRow]) -> DenseLayers:
             continue
         if given is None and row["method"] not in options("method"):
             continue  # a method of one's own, whose file is not here
-        number = given[1] if given else shipped(row["method"])[1]["num_exempt_layers"]
+        number = given[1] if given else shipped(row["method"])[1]["dense_layers"]
         of_method = found.setdefault(row["model"], {}).setdefault(row["method"], {})
         of_method.setdefault(float(asked[1]), int(number))
     return found

@@ -229,9 +229,9 @@ def _of_method(
     cells: list[tuple[dict[str, Any], bool]], method: str
 ) -> list[tuple[dict[str, Any], bool]]:
     """The cells of one method, of a sweep that varies it. Another method takes the place of each
-    that has no setting of its own, but for the number of exempt layers, which every method has.
+    that has no setting of its own, but for the number of dense layers, which every method has.
 
-    Where each method has one number of exempt layers, its own (`as_tuned`), the other method has
+    Where each method has one number of dense layers, its own (`as_tuned`), the other method has
     that of its class.
     """
     names = {str(cell["method"]) for cell, _ in cells if "method" in cell}
@@ -255,7 +255,7 @@ def _of_method(
 def _has_several_numbers(
     cell: Mapping[str, Any], cells: Sequence[tuple[dict[str, Any], bool]]
 ) -> bool:
-    """Whether a cell is there with another number of exempt layers too."""
+    """Whether a cell is there with another number of dense layers too."""
     for other, _ in cells:
         if {**other, OF_EVERY_METHOD: None} == {**cell, OF_EVERY_METHOD: None} and other != cell:
             return True

@@ -94,14 +94,14 @@ def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
 class Window:
     """A scored window: its place as in `TextWindow`, per-row scores of the method, the full cache's
     nll, the sizes read, and the errors of attention outputs (`ReplaySession.attention_errors`), of
-    which those of the first `exempt` layers are 0."""
+    which those of the first `dense_layers` layers are 0."""
 
     place: float
     scores: RowScores
     full_nll: Tensor
     reads: ReadStats
     errors: Tensor
-    exempt: int
+    dense_layers: int
 
 
 def run_perplexity(
@@ -180,8 +180,8 @@ def _window(
     window: TextWindow, session: ReplaySession, scores: RowScores, full_nll: Tensor
 ) -> Window:
     session.reads.check_fired()
-    errors, exempt = session.attention_errors, session.method.num_exempt_layers
-    return Window(window.place, scores, full_nll, session.reads, errors, exempt)
+    errors, dense_layers = session.attention_errors, session.method.dense_layers
+    return Window(window.place, scores, full_nll, session.reads, errors, dense_layers)
 
 
 def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> Reference:
@@ -252,8 +252,8 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
         metrics[name] = getattr(reads, name)
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
     num_layers = len(windows[0].errors)
-    exempt = min(windows[0].exempt, num_layers - 1)
-    errors = [window.errors[exempt:] for window in windows]
+    dense_layers = min(windows[0].dense_layers, num_layers - 1)
+    errors = [window.errors[dense_layers:] for window in windows]
     metrics |= error_metrics(errors)
     layers = []
     for layer in range(num_layers):

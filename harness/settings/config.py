@@ -607,7 +607,7 @@ class RunConfig:
 
         sized = self.method.with_size(self.size)
         any_counts = TokenCounts(cached=1000, prompt=900, final=1100)
-        return sized.tokens_read(any_counts, sized.num_exempt_layers) is None
+        return sized.tokens_read(any_counts, sized.dense_layers) is None
 
     @property
     def codec_name(self) -> str | None:
@@ -660,12 +660,12 @@ class RunConfig:
         if self.codec is None:
             raise UserError(f"{listed}: needs codec=, the format of other layers; fp32 is exact")
         formats: set[str] = set()
-        exempt = self.method.num_exempt_layers
+        dense_layers = self.method.dense_layers
         for layers in layer_formats(self.codec_layers):
-            if layers.last is not None and layers.last < exempt:
-                are_exempt = f"method.num_exempt_layers={exempt} leaves these layers as they are"
+            if layers.last is not None and layers.last < dense_layers:
+                are_dense = f"method.dense_layers={dense_layers} leaves these layers as they are"
                 later = "name later ones, or set it to 0"
-                raise UserError(f"codec_layers=[{layers.words}]: {are_exempt}; {later}")
+                raise UserError(f"codec_layers=[{layers.words}]: {are_dense}; {later}")
             formats |= {layers.keys, layers.values}
         return formats
 

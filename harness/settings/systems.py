@@ -53,7 +53,7 @@ LABELS = {
     "disk+infinigen2": System("infinigen2", "disk"),
     "disk+infinigen2+rows": System("infinigen2", "disk", device_rows=2),
 }
-OF_EVERY_METHOD = "method.num_exempt_layers"
+OF_EVERY_METHOD = "method.dense_layers"
 """The setting that every method has, which may be given beside any system."""
 LATE_LAYER = 2**30
 """Number of a layer that is none of a method's first ones."""

@@ -7,7 +7,7 @@ model.
 Bytes are those that a live session would have in half precision (`harness.decode.needs`). A step is
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
 ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
-for; rows of exempt layers, where others read less, cross during the whole step. Beside the counts
+for; rows of dense layers, where others read less, cross during the whole step. Beside the counts
 of `predict`, a step reads what the method's state keeps of each layer once. Coded rows are read as
 they are stored where kernels take them, and else decoded first (a write and a read in half
 precision). The efficiencies are fitted to the paper's systems on one machine. Launches of kernels,
@@ -150,13 +150,13 @@ def _geometry(shape: ModelShape, family: str) -> Geometry:
 def _model_sizes(
     shape: ModelShape, geometry: Geometry, method: Method, weight_bytes: int, prefetch: bool
 ) -> ModelSizes:
-    exempt = method.num_exempt_layers
-    if exempt >= shape.num_layers:
-        raise UserError(f"method.num_exempt_layers={exempt}: must be < {shape.num_layers} layers")
+    dense_layers = method.dense_layers
+    if dense_layers >= shape.num_layers:
+        raise UserError(f"method.dense_layers={dense_layers}: must be < {shape.num_layers} layers")
     softmax = Softmax(geometry.scale)
     layers = []
     for number in range(shape.num_layers):
-        if number < exempt:
+        if number < dense_layers:
             policy = Policy("full", number, "kept", softmax, None)
         else:
             policy = method_policy(method, number, softmax, number == 0, prefetch)
@@ -217,7 +217,7 @@ class Step:
         link = self.platform.link_bytes_per_s
         governed = [layer for layer in plan.model.layers if layer.policy.kind == "method"]
         reads_less = plan.reads_less
-        spread_s = 0.0  # of the exempt layers' rows, in each other layer's share of the step
+        spread_s = 0.0  # of the dense layers' rows, in each other layer's share of the step
         if on_host and reads_less:
             for index, layer in enumerate(plan.model.layers):
                 if layer.policy.kind != "method":
