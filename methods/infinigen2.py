@@ -34,8 +34,7 @@ random number in (0, 1). The tokens with the largest p / u are read, and c is th
 the others. A token with p >= c counts once, and any other counts c / p times in the softmax, so
 that numerator and denominator of the attention are right on average for every query head (priority
 sampling). The numbers u are hashes of `seed`, layer, KV head and token. They stay the same from row
-to row, so that a step draws nearly what the step before drew, and rows that stay on the device are
-found there.
+to row, so that a step draws nearly what the step before drew, and a GPU cache has them already.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ whose keys differ most from their landmark, and all generated tokens. A step rea
 best chunks by the softmax over landmarks: their values cross the link, their keys are rebuilt. A
 value counts as half a token in `size`; the rest counts in `device_frac`, so compare it after long
 prompts. The official code fetches 1.56 %, in all layers, and no chunk twice in a row, which is
-nearly `device_rows=1`.
+nearly `gpu_cache=1`.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_rows_that_stay_on_the_device_do_not_cross():
     method = CASES["infinigen-layer"].method
     steps = {}
     for hit_frac, rows in ((0.0, 0), (0.75, 2)):
-        capacity = capacity_of(method, placement="host", device_rows=rows)
+        capacity = capacity_of(method, placement="host", gpu_cache=rows)
         steps[hit_frac] = modelled.Step(MACHINE, SHAPE, capacity, hit_frac, EXACT)
     read, own = 4 * 11 * ROW / 1e6, 4 * ROW / 1e6  # 0.4 of 28 tokens; own rows cross while others are waited for
     assert read < steps[0.0].seconds(1) <= read + own + 1e-5
@@ -324,7 +324,7 @@ H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
         ([*H100, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
         ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
         ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
-        ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for device_rows"),
+        ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for gpu_cache"),
         ([*H100, "system=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
         (["platform=cuda", "method=full", "model.device=map"], "model.device=map: kind=capacity is about one device"),
         (

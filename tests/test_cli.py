@@ -163,10 +163,10 @@ REFUSED = {
     "-m method=full,h2": "method=h2: did you mean 'h2o'",
     "size=near:0.1": "size=near:0.1: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
     "size=nearest:2": "size=2.0: must be above 0 and at most 1",
-    "experiment=latency method=full device_rows=2": "device_rows=2: Full cache selects no rows; needs a method that",
-    "method=quest device_rows=0.5": "device_rows=0.5: must be 0, or 1 and more, times the rows that a step reads",
-    "method=quest prefetch=true": "prefetch=true: needs device_rows of 1 or more, which it fetches into",
-    "method=infinigen device_rows=1 prefetch=true": "prefetch=true: InfiniGen tells no rows before its own query",
+    "experiment=latency method=full gpu_cache=2": "gpu_cache=2: Full cache selects no rows; needs a method that",
+    "method=quest gpu_cache=0.5": "gpu_cache=0.5: must be 0, or 1 and more, times the rows that a step reads",
+    "method=quest prefetch=true": "prefetch=true: needs gpu_cache of 1 or more, which it fetches into",
+    "method=infinigen gpu_cache=1 prefetch=true": "prefetch=true: InfiniGen tells no rows before its own query",
 }
 """What Hydra would misread, or refuse in words that do not help, and settings that do not go together."""
 

@@ -83,7 +83,7 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     assert torch.equal(host, device)
     session.close()
     if case.method.names_rows:
-        reused, session = decode(attached, case, placement="host", link=link, device_rows=1)
+        reused, session = decode(attached, case, placement="host", link=link, gpu_cache=1)
         assert largest_difference(reused, device) <= tolerance
         session.close()
 

@@ -300,16 +300,16 @@ def test_shares_are_those_of_the_rows_that_are_read(name, selections):
     assert found.resident_frac == pytest.approx(index)
 
 
-@pytest.mark.parametrize("device_rows", [1, 1.5])
+@pytest.mark.parametrize("gpu_cache", [1, 1.5])
 @pytest.mark.parametrize(("name", "method"), [("glm_moe_dsa", Dsa()), ("deepseek_v32", Dsa(every=2))])
-def test_as_many_rows_are_found_on_the_device_as_replay_counts(name, method, device_rows):
+def test_as_many_rows_are_found_on_the_device_as_replay_counts(name, method, gpu_cache):
     with attach(model_of(name)) as attached, EmulatedLink(1e12) as link:
         ids, real = token_batch(LONG)
-        counted = contract.open_replay(attached, contract.Setup(method, None, None), real, device_rows=device_rows)
+        counted = contract.open_replay(attached, contract.Setup(method, None, None), real, gpu_cache=gpu_cache)
         columns = max(LONG)
         counted.prefill(ids[:, :columns], real[:, :columns])
         counted.decode(ids[:, columns:], real[:, columns:])
-        options = {"placement": "host", "link": link, "device_rows": device_rows}
+        options = {"placement": "host", "link": link, "gpu_cache": gpu_cache}
         with closing(open_live(attached, Case(method), **options)) as session:
             force(session, LONG)
             assert session.h2d_bytes == counted.reads.rows_loaded.total() * LATENT * 4
@@ -320,11 +320,11 @@ def test_as_many_rows_are_found_on_the_device_as_replay_counts(name, method, dev
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "device_rows"),
+    ("name", "method", "gpu_cache"),
     [("glm_moe_dsa", Dsa(), 0), ("glm_moe_dsa", Dsa(), 1.5), ("deepseek_v32", Full(), 0)],
 )
-def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, method, device_rows):
-    options = {"placement": "host", "device_rows": device_rows}
+def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, method, gpu_cache):
+    options = {"placement": "host", "gpu_cache": gpu_cache}
     prompts = (24, 15)
     ids, real = token_batch(prompts, 0)
     with attach(model_of(name)) as attached, EmulatedLink(1e12) as link:

@@ -55,7 +55,7 @@ def test_forks_of_a_session_are_what_sessions_of_their_own_are(name):
             assert "true scores" in str(refused) and placement == "host"
 
 
-@pytest.mark.parametrize("options", [{"device_rows": 1.5}, {"prefetch": True, "device_rows": 2}], ids=["stay", "early"])
+@pytest.mark.parametrize("options", [{"gpu_cache": 1.5}, {"prefetch": True, "gpu_cache": 2}], ids=["stay", "early"])
 def test_forks_begin_without_rows_on_the_device(options):
     require_same_as_alone(tiny("gqa"), CASES["quest"], "even", "host", **options)
 

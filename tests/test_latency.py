@@ -170,7 +170,7 @@ def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(ti
     monkeypatch.setattr(Followed, "most_alive", 0)
     monkeypatch.setattr("harness.speed.timed_run.LiveSession", Followed)
     shape = replace(SHAPE, repeats=3)
-    metrics, samples = timed(tiny_gqa, ids, TimedRun(InfiniGen(), shape, device_rows=1), shared=shared)
+    metrics, samples = timed(tiny_gqa, ids, TimedRun(InfiniGen(), shape, gpu_cache=1), shared=shared)
     steps = [PROMPT + step for step in range(2 + 4)]
     assert Followed.cached == [*([] if shared else [[]]), steps, steps, steps], "a prompt of ids has a warm-up"
     assert Followed.most_alive == 1, "of one session's memory"
@@ -178,7 +178,7 @@ def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(ti
     assert len(samples["begin_s"]) == len(samples["dense_s"]) == 3 and len({*samples["dense_s"]}) == (
         3 if shared else 1
     )
-    once, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), replace(SHAPE, repeats=1), device_rows=1), shared=shared)
+    once, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), replace(SHAPE, repeats=1), gpu_cache=1), shared=shared)
     assert once["ttft_spread_s"] is once["tpot_spread_s"] is None
     for name in ("h2d_bytes", "size", "hit_rate", "device_kv_bytes"):
         assert once[name] == pytest.approx(metrics[name]), "repeats read the same rows"
@@ -210,18 +210,18 @@ def test_a_slow_link_is_busy_and_a_fast_one_hardly(tiny_gqa, ids):
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
-    ideal, plain, hot = (
+    ideal, plain, caching = (
         TimedRun(Full(), SHAPE, placement="device"),
-        *(TimedRun(InfiniGen(fixed_fetch=5), SHAPE, device_rows=device_rows) for device_rows in (0, 1)),
+        *(TimedRun(InfiniGen(fixed_fetch=5), SHAPE, gpu_cache=gpu_cache) for gpu_cache in (0, 1)),
     )
     peak = {}
-    for cell in (ideal, plain, hot):
+    for cell in (ideal, plain, caching):
         metrics, _ = timed(tiny_gqa, ids, cell)
         peak[cell] = metrics["peak_device_bytes"] - weights
         assert metrics["device_kv_bytes"] == peak[cell]
     assert peak[ideal] == 4 * (PROMPT + 12) * EXACT
     buffers, lists = 2 * (5 + 1) * EXACT, 2 * BATCH * 2 * 5 * 2 * 8  # with room for the own row; int64, of 2 KV heads
-    assert peak[hot] == peak[plain] + buffers + lists, "in each of two layers"
+    assert peak[caching] == peak[plain] + buffers + lists, "in each of two layers"
 
 
 def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
@@ -261,7 +261,7 @@ def test_systems_are_named_after_what_they_are():
         assert config.label == label and not config.label_given
         assert isinstance(config.method, METHODS[system.method]), label
         assert (config.placement, config.codec) == (system.placement, system.codec)
-        assert (config.device_rows, config.prefetch) == (system.device_rows, system.prefetch)
+        assert (config.gpu_cache, config.prefetch) == (system.gpu_cache, system.prefetch)
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
     assert load(["experiment=latency", *ON_CUDA, "system=uvm", "platform.device_gib=48"]).platform.device_gib == 48
 
@@ -317,7 +317,7 @@ ON_CUDA = ["platform=cuda"]
         (["system=ideal", "placement=host", "label=ideal"], "label=ideal: .* this run is offload"),
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
         (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
-        ([*ON_CUDA, "placement=managed", "device_rows=2"], "device_rows=2: placement=managed fetches no"),
+        ([*ON_CUDA, "placement=managed", "gpu_cache=2"], "gpu_cache=2: placement=managed fetches no"),
         ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
         ([*ON_CUDA, "system=uvm", "platform.device_gib=0"], "platform.device_gib=0: must be above 0"),
         ([*ON_CUDA, "system=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),

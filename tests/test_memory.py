@@ -95,25 +95,23 @@ class Held(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "device_rows"),
+    ("name", "placement", "gpu_cache"),
     [
         *((name, "device", 0) for name in ("int4", "h2o", "infinigen", "oracle")),
         *((name, "host", 0) for name in ("full", "int4", "h2o", "shadowkv")),
         *((name, "host", 2) for name in ("infinigen", "quest", "shadowkv")),
     ],
 )
-def test_a_session_needs_its_slots_and_buffers(name, placement, device_rows):
+def test_a_session_needs_its_slots_and_buffers(name, placement, gpu_cache):
     prompts = PROMPTS["padded"]
     with (
         attached_with_link() as (attached, link),
-        closing(
-            open_live(attached, CASES[name], 3, placement=placement, link=link, device_rows=device_rows)
-        ) as session,
+        closing(open_live(attached, CASES[name], 3, placement=placement, link=link, gpu_cache=gpu_cache)) as session,
     ):
         force(session, prompts, 3)
         slots = sum(aligned(store.slots.nbytes) for store in session.stores)
         needed = prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
-        needed += sum(cache.device_bytes for cache in session.caches)  # rows that stay, and their lists
+        needed += sum(cache.device_bytes for cache in session.caches)  # the GPU cache and its lists
         if placement == "host":
             (share,) = session.shares.values()
             buffers = sum(buffer.nbytes for buffer in share.buffers)
@@ -195,8 +193,8 @@ def test_each_memory_is_asked_by_itself(needed, device, message, monkeypatch):
 
 
 # On a fake GPU: OPT-13B, batch 20, 1,920 + 128 tokens. Fake tensors have sizes and are freed as real ones are. Four
-# layers stand for forty: a further one adds its store, and where rows stay its buffer, to both sides alike. Memory that
-# the link's stream uses is not free before the host knows that the stream is done.
+# layers stand for forty: a further one adds its store, and with a GPU cache its buffer, to both sides alike. Memory
+# that the link's stream uses is not free before the host knows that the stream is done.
 
 CODED = 39 // 2 + 1 + 2 * 2
 """Of 39 columns in 4 bits, with scale and minimum."""
@@ -220,7 +218,7 @@ def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
     monkeypatch.setattr(memory, "require_memory", lambda size, _, what="": what == keeps and asked.append(size))
     method, system = system_of(label)
     codec = codec_named(system.codec) if system.codec else None
-    options = {"placement": system.placement, "device_rows": system.device_rows, "codec": codec, "steps": 128}
+    options = {"placement": system.placement, "gpu_cache": system.gpu_cache, "codec": codec, "steps": 128}
     with fake_gpu() as trace:
         model = fake_model("opt-13b", num_hidden_layers=4)  # its weights are not counted
         read_decoder(model)

@@ -42,7 +42,7 @@ def prompts_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
-    ("name", "placement", "device_rows"),
+    ("name", "placement", "gpu_cache"),
     [
         *((name, placement, 0) for name in NAMES for placement in ("device", "host")),
         *(
@@ -51,9 +51,9 @@ def prompts_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         ),
     ],
 )
-def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, placement, device_rows, batch):
+def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, placement, gpu_cache, batch):
     case, prompts = case_of(name), BATCHES[batch]
-    options = {"placement": placement, "device_rows": device_rows}
+    options = {"placement": placement, "gpu_cache": gpu_cache}
     with attached_with_link() as (attached, link):
         with closing(open_live(attached, case, 3, link=link, **options)) as session:
             session.prefill(*prompts_of(prompts))

@@ -83,10 +83,10 @@ def bytes_of_cell(case: Case, ids: torch.Tensor, steps: int, options: dict[str, 
     return samples["timed_h2d_bytes"], samples["timed_d2h_bytes"]
 
 
-@pytest.mark.parametrize(("name", "device_rows", "prefetch"), WITH_ROWS)
-def test_a_cell_generate_and_usage_count_alike(name, device_rows, prefetch, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("name", "gpu_cache", "prefetch"), WITH_ROWS)
+def test_a_cell_generate_and_usage_count_alike(name, gpu_cache, prefetch, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    case, options = CASES[name], {"device_rows": device_rows, "prefetch": prefetch}
+    case, options = CASES[name], {"gpu_cache": gpu_cache, "prefetch": prefetch}
     ids = torch.tensor([byte_tokenizer()(PROMPT)["input_ids"]])
     tokens = first_tokens(case, ids, options)
     steps = max(step for step, token in enumerate(tokens[: NEW - 2]) if token not in tokens[:step])

@@ -99,7 +99,7 @@ class CachedModel:
     calibration: Calibration | None = None
     placement: Placement = "device"
     link: Links | None = None
-    device_rows: float = 0
+    gpu_cache: float = 0
     prefetch: bool = False
     pinned: bool = True
     max_new_tokens: int = 64
@@ -442,7 +442,7 @@ class CachedModel:
             num_columns=texts.longest,
             codec=self.codec,
             calibration=self.calibration,
-            device_rows=self.device_rows,
+            gpu_cache=self.gpu_cache,
             prefetch=self.prefetch,
         )
         dense = session.prefill(texts.tokens[:, :prompt], texts.within[:, :prompt])
@@ -519,7 +519,7 @@ class CachedModel:
             placement=self.placement,
             link=self.link,
             calibration=self.calibration,
-            device_rows=self.device_rows,
+            gpu_cache=self.gpu_cache,
             prefetch=self.prefetch,
             pinned=self.pinned,
         )

@@ -516,7 +516,7 @@ def attach(
             calibration=setup.calibration,
             placement=config.placement,
             link=link,
-            device_rows=config.device_rows,
+            gpu_cache=config.gpu_cache,
             prefetch=config.prefetch,
             pinned=platform.pinned,
             max_new_tokens=max_new_tokens,

@@ -63,7 +63,7 @@ class KVModel(MethodLM):
         batch_size, max_batch_size: play no part: replay makes batches that fit.
         trust_remote_code: as `model.trust_remote_code`.
         settings: of `harness.lm` (method, size, ...), and of the model such as `model.gguf_file`.
-            A text is read as on the command line: `codec=null`, `device_rows=2`.
+            A text is read as on the command line: `codec=null`, `gpu_cache=2`.
 
     Raises UserError in one line.
     """

@@ -93,7 +93,7 @@ ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
 ROWS_OF_FIRST_CALL = (8, 3)
 """Rows of even and odd sequences in the first of two calls; the second call has the others."""
 NUM_CALIBRATION_TOKENS = 256
-DEVICE_ROWS = 1.5  # times what a step reads
+GPU_CACHE = 1.5  # times what a step reads
 LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
 TOLERANCE = 1e-4
 """Allowed difference of logits: live and replay sum the same products in another order."""
@@ -379,15 +379,15 @@ def link_carries_the_selection(trial: Trial) -> str:
     return f"{crossed} bytes"
 
 
-def rows_that_stay_are_counted(trial: Trial) -> str:
-    """With rows that stay on the device, and rows that come early where the method tells them, the
+def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
+    """With a GPU cache, and rows that come early where the method tells them, the
     logits are the same, and as many rows cross the link as replay counts."""
     trial.require_host()
     method, attached, prompts = trial.setup.method, trial.attached, trial.prompts
     if not method.names_rows:
-        raise NotAskedError("selects no rows that could stay on the device")
+        raise NotAskedError("selects no rows that a GPU cache could hold")
     prefetch = any(policy.prefetches for policy in policies_of(attached, method, prefetch=True))
-    options: dict[str, Any] = {"device_rows": DEVICE_ROWS, "prefetch": prefetch}
+    options: dict[str, Any] = {"gpu_cache": GPU_CACHE, "prefetch": prefetch}
     ids, real = batch_on(attached.device, prompts, seed=trial.seed)
     columns = max(prompts)
     counted = open_replay(attached, trial.setup, real, **options)
@@ -529,7 +529,7 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
     "live decoding is replay": live_is_replay,
     "host placement is device placement": host_is_device,
     "the link carries what is selected": link_carries_the_selection,
-    "rows that stay on the device are counted": rows_that_stay_are_counted,
+    "rows of the GPU cache are counted": rows_of_the_gpu_cache_are_counted,
     "the size is its closed form": size_is_its_closed_form,
     "a fork is fresh": a_fork_is_fresh,
     "a padded sequence is itself alone": padded_is_alone,

@@ -11,7 +11,7 @@ A layer's `Fetcher` brings its rows. Under host placement a request starts a tra
 the device's two buffers (`harness.decode.share`), for the layer that computes and the next one.
 Under other placements whole layers are read in place. Behind a head's rows a buffer has room for
 the step's own row, so that attention finds all rows in one piece. Two other fetchers have files of
-their own: one leaves rows on the device (`harness.decode.hot_rows`), and one brings the rows of the
+their own: one is the GPU cache (`harness.decode.gpu_cache`), and one brings the rows of the
 dense layers in parts (`harness.decode.ahead`).
 """
 
@@ -80,7 +80,7 @@ class Fetcher:
     is_ahead = False
     """True if the rows cross during the whole step before."""
     keeps_rows = False
-    """True if fetched rows stay on the device."""
+    """True for the GPU cache: fetched rows stay on the device."""
 
     def __init__(self, share: DeviceShare, store: KVStore) -> None:
         self.share = share
@@ -123,13 +123,13 @@ class Fetcher:
         return self.request_slots(slots, slots >= 0), slots
 
     def prefetch(self, mask: Tensor, most: int) -> None:
-        """Request what will probably be selected, where rows stay on the device."""
+        """Request what will probably be selected, with a GPU cache."""
 
     def note_tokens(self, tokens: Tensor, may_change: bool) -> None:
-        """Note the token of each slot before a selection, where rows stay on the device."""
+        """Note the token of each slot before a selection, with a GPU cache."""
 
     def forget(self, slots: Tensor) -> None:
-        """Drop copies of slots that are written anew, where rows stay on the device."""
+        """Drop copies of slots that are written anew, with a GPU cache."""
 
     def _load_into_buffer(self, request: int | Chosen, count: int) -> Fetch:
         """Start a request of `count` rows that comes in one piece.

@@ -4,8 +4,8 @@ things:
     select      the method names the rows to read, by the layer's own query here or earlier
                 (`methods.base.When`)
     fetch       these rows cross the link while an earlier layer computes; the layer waits for
-                missing ones. Rows may stay on the device, or come early because a query made in the
-                layer before would select them
+                missing ones. Rows may be in the GPU cache, or come early because a query made in
+                the layer before would select them
     attend      to the fetched rows and the step's own row, which is on the device
     write back  the own row to its slot in the store, while later layers compute
 
@@ -41,9 +41,9 @@ class DecodeStep(Handler):
     """One step. is_last: no further step follows, so nothing is requested for it. parts: the layers
     that request a part of the dense layers' rows for the next step.
 
-    reads: of each layer under the method. index_reads: tokens read of an index or of rows that stay
-    on the device, [batch]. hot_reads: the tokens of `reads` in layers whose fetched rows stay on
-    the device. rest: what stands for the tokens that a layer does not read, between its selection
+    reads: of each layer under the method. index_reads: tokens read of an index or of resident
+    rows, [batch]. gpu_cache_reads: the tokens of `reads` in layers with a GPU
+    cache. rest: what stands for the tokens that a layer does not read, between its selection
     and its attention; own: there, whether it reads its own token, bool [batch, 1], where a method
     may leave it out. bias_of_columns: of the layers that read all columns of a padded batch, by
     device and dtype.
@@ -64,7 +64,7 @@ class DecodeStep(Handler):
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[LayerRead] = []
         self.index_reads: list[Tensor] = []
-        self.hot_reads: list[Tensor] = []
+        self.gpu_cache_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
         self.own: dict[LayerCache, Tensor] = {}
         self.bias_of_columns: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -160,7 +160,7 @@ class DecodeStep(Handler):
             self.own[cache] = selection.own
         self.reads.append(LayerRead(cache.policy.number, selection.num_read[:, 0]))
         if cache.fetcher.keeps_rows:
-            self.hot_reads.append(selection.num_read[:, 0])
+            self.gpu_cache_reads.append(selection.num_read[:, 0])
         self._note_index(selection)
 
     def _note_index(self, selection: Selection) -> None:

@@ -28,8 +28,8 @@ class StepReads:
     the stores are there.
     element_bytes: of the compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and
     windows in the compute dtype, and the own token of every layer. tokens_read: fp64, 0-d: cached
-    tokens read, mean over KV heads, in all layers that see every token; hot_tokens_read: of them
-    those in layers whose fetched rows stay on the device. Padding is not counted.
+    tokens read, mean over KV heads, in all layers that see every token; gpu_cache_tokens_read: of
+    them those in layers with a GPU cache. Padding is not counted.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class StepReads:
         self.rows = 0
         sums = torch.zeros(6, dtype=torch.float64, device=device)
         self.frac_sum, self.index_sum, self.num_bytes, *of_tokens = sums
-        self.tokens_read, self.hot_tokens_read, self.evicted_sum = of_tokens
+        self.tokens_read, self.gpu_cache_tokens_read, self.evicted_sum = of_tokens
 
     def count(
         self,
         cached: Tensor,
         reads: Sequence[LayerRead],
         index_reads: Sequence[Tensor],
-        hot_reads: Sequence[Tensor] = (),
+        gpu_cache_reads: Sequence[Tensor] = (),
     ) -> None:
         """Add a step. cached: tokens before it, int [batch]; reads: of each layer under the method;
-        index_reads: tokens read of an index, mean over KV heads, [batch]; hot_reads: the tokens of
-        `reads` in layers whose fetched rows stay on the device."""
+        index_reads: tokens read of an index, mean over KV heads, [batch]; gpu_cache_reads: the
+        tokens of `reads` in layers with a GPU cache."""
         geometry, num_layers = self.geometry, self.geometry.num_layers
         index_read = _sum(cached, index_reads)
         read = torch.zeros_like(index_read)
@@ -88,8 +88,10 @@ class StepReads:
         if self.evicts:
             evicted = cached - read / (num_layers - self.dense_layers)
             self.evicted_sum = self.evicted_sum + evicted.sum()
-        if hot_reads:
-            self.hot_tokens_read = self.hot_tokens_read + _sum(cached, hot_reads).sum()
+        if gpu_cache_reads:
+            self.gpu_cache_tokens_read = (
+                self.gpu_cache_tokens_read + _sum(cached, gpu_cache_reads).sum()
+            )
 
     def _by_format(self, reads: Sequence[LayerRead]) -> dict[tuple[float, int], list[Tensor]]:
         """The tokens read in layers whose rows have one width and one number of bytes."""

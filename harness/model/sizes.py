@@ -7,7 +7,7 @@ its bits, an integer of a method's own its width:
 size           share of the full cache that a row reads, its own token not. Under offloading this
                crosses the link
 device_frac    read in device memory: size, and on top an index that is read to select (partial
-               keys, page bounds) or rows that stay on the device
+               keys, page bounds) or resident rows
 resident_frac  kept on the device by the method's state and the codec, of the full cache at T
 
 A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens, on the
@@ -174,8 +174,8 @@ def _bytes(tensor: Tensor) -> int:
 
 SHARES = ("size", "size_artifact", "device_frac", "resident_frac")
 """Properties of `ReadStats` beside every score of accuracy."""
-OF_HOT_ROWS = ("link_frac", "hit_frac")
-"""Further ones, where rows stay on the device; None elsewhere."""
+OF_GPU_CACHE = ("link_frac", "hit_frac")
+"""Further ones, with a GPU cache; None elsewhere."""
 OF_EVICTING = ("tokens_evicted",)
 """A further one, of a method that evicts; None elsewhere."""
 OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
@@ -214,7 +214,7 @@ class ReadStats:
     device, and of the share that local layers hold. pairs_read, pairs: (query, key) pairs, own
     token and prompt rows included, mean over the layers under the method. recall_sum: sum of
     attention_recall. evicted_sum: of a method that evicts, sum of the evicted tokens, mean over its
-    layers and KV heads; None of any other. link_sum, hit_sum: where rows stay on the device, sums
+    layers and KV heads; None of any other. link_sum, hit_sum: with a GPU cache, sums
     of the share of the cache that crosses the link and of the selected rows that are there when a
     layer selects; None elsewhere. rows_loaded: rows of a KV head that crossed the link there, by
     layer, as methods count. constants: of the session, no sums.
@@ -251,7 +251,7 @@ class ReadStats:
     def sizes(self) -> dict[str, float]:
         """`SHARES`, and of the others those that this run has."""
         sizes = {}
-        for name in (*SHARES, *OF_EVICTING, *OF_HOT_ROWS, *OF_SOME_MODELS):
+        for name in (*SHARES, *OF_EVICTING, *OF_GPU_CACHE, *OF_SOME_MODELS):
             size = getattr(self, name)
             is_absent = size is None or (name in OF_SOME_MODELS and size == 0)
             if not is_absent:
@@ -297,7 +297,7 @@ class ReadStats:
     @property
     def link_frac(self) -> float | None:
         """Share of the full cache that crosses the link, with what is fetched in vain; None where
-        no row stays on the device: there it is what is read behind the link."""
+        there is no GPU cache: there it is what is read behind the link."""
         return None if self.link_sum is None else self._mean(self.link_sum)
 
     @property

@@ -28,7 +28,7 @@ class PassCounts:
     under the method, fp64 of the same shape. read: tokens read. stored: the same, each token times
     the width of its layer's codec (`code_width`). index_read: tokens read of an index, or of exact
     rows beside codes. recall: share of the attention on what is read.
-    Where rows stay on the device, rows of all KV heads: selected: rows chosen. missed: chosen rows
+    With a GPU cache, rows of all KV heads: selected: rows chosen. missed: chosen rows
     that were not on the device. loaded: by layer, rows that crossed the link.
     num_selecting: layers in which the method ran. errors: where they are measured, relative errors
     of attention outputs by layer under the method, fp32 [batch, rows, heads]. needle_read: where
@@ -113,7 +113,7 @@ class PassCounts:
         return torch.stack(shares)
 
     def with_link(self, stats: ReadStats, weights: Tensor, policies: Sequence[Policy]) -> ReadStats:
-        """`stats`, and what crosses the link where rows stay on the device. policies: of all
+        """`stats`, and what crosses the link with a GPU cache. policies: of all
         layers."""
         cached, num_kv_heads = self._whole(), self.geometry.num_kv_heads
         crossed = self.method.dense_layers * cached

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.decode.hot_rows import HotRows
+from harness.decode.gpu_cache import GpuCache
 from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.indexer import IndexCall
@@ -50,7 +50,7 @@ class Session(Protocol):
     history: History
     states: dict[torch.device, State]
     rooms: list[int] | None
-    hot_rows: dict[int, HotRows]
+    gpu_caches: dict[int, GpuCache]
     measure_recall: bool
     measure_errors: bool
     needles: Tensor | None
@@ -182,14 +182,14 @@ class DecodePass(Handler):
         for begin in range(0, num_rows, size):
             yield slice(begin, min(begin + size, num_rows))
 
-    def hot_rows(self, layer: int) -> HotRows | None:
+    def gpu_cache(self, layer: int) -> GpuCache | None:
         """The rows of a layer that would be on the device; None where none stay."""
         session, shape = self.session, self.session.attached.layers[layer]
         if session.rooms is None or not self.policies[layer].names_rows:
             return None
-        if layer not in session.hot_rows:
-            session.hot_rows[layer] = HotRows(session.rooms, shape.num_kv_heads, shape.device)
-        return session.hot_rows[layer]
+        if layer not in session.gpu_caches:
+            session.gpu_caches[layer] = GpuCache(session.rooms, shape.num_kv_heads, shape.device)
+        return session.gpu_caches[layer]
 
     def rows_on(self, device: torch.device) -> RowsOnDevice:
         """The pass's rows, copied once to each device."""
@@ -454,9 +454,9 @@ class _Block:
             selection = self._selection_of(self.state, rows)
             if selection.mask is not None:
                 asked.append(selection.mask)
-            hot = self.decode.hot_rows(self.layer)
-            if hot is not None:
-                self._count_hits(hot, asked)
+            gpu_cache = self.decode.gpu_cache(self.layer)
+            if gpu_cache is not None:
+                self._count_hits(gpu_cache, asked)
         self._add(self.counts.read, selection.num_read)
         width = self.counts.widths[self.policy.number]
         self._add(self.counts.stored, width * selection.num_read)
@@ -470,13 +470,13 @@ class _Block:
             check_selection(selection, state, rows)
         return selection
 
-    def _count_hits(self, hot: HotRows, asked: Sequence[Tensor]) -> None:
+    def _count_hits(self, gpu_cache: GpuCache, asked: Sequence[Tensor]) -> None:
         """Let the block's rows, one after another, fetch what is not on the device, and count it.
 
         asked: the masks of the guess, if any, and of the selection, bool [batch, 1 or num_kv_heads,
         rows, slots].
         """
-        num_kv_heads, real = hot.slots.shape[1], self.real[:, self.rows]
+        num_kv_heads, real = gpu_cache.slots.shape[1], self.real[:, self.rows]
         loaded = self.counts.loaded.setdefault(
             self.policy.number, torch.zeros_like(self.counts.read)
         )
@@ -487,7 +487,7 @@ class _Block:
                 of_row = mask[:, :, row] & real[:, row, None, None]
                 of_row = of_row.expand(-1, num_kv_heads, -1)
                 most = int(of_row.sum(-1).max())
-                fetch, _ = hot.request(of_row, self.tokens[:, None], most)
+                fetch, _ = gpu_cache.request(of_row, self.tokens[:, None], most)
                 missed = (fetch.slots >= 0).sum((1, 2))[:, None].to(missed)
                 loaded[:, this] += missed
             self.counts.missed[:, this] += missed  # of the selection, which comes last

@@ -51,12 +51,12 @@ MAX_ROW_BYTES = 64
 @dataclass(frozen=True)
 class Setup:
     """method: `size` resolved, and settled by its calibration. codec: None stores rows exactly.
-    calibration: None where none is needed. device_rows, prefetch: as in `LiveSession`."""
+    calibration: None where none is needed. gpu_cache, prefetch: as in `LiveSession`."""
 
     method: Method
     codec: CacheCodec | None
     calibration: Calibration | None
-    device_rows: float = 0
+    gpu_cache: float = 0
     prefetch: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Setup:
             num_columns=num_columns,
             measure_recall=measure_recall,
             measure_errors=measure_errors,
-            device_rows=self.device_rows,
+            gpu_cache=self.gpu_cache,
             prefetch=self.prefetch,
         )
 
@@ -123,7 +123,7 @@ def _setup(config: RunConfig, method: Method, loaded: LoadedModel, attached: Att
         tokenized(method, loaded),
         codec_of(config),
         calibration,
-        config.device_rows,
+        config.gpu_cache,
         config.prefetch,
     )
 

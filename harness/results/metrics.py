@@ -98,8 +98,8 @@ OF_SOME_RUNS = (
     Metric("recurrent_bytes", "recurrent state", IN_MIB, 2),
     Metric("latent_bytes", "latent per token", IN_KIB, 2),
 )
-"""Columns of tables with runs of a method that evicts, or in which rows stay on the device, or
-whose models have local layers, recurrent layers or latents."""
+"""Columns of tables with runs of a method that evicts, or with a GPU cache, or whose
+models have local layers, recurrent layers or latents."""
 
 # Scores of texts and tasks: `harness/scoring`, by the name in a table's column `metric`
 

@@ -273,13 +273,13 @@ class Capacity(Measurement):
             needed = "kind=capacity needs the memory of the emulated device, in GiB"
             raise UserError(f"platform.device_gib=null: {needed}")
         has_hits = config.capacity.hit_frac is not None
-        needs_hits = platform.sheet is not None and config.device_rows > 0
+        needs_hits = platform.sheet is not None and config.gpu_cache > 0
         if needs_hits and not has_hits:
             unknown = "on a modelled machine nobody knows which rows are asked for again"
             give = "give the share that was measured (`found on device`), from 0 to below 1"
             raise UserError(f"capacity.hit_frac=null: {unknown}; {give}")
         if has_hits and not needs_hits:
-            no_rows = "is for device_rows on a modelled machine; leave it null"
+            no_rows = "is for gpu_cache on a modelled machine; leave it null"
             raise UserError(f"capacity.hit_frac={config.capacity.hit_frac:g}: {no_rows}")
 
     def needs_weights(self, config: RunConfig) -> bool:

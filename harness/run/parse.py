@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OF_THE_CODEC = ("codec", "value_codec", "codec_layers", "rotation", "key_groups")
-DEFAULTS = ("group_size", "residual", "device_rows", "prefetch")
+DEFAULTS = ("group_size", "residual", "gpu_cache", "prefetch")
 """Keys of a method's YAML for which a setting of the same name may be given."""
 OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 """Keys of a method's YAML that make it that method. They cannot be changed under its name."""
-ON_HOST = ("device_rows", "prefetch")
+ON_HOST = ("gpu_cache", "prefetch")
 """Those that need rows behind a link."""
 
 AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
@@ -393,7 +393,7 @@ def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
             f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
             f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
         )
-    systems.check_hot_rows(config.method, config.device_rows, config.prefetch)
+    systems.check_gpu_cache(config.method, config.gpu_cache, config.prefetch)
     measurement_of(config.kind).check(config)
 
 
@@ -424,6 +424,6 @@ def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
     parts: list[str | None] = [title]
     if config.codec_name != codec_of_file:
         parts.append(config.codec_name)
-    if config.device_rows != file.get("device_rows", 0):
-        parts.append(f"{config.device_rows:g}x rows on the device")
+    if config.gpu_cache != file.get("gpu_cache", 0):
+        parts.append(f"{config.gpu_cache:g}x GPU cache")
     return " + ".join(filter(None, parts))

@@ -251,7 +251,7 @@ class CapacityConfig:
     """The bounds of `kind=capacity`, and what the cost model cannot know.
 
     max_batch: the search ends there. host_gib: host memory for the cache, in GiB; None: any. curve:
-    batches below the largest are timed too, in powers of two. hit_frac: with device_rows on a
+    batches below the largest are timed too, in powers of two. hit_frac: with gpu_cache on a
     modelled machine, the share of the selected rows that are on the device already.
     """
 
@@ -535,8 +535,8 @@ class RunConfig:
     shipped one. group_size: elements along head_dim that share lo and step of an integer codec;
     with key_groups=channel, of keys, consecutive tokens of one channel. rotation: applied to a
     vector before an integer codec. residual: number of last tokens that stay exact, on the device.
-    device_rows: rows of each layer and KV head that stay on the device, in times of what a
-    step reads at most. prefetch: rows that a query made in the layer before would select cross the
+    gpu_cache: rows of the GPU cache in each layer and KV head, as a multiple of what a step reads
+    at most. prefetch: rows that a query made in the layer before would select cross the
     link early. size: the share of the full cache, of the layers that see every token, that a decode
     step is to read; sizing: `nearest` for `size=nearest:SHARE`.
     """
@@ -573,7 +573,7 @@ class RunConfig:
     prefill_len: Natural = field(kw_only=True)
     num_windows: Count = 4
     placement: Placement = "host"
-    device_rows: Annotated[float, Field(ge=0, le=MOST)] = 0
+    gpu_cache: Annotated[float, Field(ge=0, le=MOST)] = 0
     prefetch: bool = False
     latency: LatencyConfig = LatencyConfig()
     capacity: CapacityConfig = CapacityConfig()

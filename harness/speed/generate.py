@@ -196,7 +196,7 @@ def new_session(
         placement=config.placement,
         link=link,
         calibration=setup.calibration,
-        device_rows=config.device_rows,
+        gpu_cache=config.gpu_cache,
         prefetch=config.prefetch,
         pinned=config.platform.pinned,
     )

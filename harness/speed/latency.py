@@ -71,7 +71,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
             shape,
             config.placement,
             setup.codec,
-            config.device_rows,
+            config.gpu_cache,
             config.prefetch,
             platform.pinned,
             platform.weights_on_device,

@@ -80,7 +80,7 @@ class TimedRun:
     shape: LatencyConfig
     placement: Placement = "host"
     codec: CacheCodec | None = None
-    device_rows: float = 0
+    gpu_cache: float = 0
     prefetch: bool = False
     pinned: bool = True
     weights_on_device: float = 1.0
@@ -184,7 +184,7 @@ def time_run(
             placement=run.placement,
             link=link if run.placement in BEHIND_LINK else None,
             calibration=calibration,
-            device_rows=run.device_rows,
+            gpu_cache=run.gpu_cache,
             prefetch=run.prefetch,
             pinned=run.pinned,
             slabs=slabs,

@@ -270,7 +270,7 @@ def indices(mask: Tensor, cap: int) -> Tensor:
 def missing_rows(
     mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `hot_rows.missing_rows`. A target without a missing slot may be anything."""
+    """As `gpu_cache.missing_rows`. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
     missing = kept.new_empty((batch, heads, most))
     targets = torch.empty_like(missing)

@@ -124,7 +124,7 @@ def plan_of_shape(
             warns=False,
         )
     model = _model_sizes(shape, geometry, method, weight_bytes, config.prefetch)
-    return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.device_rows)
+    return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.gpu_cache)
 
 
 def _rows_of(lengths: LatencyConfig) -> list[TokenCounts]:
@@ -238,7 +238,7 @@ class Step:
                 load = row_bytes / link
                 if policy.names_rows:
                     load /= self.efficiency.row_fetch
-                    if plan.device_rows:
+                    if plan.gpu_cache:
                         load *= 1 - self.hit_frac
                 if policy.when == "own_query" and not policy.prefetches:
                     load, waited = 0.0, load
