@@ -33,8 +33,8 @@ from harness.speed.latency import compute_threads, decode_rows, prompt_ids, two_
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 
 IDEAL = "ideal"
-SIZE = "0.1"
-NOT_IDEAL = ("size=", "method.", "codec=", "group_size=", "rotation=", "gpu_cache=", "prefetch=")
+BUDGET = "0.1"
+NOT_IDEAL = ("budget=", "method.", "codec=", "group_size=", "rotation=", "gpu_cache=", "prefetch=")
 """Settings that the ideal does not have."""
 
 
@@ -43,8 +43,8 @@ def config_of(label: str, settings: Sequence[str]) -> RunConfig:
     `NOT_IDEAL`."""
     label, *own = label.split(",")
     named = f"system={label}" if label in options("system") else f"method={label}"
-    sized = [] if label == IDEAL else [f"size={SIZE}"]
-    common = ["experiment=latency", "batch_size=8", "repeats=1", "timed_steps=16", named, *sized]
+    budget = [] if label == IDEAL else [f"budget={BUDGET}"]
+    common = ["experiment=latency", "batch_size=8", "repeats=1", "timed_steps=16", named, *budget]
     given = [setting for setting in settings if label != IDEAL or not setting.startswith(NOT_IDEAL)]
     return load([*common, *given, *own])
 

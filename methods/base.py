@@ -67,7 +67,7 @@ class Method:
     """A KV-cache method: its fields are its settings (`methods.settings`)."""
 
     dense_layers: int = setting(
-        0, "first layers that read the full cache; every size counts them", least(0)
+        0, "first layers that read the full cache; every budget counts them", least(0)
     )
     """The default is the number of the method's own code, else of its paper. A class says it where
     it is not 0; a file of `conf/method` says it where it is not its class's."""
@@ -129,7 +129,7 @@ class Method:
         """The calibration where the method needs one (`methods.extras.Calibrates`)."""
         return None
 
-    # Sizes
+    # Budgets
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
         """Cached tokens that a decode row reads in a layer under the method; None where the data
@@ -148,22 +148,24 @@ class Method:
         the method evicts."""
         return counts.cached
 
-    def with_size(self, frac: float) -> Self:
-        """This method sized by one number in (0, 1]. Raises ValueError where the method has no such
-        number.
+    def with_budget(self, frac: float) -> Self:
+        """This method with the budget of one number in (0, 1]. Raises ValueError where the method
+        has no such number.
 
-        The size that is read must grow with the number, but need not be equal to it: dense layers
+        The budget that is read must grow with the number, but need not be equal to it: dense layers
         and codecs come on top. The harness looks for the number, by `tokens_read` where it says the
-        size, else by measuring it.
+        budget, else by measuring it.
         """
-        no_size = f"method {type(self).__name__} has no size to set: it reads the same share always"
+        no_budget = (
+            f"method {type(self).__name__} has no budget to set: it reads the same share always"
+        )
         raise ValueError(
-            f"{no_size}; size=nearest:{frac:g} runs it as it is, and with_size gives it one "
+            f"{no_budget}; budget=nearest:{frac:g} runs it as it is, and with_budget gives it one "
             "(CONTRIBUTING.md)"
         )
 
-    def min_size(self, counts: TokenCounts) -> float:
-        """Least number for `with_size` that a sequence with this prompt and T allows. Raises
+    def min_budget(self, counts: TokenCounts) -> float:
+        """Least number for `with_budget` that a sequence with this prompt and T allows. Raises
         ValueError if none."""
         return 2**-24
 
@@ -416,8 +418,8 @@ class Lengths(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """A decode row in the arithmetic of sizes: tokens cached before it, tokens of its prompt, T of
-    its sequence."""
+    """A decode row in the arithmetic of budgets: tokens cached before it, tokens of its prompt, T
+    of its sequence."""
 
     cached: int
     prompt: int

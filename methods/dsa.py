@@ -186,10 +186,10 @@ class Dsa(FitsModel, ReadsIndexer):
         """Where the own token is chosen, one less than `max_tokens_read`: the data decides."""
         return None
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         raise ValueError(
-            "method dsa has no size to set: it reads the model's index_topk tokens; "
-            f"size=nearest:{frac:g} runs it as it is"
+            "method dsa has no budget to set: it reads the model's index_topk tokens; "
+            f"budget=nearest:{frac:g} runs it as it is"
         )
 
 

@@ -45,7 +45,7 @@ GATHERED_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Evicting(Method):
-    """Reads all that it keeps, so `tokens_kept` gives all three sizes."""
+    """Reads all that it keeps, so `tokens_kept` gives all three shares."""
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
         return self.tokens_kept(counts, layer)
@@ -82,7 +82,7 @@ class EvictingToBudget(Evicting):
         return floor_frac(self.kept_frac, final).clamp(min=1)
 
     @property
-    def sized_by(self) -> tuple[str, str]:
+    def budget_setting(self) -> tuple[str, str]:
         """The setting that says the budget, and its value in words."""
         if self.kept_tokens is not None:
             return "kept_tokens", str(self.kept_tokens)
@@ -94,18 +94,18 @@ class EvictingToBudget(Evicting):
             stay, shortest = getattr(self, self.always_kept), int(lengths.final.min())
             found = f"it keeps {self.budget(shortest)} of {shortest} tokens"
             more = f"more: {found}, which must exceed method.{self.always_kept}={stay}"
-            require(self.budget(shortest) > stay, *self.sized_by, more)
+            require(self.budget(shortest) > stay, *self.budget_setting, more)
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         return min(counts.cached, self.budget(counts.final))
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         return replace(self, kept_frac=frac, kept_tokens=None)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
         if not self.always_kept:
-            return super().min_size(counts)
+            return super().min_budget(counts)
         stay = getattr(self, self.always_kept)
         require(
             stay < counts.final,

@@ -186,7 +186,7 @@ class Capped(Choosing):
         whole = counts.cached if self.cap_of == "cached" else counts.final
         return min(counts.cached, max(1, int(self.max_fetch_frac * whole)))
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         return replace(self, max_fetch_frac=frac, fixed_fetch=None)
 
     def artifact_budget(self) -> float:
@@ -244,9 +244,9 @@ class ScoreSelecting(Capped, Selecting):
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         return counts.cached if self.group == "union" else super().max_tokens_read(counts, layer)
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: alpha becomes inf."""
-        return replace(super().with_size(frac), alpha=math.inf)
+    def with_budget(self, frac: float) -> Self:
+        """Set by the cap alone: alpha becomes inf."""
+        return replace(super().with_budget(frac), alpha=math.inf)
 
     def choose(
         self, scores: Tensor, rows: QueryRows, final: Tensor, geometry: Geometry,

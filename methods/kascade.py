@@ -23,8 +23,8 @@ known a layer ahead, so their rows cross the link while other layers compute. Ea
 takes the tokens of the anchor's head that is most similar on the calibration text: the share of its
 attention that it finds there, of that on its own best 64 tokens. `anchors=[2,8,13,14]` names
 anchors beside the first layer; by default a dynamic program takes the `num_anchors` (5) with the
-largest sum of similarities. An anchor counts whole in `size`, so that 5 of 30 layers are 17 %
-before anything else is read, and 28 % of 1,024 tokens with `min_tokens`, which a `size` leaves as
+largest sum of similarities. An anchor counts whole in `budget`, so that 5 of 30 layers are 17 %
+before anything else is read, and 28 % of 1,024 tokens with `min_tokens`, which a `budget` leaves as
 it is. The [official code](https://github.com/microsoft/kascade) takes the least similarity of a
 prompt's tiles of 32 rows, mean over 1,000 prompts, where this takes the mean over rows of one text;
 it compares the 32 best tokens before a tile, and the tile itself; it weighs layers by what
@@ -195,8 +195,8 @@ class Kascade(Calibrates):
         chosen = max(self.min_tokens, int(self.read_frac * counts.cached))
         return counts.cached if self.is_anchor(layer) else min(counts.cached, chosen)
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing
+    def with_budget(self, frac: float) -> Self:
+        """Set by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing
         breaks all."""
         return replace(self, read_frac=frac)
 

@@ -179,7 +179,7 @@ class Periodic(EvictingToBudget):
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a sequence's budget does not exceed the tokens that always stay."""
-        name, value = self.sized_by
+        name, value = self.budget_setting
         for prompt, final in zip(lengths.prompt.tolist(), lengths.final.tolist(), strict=True):
             budget = self.budget(final)
             more = f"more: it keeps {budget} of {final} tokens, which must exceed "
@@ -197,7 +197,7 @@ class Periodic(EvictingToBudget):
         """The most that a compression finds: its slots are taken again one by one."""
         return min(counts.cached, self.budget(counts.final) + self.divide_length - 1)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
         safe = self.safe(counts.prompt)
         if self.protect_prompt:

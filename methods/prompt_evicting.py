@@ -22,7 +22,7 @@ The rule, and where it differs (made into docs/methods.md):
 smoothed along the tokens (`pooling`, `kernel`). The best tokens stay, with the window and
 `num_sinks` first tokens, so that `kept_frac` of the prompt or `kept_tokens` are kept. A maximum
 makes a peak's neighbours equal to it; the attention before smoothing decides between them, so that
-the peak itself stays. The official code leaves that to `topk`. A small `size` needs a prompt that
+the peak itself stays. The official code leaves that to `topk`. A small `budget` needs a prompt that
 is most of the sequence. Results depend on whether the question is in the window; `prefill=` says
 so.
 
@@ -228,10 +228,10 @@ class EvictingOnce(Evicting):
             share = -(-(share + (FLOOR - 1) * max(0, counts.prompt - self.safe)) // FLOOR)
         return min(counts.prompt, self.safe + share) + generated
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         return replace(self, kept_frac=frac, kept_tokens=None)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
         below = f"below {counts.prompt}, the shortest prompt"
         require(self.safe < counts.prompt, "num_sinks + method.window", self.safe, below)

@@ -25,7 +25,7 @@ the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of 
 e^(q · c) · (sum of values) to its numerator; the others nothing. When `update` (1,024) tokens have
 left the last ones, they are clustered, too.
 
-- Clusters differ in size, so the data decides how many tokens are read. `size` (and `read_frac`)
+- Clusters differ in size, so the data decides how many tokens are read. `budget` (and `read_frac`)
   fix that number: clusters are read in their order, the last one in part, and what is left of it is
   estimated at the cluster's mean value.
 - In the official code (microsoft/RetrievalAttention, newest version) the numbers of clusters, of
@@ -406,10 +406,10 @@ class RetroInfer(WeighsRest):
             return counts.cached
         return min(counts.cached, max(self.steady(counts) + 1, int(self.read_frac * counts.cached)))
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         return replace(self, read_frac=frac)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least share that reads a token of a cluster at the first row."""
         always = self.num_sinks + self.num_recent
         require(

@@ -33,7 +33,7 @@ its heads' probabilities. budget / 2 tokens of the best chunks are read, the las
   (`skip_layers`), and none of Llama-3.1 and Mistral, as here (`dense_layers`).
 - The unfinished chunk is always read, and counts in the budget. In TensorRT-LLM it competes, and
   so does the row's own token.
-- `size` sets the budget, of which it is half. At `budget_frac=2` nothing is left out.
+- `budget` sets the budget, of which it is half. At `budget_frac=2` nothing is left out.
 - The paper's variant for several turns, which evicts nothing, is not here.
 """
 
@@ -257,17 +257,17 @@ class RocketKV(SelectingBy):
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         return self.kept(counts.prompt) + counts.cached - counts.prompt
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         """A row reads tokens for half of the budget."""
         return replace(self, budget_frac=2 * frac, budget_tokens=None)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least number that keeps one token more than always stay."""
         below = f"below {counts.prompt}, the shortest prompt"
         require(self.safe < counts.prompt, "num_sinks + method.window", self.safe, below)
         low, high = 0.0, 1.0
         for _ in range(24):
             middle = (low + high) / 2
-            is_enough = self.with_size(middle).kept(counts.prompt) > self.safe
+            is_enough = self.with_budget(middle).kept(counts.prompt) > self.safe
             low, high = (low, middle) if is_enough else (middle, high)
-        return max(high, super().min_size(counts))
+        return max(high, super().min_budget(counts))

@@ -75,15 +75,15 @@ class Selecting(Choosing):
         0.0, "share of the tokens read that are the most recent", share(zero=True)
     )
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least number that reads a token beside the sinks at the first row."""
         if not self.num_sinks:
-            return super().min_size(counts)
+            return super().min_budget(counts)
         first, low, high = counts._replace(cached=counts.prompt), 0.0, 1.0
         for _ in range(24):
             middle = (low + high) / 2
             enough = (
-                self.with_size(middle).max_tokens_read(first, self.dense_layers) > self.num_sinks
+                self.with_budget(middle).max_tokens_read(first, self.dense_layers) > self.num_sinks
             )
             low, high = (low, middle) if enough else (middle, high)
         return high
@@ -369,7 +369,7 @@ class Retrieving(SelectingBy):
     def _read(self, cached: int) -> int:
         return self.pages_read(cached) * self.page_size + cached % self.page_size
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         return replace(self, read_frac=frac, read_tokens=None)
 
     def artifact_budget(self) -> float:

@@ -44,7 +44,7 @@ def settings_of(cls: Any) -> tuple[Setting, ...]:
 
 @cache
 def _read_once(cls: Any) -> tuple[Setting, ...]:
-    """Methods are made often while a size is looked for, each with a check of its settings."""
+    """Methods are made often while a budget is looked for, each with a check of its settings."""
     found = []
     for field in dataclasses.fields(cls):
         meaning = _said(cls, field.name, MEANING) or ""

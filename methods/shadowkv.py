@@ -13,7 +13,7 @@ heads · head_dim. A landmark is the mean key of a chunk of `page_size` (8) toke
 device are the last `local_chunks` (4) full chunks of the prompt, the `outlier_frac` of the others
 whose keys differ most from their landmark, and all generated tokens. A step reads these, and the
 best chunks by the softmax over landmarks: their values cross the link, their keys are rebuilt. A
-value counts as half a token in `size`; the rest counts in `device_frac`, so compare it after long
+value counts as half a token in `budget`; the rest counts in `device_frac`, so compare it after long
 prompts. The official code fetches 1.56 %, in all layers, and no chunk twice in a row, which is
 nearly `gpu_cache=1`.
 """

@@ -19,9 +19,9 @@ keep only `num_sinks` (64) first and `num_recent` (256) last tokens. `pattern` i
 the authors publish them: a line per layer, a column per KV head, separated by tabs. Without it
 gates are measured on the calibration text, as kvpress does: how much of the mean query's attention
 to the mean key at 500 positions falls on early ones. That needs rotary positions, so OPT needs a
-file. `size` sets `sparsity`; the least size is that of the windows. The prompt is dense, as in the
-official code where it is one pass; in chunks, the official streaming heads see their window alone
-from the second chunk on.
+file. `budget` sets `sparsity`; the least budget is that of the windows. The prompt is dense, as in
+the official code where it is one pass; in chunks, the official streaming heads see their window
+alone from the second chunk on.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class DuoAttention(Calibrates, ReadsFile, Method):
         window = min(counts.cached, self.num_sinks + self.num_recent)
         return (1 - self.sparsity) * counts.cached + self.sparsity * window
 
-    def with_size(self, frac: float) -> Self:
-        """The share of heads that retrieve. The size grows with it, from that of the windows
+    def with_budget(self, frac: float) -> Self:
+        """The share of heads that retrieve. The budget grows with it, from that of the windows
         alone."""
         return replace(self, sparsity=1 - frac)

@@ -16,8 +16,8 @@ Keys in 4 bits give the softmax over the candidates. A KV head reads tokens in i
 sum is `p` (0.85), at most `max_fetch_frac` of the cached tokens. `group=sum_probs` adds up the
 group's mean probabilities; `union`, the official rule, prunes for each query head, among pages of
 its own, and reads the union. In the [official code](https://github.com/tsinghua-ideal/Twilight) the
-row's own token competes too, and Quest's budget is 8,192 tokens. `size` sets the cap and `p=1`, as
-the data decides how many tokens `p` is.
+row's own token competes too, and Quest's budget is 8,192 tokens. `budget` sets the cap and `p=1`,
+as the data decides how many tokens `p` is.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Twilight(SelectingBy):
             )
         return min(candidates, max(1, int(self.max_fetch_frac * counts.cached)))
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: p becomes 1, and there are at least as many candidates as are
+    def with_budget(self, frac: float) -> Self:
+        """Set by the cap alone: p becomes 1, and there are at least as many candidates as are
         read."""
         candidates = None if self.candidate_frac is None else max(frac, self.candidate_frac)
         return replace(self, p=1.0, max_fetch_frac=frac, candidate_frac=candidates)

@@ -24,11 +24,11 @@ b; the heads of a group share the largest b. The b tokens are drawn anew: a base
 heavy tokens asks for few, and as a part of the sample it would make D too small. Both samples are
 hashes of `seed`, layer, KV head, row and token, so that replay and live decoding draw the same. A
 small base sample still misjudges σ, so that more cases are off than `delta` says
-([parity](../benchmarks/PARITY.md)). `size` sets the cap with `epsilon=0`, half of it for the fixed
-set. The [official code](https://github.com/xAlg-ai/sparse-attention-hub) draws with replacement
-from all but first and recent tokens, a sample for each query head, takes σ and D from exact scores,
-and the best by an oracle (`when=true_scores`) or an index of its own. Its 128 first and 128 recent
-of 32,768 tokens are shares here.
+([parity](../benchmarks/PARITY.md)). `budget` sets the cap with `epsilon=0`, half of it for the
+fixed set. The [official code](https://github.com/xAlg-ai/sparse-attention-hub) draws with
+replacement from all but first and recent tokens, a sample for each query head, takes σ and D from
+exact scores, and the best by an oracle (`when=true_scores`) or an index of its own. Its 128 first
+and 128 recent of 32,768 tokens are shares here.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class VAttention(Selecting):
             else min(counts.cached, max(1, int(self.max_fetch_frac * counts.cached)))
         )
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code
+    def with_budget(self, frac: float) -> Self:
+        """Set by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code
         at 10 %."""
         return replace(self, epsilon=0.0, max_fetch_frac=frac, fixed_frac=frac / 2)
 

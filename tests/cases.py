@@ -326,7 +326,7 @@ CASES = {
     "twilight-pages": Case(Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union")),
     "twilight-cap": Case(Twilight(p=1.0, max_fetch_frac=0.3, page_size=2, when="previous_step", recent_frac=0.2)),
     "vattention": Case(VAttention(epsilon=0.4, delta=0.2, fixed_frac=0.2, num_sinks=1, dense_layers=2)),
-    "vattention-cap": Case(VAttention(dense_layers=0, covers="layer", group="best", num_sinks=0).with_size(0.4)),
+    "vattention-cap": Case(VAttention(dense_layers=0, covers="layer", group="best", num_sinks=0).with_budget(0.4)),
     "vattention-union": Case(
         VAttention(epsilon=0.5, delta=0.3, fixed_frac=0.1, group="union", num_sinks=0, seed=3, dense_layers=2)
     ),

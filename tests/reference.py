@@ -55,7 +55,7 @@ class Trace:
         return [float(np.mean([[len(head[row]) for head in heads] for heads in kept])) for row in rows]
 
 
-def size(traces: Sequence[Trace], bits: float = 16) -> float:
+def budget(traces: Sequence[Trace], bits: float = 16) -> float:
     """Elements read / elements of the full cache, mean over all decode rows that have any."""
     shares = []
     for trace in traces:
@@ -69,7 +69,7 @@ def size(traces: Sequence[Trace], bits: float = 16) -> float:
     return float(np.mean(shares))
 
 
-def size_artifact(traces: Sequence[Trace], code_bits: int = 16) -> float:
+def budget_artifact(traces: Sequence[Trace], code_bits: int = 16) -> float:
     """1 - sqrt(1 - density) over all rows, own tokens and the dense prompt included, times bits / 16."""
     read = causal = 0.0
     for trace in traces:

@@ -233,7 +233,7 @@ def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch)
     found = run_one(model, Case(Full()), ids, 11)
     with torch.inference_mode():
         assert_close(found.logits[0], model(torch.tensor([ids]), use_cache=False).logits[0, 11:])
-    assert "latent_bytes" not in found.reads.sizes
+    assert "latent_bytes" not in found.reads.shares
 
 
 # Order of calls, and nothing left behind

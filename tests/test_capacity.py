@@ -99,7 +99,7 @@ def test_a_modelled_step_by_hand():
     rows = 3 * 28 * ROW  # of a layer, at 28 tokens, the middle of the decoding
     on_device = modelled.Step(MACHINE, SHAPE, capacity_of(), efficiency=EXACT)
     compute = (4 * (block + rows) + head) / 1e9
-    assert on_device.seconds(3) == pytest.approx(compute) and on_device.size == 1
+    assert on_device.seconds(3) == pytest.approx(compute) and on_device.budget == 1
     # Over the link all rows of all layers cross, and hide everything else; so do the own rows.
     on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT)
     assert on_host.seconds(3) == pytest.approx(4 * (rows + 3 * ROW) / 1e6, rel=0.01)
@@ -320,7 +320,7 @@ H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
     ("words", "refusal"),
     [
         (["method=full"], "platform.device_gib=null: kind=capacity needs the memory of the emulated device"),
-        ([*H100, "method=oracle", "size=0.1"], "placement=host: Oracle selects by the true scores"),
+        ([*H100, "method=oracle", "budget=0.1"], "placement=host: Oracle selects by the true scores"),
         ([*H100, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
         ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
         ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),

@@ -414,7 +414,7 @@ def test_kivis_bytes_and_sizes_by_hand():
         width = (4 + 32 / 4) / 16
         of_link = [(2 + 2 * width * s / n) / 4 for s, n in zip(stored, cached, strict=True)]
         on_device = [2 * (n - s) / n / 4 for s, n in zip(stored, cached, strict=True)]
-        assert session.reads.size == pytest.approx(np.mean(of_link))
-        assert session.reads.device_frac - session.reads.size == pytest.approx(np.mean(on_device))
+        assert session.reads.budget == pytest.approx(np.mean(of_link))
+        assert session.reads.device_frac - session.reads.budget == pytest.approx(np.mean(on_device))
         ring = heads * (RESIDUAL + GROUP + 1) * (exact_slot + coded_slot)
         assert [cache.device_bytes for cache in session.caches] == [0, 0, ring, ring]

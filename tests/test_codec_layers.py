@@ -137,12 +137,12 @@ def test_bytes_and_sizes_by_hand():
             assert [crossed.written[store] for store in session.stores] == [heads * slot * 34 for slot in slots]
             own = heads * 4 * 128 * 10  # the own token of each layer
             assert float(session.reads.num_bytes) == heads * sum(slots) * sum(cached) + own
-            size = session.reads.size
+            budget = session.reads.budget
         needs = Plan(sizes_of(attached, case.method), case.method, MIXED, "device").needs(session.batch.counts)
         assert needs.slots == heads * sum(slots) * 34
         replayed = replay(attached, case, (24,))
     widths = [16, 8 + 32 / 16, 4 + 32 / 16, (4 + (8 + 32) / 16 + 16) / 2]
-    assert size == pytest.approx(sum(widths) / 16 / 4) and replayed.size == pytest.approx(size)
+    assert budget == pytest.approx(sum(widths) / 16 / 4) and replayed.budget == pytest.approx(budget)
 
 
 def test_the_artifacts_size_takes_the_mean_bits_of_the_coded_layers():
@@ -174,7 +174,7 @@ def test_a_cache_of_values_alone_keeps_each_layers_codec_of_values():
     by_layer = LayerCodecs(FloatCodec("fp32"), (NamedLayers(2, 2, FloatCodec("fp16")),))
     with attach(tiny("gqa")) as attached:
         expected, got = (run(attached, Case(method, by_layer), PADDED) for run in (replay, live))
-    assert (got.logits - expected.logits).abs().max() < 3e-3 and got.size == pytest.approx(expected.size)
+    assert (got.logits - expected.logits).abs().max() < 3e-3 and got.budget == pytest.approx(expected.budget)
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused_in_one_line(capsys, tmp_path):

@@ -151,12 +151,12 @@ def test_automatic_settings_of_a_task(given, prefill, num_samples):
 
 @pytest.mark.parametrize(
     ("given", "prefill"),
-    [(["method=h2o"], "artifact"), (["method=h2o", "size=0.2"], "dense"), (["method=fp8"], "artifact"),
-     (["method=h2o", "size=nearest:0.2"], "dense"), (["method=fp8", "size=nearest:0.2"], "dense"),
-     (["method=h2o", "size=0.2", "prefill=question"], "question"), (["method=full", "size=0.2"], "artifact")],
+    [(["method=h2o"], "artifact"), (["method=h2o", "budget=0.2"], "dense"), (["method=fp8"], "artifact"),
+     (["method=h2o", "budget=nearest:0.2"], "dense"), (["method=fp8", "budget=nearest:0.2"], "dense"),
+     (["method=h2o", "budget=0.2", "prefill=question"], "question"), (["method=full", "budget=0.2"], "artifact")],
 )  # fmt: skip
-def test_a_task_with_a_size_has_a_dense_prompt_which_the_size_does_not_move(given, prefill):
-    """But for the full cache, which has no size, and whose scores do not depend on where the prompt ends."""
+def test_a_task_with_a_budget_has_a_dense_prompt_which_the_budget_does_not_move(given, prefill):
+    """But for the full cache, which has no budget, and whose scores do not depend on where the prompt ends."""
     assert load(["experiment=tasks", *given]).prefill_of("copa") == prefill
 
 
@@ -184,7 +184,7 @@ def test_a_copy_of_the_file_that_an_entry_names_is_that_model(name, tmp_path):
 REFUSED = {
     "platform=a6000-pcie3": "platform=a6000-pcie3: is modelled, nothing runs there",
     "experiment=contract codec=int4": None,
-    "experiment=contract size=0.5": "size=0.5: plays no part in experiment=contract; leave it out",
+    "experiment=contract budget=0.5": "budget=0.5: plays no part in experiment=contract; leave it out",
     "method=infingen": "method=infingen: did you mean 'infinigen' or",
     "model=lama2-7b": "model=lama2-7b: did you mean 'llama2-7b'",
     "experiment=tasks tasks=[piqua]": "tasks=piqua: did you mean 'piqa'",
@@ -239,13 +239,13 @@ REFUSED = {
     "model=opt-6.7b": None,
     "method=int4 codec=int8": "codec=int8 contradicts method=int4",
     "method=int4 codec=int4": None,
-    "method=full size=0.5": None,
-    "method=int4 size=0.5": "size=0.5: method Full has no size to set: it reads the same share always; size=nearest:",
-    "method=full codec=int4 size=50%": "size=0.5: ",
-    "size=10%": None,
-    "size=nearest:10%": None,
-    "size=%": "size=%: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
-    "size=110%": "size=1.1: must be above 0 and at most 1",
+    "method=full budget=0.5": None,
+    "method=int4 budget=0.5": "budget=0.5: method Full has no budget to set: it reads the same share always; ",
+    "method=full codec=int4 budget=50%": "budget=0.5: ",
+    "budget=10%": None,
+    "budget=nearest:10%": None,
+    "budget=%": "budget=%: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
+    "budget=110%": "budget=1.1: must be above 0 and at most 1",
     "prefill_len=1024": "prefill_len=1024, seq_len=1024: seq_len must be at least 1026",
     "prefill_len=0": "prefill_len=0: must be at least 1, infinigen",
     "kind=taks": "kind=taks: did you mean 'tasks'?",
@@ -279,7 +279,7 @@ COUNTS = {
 }  # fmt: skip
 """Whole numbers, and the first below what is allowed."""
 NUMBERS = {
-    "size": (0, 1.01, "inf"),
+    "budget": (0, 1.01, "inf"),
     "time_limit_s": (0, -1, "inf"),
     "analysis.kept_frac": (0, 1.5, "inf"),
     "platform.link_gbps": (0, -1, 1e-9, "inf"),

@@ -76,7 +76,7 @@ def test_live_is_replay_and_host_is_device_bit_for_bit(name, family):
 def test_rows_that_stay_change_the_order_of_rows_only(name):
     plain, reused = (live("gqa", name, "host", gpu_cache) for gpu_cache in (0, 1))
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
-    assert reused.size == plain.size
+    assert reused.budget == plain.budget
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if tolerance(name) == TOLERANCE])  # `smooth` speaks for others
@@ -91,13 +91,13 @@ def test_an_off_by_one_prefill_len_shows(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_over_the_link_goes_the_selection_and_the_size_is_its_closed_form(name):
+def test_over_the_link_goes_the_selection_and_the_budget_is_its_closed_form(name):
     case, expected = CASES[name], replayed("gqa", name)
     with attached_with_link() as (attached, link):
         trial = Trial(attached, link, setup_of(attached, case), PADDED)
         trial.replayed = expected
         if case.codec is None:
-            CHECKS["the size is its closed form"](trial)
+            CHECKS["the budget is its closed form"](trial)
         if name in OFFLOADED and not (case.codec and case.codec.residual):  # bytes of such codecs are counted by hand
             CHECKS["the link carries what is selected"](trial)
             if case.codec is None and case.method.names_rows:

@@ -160,7 +160,7 @@ def test_overlap_hides_transfer_and_nothing_else(label, monkeypatch):
 
 def test_units_and_columns_of_a_row():
     row = predict(opt13b("infinigen", gen_len=5))
-    assert set(row) <= {*names(LATENCY)} and row["source"] == "modelled" and row["size"] < 0.2
+    assert set(row) <= {*names(LATENCY)} and row["source"] == "modelled" and row["budget"] < 0.2
     assert row["total_s"] == row["ttft_s"] + row["decode_s"]
     assert row["decode_s"] == pytest.approx(4 * row["tpot_p50_s"], rel=0.01), "of gen_len - 1 steps"
     assert row["tokens_per_s"] == pytest.approx(8 * 5 / row["total_s"])
@@ -168,9 +168,9 @@ def test_units_and_columns_of_a_row():
     dense, fetched = 2 * sum(steps), 38 * sum(SCHEMES["infinigen"].tokens(t, 0)[0] for t in steps)
     assert row["h2d_bytes"] == pytest.approx(8 * 20_480 * (dense + fetched), abs=1)
     assert row["d2h_bytes"] == 8 * 20_480 * 40 * 1924
-    assert row["size"] == pytest.approx((dense + fetched) / (40 * sum(steps)), rel=1e-6)
+    assert row["budget"] == pytest.approx((dense + fetched) / (40 * sum(steps)), rel=1e-6)
     assert A6000.link_bytes_per_s * FITTED.row_fetch < row["link_bytes_per_s"] < A6000.link_bytes_per_s
-    others = {label: predict(opt13b(label))["size"] for label in ("offload", "offload+int4", "ideal")}
+    others = {label: predict(opt13b(label))["budget"] for label in ("offload", "offload+int4", "ideal")}
     assert others == {"offload": 1, "ideal": 1, "offload+int4": pytest.approx((2 + 38 * 0.28125) / 40)}
 
 

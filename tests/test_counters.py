@@ -130,7 +130,7 @@ HANDS = {
         shared=35 * 8,
     ),
     "vattention": Hand(
-        Case(VAttention(num_sinks=1, dense_layers=2).with_size(0.3)),
+        Case(VAttention(num_sinks=1, dense_layers=2).with_budget(0.3)),
         read=lambda t, final: int(0.3 * t),
         buffer=10,
         index=lambda t, final: t * WIDTH / 2,
@@ -196,7 +196,7 @@ def test_shares_by_hand(name, run):
     resident = [2 * HEADS * hand.kept(final) / (4 * HEADS * 2 * 16 * 2 * final) for _, final in rows]
     with attached_with_link() as (attached, _):
         found = run(attached, hand.case, PADDED)
-    assert found.size == pytest.approx(mean(kv), rel=1e-12)
+    assert found.budget == pytest.approx(mean(kv), rel=1e-12)
     assert found.device_frac == pytest.approx(mean(kv) + mean(index), rel=1e-12)
     assert found.resident_frac == pytest.approx(mean(resident), rel=1e-12)
 

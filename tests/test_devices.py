@@ -247,7 +247,7 @@ def test_numbers_and_bytes_are_those_of_one_device(name):
             found += [replay(attached, case, PADDED), live(attached, case, PADDED), *over_host(attached, case)]
     for one, other in zip(whole[:3], parts[:3], strict=True):
         assert torch.equal(one.logits, other.logits)
-        assert (one.size, one.device_frac) == (other.size, other.device_frac)
+        assert (one.budget, one.device_frac) == (other.budget, other.device_frac)
     assert whole[3] == parts[3]
 
 

@@ -151,7 +151,7 @@ def test_generate_gives_the_tokens_and_logits_of_transformers(name, placement, m
     assert torch.equal(got.sequences, expected.sequences)
     logits = torch.stack(expected.logits, 1)
     assert float((torch.stack(got.logits, 1) - logits).abs().max() / logits.abs().max()) < 1e-5
-    assert cached.usage.size < 1 and (cached.usage.h2d_bytes > 0) == (placement == "host")
+    assert cached.usage.budget < 1 and (cached.usage.h2d_bytes > 0) == (placement == "host")
 
 
 @families
@@ -282,7 +282,7 @@ def test_bytes_on_the_device_and_over_the_link_are_exact(name, method, choosing,
 
 @families
 def test_shares_are_those_of_the_rows_that_are_read(name, selections):
-    """`size`, `device_frac` and `resident_frac` by hand, of a sequence whose prompt is shorter than `index_topk`."""
+    """`budget`, `device_frac` and `resident_frac` by hand, of a sequence whose prompt is shorter than `index_topk`."""
     prompt, choosing = TOP_K - 4, sum(OWN[name])
     with attach(model_of(name)) as attached:
         found = replay(attached, Case(Full()), (prompt,))
@@ -293,10 +293,10 @@ def test_shares_are_those_of_the_rows_that_are_read(name, selections):
             read[step] += number / 4
     assert read[: TOP_K - prompt] == [*range(prompt, TOP_K)], "all of it, as long as that is few"
     assert all(TOP_K - 1 <= number <= TOP_K for number in read[TOP_K - prompt :])
-    size = sum(number / cached for number, cached in zip(read, rows, strict=True)) / STEPS
+    budget = sum(number / cached for number, cached in zip(read, rows, strict=True)) / STEPS
     index = choosing * HEAD_DIM / (4 * LATENT)
-    assert found.size == pytest.approx(size) and found.size < 1
-    assert found.device_frac == pytest.approx(size + index)
+    assert found.budget == pytest.approx(budget) and found.budget < 1
+    assert found.device_frac == pytest.approx(budget + index)
     assert found.resident_frac == pytest.approx(index)
 
 
@@ -345,7 +345,7 @@ def test_a_timed_run_is_of_the_models_own_method(method):
     with attach(model_of("deepseek_v32")) as attached, EmulatedLink(1e12) as link:
         timing = time_run(attached, ids, TimedRun(method, shape, "host"), link=link)
     metrics = timing.metrics
-    assert metrics["prediction_s"] > 0 and 0 < metrics["size"] < 1 and metrics["device_frac"] > metrics["size"]
+    assert metrics["prediction_s"] > 0 and 0 < metrics["budget"] < 1 and metrics["device_frac"] > metrics["budget"]
     chosen = metrics["h2d_bytes"] / (LATENT * 4)
     assert 4 * 2 * 5 * (TOP_K - 1) <= chosen <= 4 * 2 * 5 * TOP_K
 
@@ -425,13 +425,13 @@ def test_what_cannot_run_is_refused_in_one_line(name, case, error, message):
             assert "\n" not in str(caught.value)
 
 
-def test_settings_and_sizes():
+def test_settings_and_budgets():
     with pytest.raises(ValueError, match="every=2: must be 1 with method.layers"):
         Dsa(every=2, layers=(0,))
     with pytest.raises(ValueError, match="every=0: must be an integer >= 1"):
         Dsa(every=0)
-    with pytest.raises(ValueError, match="no size to set.*size=nearest:0.1"):
-        Dsa().with_size(0.1)
+    with pytest.raises(ValueError, match="no budget to set.*budget=nearest:0.1"):
+        Dsa().with_budget(0.1)
     bound = FittedDsa(index=IndexShape(HEAD_DIM, TOP_K, (True,)))
     rows = [TokenCounts(cached, 5, 40) for cached in (TOP_K - 1, TOP_K, 30)]
     assert [bound.max_tokens_read(row, 0) for row in rows] == [TOP_K - 1, TOP_K, TOP_K]

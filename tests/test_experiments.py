@@ -110,7 +110,7 @@ def cells_of(experiment: str) -> tuple[RunConfig, ...]:
 
 def row_of(cell: RunConfig, **values: Any) -> dict[str, Any]:
     """A made-up row of a cell, under the label that its record would have."""
-    return {"label": cell.label, "size": cell.size or 0.3, **values}
+    return {"label": cell.label, "budget": cell.budget or 0.3, **values}
 
 
 def score_of(cell: RunConfig, metric: str, task: str = "wikitext2") -> dict[str, Any]:

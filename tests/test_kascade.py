@@ -108,7 +108,7 @@ def test_the_best_anchors_are_those_of_trying_all(first, number):
     assert best_anchors(similarity, first, number) == max(every, key=total)
 
 
-def test_anchors_are_settled_by_the_calibration_and_change_no_size():
+def test_anchors_are_settled_by_the_calibration_and_change_no_budget():
     similarity = torch.zeros(6, 6, 2, 2)
     similarity[range(6), range(6)] = 1.0
     similarity[1, 0], similarity[3, 2], similarity[5, 4] = 0.1, 0.9, 0.8

@@ -24,7 +24,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.model.random_ids import RandomIds
 from harness.results import columns
-from harness.results.metrics import OF_DISK, UNMET_SIZE
+from harness.results.metrics import OF_DISK, UNMET_BUDGET
 from harness.results.record import settings_id
 from harness.run import cells
 from harness.run.cli import main
@@ -180,7 +180,7 @@ def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(ti
     )
     once, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), replace(SHAPE, repeats=1), gpu_cache=1), shared=shared)
     assert once["ttft_spread_s"] is once["tpot_spread_s"] is None
-    for name in ("h2d_bytes", "size", "hit_rate", "device_kv_bytes"):
+    for name in ("h2d_bytes", "budget", "hit_rate", "device_kv_bytes"):
         assert once[name] == pytest.approx(metrics[name]), "repeats read the same rows"
 
 
@@ -235,7 +235,7 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
     assert whole["weight_bytes"] is whole["weights_on_device"] is None
     shared, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE))
     assert of_whole["dense_s"] == [0, 0] and min(of_whole["begin_s"]) > 0
-    for name in ("h2d_bytes", "size"):
+    for name in ("h2d_bytes", "budget"):
         assert whole[name] == shared[name], "a prompt of its own is a shared one"
     for name in ("h2d_bytes", "d2h_bytes", "device_kv_bytes"):
         assert some[name] == whole[name]
@@ -364,11 +364,11 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
         absent |= {"prediction_s"} if "infinigen" not in label else set()
         absent |= {"tokens_evicted"} if "h2o" not in label else set()
         assert {name for name, value in row.items() if value == ""} - {"settings", "shipped"} == absent, label
-        unused = {UNMET_SIZE.name, *columns.names(OF_DISK)}
+        unused = {UNMET_BUDGET.name, *columns.names(OF_DISK)}
         assert set(columns.names(columns.LATENCY)) - set(row) == unused
         assert (row["source"], row["platform"], row["batch_size"]) == ("emulated", "cpu", "2")
         assert float(row["exposed_transfer_s"]) == 0 or label != "ideal"
-    assert float(rows["offload+int4"]["size"]) < 1 == float(rows["offload"]["size"])
+    assert float(rows["offload+int4"]["budget"]) < 1 == float(rows["offload"]["budget"])
     assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
     assert "offload-pageable" in capsys.readouterr().out
     assert shapes == [(2, 40, 2)]

@@ -18,7 +18,7 @@ from living import tiny
 from replaying import RAGGED, RAGGED_IDS, open_session, pad
 from test_plots import write
 from test_report import score
-from test_tables import TASK_METRICS, save, sizes
+from test_tables import TASK_METRICS, save, shares
 from test_tasks import loaded, settings  # noqa: F401, a fixture
 
 from harness.data.generated import MARKER, questions
@@ -201,7 +201,7 @@ def save_pair(folder: Path, old: bool = False, **fields: Any) -> tuple[str, str]
             for sample in samples:
                 for name in [name for name in sample if name.endswith("_text") or name.startswith("needle")]:
                     del sample[name]
-        metrics = {"passkey": TASK_METRICS | sizes(1.0 if method == "full" else 0.16)}
+        metrics = {"passkey": TASK_METRICS | shares(1.0 if method == "full" else 0.16)}
         about = {"samples": {"passkey": samples}} | fields
         runs.append(save(folder, ["experiment=fig11", f"method={method}"], metrics, **about)["run_id"])
     return runs[0], runs[1]
@@ -240,7 +240,7 @@ def test_records_of_an_older_version_are_listed_and_say_what_they_lack(tmp_path,
 def test_runs_with_other_questions_are_not_compared(tmp_path):
     save_pair(tmp_path)
     others = [sample_of(at + 1, True) for at in range(4)]
-    metrics = {"passkey": TASK_METRICS | sizes(0.16)}
+    metrics = {"passkey": TASK_METRICS | shares(0.16)}
     save(tmp_path, ["experiment=fig11", "method=streaming"], metrics, samples={"passkey": others})
     found = {record["config"]["method_name"]: record for record in records.read_all(tmp_path)}
     assert not list(of_record(found["streaming"], Baselines(found.values())))
@@ -280,9 +280,9 @@ def test_the_command_prints_text_and_json(tmp_path, capsys):
 )
 def test_refused_in_one_line(words, said, tmp_path, capsys):
     full, own = save_pair(tmp_path)
-    text = save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": {"perplexity": 2.0} | sizes(0.16)})
+    text = save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": {"perplexity": 2.0} | shares(0.16)})
     alone = save(
-        tmp_path, ["experiment=tasks", "method=h2o", "tasks=[kv_recall]"], {"kv_recall": TASK_METRICS | sizes(0.16)},
+        tmp_path, ["experiment=tasks", "method=h2o", "tasks=[kv_recall]"], {"kv_recall": TASK_METRICS | shares(0.16)},
         samples={"kv_recall": [sample_of(0, True)]},
     )  # fmt: skip
     names = {"FULL": full, "OWN": own, "TEXT": text["run_id"], "ALONE": alone["run_id"]}
@@ -300,7 +300,7 @@ def test_refused_in_one_line(words, said, tmp_path, capsys):
 def test_the_report_has_a_page_of_them(tmp_path):
     save_pair(tmp_path)
     odd = {"passkey": [{"question": 0, "acc": 1.0}, {"question": 1, "acc": []}]}
-    save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | sizes(0.1)}, samples=odd)
+    save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | shares(0.1)}, samples=odd)
     write(tmp_path, "fig11", [score("A", 0.1, 0.5)])
     page = write_report(tmp_path).read_text()
     (packed,) = re.findall(r'data-packed="lost">([^<]+)<', page)

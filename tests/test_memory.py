@@ -408,7 +408,7 @@ def test_managed_is_the_device_bit_for_bit(name, anywhere):
         expected = live(attached, CASES[name], PROMPTS["padded"], placement="device")
         got = live(attached, CASES[name], PROMPTS["padded"], placement="managed")
     assert torch.equal(got.logits, expected.logits)
-    assert (got.size, got.device_frac) == (expected.size, expected.device_frac)
+    assert (got.budget, got.device_frac) == (expected.budget, expected.device_frac)
     assert "cudaMallocManaged" in anywhere.names and not anywhere.blocks
 
 
@@ -466,5 +466,5 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256)))
     assert cards == 2 * [[12 * GIB]], "of 60 GiB, in each repeat"
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
-    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["size"] < 1
+    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["budget"] < 1
     assert not anywhere.blocks

@@ -119,24 +119,24 @@ def test_settings_that_do_not_go_together_or_with_a_batch_are_refused(method, pr
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
-def test_the_least_size_is_one_that_works():
+def test_the_least_budget_is_one_that_works():
     for method, allowed in ((SnapKV(), r"window=32: must be below 30"), (RKV(), "window=8: must be below 7")):
         with pytest.raises(ValueError, match=allowed):
-            method.min_size(TokenCounts(5, 30, 35) if isinstance(method, SnapKV) else TokenCounts(6, 5, 7))
+            method.min_budget(TokenCounts(5, 30, 35) if isinstance(method, SnapKV) else TokenCounts(6, 5, 7))
     with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=4: must be below 3, the shortest prompt"):
-        ExpectedAttention().min_size(TokenCounts(7, 3, 8))
+        ExpectedAttention().min_budget(TokenCounts(7, 3, 8))
     with pytest.raises(ValueError, match=r"num_sinks=4: must be below 3, the shortest sequence"):
-        Streaming().min_size(TokenCounts(2, 1, 3))
+        Streaming().min_budget(TokenCounts(2, 1, 3))
     row = TokenCounts(40, 30, 50)
-    assert RKV().with_size(RKV().min_size(row)).budget(50) == 9
-    assert ExpectedAttention().with_size(ExpectedAttention().min_size(row)).budget(30) == 5
-    assert Streaming().with_size(Streaming().min_size(row)).tokens_kept(row, 2) == 5
+    assert RKV().with_budget(RKV().min_budget(row)).budget(50) == 9
+    assert ExpectedAttention().with_budget(ExpectedAttention().min_budget(row)).budget(30) == 5
+    assert Streaming().with_budget(Streaming().min_budget(row)).tokens_kept(row, 2) == 5
     sinks = Quest(read_frac=0.2, page_size=1, num_sinks=20)
-    least = sinks.min_size(TokenCounts(100, 100, 120))
+    least = sinks.min_budget(TokenCounts(100, 100, 120))
     assert least == pytest.approx(0.22, abs=1e-6)
-    sinks.with_size(least).new_state(GEOMETRY, lengths_of([100], [120]))
-    with pytest.raises(ValueError, match="method Full has no size"):
-        Full().with_size(0.5)
+    sinks.with_budget(least).new_state(GEOMETRY, lengths_of([100], [120]))
+    with pytest.raises(ValueError, match="method Full has no budget"):
+        Full().with_budget(0.5)
 
 
 @pytest.mark.parametrize("method", [TOVA(), RKV(), DuoAttention()], ids=lambda method: method.title)
@@ -209,8 +209,8 @@ def test_a_method_says_whether_it_needs_a_calibration(method, needs):
 def test_budgets_of_the_artifacts_prefill():
     assert H2O(heavy_frac=0.25, recent_frac=0.125).artifact_budget() == 0.375
     assert TOVA(kept_frac=0.3).artifact_budget() == 0.3 and TOVA(kept_tokens=3).artifact_budget() == 1
-    sized = (Streaming(kept_frac=0.4), InfiniGen(max_fetch_frac=0.4), Oracle(max_fetch_frac=0.4), Quest(read_frac=0.4))
-    assert [method.artifact_budget() for method in sized] == [0.4] * 4
+    given = (Streaming(kept_frac=0.4), InfiniGen(max_fetch_frac=0.4), Oracle(max_fetch_frac=0.4), Quest(read_frac=0.4))
+    assert [method.artifact_budget() for method in given] == [0.4] * 4
     assert Full().artifact_budget() == SnapKV(kept_frac=0.4).artifact_budget() == 1
 
 
@@ -227,13 +227,13 @@ SIZES = [
     (SnapKV(kept_tokens=90), ROW, 100),
     (Twilight(), ROW, None),
     (Twilight(p=1.0), ROW, 2 * 16 + 4),  # all candidates: floor(0.5 * 100 / 16) pages
-    (Twilight().with_size(0.7), ROW, 3 * 16 + 4),  # as many candidates
-    (Twilight(candidate_frac=None).with_size(0.001), ROW, 1),
+    (Twilight().with_budget(0.7), ROW, 3 * 16 + 4),  # as many candidates
+    (Twilight(candidate_frac=None).with_budget(0.001), ROW, 1),
     (Kascade(anchors=(1,), min_tokens=5), ROW, 10),
     (Kascade(anchors=(1,)), ROW, 100),  # 128 at least
-    (Kascade(anchors=(), min_tokens=5).with_size(0.3), ROW, 30),
+    (Kascade(anchors=(), min_tokens=5).with_budget(0.3), ROW, 30),
     (VAttention(), ROW, None),
-    (VAttention().with_size(0.001), ROW, 1),
+    (VAttention().with_budget(0.001), ROW, 1),
     (InfiniGenPool(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
     (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),
     (ShadowKV(), TokenCounts(30, 24, 34), 0),  # no chunk to fetch
@@ -241,11 +241,11 @@ SIZES = [
     (Socket(), ROW, 5),
     (Socket(group="union"), ROW, None),
     (RocketKV(), ROW, 8),  # half of a fifth of the prompt
-    (RocketKV().with_size(0.5), ROW, 40),
-    (RocketKV().with_size(1.0), ROW, 80),
+    (RocketKV().with_budget(0.5), ROW, 40),
+    (RocketKV().with_budget(1.0), ROW, 80),
     (RocketKV(budget_tokens=50), TokenCounts(11, 11, 120), 11),
     (RocketKV(group="union"), ROW, None),
-    *[(DuoAttention().with_size(frac), TokenCounts(1000, 900, 1024), read)
+    *[(DuoAttention().with_budget(frac), TokenCounts(1000, 900, 1024), read)
       for frac, read in ((2**-24, 320), (0.25, 490), (0.5, 660), (1.0, 1000))],
 ]  # fmt: skip
 
@@ -255,8 +255,8 @@ def test_tokens_read_by_hand(method, row, read):
     found, bound = method.tokens_read(row, 2), method.max_tokens_read(row, 2)
     assert found == (None if read is None else pytest.approx(read, abs=1e-3))
     assert (found or 0) <= bound <= row.cached
-    assert SnapKV(kept_tokens=50).with_size(0.5).tokens_kept(ROW, 2) == 40 + 20
-    assert Quest(read_tokens=32, page_size=4).with_size(0.5) == Quest(read_frac=0.5, page_size=4)
+    assert SnapKV(kept_tokens=50).with_budget(0.5).tokens_kept(ROW, 2) == 40 + 20
+    assert Quest(read_tokens=32, page_size=4).with_budget(0.5) == Quest(read_frac=0.5, page_size=4)
 
 
 def test_rocketkvs_stages_by_hand():
@@ -269,11 +269,11 @@ def test_rocketkvs_stages_by_hand():
     assert RocketKV(budget_tokens=2).kept(2**21 + 100) == 2**21 // 2**16  # a little more, for the rounding
     assert RocketKV(budget_frac=2.0).plan(100, head_dim) == (100, 1, 64, 100)  # nothing is left out
     assert RocketKV(budget_tokens=50).plan(11, head_dim) == (11, 1, 64, 25)
-    least = RocketKV().min_size(ROW)
-    found = [RocketKV().with_size(size) for size in (least, 0.999 * least)]
+    least = RocketKV().min_budget(ROW)
+    found = [RocketKV().with_budget(budget) for budget in (least, 0.999 * least)]
     assert [(method.budget(80), method.kept(80) > 32) for method in found] == [(9, True), (8, False)]
     with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=32: must be below 30, the shortest prompt"):
-        RocketKV().min_size(TokenCounts(31, 30, 50))
+        RocketKV().min_budget(TokenCounts(31, 30, 50))
 
 
 def test_pariskvs_stages_by_hand():

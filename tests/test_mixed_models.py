@@ -107,11 +107,11 @@ def test_what_chunks_read_by_hand():
     assert reads.window_frac == pytest.approx(sum(of_windows) / len(rows))
     budget = 4 + 4  # of 40 tokens, in two of the four layers
     by_row = [(2 * t + 2 * budget) / (4 * t) for t in rows]
-    assert reads.size == pytest.approx(sum(by_row) / len(rows))
+    assert reads.budget == pytest.approx(sum(by_row) / len(rows))
 
 
 def test_recurrent_bytes_are_of_a_sequence():
-    one, several = (decode(mixed("qwen3_next"), CASES["h2o"]).reads.sizes for decode in (run_one, run_ragged))
+    one, several = (decode(mixed("qwen3_next"), CASES["h2o"]).reads.shares for decode in (run_one, run_ragged))
     assert one["recurrent_bytes"] == several["recurrent_bytes"]
 
 

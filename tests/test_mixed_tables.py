@@ -25,16 +25,20 @@ CHANNELS = 2 * 2 * 16 + 4 * 16
 """Of qwen3_next's convolution: queries and keys of two heads, values of four."""
 
 
-SIZE = sum((2 * t + 2 * 20) / (4 * t) for t in ROWS) / len(ROWS)
+BUDGET = sum((2 * t + 2 * 20) / (4 * t) for t in ROWS) / len(ROWS)
 """Of H2O with 10 + 10 of 100 tokens in two of the four layers that see every token; windows count in none."""
 EVICTED = sum(t - 20 for t in ROWS) / len(ROWS)
 """All but 10 + 10 tokens, at each row."""
 WINDOW_FRAC = sum(HELD / (4 * t + HELD) for t in ROWS) / len(ROWS)
 EXPECTED: dict[str, dict[str, float]] = {
-    "gemma2": {"window_frac": WINDOW_FRAC, "size": SIZE, "tokens_evicted": EVICTED},
-    "qwen3_next": {"recurrent_bytes": 2 * 4 * (4 * 16 * 16 + CHANNELS * 4), "size": SIZE, "tokens_evicted": EVICTED},
-    "deepseek_v3": {"latent_bytes": 4 * 32 * 4, "size": SIZE, "tokens_evicted": EVICTED},
-    "gqa": {"size": SIZE, "tokens_evicted": EVICTED},
+    "gemma2": {"window_frac": WINDOW_FRAC, "budget": BUDGET, "tokens_evicted": EVICTED},
+    "qwen3_next": {
+        "recurrent_bytes": 2 * 4 * (4 * 16 * 16 + CHANNELS * 4),
+        "budget": BUDGET,
+        "tokens_evicted": EVICTED,
+    },
+    "deepseek_v3": {"latent_bytes": 4 * 32 * 4, "budget": BUDGET, "tokens_evicted": EVICTED},
+    "gqa": {"budget": BUDGET, "tokens_evicted": EVICTED},
 }
 
 

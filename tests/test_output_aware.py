@@ -232,7 +232,7 @@ def test_sizes_by_hand():
     assert replace(defensive, heads="uniform").tokens_kept(row, 2) == 50 + 10
     assert CapKV(kept_tokens=7).tokens_read(row, 2) == CapKV(kept_tokens=7).tokens_kept(row, 2) == 7 + 10
     for method in (critical, defensive, CapKV()):
-        assert method.with_size(0.4).tokens_read(row, 2) == 40 + 10
+        assert method.with_budget(0.4).tokens_read(row, 2) == 40 + 10
 
 
 def test_shared_budgets_have_names_of_their_own():

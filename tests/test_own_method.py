@@ -209,9 +209,9 @@ class Mine(Method):
 """
 MISTAKES = {
     "an error": ("1 / 0", "{here}/mine.py:19: select raised ZeroDivisionError"),
-    "no size": (
+    "no budget": (
         "return Selection(rows.visible().expand(-1, 2, -1, -1), rows.positions * float('nan'))",
-        "size is nan: num_read ",
+        "budget is nan: num_read ",
     ),
     "counts padding behind the rows, so that it depends on the batch": (
         "count = self.count[layer][:, None] + torch.arange(rows.positions.shape[1])\n"
@@ -252,8 +252,8 @@ def test_a_mistake_is_found(mistake, own_folder, capsys):
     assert any(re.search(expected.replace("{here}", re.escape(str(own_folder))), line) for line in lines), lines
 
 
-def test_a_method_that_misstates_its_size_fails_that_check_alone(capsys):
+def test_a_method_that_misstates_its_budget_fails_that_check_alone(capsys):
     write(MINE + "    def tokens_read(self, row, layer): return super().tokens_read(row, layer) - 1\n")
     lines, error = failed(capsys)
     assert error == "error: method=mine: 6 of 42 checks failed\n"
-    assert all(re.search("the size is its closed form: size is .*; by tokens_read it is ", line) for line in lines)
+    assert all(re.search("the budget is its closed form: budget is .*; by tokens_read it is ", line) for line in lines)

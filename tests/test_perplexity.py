@@ -36,7 +36,7 @@ from tests.runs import calls_of, letters
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 512
 METRICS = {
-    "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "size", "size_artifact",
+    "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "budget", "budget_artifact",
     "device_frac", "resident_frac", "attention_error", "attention_error_p95",
 }  # fmt: skip
 OF_EVICTING = METRICS | {"tokens_evicted"}
@@ -187,17 +187,17 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
             assert [window[name] for window in row["windows"]] == pytest.approx(means, rel=1e-4)
 
 
-def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp_path):
+def test_infinigen_is_calibrated_once_and_a_target_budget_is_met(loaded, text, tmp_path):
     about = ("perplexity", loaded, text, InfiniGen(alpha=math.inf))
-    outcome = measure(*about, size=0.7)
-    assert outcome["size"] == pytest.approx(0.7, abs=0.01)
+    outcome = measure(*about, budget=0.7)
+    assert outcome["budget"] == pytest.approx(0.7, abs=0.01)
     (file,) = (tmp_path / "cache" / "calibration").iterdir()
     stamp = file.stat().st_mtime_ns
     cached = range(20, 59)
     tokens = [(t + 16) * 5 / (2 * 16) / t for t in cached]  # ceil(0.3 * 16) columns, and what makes them
     index = 2 / 4 * sum(tokens) / len(tokens)  # in two of four layers
-    assert outcome["device_frac"] - outcome["size"] == pytest.approx(index)
-    assert measure(*about, size=0.7) == outcome and file.stat().st_mtime_ns == stamp
+    assert outcome["device_frac"] - outcome["budget"] == pytest.approx(index)
+    assert measure(*about, budget=0.7) == outcome and file.stat().st_mtime_ns == stamp
 
 
 def test_a_perplexity_that_overflows_names_its_window(text):
@@ -339,7 +339,7 @@ def test_the_errors_of_attention_outputs_by_layer_and_window(loaded, text):
 def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
     metrics = measure(kind, loaded, text, Full(dense_layers=2))
     assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6)
-    shares = ("top1_agreement", "size", "size_artifact", "device_frac", "resident_frac")
+    shares = ("top1_agreement", "budget", "budget_artifact", "device_frac", "resident_frac")
     assert [metrics[name] for name in shares] == [1, 1, 1, 1, 0]
     if kind == "perplexity":
         assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
@@ -387,19 +387,19 @@ BITS = {"int2": 2 + 32 / 16, "int4": 4 + 32 / 16}
             {"codec": "fp32", "value_codec": "int2"},
             (2 + 2 * (16 + BITS["int2"]) / 2 / 16) / 4,
         ),
-        ("perplexity", H2O(dense_layers=1), {"codec": "int4", "size": 0.30}, 0.30),
+        ("perplexity", H2O(dense_layers=1), {"codec": "int4", "budget": 0.30}, 0.30),
         ("long_decode", SINKS, {}, (2 + 2 * WRITTEN) / 4),
-        ("long_decode", H2O(dense_layers=2), {"size": 0.7}, 0.7),
+        ("long_decode", H2O(dense_layers=2), {"budget": 0.7}, 0.7),
     ],
 )
-def test_sizes_are_those_of_the_decode_rows_and_their_bits(kind, method, changes, expected, loaded, text):
+def test_budgets_are_those_of_the_decode_rows_and_their_bits(kind, method, changes, expected, loaded, text):
     metrics = measure(kind, loaded, text, method, **changes)
-    assert metrics["size"] == pytest.approx(expected, abs=0.01 if "size" in changes else 1e-6)
+    assert metrics["budget"] == pytest.approx(expected, abs=0.01 if "budget" in changes else 1e-6)
     if kind == "perplexity":
         assert metrics["size_stderr"] == pytest.approx(0, abs=1e-12)
         if not changes:
             density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
-            assert metrics["size_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
+            assert metrics["budget_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
 
 
 def test_what_cannot_be_measured_is_none(loaded, text):
@@ -407,8 +407,8 @@ def test_what_cannot_be_measured_is_none(loaded, text):
     assert absent_of(one_window) == {f"{name}_stderr" for name in OF_EVICTING}
     quantized = measure("perplexity", loaded, text, Full(dense_layers=2), codec="int2")
     assert absent_of(quantized) == {"attention_recall", "attention_recall_stderr"}
-    assert quantized["size"] == pytest.approx((2 + 2 * BITS["int2"] / 16) / 4)
-    assert quantized["size_artifact"] == pytest.approx(2 / 16)
+    assert quantized["budget"] == pytest.approx((2 + 2 * BITS["int2"] / 16) / 4)
+    assert quantized["budget_artifact"] == pytest.approx(2 / 16)
     assert quantized["kl_nats"] > 0
     one_text = measure("long_decode", loaded, text, H2O(dense_layers=2), num_windows=1, max_new_tokens=3)
     errors = {name for name in one_text if name.endswith("_stderr")}
@@ -431,7 +431,7 @@ def test_what_cannot_be_measured_is_none(loaded, text):
             {},
             r"method\.kept_frac=0\.05: .*keeps 3 of 60.*num_sinks=4",
         ),
-        ("perplexity", H2O(dense_layers=2), {"size": 0.1}, r"size=0\.1.*2 of 4 layers"),
+        ("perplexity", H2O(dense_layers=2), {"budget": 0.1}, r"budget=0\.1.*2 of 4 layers"),
         (
             "long_decode",
             Full(dense_layers=2),

@@ -150,7 +150,7 @@ def test_replay_is_the_reference(name, family, monkeypatch):
             traces.append(model.run(row[-final:]))
         assert traces[-1].margin > 1e-6, "these ids make a choice that rounding decides"
         assert largest_difference(logits[1:], traces[-1].logits) <= TOLERANCE
-    assert got.size == pytest.approx(plain.size(traces))
+    assert got.budget == pytest.approx(plain.budget(traces))
 
 
 def test_the_artifacts_eviction_is_not_decoded_live():

@@ -150,7 +150,7 @@ def launched(launcher: str, folder: Path, *words: str) -> subprocess.CompletedPr
     byte_tokenizer().save_pretrained(folder / "model")
     text = folder / "text.txt"
     text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
-    toy = [f"model.path={folder / 'model'}", "size=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
+    toy = [f"model.path={folder / 'model'}", "budget=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
     toy += [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(folder / "cache")}
     environment["PYTHONPATH"] = str(ROOT)

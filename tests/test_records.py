@@ -70,7 +70,7 @@ def edit(file, text):
         ("method=int4", "group_size=32", False),
         ("experiment=fig5", "seq_len=99", True),
         ("experiment=fig5", "analysis.num_tokens=99", False),
-        ("", "size=0.2", False),
+        ("", "budget=0.2", False),
         ("", "model=opt-125m", False),
         ("", "calibration.num_tokens=512", False),
         *((f"experiment={kind}", "platform=cuda", False) for kind in ("perplexity", "tasks", "fig5")),
@@ -402,7 +402,7 @@ def test_a_method_that_read_the_whole_cache_says_so(words, shares, said, runs, c
     def measure(config):
         measured = outcome(config)
         for task, entries in measured.metrics.items():
-            measured.metrics[task] = entries | dict(zip(("size", "device_frac"), shares, strict=True))
+            measured.metrics[task] = entries | dict(zip(("budget", "device_frac"), shares, strict=True))
         return measured
 
     runs.measure = measure

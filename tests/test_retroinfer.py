@@ -164,11 +164,11 @@ def test_sizes_by_hand():
     assert method.num_clusters(4 + 64 + 20_000) == 2 * (10_000 // 16)
     assert (method.steady(row), method.steady(later)) == (4 + 64 + 24, 4 + 64 + 5)
     assert method.tokens_read(row, 2) is None and method.max_tokens_read(row, 2) == 1024
-    sized = method.with_size(0.25)
-    assert sized.tokens_read(row, 2) == 256 and sized.tokens_read(later, 2) == int(0.25 * 2029)
-    assert method.with_size(0.01).tokens_read(row, 2) == 4 + 64 + 24 + 1
-    assert method.min_size(TokenCounts(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
-    assert method.with_size(1.0).tokens_read(row, 2) == 1024
+    with_quarter = method.with_budget(0.25)
+    assert with_quarter.tokens_read(row, 2) == 256 and with_quarter.tokens_read(later, 2) == int(0.25 * 2029)
+    assert method.with_budget(0.01).tokens_read(row, 2) == 4 + 64 + 24 + 1
+    assert method.min_budget(TokenCounts(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
+    assert method.with_budget(1.0).tokens_read(row, 2) == 1024
 
 
 @pytest.mark.parametrize(("final", "updates"), [(1100, 0), (2100, 1)])

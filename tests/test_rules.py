@@ -812,9 +812,9 @@ RULES = {
     "twilight-all": Twilight(p=0.9, candidate_frac=None, index_bits=2, dense_layers=0),
     "twilight-union": Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union"),
     "twilight-first": Twilight(p=0.5, candidate_frac=None, num_sinks=2, recent_frac=0.2, max_fetch_frac=0.4),
-    "twilight-cap": Twilight(candidate_frac=0.7, page_size=2).with_size(0.3),
+    "twilight-cap": Twilight(candidate_frac=0.7, page_size=2).with_budget(0.3),
     "vattention": VAttention(epsilon=0.4, delta=0.2, num_sinks=2, fixed_frac=0.2, recent_frac=0.3),
-    "vattention-cap": VAttention(num_sinks=1, seed=7, dense_layers=0).with_size(0.4),
+    "vattention-cap": VAttention(num_sinks=1, seed=7, dense_layers=0).with_budget(0.4),
     "vattention-capped": VAttention(max_fetch_frac=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
     "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
 }

@@ -72,7 +72,7 @@ def test_a_further_turn_is_its_tokens_decoded_one_by_one(name, batch):
         logits = [cached(final[:, : TURNS[0]], past_key_values=one_by_one).logits[:, -1]]
         for column in final[:, TURNS[0] : -1].unbind(1):
             logits.append(cached(column[:, None], past_key_values=one_by_one).logits[:, -1])
-        assert one_by_one.usage.size == usage.size and one_by_one.usage.h2d_bytes == usage.h2d_bytes > 0
+        assert one_by_one.usage.budget == usage.budget and one_by_one.usage.h2d_bytes == usage.h2d_bytes > 0
     found = torch.stack(logits, 1).argmax(-1)
     for sequences in turns:
         new = slice(sequences.shape[1] - NEW, sequences.shape[1])

@@ -259,7 +259,7 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     assert {config.num_windows for config in runs.configs} == {2}
     printed = capsys.readouterr()
     assert printed.err.startswith("experiment=accuracy: composing its runs\n"), "which takes seconds"
-    assert printed.out.count("size (%)") == 1
+    assert printed.out.count("budget (%)") == 1
     assert printed.out.endswith("\n1 files of figures are in outputs/figures\n")
     assert "3/3" in printed.err, "the progress bar"
     assert Path("outputs/tables/fig12.csv").exists()

@@ -69,29 +69,29 @@ def test_a_method_has_as_many_dense_layers_as_its_official_code(method):
     assert given.method.dense_layers == 3, "the command line wins"
 
 
-def test_a_method_without_a_size_runs_once_a_number_of_dense_layers(plan):
-    cells = [(cell.method_name, cell.size, cell.method.dense_layers) for cell in plan.cells]
-    sized = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
-    assert cells == [("full", None, 0), *product(["int4"], [None], range(3)), *sized]
+def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers(plan):
+    cells = [(cell.method_name, cell.budget, cell.method.dense_layers) for cell in plan.cells]
+    with_budget = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
+    assert cells == [("full", None, 0), *product(["int4"], [None], range(3)), *with_budget]
     assert {cell.kind for cell in plan.cells} == {"perplexity"}
 
 
 def scored(method: str, asked: float, dense: int | None, kl: float, **cells: Any) -> TableRow:
     """A KL in the table of `experiment=tune`; dense: None where it is the number of the method's file."""
     words = "" if dense is None else f"dense_layers={dense}, "
-    common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "size": asked, "experiment": "tune"}
-    row = common | {"method": method, "label": method, "settings": f"{words}size={asked}, num_windows=4", "value": kl}
+    common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "budget": asked, "experiment": "tune"}
+    row = common | {"method": method, "label": method, "settings": f"{words}budget={asked}, num_windows=4", "value": kl}
     return row | {"source": "measured"} | cells
 
 
-def test_dense_layers_are_the_best_of_each_model_and_size(monkeypatch, tmp_path):
-    """Those with the least KL of the numbers with which a method has the size; of a codec's rows none."""
+def test_dense_layers_are_the_best_of_each_model_and_budget(monkeypatch, tmp_path):
+    """Those with the least KL of the numbers with which a method has the budget; of a codec's rows none."""
     rows = [scored("quest", 0.1, 0, 0.2), scored("quest", 0.1, 1, 0.1), scored("quest", 0.1, None, 0.3)]
     rows += [scored("quest", 0.05, None, 0.1), scored("quest", 0.05, 1, 0.2)]  # 2 are of its file
     rows += [scored("quest", 0.1, 0, 0.01, model="gemma3-270m"), scored("quest", 0.1, 0, 0.01, metric="perplexity")]
-    coded = "dense_layers=0, codec=int8, size=0.1"
+    coded = "dense_layers=0, codec=int8, budget=0.1"
     rows += [scored("quest", 0.1, 0, 0.01, settings=coded), scored("./mine.py", 0.1, None, 0.01)]
-    rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), size=0.3) for layers in (0, 1, 2)]
+    rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), budget=0.3) for layers in (0, 1, 2)]
     other = tmp_path / "other"
     (other / "tables").mkdir(parents=True)
     (other / "tables" / "tune.csv").write_text(columns.render_csv(columns.ACCURACY, rows))
@@ -166,13 +166,13 @@ def test_without_data_and_longer_windows_a_board_remains():
     assert parts == {("perplexity", 1024, "code"), ("tasks", 1024, ""), ("latency", 1024, "")}
     numbers = {cell.method.dense_layers for cell in cells}
     assert len(numbers) > 1 and {cell.method.dense_layers for cell in of_own} == {0}
-    sizes = [(cell.kind, cell.size, cell.codec) for cell in of_own]
-    assert len(sizes) == len(set(sizes)) == 13
+    found = [(cell.kind, cell.budget, cell.codec) for cell in of_own]
+    assert len(found) == len(set(found)) == 13
 
 
 def what_runs(cell: RunConfig) -> tuple[Any, ...]:
     text = cell.corpus.name if cell.kind == "perplexity" else cell.kind
-    return text, cell.seq_len, cell.method_name, cell.size, cell.method.dense_layers
+    return text, cell.seq_len, cell.method_name, cell.budget, cell.method.dense_layers
 
 
 @pytest.mark.parametrize(
@@ -194,17 +194,17 @@ def test_an_entry_is_lenient_only_where_it_says_so():
     assert [each.method_name for each in lenient.cells] == ["full"] and len(lenient.left_out) == 2
 
 
-def test_the_full_cache_runs_as_it_is_and_under_nearest_so_does_a_method_without_a_size():
+def test_the_full_cache_runs_as_it_is_and_under_nearest_so_does_a_method_without_a_budget():
     as_it_is = load(["method=full"])
-    for size in ("0.1", "nearest:0.1"):
-        assert load(["method=full", f"size={size}"]) == as_it_is, "one record for all sizes"
-    assert load(["method=int4", "size=nearest:0.1"]).size is None
-    assert load(["method=h2o", "size=nearest:0.1"]).size == 0.1
-    with pytest.raises(UserError, match="has no size to set"):
-        load(["method=int4", "size=0.1"])
+    for budget in ("0.1", "nearest:0.1"):
+        assert load(["method=full", f"budget={budget}"]) == as_it_is, "one record for all budgets"
+    assert load(["method=int4", "budget=nearest:0.1"]).budget is None
+    assert load(["method=h2o", "budget=nearest:0.1"]).budget == 0.1
+    with pytest.raises(UserError, match="has no budget to set"):
+        load(["method=int4", "budget=0.1"])
 
 
-def test_a_step_at_another_size_follows_from_the_timed_one():
+def test_a_step_at_another_budget_follows_from_the_timed_one():
     late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
     assert step_seconds(late, 1.0) == 3.0 and step_seconds(late, 10.0) == pytest.approx(1.1)
     metrics = dict.fromkeys(("platform", "batch_size", "prompt_len", "source"), 0)
@@ -244,10 +244,10 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     mine = [row for row in rows if row["shipped"] != "yes"]
     assert {row["label"] for row in mine} == {label} and len({row["label"] for row in rows}) > 30
     steps = [row for row in read_table(Path("outputs/tables/board-steps.csv")) if not row["shipped"]]
-    assert {row["label"] for row in steps} == {label} and {row["asked_size"] for row in steps} == {None, 0.1}
+    assert {row["label"] for row in steps} == {label} and {row["asked_budget"] for row in steps} == {None, 0.1}
     assert all(row["step_s"] > 0 and row["codec"] == "mine" for row in steps)
     answered = [row for row in read_table(Path("outputs/tables/board-answers.csv")) if row["label"] == label]
-    assert {row["asked_size"] for row in answered} == {None, 0.05, 0.1}
+    assert {row["asked_budget"] for row in answered} == {None, 0.05, 0.1}
     page = Path("outputs/board.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
     assert len([line for line in page.splitlines() if re.match(r"\| \W*Page means \+ mine \W*\*", line)]) >= 2

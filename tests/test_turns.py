@@ -206,9 +206,9 @@ def test_both_ways_of_a_task_of_choices(method, loaded):
     if isinstance(method, Full):
         for one, other in zip(likely[UNKNOWN], likely[KNOWN], strict=True):
             assert one == pytest.approx(other, abs=1e-3)
-        assert set(values[LESS]) == {0} and metrics["size"] == metrics["known_size"] == 1
+        assert set(values[LESS]) == {0} and metrics["budget"] == metrics["known_budget"] == 1
     else:
-        assert likely[UNKNOWN] != likely[KNOWN] and metrics["size"] < 0.8 and metrics["known_size"] < 0.8
+        assert likely[UNKNOWN] != likely[KNOWN] and metrics["budget"] < 0.8 and metrics["known_budget"] < 0.8
 
 
 def test_one_cache_has_one_final_length(loaded, monkeypatch):
@@ -302,7 +302,7 @@ def test_a_finished_run_is_found_again(loaded, monkeypatch, tmp_path, capsys):
     page = Path("outputs/tables/turns.md").read_text()
     headings = [f"kv_recall acc, {way} (%)" for way in ("question unknown", "question known", "unknown less known")]
     places = [page.index(heading) for heading in headings]
-    assert places == sorted(places) and "size where the question is known (%)" in page
+    assert places == sorted(places) and "budget where the question is known (%)" in page
     (of_h2o,) = [json.loads(path.read_text()) for path in records if "H2O" in path.read_text()]
     assert of_h2o["samples"]["kv_recall"][0].keys() >= {UNKNOWN, KNOWN, f"{LESS},acc"}
 

@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from harness.checks.contract import SIZE_TOLERANCE, live, replay, token_batch
+from harness.checks.contract import BUDGET_TOLERANCE, live, replay, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import attach
@@ -142,8 +142,8 @@ def own_logits(model: Any) -> str:
                     _require_same("the full cache", got, own[-1 - steps :])
                 index = attached.geometry.index
                 is_whole = index is None or max(prompts) + steps <= index.top_k
-                if (found.size == 1) != is_whole:
-                    raise AssertionError(f"the full cache reads {found.size} of itself")
+                if (found.budget == 1) != is_whole:
+                    raise AssertionError(f"the full cache reads {found.budget} of itself")
     with attach(model) as attached:
         if attached.decoder.no_padding:
             with suppress(UserError):
@@ -188,8 +188,8 @@ def methods_agree(model: Any) -> str:
                 expected = replay(attached, setup, prompts, steps=STEPS, only=only)
                 got = live(attached, setup, prompts, steps=STEPS, only=only)
                 _require_same(f"{name}, live", got.logits, expected.logits)
-                if abs(got.size - expected.size) > SIZE_TOLERANCE:
-                    sizes = f"{got.size} live and {expected.size} in replay"
+                if abs(got.budget - expected.budget) > BUDGET_TOLERANCE:
+                    sizes = f"{got.budget} live and {expected.budget} in replay"
                     raise AssertionError(f"{name} reads {sizes}")
     return ""
 

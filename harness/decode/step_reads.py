@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.model.sizes import code_widths, share_beside, share_of_cache
+from harness.model.budgets import code_widths, share_beside, share_of_cache
 from methods.base import Geometry
 from methods.codecs.split import CacheCodec
 
@@ -102,19 +102,19 @@ class StepReads:
         return groups
 
     @property
-    def size(self) -> float:
+    def budget(self) -> float:
         """Rows read / the full cache, mean over the steps and sequences so far."""
         return float(self.frac_sum) / self.rows
 
     @property
     def device_frac(self) -> float:
-        """Rows and index read in device memory / the full cache, mean as `size`."""
+        """Rows and index read in device memory / the full cache, mean as `budget`."""
         return float(self.frac_sum + self.index_sum) / self.rows
 
     @property
     def tokens_evicted(self) -> float | None:
-        """Cached tokens that a KV head no longer holds at a step, mean as `size`; None of a method
-        that does not evict, and before the first step."""
+        """Cached tokens that a KV head no longer holds at a step, mean as `budget`; None of a
+        method that does not evict, and before the first step."""
         return float(self.evicted_sum) / self.rows if self.evicts and self.rows else None
 
 

@@ -109,13 +109,13 @@ def read_again(
 ) -> None:
     """Run the `planned` passes after a prompt, and give the states its score of each token.
 
-    Methods that differ in size or dense layers alone find the same, once for a prompt that runs
+    Methods that differ in budget or dense layers alone find the same, once for a prompt that runs
     share. Raises UserError where the method needs an output projection that cannot be read.
     """
     if prompt.score is None:
         score = _score(attached, method, prompt, passes)
     else:
-        of_all = _of_all_sizes(method)
+        of_all = _of_all_budgets(method)
         key = repr(of_all)
         if key not in prompt.score:
             prompt.score[key] = _score(attached, of_all, prompt, passes)
@@ -129,10 +129,10 @@ def read_again(
         state.take_scores(score, PromptRows(real, real.shape[1]))
 
 
-def _of_all_sizes(method: RereadsPrompt) -> RereadsPrompt:
-    """What methods that differ in size or dense layers alone have in common."""
-    with suppress(ValueError):  # it has no size
-        method = method.with_size(1.0)
+def _of_all_budgets(method: RereadsPrompt) -> RereadsPrompt:
+    """What methods that differ in budget or dense layers alone have in common."""
+    with suppress(ValueError):  # it has no budget
+        method = method.with_budget(1.0)
     return replace(method, dense_layers=0)
 
 

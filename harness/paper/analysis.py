@@ -210,7 +210,7 @@ def similarity(subject: Subject) -> list[Point]:
     Raises UserError where `analysis.kept_frac` of the text is too small for the method.
     """
     kept, num_tokens = subject.config.analysis.kept_frac, subject.num_tokens
-    method = subject.config.method.with_size(kept)
+    method = subject.config.method.with_budget(kept)
     budget = method.tokens_read(TokenCounts(num_tokens, 1, num_tokens), method.dense_layers)
     assert budget is not None, "a method that evicts has a budget"
     methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry

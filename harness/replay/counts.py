@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.model.policies import Policy, evicts
-from harness.model.sizes import (
+from harness.model.budgets import (
     ReadStats,
     code_widths,
     share_beside,
     share_of_cache,
     window_share,
 )
+from harness.model.policies import Policy, evicts
 from methods.base import Geometry, Method
 from methods.codecs.split import CacheCodec
 

@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from harness.decode.gpu_cache import GpuCache
 from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
+from harness.model.budgets import ReadStats
 from harness.model.indexer import IndexCall
 from harness.model.policies import Policy, SelectErrors, check_selection
-from harness.model.sizes import ReadStats
 from harness.replay.counts import PassCounts
 from harness.replay.history import History
 from methods.attention import hide, log_sum_exp, num_true

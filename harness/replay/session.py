@@ -21,10 +21,10 @@ from torch import Tensor
 
 from harness.decode.gpu_cache import GpuCache, rooms
 from harness.model.attached import Attached
+from harness.model.budgets import ReadStats, SessionConstants, resident_share
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import fitted, new_states, policies_of, require_layers
 from harness.model.rereading import run_prompts
-from harness.model.sizes import ReadStats, SessionConstants, resident_share
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
 from methods.base import Calibration, Lengths, Method, PromptRows, State

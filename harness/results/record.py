@@ -37,7 +37,7 @@ LOCATIONS = {
 """By group, the setting that says where a file lies. The sha256 of its content enters a run's
 identity instead."""
 IN_COLUMNS = {
-    "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "sizing",
+    "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "budget_rule",
     "results_dir", "tracker", "corpus.name", "corpus.path", "platform.name", "data.name",
     "data.root", "task.include_path", "latency.batch_size", "latency.prompt_len", "latency.gen_len",
 }  # fmt: skip
@@ -52,8 +52,8 @@ GROUPS = ("method", "task", "latency", "sampling")
 HOST_DECIDES = "capacity"
 """The kind of run of which `platform.host_gib` decides numbers: the largest batch. Elsewhere it
 decides whether a run is refused."""
-SIZED_ON = "sized on"
-"""Beside the settings of a run whose size was met by a search: on what."""
+BUDGET_MET_ON = "budget met on"
+"""Beside the settings of a run whose budget was met by a search: on what."""
 BAD_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What code raises when a record holds values that no run writes."""
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class _Config(_Part):
     method: dict[str, Any]
     model: _Model
     codec: str | None
-    size: float | None
+    budget: float | None
 
 
 class _Record(_Part):
@@ -178,8 +178,8 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
             continue
         shown = rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")
         found[shown] = value
-    if config.size_is_measured:
-        found[SIZED_ON] = "calibration text"
+    if config.budget_is_measured:
+        found[BUDGET_MET_ON] = "calibration text"
     return found
 
 

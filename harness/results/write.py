@@ -181,7 +181,7 @@ def _largest(cells: pd.DataFrame, axis: str) -> pd.DataFrame:
 def _write_layers(path: Path, records: Sequence[Record]) -> None:
     """The table of the errors of attention outputs by layer; none where no record has them.
 
-    Of runs with one label and size the newest counts, since the others would share its line.
+    Of runs with one label and budget the newest counts, since the others would share its line.
     """
     by_line: dict[tuple[Any, ...], list[TableRow]] = {}
     for record in sorted(records, key=lambda record: record["started"]):
@@ -325,9 +325,9 @@ def _sort_key(row: TableRow) -> tuple[Any, ...]:
         task = str(row["platform"])
         names = ("prompt_len", "gen_len", "memory_bytes", "batch_size")
     shape = [row.get(name) or 0 for name in names]
-    size = row.get("size") or 0
+    budget = row.get("budget") or 0
     metric = rank(str(row.get("metric", "")))
-    return row["model"], row["label"], task, *shape, size, position, metric, row["run_id"]
+    return row["model"], row["label"], task, *shape, budget, position, metric, row["run_id"]
 
 
 if __name__ == "__main__":

@@ -333,7 +333,7 @@ class Contract(Measurement):
     `harness.checks.contract`."""
 
     def check(self, config: RunConfig) -> None:
-        _refuse(config, "experiment=contract", "size")
+        _refuse(config, "experiment=contract", "budget")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return False
@@ -359,7 +359,7 @@ class Analysis(Measurement):
         if config.model.device == "map":
             one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
             raise UserError(f"model.device=map: {one}")
-        _refuse(config, "kind=analysis", "codec", "size")
+        _refuse(config, "kind=analysis", "codec", "budget")
         if config.corpus.spread:
             one_part = "kind=analysis reads one part of the text; leave it out"
             raise UserError(f"corpus.spread=true: {one_part}")

@@ -102,8 +102,8 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     if when not in get_args(When):
         raise UserError(f"{setting}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
     has_state = cls.reads_all or hasattr(cls, "state")
-    has_size = cls.reads_all or cls.tokens_read is not Method.tokens_read
-    if not has_state or not has_size:
+    has_budget = cls.reads_all or cls.tokens_read is not Method.tokens_read
+    if not has_state or not has_budget:
         lacks = "tokens_read" if has_state else "state"
         raise UserError(f"{setting}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
     if not cls.reads_all:
@@ -209,7 +209,7 @@ def faults() -> Iterator[None]:
     """Raise an error in the block that comes out of a file of the user's own as a UserError that
     names its line.
 
-    What a method or codec says of itself, such as `full_title` and `with_size`, is asked while
+    What a method or codec says of itself, such as `full_title` and `with_budget`, is asked while
     settings are checked.
     """
     try:

@@ -84,7 +84,7 @@ def run_capacity(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None
 
 Timings = dict[int, Timing]
 """By batch."""
-TIMED = ("tpot_p50_s", "sequence_tokens_per_s", "decode_tokens_per_s", "num_timed_steps", "size")
+TIMED = ("tpot_p50_s", "sequence_tokens_per_s", "decode_tokens_per_s", "num_timed_steps", "budget")
 """Columns of a batch that are timed, as in `experiment=latency`."""
 
 

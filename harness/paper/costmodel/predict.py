@@ -340,7 +340,7 @@ def predict(case: Case) -> TableRow:
         "exposed_transfer_s": _exposed(ends[-1], times),
         "link_bytes_per_s": loaded / link_s if link_s else None,
         "peak_device_bytes": None,
-        "size": mean(
+        "budget": mean(
             dense_share + (1 - dense_share) * width * read / cached for cached, read in steps
         ),
         "run_id": "",

@@ -1,12 +1,12 @@
-"""How large a method is, once for replay, live decoding and the cost model; and how a method is set
-to a size.
+"""What a method reads and keeps, once for replay, live decoding and the cost model; and how a
+method is set to a budget.
 
 Shares of the full cache of the layers that see every token, dense layers included: what a method
 governs. Means over decode rows. A floating-point element counts 16 bits, an element under a codec
 its bits, an integer of a method's own its width:
-size           share of the full cache that a row reads, its own token not. Under offloading this
+budget         share of the full cache that a row reads, its own token not. Under offloading this
                crosses the link
-device_frac    read in device memory: size, and on top an index that is read to select (partial
+device_frac    read in device memory: budget, and on top an index that is read to select (partial
                keys, page bounds) or resident rows
 resident_frac  kept on the device by the method's state and the codec, of the full cache at T
 
@@ -19,12 +19,12 @@ tokens_evicted  cached tokens that a KV head no longer holds at a decode row
 Recurrent layers hold no tokens; their states are reported in bytes. Where all layers are local,
 sequences stay within the windows, so that every layer sees every token.
 
-`size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key)
+`budget_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key)
 pairs read over all causal pairs, prompt rows dense, mean over the layers under the method; times
 bits / 16.
 
-Methods are compared at equal size, not at equal settings: `sized_as_stored` finds the setting that
-gives a size.
+Methods are compared at equal budget, not at equal settings: `with_budget_as_stored` finds the
+setting that gives a budget.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * (FLOAT_BYTES if tensor.is_floating_point() else tensor.itemsize)
 
 
-SHARES = ("size", "size_artifact", "device_frac", "resident_frac")
+SHARES = ("budget", "budget_artifact", "device_frac", "resident_frac")
 """Properties of `ReadStats` beside every score of accuracy."""
 OF_GPU_CACHE = ("link_frac", "hit_frac")
 """Further ones, with a GPU cache; None elsewhere."""
@@ -248,15 +248,15 @@ class ReadStats:
         return ReadStats(**sums)
 
     @property
-    def sizes(self) -> dict[str, float]:
+    def shares(self) -> dict[str, float]:
         """`SHARES`, and of the others those that this run has."""
-        sizes = {}
+        shares = {}
         for name in (*SHARES, *OF_EVICTING, *OF_GPU_CACHE, *OF_SOME_MODELS):
-            size = getattr(self, name)
-            is_absent = size is None or (name in OF_SOME_MODELS and size == 0)
+            share = getattr(self, name)
+            is_absent = share is None or (name in OF_SOME_MODELS and share == 0)
             if not is_absent:
-                sizes[name] = size
-        return sizes
+                shares[name] = share
+        return shares
 
     @property
     def recurrent_bytes(self) -> float:
@@ -272,7 +272,7 @@ class ReadStats:
         return total / self.rows if self.rows else 0.0
 
     @property
-    def size(self) -> float:
+    def budget(self) -> float:
         """Share of the full cache that is read, mean over decode rows; 1 without rows: then only
         the full cache ran."""
         return self._mean(self.frac_sum) if self.rows else 1.0
@@ -280,7 +280,7 @@ class ReadStats:
     @property
     def device_frac(self) -> float:
         """Share that is read in device memory: rows and index."""
-        return self.size + self._mean(self.index_sum)
+        return self.budget + self._mean(self.index_sum)
 
     @property
     def resident_frac(self) -> float:
@@ -312,7 +312,7 @@ class ReadStats:
         return self._mean(self.window_sum)
 
     @property
-    def size_artifact(self) -> float:
+    def budget_artifact(self) -> float:
         """The artifact's relative KV cache size."""
         density = min(1.0, self.pairs_read / self.pairs)
         return (1 - math.sqrt(1 - density)) * self.constants.code_bits / 16
@@ -338,13 +338,13 @@ class ReadStats:
             )
 
 
-def expected_size(
+def expected_budget(
     method: Method,
     rows: Mapping[TokenCounts, int],
     num_layers: int,
     widths: Sequence[float] | None = None,
 ) -> float:
-    """The size that `method` will report over `rows`, from its closed form; rows without cached
+    """The budget that `method` will report over `rows`, from its closed form; rows without cached
     tokens count nothing.
 
     rows: how many requests each row occurs in. widths: `code_width` of each layer; None: all 1.
@@ -359,7 +359,7 @@ def expected_size(
         for layer in range(dense_layers, num_layers):
             of_layer = method.tokens_read(row, layer)
             if of_layer is None:
-                raise ValueError("the size of this method depends on the data")
+                raise ValueError("the budget of this method depends on the data")
             read += of_layer if widths is None else widths[layer] * of_layer
         whole = num_layers * row.cached
         total += multiplicity * (dense_layers * row.cached + read) / whole
@@ -380,7 +380,7 @@ class LengthWords(NamedTuple):
 OF_A_CALL = LengthWords("a prompt of {} tokens", "{} new tokens")
 
 
-def sized_as_stored(
+def with_budget_as_stored(
     method: Method,
     codec: CacheCodec | None,
     geometry: Geometry,
@@ -392,15 +392,15 @@ def sized_as_stored(
     lengths: LengthWords = OF_A_CALL,
     warns: bool = True,
 ) -> Method:
-    """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest
-    to `target`.
+    """`method` with the setting whose reported budget over `rows`, as `codec` stores them, is
+    nearest to `target`.
 
-    Bisection over the one number that sizes it; the reported size grows with that number in steps.
+    Bisection over the one number that sets it; the reported budget grows with that number in steps.
     nearest: take it however far it is, with a warning beyond a tenth of the target. preset: by
     which the user chose the method; messages name it, or else the method's title. lengths: how the
-    user sets those of `rows`. warns: False where the caller says that a size is not met. Raises
+    user sets those of `rows`. warns: False where the caller says that a budget is not met. Raises
     UserError where, otherwise, nothing lands within `TOLERANCE`, with what would allow it, and
-    where the method has no size to set, or allows none at these lengths.
+    where the method has no budget to set, or allows none at these lengths.
     """
     called = f"method {method.title}" if preset is None else f"method={preset}"
     counted, num_layers = Counter(rows), geometry.num_layers
@@ -409,16 +409,16 @@ def sized_as_stored(
     )
 
     def size_of(number: float) -> float:
-        return expected_size(method.with_size(number), counted, num_layers, widths)
+        return expected_budget(method.with_budget(number), counted, num_layers, widths)
 
     try:
-        least = max(method.min_size(row) for row in counted)
+        least = max(method.min_budget(row) for row in counted)
         low, high = least, 1.0
         for _ in range(24):
             middle = (low + high) / 2
             low, high = (middle, high) if size_of(middle) < target else (low, middle)
     except ValueError as error:
-        refusal = f"size={target:g}: {called} cannot be sized so: {error}"
+        refusal = f"budget={target:g}: {called} cannot have it: {error}"
         raise UserError(refusal) from error
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
     taken = size_of(best)
@@ -426,16 +426,16 @@ def sized_as_stored(
         allowed = f"{size_of(least):.3f} to {size_of(1.0):.3g}"
         ways = _ways_to(target, method, counted, num_layers, widths, lengths)
         raise UserError(
-            f"size={target}: the nearest size of {called} is {taken:.3f}; "
+            f"budget={target}: the nearest budget of {called} is {taken:.3f}; "
             f"allowed here: {allowed} (method.dense_layers={method.dense_layers} of "
             f"{num_layers} layers read the full cache); enough would be {', or '.join(ways)}"
         )
     if warns and is_unmet(target, taken):
-        warn_once(f"{called}: asked for size {target:g}, the nearest size here is {taken:.3f}")
-    return method.with_size(best)
+        warn_once(f"{called}: asked for budget {target:g}, the nearest budget here is {taken:.3f}")
+    return method.with_budget(best)
 
 
-# What would allow a size
+# What would allow a budget
 
 
 LONGEST = 2**20
@@ -452,14 +452,14 @@ def _ways_to(
     widths: Sequence[float],
     lengths: LengthWords,
 ) -> list[str]:
-    """What would allow the size `target`, as the user sets it; the nearest size at the least.
+    """What would allow the budget `target`, as the user sets it; the nearest budget at the least.
 
     Fewer dense layers, another prompt, another number of generated tokens, or else another prompt
-    and no dense layer. The sequence whose least size is the largest decides.
+    and no dense layer. The sequence whose least budget is the largest decides.
     """
 
     def least(of: Method, prompt: int, final: int) -> float:
-        return _least_size(of, prompt, final, num_layers, widths)
+        return _least_budget(of, prompt, final, num_layers, widths)
 
     sequences = {(row.prompt, row.final) for row in rows}
     prompt, final = max(sequences, key=lambda of_sequence: least(method, *of_sequence))
@@ -494,20 +494,20 @@ def _ways_to(
             )
             if tokens is not None:
                 ways.append(lengths.generated.format(tokens))
-    return [*ways, f"size=nearest:{target}"]
+    return [*ways, f"budget=nearest:{target}"]
 
 
-def _least_size(
+def _least_budget(
     method: Method, prompt: int, final: int, num_layers: int, widths: Sequence[float]
 ) -> float:
-    """The least size of a method over one sequence, by some of its decode rows; infinite where it
+    """The least budget of a method over one sequence, by some of its decode rows; infinite where it
     allows none."""
     num_rows = max(1, final - 1 - prompt)
     stride = max(1, num_rows // NUM_ROWS)
     rows = [TokenCounts(prompt + at, prompt, final) for at in range(0, num_rows, stride)]
     try:
-        least = max(method.min_size(row) for row in rows)
-        return expected_size(method.with_size(least), Counter(rows), num_layers, widths)
+        least = max(method.min_budget(row) for row in rows)
+        return expected_budget(method.with_budget(least), Counter(rows), num_layers, widths)
     except ValueError:
         return math.inf
 

@@ -1,4 +1,4 @@
-"""Settings that land on a reported size."""
+"""Settings that land on a reported budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from living import PROMPT, STEPS, attached_with_link, force, live, open_live, re
 
 from harness.checks.contract import open_replay
 from harness.errors import UserError
-from harness.model.sizes import TOLERANCE, LengthWords, code_width, expected_size, sized_as_stored
+from harness.model.budgets import TOLERANCE, LengthWords, code_width, expected_budget, with_budget_as_stored
 from harness.replay.setup import LENGTHS
 from harness.run.compose import Composer, load
 from harness.settings.schema import options
@@ -84,20 +84,22 @@ GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scal
 
 @settings(max_examples=40)
 @given(sizeable, decode_rows, st.integers(4, 32), st.floats(0.01, 1.0), codecs)
-def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, codec):
+def test_with_budget_lands_on_the_target_or_says_so(method, rows, num_layers, target, codec):
     counted, geometry = Counter(rows), replace(GEOMETRY, num_layers=num_layers)
     width = code_width(codec, geometry)
     try:
-        found = sized_as_stored(method, codec, geometry, rows, target, nearest=False)
+        found = with_budget_as_stored(method, codec, geometry, rows, target, nearest=False)
     except UserError as error:
-        if "cannot be sized so" in str(error):  # a prompt that is no longer than the window
+        if "cannot have it" in str(error):  # a prompt that is no longer than the window
             assert isinstance(method, SnapKV | RocketKV) and min(row.prompt for row in rows) <= method.safe, error
             return
-        assert f"size={target}" in str(error)
-        least = max(method.min_size(row) for row in rows)
-        sizes = [step / 500 for step in range(1, 501) if step / 500 >= least]
-        reached = [expected_size(method.with_size(size), counted, num_layers, [width] * num_layers) for size in sizes]
-        assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
+        assert f"budget={target}" in str(error)
+        least = max(method.min_budget(row) for row in rows)
+        budgets = [step / 500 for step in range(1, 501) if step / 500 >= least]
+        reached = [
+            expected_budget(method.with_budget(budget), counted, num_layers, [width] * num_layers) for budget in budgets
+        ]
+        assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a budget"
     else:
         prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
         if isinstance(found, Streaming | SnapKV | RKV | RandomAttention | RocketKV):
@@ -113,31 +115,31 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
     rows, geometry = [TokenCounts(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
-    smallest = expected_size(Streaming(kept_frac=0.0501, dense_layers=2), Counter(rows), 10)  # 5 of 100 tokens
-    with pytest.raises(UserError, match=f"size=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
-        sized_as_stored(Streaming(dense_layers=2), None, geometry, rows, 0.21, nearest=False)
+    smallest = expected_budget(Streaming(kept_frac=0.0501, dense_layers=2), Counter(rows), 10)  # 5 of 100 tokens
+    with pytest.raises(UserError, match=f"budget=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
+        with_budget_as_stored(Streaming(dense_layers=2), None, geometry, rows, 0.21, nearest=False)
     assert "\n" not in str(refusal.value)
-    found = sized_as_stored(Streaming(dense_layers=2), None, geometry, rows, smallest, nearest=False)
+    found = with_budget_as_stored(Streaming(dense_layers=2), None, geometry, rows, smallest, nearest=False)
     assert found.tokens_read(TokenCounts(99, 50, 100), 2) == 5
-    with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
-        sized_as_stored(Streaming(num_sinks=100, dense_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
+    with pytest.raises(UserError, match="budget=0.5: method Streaming cannot have it: method.num_sinks=100: must"):
+        with_budget_as_stored(Streaming(num_sinks=100, dense_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
 SMALL = replace(GEOMETRY, num_layers=30)
 
 
-def refusal_of(method, prompt: int, final: int, size: float, lengths: LengthWords) -> str:
-    """The refusal of a size at these lengths; "" where it is met."""
+def refusal_of(method, prompt: int, final: int, budget: float, lengths: LengthWords) -> str:
+    """The refusal of a budget at these lengths; "" where it is met."""
     rows = [TokenCounts(cached, prompt, final) for cached in range(prompt, final - 1)]
     try:
-        sized_as_stored(method, None, SMALL, rows, size, nearest=False, preset="mine", lengths=lengths)
+        with_budget_as_stored(method, None, SMALL, rows, budget, nearest=False, preset="mine", lengths=lengths)
     except UserError as refusal:
         return str(refusal)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("method", "size", "ways"),
+    ("method", "budget", "ways"),
     [
         (SnapKV(dense_layers=0), 0.1, {"prompt"}),
         (SnapKV(dense_layers=2), 0.1, {"prompt"}),
@@ -146,24 +148,24 @@ def refusal_of(method, prompt: int, final: int, size: float, lengths: LengthWord
         (RandomAttention(dense_layers=0), 0.5, {"prompt"}),  # the prompt stays: a shorter one
     ],
 )
-def test_a_refused_size_says_what_would_allow_it(method, size, ways):
-    """At 256 dense tokens of 1,024, whoever follows the words gets the size, and no smaller change gives it."""
-    said = refusal_of(method, 256, 1024, size, LENGTHS["perplexity"])
+def test_a_refused_budget_says_what_would_allow_it(method, budget, ways):
+    """At 256 dense tokens of 1,024, whoever follows the words gets the budget, and no smaller change gives it."""
+    said = refusal_of(method, 256, 1024, budget, LENGTHS["perplexity"])
     enough = said.partition("enough would be ")[2]
-    assert said.startswith(f"size={size}: ") and enough.endswith(f"size=nearest:{size}")
+    assert said.startswith(f"budget={budget}: ") and enough.endswith(f"budget=nearest:{budget}")
     prompts = [int(number) for number in re.findall(r"prefill_len=(\d+)", enough)]
     layers = [int(number) for number in re.findall(r"method.dense_layers=(\d+)", enough)]
     assert {"prompt"} & ways == ({"prompt"} if prompts else set())
     assert {"layers"} & ways == ({"layers"} if layers else set())
     for prompt in prompts:
         followed = replace(method, dense_layers=layers[0] if layers else method.dense_layers)
-        assert refusal_of(followed, prompt, 1024, size, LENGTHS["perplexity"]) == ""
+        assert refusal_of(followed, prompt, 1024, budget, LENGTHS["perplexity"]) == ""
         less = prompt - 30 if prompt > 256 else prompt + 30
-        assert refusal_of(followed, less, 1024, size, LENGTHS["perplexity"])
+        assert refusal_of(followed, less, 1024, budget, LENGTHS["perplexity"])
     if layers and not prompts:
         fewer = replace(method, dense_layers=layers[0])
-        assert refusal_of(fewer, 256, 1024, size, LENGTHS["perplexity"]) == ""
-        assert refusal_of(replace(method, dense_layers=layers[0] + 1), 256, 1024, size, LENGTHS["perplexity"])
+        assert refusal_of(fewer, 256, 1024, budget, LENGTHS["perplexity"]) == ""
+        assert refusal_of(replace(method, dense_layers=layers[0] + 1), 256, 1024, budget, LENGTHS["perplexity"])
 
 
 def test_where_prompt_and_answer_have_settings_of_their_own_each_is_named():
@@ -183,40 +185,40 @@ LONG_ANSWERS = {"random", "triattention"}
 
 
 def test_at_the_default_lengths_methods_can_read_a_tenth():
-    """Of conf/method, on a model of 30 layers: all that have a size and no dense part by design."""
+    """Of conf/method, on a model of 30 layers: all that have a budget and no dense part by design."""
     composed, refused = Composer(), {}
     for name in options("method"):
         try:
-            config = load([f"method={name}", "size=0.1", "method.dense_layers=0"], composed)
+            config = load([f"method={name}", "budget=0.1", "method.dense_layers=0"], composed)
         except UserError as refusal:
-            assert "has no size to set" in str(refusal)
+            assert "has no budget to set" in str(refusal)
             continue
         assert (config.prefill_len, config.seq_len) == (960, 1024)
-        if config.size is not None and not config.size_is_measured:
+        if config.budget is not None and not config.budget_is_measured:
             said = refusal_of(config.method, config.prefill_len, config.seq_len, 0.1, LENGTHS["perplexity"])
             if said:
                 refused[name] = said
     assert set(refused) <= STRUCTURE | LONG_ANSWERS and "snapkv" not in refused
 
 
-def test_a_size_that_was_not_asked_for_is_told_once(caplog):
+def test_a_budget_that_was_not_asked_for_is_told_once(caplog):
     rows = [TokenCounts(cached, 50, 100) for cached in range(50, 99)]
     geometry, method = replace(GEOMETRY, num_layers=10), Streaming(dense_layers=2)
     for target in (0.211, 0.211, 0.3):  # the first cannot be: two of ten layers and five tokens are the least
-        sized_as_stored(method, None, geometry, rows, target, nearest=True)
-    sized_as_stored(method, None, geometry, rows, 0.212, nearest=True, preset="mine")
+        with_budget_as_stored(method, None, geometry, rows, target, nearest=True)
+    with_budget_as_stored(method, None, geometry, rows, 0.212, nearest=True, preset="mine")
     said = [record.message for record in caplog.records]
     assert said == [
-        "method Streaming: asked for size 0.211, the nearest size here is 0.256",
-        "method=mine: asked for size 0.212, the nearest size here is 0.256",
+        "method Streaming: asked for budget 0.211, the nearest budget here is 0.256",
+        "method=mine: asked for budget 0.212, the nearest budget here is 0.256",
     ]
 
 
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
     method, width = Streaming(kept_frac=0.5, num_sinks=1, dense_layers=2), 0.28125
-    one, other = (expected_size(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
+    one, other = (expected_budget(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
     assert one != other
-    assert expected_size(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
+    assert expected_budget(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
         (3 * one + other) / 4
     )
     for method, share in (
@@ -224,8 +226,8 @@ def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_
         (Full(dense_layers=2), 1),
     ):
         rows = {TokenCounts(100, 50, 200): 1}
-        assert expected_size(method, rows, 10, [width] * 10) == pytest.approx((2 + 8 * width * share) / 10)
-        by_layer = expected_size(method, rows, 10, [1, 1, 0.5, *[width] * 6, 0.25])
+        assert expected_budget(method, rows, 10, [width] * 10) == pytest.approx((2 + 8 * width * share) / 10)
+        by_layer = expected_budget(method, rows, 10, [1, 1, 0.5, *[width] * 6, 0.25])
         assert by_layer == pytest.approx((2 + (0.5 + 6 * width + 0.25) * share) / 10)
 
 
@@ -243,9 +245,9 @@ def test_the_bits_of_an_element_are_the_mean_over_key_and_value(codec, geometry,
     assert code_width(codec, replace(GEOMETRY, **geometry)) == bits / 16
 
 
-def test_a_size_that_depends_on_the_data_is_refused():
+def test_a_budget_that_depends_on_the_data_is_refused():
     with pytest.raises(ValueError, match="depends on the data"):
-        expected_size(InfiniGen(), {TokenCounts(5, 1, 10): 1}, 4)
+        expected_budget(InfiniGen(), {TokenCounts(5, 1, 10): 1}, 4)
 
 
 # What replay and live decoding report
@@ -333,7 +335,7 @@ def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
     with attached_with_link() as (attached, _):
         for run in (replay, live):
             found = run(attached, Case(method), (PROMPT,))
-            assert found.device_frac - found.size == pytest.approx(tokens / 2, rel=1e-9)
+            assert found.device_frac - found.budget == pytest.approx(tokens / 2, rel=1e-9)
     assert dtypes <= {torch.float32} if getattr(method, "index_bits", None) is None else dtypes == {torch.uint8}
 
 
@@ -366,8 +368,8 @@ def test_evicted_tokens_are_those_that_no_row_can_read_any_more(method, evicted)
         found = session.reads.tokens_evicted, steps.reads.tokens_evicted
         steps.close()
     if evicted is None:
-        assert found == (None, None) and "tokens_evicted" not in session.reads.sizes
+        assert found == (None, None) and "tokens_evicted" not in session.reads.shares
     else:
         assert found == pytest.approx((mean(evicted),) * 2, rel=1e-12)
-        assert session.reads.sizes["tokens_evicted"] == found[0]
+        assert session.reads.shares["tokens_evicted"] == found[0]
         assert (found[0] == 0) == (max(evicted) == 0), "no rounding makes it look as if a budget bit"
