@@ -56,51 +56,51 @@ class Evicting(Method):
 
 @dataclass(frozen=True)
 class EvictingToBudget(Evicting):
-    """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`.
+    """Evicts down to floor(budget * T) tokens, at least 1, or to `kept_tokens`.
 
     always_kept: name of the setting that says how many tokens always stay; the budget must exceed
     it.
     """
 
-    kept_frac: float = setting(0.2, "share of T, the final tokens, that is kept", share())
+    budget: float = setting(0.2, "share of T, the final tokens, that is kept", share())
     kept_tokens: int | None = setting(
         None, "this many tokens instead of the share", least(1, null=True)
     )
 
     always_kept: ClassVar[str] = ""
 
-    def budget(self, final: int) -> int:
+    def budget_in_tokens(self, final: int) -> int:
         """Tokens that are kept of a sequence of T = `final`."""
         if self.kept_tokens is not None:
             return self.kept_tokens
-        return max(1, int(self.kept_frac * final))
+        return max(1, int(self.budget * final))
 
-    def budgets(self, final: Tensor) -> Tensor:
-        """`budget` of each sequence, int [batch]."""
+    def budgets_in_tokens(self, final: Tensor) -> Tensor:
+        """`budget_in_tokens` of each sequence, int [batch]."""
         if self.kept_tokens is not None:
             return torch.full_like(final, self.kept_tokens)
-        return floor_frac(self.kept_frac, final).clamp(min=1)
+        return floor_frac(self.budget, final).clamp(min=1)
 
     @property
     def budget_setting(self) -> tuple[str, str]:
         """The setting that says the budget, and its value in words."""
         if self.kept_tokens is not None:
             return "kept_tokens", str(self.kept_tokens)
-        return "kept_frac", f"{self.kept_frac:.4g}"
+        return "budget", f"{self.budget:.4g}"
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a sequence's budget does not exceed the tokens that always stay."""
         if self.always_kept:
             stay, shortest = getattr(self, self.always_kept), int(lengths.final.min())
-            found = f"it keeps {self.budget(shortest)} of {shortest} tokens"
+            found = f"it keeps {self.budget_in_tokens(shortest)} of {shortest} tokens"
             more = f"more: {found}, which must exceed method.{self.always_kept}={stay}"
-            require(self.budget(shortest) > stay, *self.budget_setting, more)
+            require(self.budget_in_tokens(shortest) > stay, *self.budget_setting, more)
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
-        return min(counts.cached, self.budget(counts.final))
+        return min(counts.cached, self.budget_in_tokens(counts.final))
 
     def with_budget(self, frac: float) -> Self:
-        return replace(self, kept_frac=frac, kept_tokens=None)
+        return replace(self, budget=frac, kept_tokens=None)
 
     def min_budget(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
@@ -116,7 +116,7 @@ class EvictingToBudget(Evicting):
         return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:
-        return self.kept_frac if self.kept_tokens is None else 1.0
+        return self.budget if self.kept_tokens is None else 1.0
 
 
 class EvictingState(State):

@@ -29,7 +29,7 @@ The rule, and where it differs (made into docs/methods.md):
    between 1 and the cap, is what each KV head reads. `alpha=null` is the paper's 4 for OPT and 5
    otherwise; `alpha=inf` always takes the cap.
 
-The **cap** is floor(`max_fetch_frac` · cached), or of T with `cap_of=final`, as in the artifact's
+The **cap** is floor(`budget` · cached), or of T with `cap_of=final`, as in the artifact's
 accuracy code. `fixed_fetch=N` reads N tokens instead, as the artifact's speed code does.
 
 **infinigen-coded** has another index, which is not of the paper: all columns in 4 bits
@@ -167,7 +167,7 @@ class Capped(Choosing):
     artifact's accuracy code takes T, its speed code a fixed number of tokens.
     """
 
-    max_fetch_frac: float = setting(0.2, "cap: the largest share that a row reads", share())
+    budget: float = setting(0.2, "cap: the largest share that a row reads", share())
     cap_of: str = setting(
         "cached",
         "the cap is a share of the tokens cached at a row, or of T, the final number",
@@ -184,13 +184,13 @@ class Capped(Choosing):
         if self.fixed_fetch is not None:
             return min(self.fixed_fetch, counts.cached)
         whole = counts.cached if self.cap_of == "cached" else counts.final
-        return min(counts.cached, max(1, int(self.max_fetch_frac * whole)))
+        return min(counts.cached, max(1, int(self.budget * whole)))
 
     def with_budget(self, frac: float) -> Self:
-        return replace(self, max_fetch_frac=frac, fixed_fetch=None)
+        return replace(self, budget=frac, fixed_fetch=None)
 
     def artifact_budget(self) -> float:
-        return self.max_fetch_frac
+        return self.budget
 
     def limits(self, cached: Tensor, final: Tensor) -> tuple[float, int, Tensor]:
         """The cap as max(least, floor(frac * whole)): frac, least, and whole, int [batch, rows].
@@ -200,7 +200,7 @@ class Capped(Choosing):
         if self.fixed_fetch is not None:
             return 0.0, self.fixed_fetch, cached
         whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
-        return self.max_fetch_frac, 1, whole
+        return self.budget, 1, whole
 
     def cap(self, cached: Tensor, final: Tensor) -> Tensor:
         """Tokens that a row reads at most, int [batch, rows]; arguments of `limits`."""

@@ -195,7 +195,7 @@ class InfiniGen2(BalancedIndex, ScoreSelecting):
     Reads: the best by the layer's own query; `infinigen-balanced`: by a rehearsal
     """
 
-    max_fetch_frac: float = 0.1
+    budget: float = 0.1
     alpha: float | None = math.inf
     group: str = "sum_probs"
 
@@ -317,7 +317,7 @@ class InfiniGen2Sampled(BalancedIndex, SampledRest):
     Reads: a weighted sample by the layer's own query
     """
 
-    max_fetch_frac: float = 0.1
+    budget: float = 0.1
 
     title = "InfiniGen2, sampled rest"
     state = InfiniGen2SampledState

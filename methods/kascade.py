@@ -17,14 +17,14 @@ choice) and `src/runners/stats_runner.py` (similarity, anchors, heads).
 The rule, and where it differs (made into docs/methods.md):
 
 **kascade**: an anchor reads every token, adds up the attention of each KV head's group, and chooses
-the best max(`min_tokens`, floor(`read_frac` · cached)), 128 and 0.1. It attends to these alone;
+the best max(`min_tokens`, floor(`budget` · cached)), 128 and 0.1. It attends to these alone;
 layer 0, always an anchor, attends to all. The layers up to the next anchor read what it chose:
 known a layer ahead, so their rows cross the link while other layers compute. Each of their KV heads
 takes the tokens of the anchor's head that is most similar on the calibration text: the share of its
 attention that it finds there, of that on its own best 64 tokens. `anchors=[2,8,13,14]` names
 anchors beside the first layer; by default a dynamic program takes the `num_anchors` (5) with the
-largest sum of similarities. An anchor counts whole in `budget`, so that 5 of 30 layers are 17 %
-before anything else is read, and 28 % of 1,024 tokens with `min_tokens`, which a `budget` leaves as
+largest sum of similarities. An anchor counts whole in a run's `budget=`, so that 5 of 30 layers are
+17 % before anything else is read, and 28 % of 1,024 tokens with `min_tokens`, which that leaves as
 it is. The [official code](https://github.com/microsoft/kascade) takes the least similarity of a
 prompt's tiles of 32 rows, mean over 1,000 prompts, where this takes the mean over rows of one text;
 it compares the 32 best tokens before a tile, and the tile itself; it weighs layers by what
@@ -117,7 +117,7 @@ class KascadeState(HandsOn):
 
 @dataclass(frozen=True)
 class Kascade(Calibrates):
-    """Anchors read every token. Other layers read max(`min_tokens`, floor(`read_frac` * cached)).
+    """Anchors read every token. Other layers read max(`min_tokens`, floor(`budget` * cached)).
     The first layer under the method always is an anchor.
 
     Source: Kascade (2025)
@@ -126,7 +126,7 @@ class Kascade(Calibrates):
         what the anchor chose
     """
 
-    read_frac: float = setting(0.1, "share of the cached tokens that other layers read", share())
+    budget: float = setting(0.1, "share of the cached tokens that other layers read", share())
     min_tokens: int = setting(128, "tokens that other layers read at least", least(1))
     anchors: tuple[int, ...] | None = setting(
         None, "layers that read every token; null: the best num_anchors by the calibration"
@@ -192,18 +192,18 @@ class Kascade(Calibrates):
         return self.max_tokens_read(counts, layer)
 
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        chosen = max(self.min_tokens, int(self.read_frac * counts.cached))
+        chosen = max(self.min_tokens, int(self.budget * counts.cached))
         return counts.cached if self.is_anchor(layer) else min(counts.cached, chosen)
 
     def with_budget(self, frac: float) -> Self:
         """Set by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing
         breaks all."""
-        return replace(self, read_frac=frac)
+        return replace(self, budget=frac)
 
     def num_chosen(self, positions: Tensor) -> Tensor:
         """Tokens that an anchor chooses for rows at `positions`, int alike."""
         return torch.minimum(
-            floor_frac(self.read_frac, positions).clamp(min=self.min_tokens), positions
+            floor_frac(self.budget, positions).clamp(min=self.min_tokens), positions
         )
 
 

@@ -335,9 +335,9 @@ def largest_of_each(values: Tensor, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Retrieving(SelectingBy):
-    """Reads `read_frac` of the cached tokens, or `read_tokens` of them."""
+    """Reads `budget` of the cached tokens, or `read_tokens` of them."""
 
-    read_frac: float = setting(0.2, "share of the cached tokens that a row reads", share())
+    budget: float = setting(0.2, "share of the cached tokens that a row reads", share())
     read_tokens: int | None = setting(
         None, "this many tokens instead of the share", least(1, null=True)
     )
@@ -347,17 +347,15 @@ class Retrieving(SelectingBy):
         """Tokens that have one score and are read together."""
         return 1
 
-    def budget(self, cached: int) -> int:
+    def budget_in_tokens(self, cached: int) -> int:
         """Tokens that the settings ask for with `cached` tokens."""
         return (
-            int(self.read_frac * cached)
-            if self.read_tokens is None
-            else min(self.read_tokens, cached)
+            int(self.budget * cached) if self.read_tokens is None else min(self.read_tokens, cached)
         )
 
     def pages_read(self, cached: int) -> int:
         """Full pages that a row with `cached` tokens reads beside the last, unfinished one."""
-        wanted = (self.budget(cached) - cached % self.page_size) // self.page_size
+        wanted = (self.budget_in_tokens(cached) - cached % self.page_size) // self.page_size
         return min(cached // self.page_size, max(1, wanted))
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
@@ -370,10 +368,10 @@ class Retrieving(SelectingBy):
         return self.pages_read(cached) * self.page_size + cached % self.page_size
 
     def with_budget(self, frac: float) -> Self:
-        return replace(self, read_frac=frac, read_tokens=None)
+        return replace(self, budget=frac, read_tokens=None)
 
     def artifact_budget(self) -> float:
-        return self.read_frac
+        return self.budget
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Settings of methods: each field of a dataclass has a default, a meaning and an allowed range.
 
-    read_frac: float = setting(0.2, "share of the cached tokens that a row reads", share())
+    budget: float = setting(0.2, "share of the cached tokens that a row reads", share())
 
 `Method` checks the ranges when it is made, and `--help` prints them. A subclass that gives a field
 another default keeps its meaning and range; `setting(32, allowed=least(1))` changes the range.

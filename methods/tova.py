@@ -6,7 +6,7 @@ of them.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**tova** keeps floor(`kept_frac` · T) tokens or `kept_tokens`. After the prompt and every row, the
+**tova** keeps floor(`budget` · T) tokens or `kept_tokens`. After the prompt and every row, the
 tokens that this row attends to least leave, by the mean over all heads of a layer. The row's own
 token may leave, and no sink is safe; `protect_last=true` keeps the own token. kvpress's TOVAPress
 evicts once, after the prompt, and keeps all that is generated: `method=kvpress:TOVAPress`.
@@ -29,7 +29,7 @@ class TOVAState(ScoreState):
     """A token's score is the attention of the last row, mean over all heads of the layer."""
 
     def budget(self, layer: int) -> Tensor:
-        return self.method.budgets(self.lengths.final)
+        return self.method.budgets_in_tokens(self.lengths.final)
 
     @property
     def recent(self) -> Tensor:

@@ -253,7 +253,7 @@ class Reference:
         if isinstance(method, H2O):
             return [set(head.mass) for head in self.heads[layer]]
         if isinstance(method, Streaming):
-            window = method.kept_tokens or math.floor(method.kept_frac * self.final_length)
+            window = method.kept_tokens or math.floor(method.budget * self.final_length)
             oldest = position - (window - method.num_sinks)
             kept = {j for j in cached if j < method.num_sinks or j >= oldest}
             return [kept for _ in self.heads[layer]]
@@ -296,7 +296,7 @@ class Reference:
         counts = [sum(r >= -alpha for r in scores.values()) for scores in relative]
         count = math.floor(sum(counts) / len(counts))
         whole = {"cached": cached, "final": self.final_length}[method.cap_of]
-        return min(max(count, 1), max(1, math.floor(method.max_fetch_frac * whole)), cached)
+        return min(max(count, 1), max(1, math.floor(method.budget * whole)), cached)
 
     def _evict(self, head: Head, num_tokens: int) -> None:
         """H2O, once row `num_tokens - 1` has run."""

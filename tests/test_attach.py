@@ -306,7 +306,7 @@ def test_positions_come_off_and_on_again(family):
     assert (largest_difference(score(90, 70), score(90, 60)) > 1e-3) == (family != "opt")
 
 
-@pytest.mark.parametrize("method", [ExpectedAttention(dense_layers=0), ShadowKV(read_frac=0.4, dense_layers=0)])
+@pytest.mark.parametrize("method", [ExpectedAttention(dense_layers=0), ShadowKV(budget=0.4, dense_layers=0)])
 def test_each_layer_has_its_own_positions(method, monkeypatch):
     """SmolLM3 has layers without any: here the second and the fourth."""
     rotate, asked = Attached._rotate, {}

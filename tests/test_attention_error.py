@@ -116,7 +116,7 @@ def test_every_shipped_method_is_measured(name):
 
 
 def test_a_method_that_reads_everything_has_next_to_no_error():
-    everything = [Streaming(kept_frac=1.0), VAttention(epsilon=0.0, max_fetch_frac=1.0, fixed_frac=1.0)]
+    everything = [Streaming(budget=1.0), VAttention(epsilon=0.0, budget=1.0, fixed_frac=1.0)]
     for method in everything:
         errors = run_one(tiny("gqa"), Case(method), measure_errors=True).errors
         assert float(errors.max()) < 1e-5

@@ -115,7 +115,7 @@ def test_with_budget_lands_on_the_target_or_says_so(method, rows, num_layers, ta
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
     rows, geometry = [TokenCounts(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
-    smallest = expected_budget(Streaming(kept_frac=0.0501, dense_layers=2), Counter(rows), 10)  # 5 of 100 tokens
+    smallest = expected_budget(Streaming(budget=0.0501, dense_layers=2), Counter(rows), 10)  # 5 of 100 tokens
     with pytest.raises(UserError, match=f"budget=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
         with_budget_as_stored(Streaming(dense_layers=2), None, geometry, rows, 0.21, nearest=False)
     assert "\n" not in str(refusal.value)
@@ -215,14 +215,14 @@ def test_a_budget_that_was_not_asked_for_is_told_once(caplog):
 
 
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
-    method, width = Streaming(kept_frac=0.5, num_sinks=1, dense_layers=2), 0.28125
+    method, width = Streaming(budget=0.5, num_sinks=1, dense_layers=2), 0.28125
     one, other = (expected_budget(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
     assert one != other
     assert expected_budget(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
         (3 * one + other) / 4
     )
     for method, share in (
-        (Streaming(kept_frac=0.2, num_sinks=1, dense_layers=2), 0.4),
+        (Streaming(budget=0.2, num_sinks=1, dense_layers=2), 0.4),
         (Full(dense_layers=2), 1),
     ):
         rows = {TokenCounts(100, 50, 200): 1}
@@ -349,7 +349,7 @@ EVICTED = [
     # of 4 KV heads in two layers 2 stream
     (DuoAttention(num_sinks=1, num_recent=9, dense_layers=2), [(t - 10) / 2 for t in CACHED]),
     (Full(dense_layers=2), None),
-    (Quest(read_frac=0.4, page_size=3), None),
+    (Quest(budget=0.4, page_size=3), None),
     (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
 ]
 

@@ -159,7 +159,7 @@ REFUSED = {
     "system=offlod+int4 experiment=latency": "system=offlod+int4: did you mean 'offload+int4'",
     "label=offload experiment=latency": "label=offload: names a system; a system is chosen by system=NAME",
     "method=infinigen method.alpha=4 budget=0.16": "method.alpha=4.0: budget=0.16 sets it; leave one of them out",
-    "method=quest method.read_frac=0.3 budget=0.16": "method.read_frac=0.3: budget=0.16 sets it",
+    "method=quest method.budget=0.3 budget=0.16": "method.budget=0.3: budget=0.16 sets it",
     "-m method=full,h2": "method=h2: did you mean 'h2o'",
     "budget=near:0.1": "budget=near:0.1: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
     "budget=nearest:2": "budget=2.0: must be above 0 and at most 1",

@@ -73,7 +73,7 @@ def test_rotation_groups_and_the_last_tokens_are_those_of_integer_layers():
     [
         Full(dense_layers=2),
         H2O(heavy_frac=0.2, recent_frac=0.1, dense_layers=2),
-        InfiniGen(max_fetch_frac=0.4),
+        InfiniGen(budget=0.4),
     ],
 )
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_cache_of_values_alone_keeps_each_layers_codec_of_values():
         IntegerCodec("int4"), IntegerCodec("int8"), IntegerCodec("int4"), FloatCodec("fp16")
     ]  # fmt: skip
     assert all(codec_at(codec, layer).keys.row_bytes(16) == 0 for layer in range(4))
-    method = ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3, dense_layers=1)
+    method = ShadowKV(budget=0.3, page_size=2, local_chunks=1, rank_frac=0.3, dense_layers=1)
     by_layer = LayerCodecs(FloatCodec("fp32"), (NamedLayers(2, 2, FloatCodec("fp16")),))
     with attach(tiny("gqa")) as attached:
         expected, got = (run(attached, Case(method, by_layer), PADDED) for run in (replay, live))

@@ -200,7 +200,7 @@ REFUSED = {
     "model.hub_id=a/b model.gguf_file=m.bin": "model.gguf_file=m.bin: must be the name of a .gguf file",
     "model.path=/tmp model.hub_id=a/b": "model.path=/tmp and model.hub_id=a/b: give one of them",
     "method=h2o method.heavy_frac=2": "method.heavy_frac=2.0: must be in [0, 1]",
-    "method=streaming method.kept_frac=0": "method.kept_frac=0.0: must be in (0, 1]",
+    "method=streaming method.budget=0": "method.budget=0.0: must be in (0, 1]",
     "method.alpha=-1": "method.alpha=-1.0: must be a number >= 0, inf or null",
     "method.dense_layers=-1": "method.dense_layers=-1: must be an integer >= 0",
     "method=h2o": None,
@@ -281,12 +281,12 @@ COUNTS = {
 NUMBERS = {
     "budget": (0, 1.01, "inf"),
     "time_limit_s": (0, -1, "inf"),
-    "analysis.kept_frac": (0, 1.5, "inf"),
+    "analysis.budget": (0, 1.5, "inf"),
     "platform.link_gbps": (0, -1, 1e-9, "inf"),
     "platform.weights_on_device": (0, 1.5, "inf"),
     "platform.host_gib": (0, -1, "inf"),
     "method.alpha": (-1, "1e300", "-inf"),
-    "method.max_fetch_frac": (0, 1.5, "inf"),
+    "method.budget": (0, 1.5, "inf"),
     "method.partial_weight_ratio": (0, 1.5, "inf"),
 }
 """Numbers, and what they cannot be."""

@@ -108,7 +108,7 @@ def test_layers_and_constants_are_those_of_the_harness():
     infinigen = InfiniGen()
     scheme = SCHEMES["infinigen"]
     read = {cached: scheme.tokens(cached, 4096)[0] for cached in (100, 512, 768, 2048, 4000)}
-    assert read == {100: infinigen.max_fetch_frac * 100, 512: 37, 768: 48.5, 2048: 73, 4000: 73}, "the paper's, capped"
+    assert read == {100: infinigen.budget * 100, 512: 37, 768: 48.5, 2048: 73, 4000: 73}, "the paper's, capped"
     assert infinigen.dense_layers == scheme.dense_layers == 2
     assert infinigen.partial_weight_ratio == 0.3
     assert IntegerCodec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE

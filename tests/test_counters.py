@@ -112,7 +112,7 @@ HANDS = {
         state=(8 + 2) * (4 + 4) + LIMITS,  # a slot for the own token, and one for what is not to be written
     ),
     "quest": Hand(
-        Case(Quest(read_frac=0.4, page_size=3)),
+        Case(Quest(budget=0.4, page_size=3)),
         read=lambda t, final: QUEST_READ[final][t],
         buffer=11,
         index=lambda t, final: t // 3,
@@ -121,7 +121,7 @@ HANDS = {
         shared=35 * 8,  # pages read with 0 to 34 tokens cached
     ),
     "twilight": Hand(
-        Case(Twilight(p=1.0, max_fetch_frac=0.3, candidate_frac=0.4, page_size=3)),
+        Case(Twilight(p=1.0, budget=0.3, candidate_frac=0.4, page_size=3)),
         read=lambda t, final: min(int(0.3 * t), QUEST_READ[final][t]),
         buffer=10,
         index=lambda t, final: t // 3 + QUEST_READ[final][t] * WIDTH / 2,  # Quest's, and the keys of its pages

@@ -82,13 +82,13 @@ class ProjectedState(PromptEvictingState):
 class Projected(NeedsInputs, PromptEvicting):
     """Keeps tokens by a rule that uses W_O."""
 
-    kept_frac: float = 0.5
+    budget: float = 0.5
 
     title = "Projected"
     state = ProjectedState
 
 
-FOLLOWING, PROJECTED = Case(Following(read_frac=0.3, page_size=4)), Case(Projected())
+FOLLOWING, PROJECTED = Case(Following(budget=0.3, page_size=4)), Case(Projected())
 METHODS = (
     "full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "retroinfer", "kvzip", "kivi", "kascade",
     "following", "projected",

@@ -105,7 +105,7 @@ def test_fetched_rows_are_those_of_the_full_cache_and_none_is_asked_for_in_vain(
     ("settings", "said"),
     [
         (["max_new_tokens=512"], "max_new_tokens=512: must be at least 1 and together at most 512"),
-        (["max_new_tokens=8", "method=streaming"], "error: method.kept_frac=0.2: must be more: it keeps "),
+        (["max_new_tokens=8", "method=streaming"], "error: method.budget=0.2: must be more: it keeps "),
         (["tokenizer"], "this model has no tokenizer"),
     ],
 )

@@ -28,7 +28,7 @@ class State(PromptEvictingState):
 
 @dataclass(frozen=True)
 class Mine(PromptEvicting):
-    kept_frac: float = 0.5
+    budget: float = 0.5
     title = "Mine"
     state = State
 """
@@ -132,7 +132,7 @@ def test_what_a_method_says_of_itself_is_checked(constant, expected, texts, caps
     ("base", "constant", "expected"),
     [
         ("ReadsFile", "file = 5", "Mine.file=5: must be a path or None"),
-        ("Calibrates", "calibration_settings = ('kept_fract',)", "='kept_fract': did you mean 'kept_frac'"),
+        ("Calibrates", "calibration_settings = ('budgt',)", "='budgt': did you mean 'budget'"),
     ],
 )
 def test_what_a_method_says_by_a_further_base_is_checked(base, constant, expected, texts, capsys):

@@ -106,7 +106,7 @@ OWN = {
     "ExpectedAttentionPress": ExpectedAttention(0, kept_tokens=KEPT),
     "SnapKVPress": SnapKV(0, kept_tokens=KEPT, window=16, kernel=5, pooling="avg"),
     "TOVAPress": TOVA(0, kept_tokens=KEPT, protect_last=True),
-    "StreamingLLMPress": Streaming(0, kept_frac=KEPT / 200),
+    "StreamingLLMPress": Streaming(0, budget=KEPT / 200),
     "CapPress": CapKV(0, kept_tokens=KEPT),
     # The press counts the window's 16 tokens among the first half: 24 of 48 are 8 of the 32 that compete.
     # Its smoothing is our default.
@@ -199,13 +199,13 @@ def test_the_pyramid_is_that_of_the_press_and_its_mean_is_exact():
 @needs_kvpress
 def test_a_padded_sequence_is_itself_alone_and_draws_are_repeated():
     for choice in ("RandomPress", "CompactorPress", "AdaKVPress:KnormPress"):
-        together = kept(tiny("gqa"), make(choice, kept_frac=0.25))
+        together = kept(tiny("gqa"), make(choice, budget=0.25))
         torch.manual_seed(1)
         before = torch.get_rng_state()
         for at, length in enumerate(PROMPT):
             ids, real = token_batch(PROMPT, 0, only=at)
             with attach(tiny("gqa")) as attached:
-                session = open_replay(attached, Setup(make(choice, kept_frac=0.25), None, None), real)
+                session = open_replay(attached, Setup(make(choice, budget=0.25), None, None), real)
                 session.prefill(ids, real)
             (state,) = session.states.values()
             for layer, tokens in state.tokens.items():
@@ -260,7 +260,7 @@ class Projected(NeedsInputs, PromptEvicting):
     """A rule that uses W_O and the layer's input."""
 
     dense_layers: int = 1
-    kept_frac: float = 0.5
+    budget: float = 0.5
 
     title = "Projected"
     state = ProjectedState
@@ -462,7 +462,7 @@ def test_importing_it_changes_nothing_in_transformers():
 def test_its_settings_are_those_of_the_press():
     config = load(["method=kvpress:SnapKVPress", "method.window_size=32", "budget=0.2"])
     names = {each.name for each in dataclasses.fields(config.method)}
-    assert names == {"dense_layers", "kept_frac", "kept_tokens", "version", "window_size", "kernel_size"}
+    assert names == {"dense_layers", "budget", "kept_tokens", "version", "window_size", "kernel_size"}
     assert (config.method_name, config.label) == ("kvpress:SnapKVPress", "kvpress: SnapKV")
     assert config.method.press().window_size == 32 and config.method.dense_layers == 0
     nested = kvpress.press_class("CriticalKVPress:ExpectedAttentionPress")(press_epsilon=0.5, use_vnorm=False)
@@ -511,4 +511,4 @@ def test_sizes_follow_the_prompt():
     assert make("KnormPress").with_budget(0.2).tokens_read(row, 0) == 40 + 30
     assert make("AdaKVPress:KnormPress").with_budget(0.2).tokens_kept(row, 0) == 230
     # each chunk rounds down by itself
-    assert make("ChunkPress:KnormPress", chunk_length=30).with_budget(0.25).budget(200) == 6 * 7 + 5
+    assert make("ChunkPress:KnormPress", chunk_length=30).with_budget(0.25).budget_in_tokens(200) == 6 * 7 + 5

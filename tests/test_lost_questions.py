@@ -99,11 +99,11 @@ def test_shares_are_those_of_the_masks(name):
 
 def test_a_method_that_keeps_the_recent_alone_reads_no_needle_and_one_that_reads_all_reads_it():
     needles = ((3, 8), (0, 1), (4, 8))
-    (early, _, late), _ = replayed(Case(Streaming(kept_frac=0.2, num_sinks=0)), needles)  # 11, 6 and 4 tokens
+    (early, _, late), _ = replayed(Case(Streaming(budget=0.2, num_sinks=0)), needles)  # 11, 6 and 4 tokens
     assert not early.any()
     # The third sequence's prompt has 11 tokens: row t reads tokens t - 4 to t - 1.
     assert late[0].tolist() == [sum(token in range(4, 8) for token in range(t - 4, t)) / 4 for t in range(11, 24)]
-    for case in (CASES["full"], CASES["full+smooth"], Case(Oracle(alpha=inf, max_fetch_frac=1.0))):
+    for case in (CASES["full"], CASES["full+smooth"], Case(Oracle(alpha=inf, budget=1.0))):
         measured, _ = replayed(case, needles)
         assert all(bool((shares == 1).all()) for shares in measured)
     (_, unknown, _), _ = replayed(CASES["streaming"], ((3, 9), (0, 0), (4, 8)))
@@ -128,10 +128,10 @@ def samples_under(method, loaded, *tasks, **changes) -> list[dict[str, Any]]:
 
 
 def test_a_record_says_what_was_asked_and_what_was_read(loaded):
-    small = Streaming(dense_layers=1, kept_frac=0.3, num_sinks=0)
+    small = Streaming(dense_layers=1, budget=0.3, num_sinks=0)
     own = samples_under(small, loaded, "kv_recall", num_samples=12)
     full = samples_under(Full(), loaded, "kv_recall", num_samples=12)
-    all_read = samples_under(Oracle(alpha=inf, max_fetch_frac=1.0), loaded, "kv_recall", num_samples=12)
+    all_read = samples_under(Oracle(alpha=inf, budget=1.0), loaded, "kv_recall", num_samples=12)
     shares = set()
     for sample, of_full, of_all, question in zip(own, full, all_read, questions("kv_recall", 12, 0), strict=True):
         context, asked = question.prompt.split(MARKER)
@@ -155,11 +155,11 @@ def test_a_record_says_what_was_asked_and_what_was_read(loaded):
 
 
 def test_generated_answers_know_their_needle():
-    small, whole = Streaming(kept_frac=0.05, num_sinks=0), Full()
+    small, whole = Streaming(budget=0.05, num_sinks=0), Full()
     config = {"task": {"metadata": {"max_seq_lengths": [1400]}}, "num_samples": 2}
     model = tiny_loaded()
     of_dense, of_full = (samples_under(method, model, "niah_single_1", **config) for method in (small, whole))
-    half = Oracle(alpha=inf, max_fetch_frac=0.5)
+    half = Oracle(alpha=inf, budget=0.5)
     asked_later = samples_under(half, model, "niah_single_1", prefill="question", **config)
     for sample in of_dense:
         assert sample["needle_read"] == sample["needle_read_max"] == 0 and sample["needle_tokens"] > 40
@@ -170,7 +170,7 @@ def test_generated_answers_know_their_needle():
 
 
 def test_turns_say_it_both_ways(loaded):
-    config = settings("kv_recall", method=Streaming(kept_frac=0.1, num_sinks=0), num_samples=8)
+    config = settings("kv_recall", method=Streaming(budget=0.1, num_sinks=0), num_samples=8)
     for sample in run_turns(config, loaded).samples["kv_recall"]:
         assert {"needle_read", "question_text"} <= sample["unknown"].keys() & sample["known"].keys()
 

@@ -23,7 +23,7 @@ from methods.infinigen import InfiniGen
 class Mine(InfiniGen):
     dense_layers: int = 0
     alpha: float = 4.0
-    max_fetch_frac: float = 1.0
+    budget: float = 1.0
 """
 WITH_BUDGET = """
     def with_budget(self, frac):

@@ -126,7 +126,7 @@ def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tm
     runs = [
         {"method": "full"}, {"method": "full", "codec": "int4"}, {"method": "full", "codec": "int2"},
         {"method": "streaming", "budget": "nearest:0.5"}, {"method": "streaming", "budget": "nearest:0.7"},
-        {"method": "streaming", "method.num_sinks": 1, "method.kept_frac": 0.4},
+        {"method": "streaming", "method.num_sinks": 1, "method.budget": 0.4},
     ]  # fmt: skip
     cache = tmp_path / "answers"
     expected = [answers(None, **run)[0] for run in runs]

@@ -104,7 +104,7 @@ def test_a_state_whose_size_depends_on_the_text_is_refused():
         state = State
 
     with attached_with_link() as (attached, _):
-        method = Reading(read_frac=0.4, page_size=3)
+        method = Reading(budget=0.4, page_size=3)
         plan = Plan(sizes_of(attached, method), method, None, "device")
         with pytest.raises(UserError, match=r"^method Quest: what it keeps depends on the text") as refusal:
             plan.needs(BatchLengths((PROMPT,), 8))

@@ -40,7 +40,7 @@ METRICS = {
     "device_frac", "resident_frac", "attention_error", "attention_error_p95",
 }  # fmt: skip
 OF_EVICTING = METRICS | {"tokens_evicted"}
-SINKS = Streaming(kept_frac=0.2, num_sinks=2, dense_layers=2)
+SINKS = Streaming(budget=0.2, num_sinks=2, dense_layers=2)
 SHORT = {"perplexity": {"seq_len": 60}, "long_decode": {"max_new_tokens": STEPS}}
 """Lengths of the runs, by their kind."""
 
@@ -427,9 +427,9 @@ def test_what_cannot_be_measured_is_none(loaded, text):
         ),
         (
             "perplexity",
-            Streaming(kept_frac=0.05, dense_layers=2),
+            Streaming(budget=0.05, dense_layers=2),
             {},
-            r"method\.kept_frac=0\.05: .*keeps 3 of 60.*num_sinks=4",
+            r"method\.budget=0\.05: .*keeps 3 of 60.*num_sinks=4",
         ),
         ("perplexity", H2O(dense_layers=2), {"budget": 0.1}, r"budget=0\.1.*2 of 4 layers"),
         (

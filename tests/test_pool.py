@@ -110,17 +110,17 @@ class PooledReference(plain.Reference):
 
 
 LIMITED = {
-    "fifo": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo"),
-    "lru": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2),
-    "counter": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2),
-    "counter-alpha": InfiniGenPool(alpha=0.5, max_fetch_frac=0.6, pool_tokens=14, protect_recent=0.0),
+    "fifo": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="fifo"),
+    "lru": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2),
+    "counter": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, protect_recent=0.2),
+    "counter-alpha": InfiniGenPool(alpha=0.5, budget=0.6, pool_tokens=14, protect_recent=0.0),
     "fixed": InfiniGenPool(fixed_fetch=5, pool_tokens=11, pool_policy="lru", protect_recent=0.3),
-    "fills": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85),
-    "tie": InfiniGenPool(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0),
+    "fills": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.85),
+    "tie": InfiniGenPool(alpha=inf, budget=0.2, pool_tokens=4, protect_recent=0.0),
     "one": InfiniGenPool(pool_tokens=1),
     "saturates": InfiniGenPool(fixed_fetch=4, pool_tokens=12, protect_recent=0.3),
 }
-ARTIFACT = {"alpha": inf, "max_fetch_frac": 0.3, "eviction": "artifact"}
+ARTIFACT = {"alpha": inf, "budget": 0.3, "eviction": "artifact"}
 SIMULATED = {
     "artifact-fifo": InfiniGenPool(pool_tokens=14, pool_policy="fifo", **ARTIFACT),
     "artifact-lru": InfiniGenPool(pool_frac=0.6, pool_policy="lru", **ARTIFACT),

@@ -189,7 +189,7 @@ class State(PromptEvictingState):
 
 @dataclass(frozen=True)
 class Once(PromptEvicting):
-    kept_frac: float = 0.5
+    budget: float = 0.5
     title = "Once"
     state = State
 """

@@ -279,16 +279,16 @@ def test_a_fork_is_each_continuation_alone(tiny_gqa, name):
 
 LIMITS = {
     "h2o-halves": H2O(heavy_frac=0.5, recent_frac=0.5),
-    "streaming": Streaming(kept_frac=1.0),
-    "oracle": Oracle(alpha=inf, max_fetch_frac=1.0),
-    "infinigen-skew": InfiniGen(alpha=inf, max_fetch_frac=1.0),
-    "infinigen-pool": InfiniGenPool(alpha=inf, max_fetch_frac=1.0, pool_frac=1.0),
-    "quest": Quest(read_frac=1.0, page_size=5),
-    "snapkv": SnapKV(kept_frac=1.0),
-    "sparq": SparQ(read_tokens=None, read_frac=1.0),
+    "streaming": Streaming(budget=1.0),
+    "oracle": Oracle(alpha=inf, budget=1.0),
+    "infinigen-skew": InfiniGen(alpha=inf, budget=1.0),
+    "infinigen-pool": InfiniGenPool(alpha=inf, budget=1.0, pool_frac=1.0),
+    "quest": Quest(budget=1.0, page_size=5),
+    "snapkv": SnapKV(budget=1.0),
+    "sparq": SparQ(read_tokens=None, budget=1.0),
     "rkv-late": RKV(kept_tokens=PROMPT, divide_length=LENGTH),
     "duo-window": DuoAttention(),
-    "shadowkv": ShadowKV(read_frac=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
+    "shadowkv": ShadowKV(budget=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
 }
 
 
@@ -341,7 +341,7 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
         del passes[:]
         assert torch.equal(replayed(case, prompts), expected), name
         assert len(passes) == 1, "the decode rows alone"
-    case = Case(WithoutBudget(kept_frac=0.5, num_sinks=2, chunk_size=9, **ASKED))
+    case = Case(WithoutBudget(budget=0.5, num_sinks=2, chunk_size=9, **ASKED))
     assert torch.equal(replayed(case, prompts), replayed(case, None))
     full = DensePrompts(1000)
     assert torch.equal(replayed(CASES["quest"], full), alone["quest"])

@@ -23,9 +23,9 @@ METHODS = {
     "clusters": RetroInfer(retrieval_frac=0.3, estimation_frac=0.4, **SMALL),
     "one": RetroInfer(estimation_frac=0.5, iterations=3, dense_layers=0, **SMALL),
     "none-estimated": RetroInfer(retrieval_frac=0.4, estimation_frac=0.0, **SMALL | {"num_sinks": 0}),
-    "share": RetroInfer(read_frac=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update": 6}),
-    "segments": RetroInfer(read_frac=0.6, **SMALL | {"segment": 4, "num_recent": 1}),
-    "no-update": RetroInfer(read_frac=0.4, estimation_frac=1.0, **SMALL | {"update": 100}),
+    "share": RetroInfer(budget=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update": 6}),
+    "segments": RetroInfer(budget=0.6, **SMALL | {"segment": 4, "num_recent": 1}),
+    "no-update": RetroInfer(budget=0.4, estimation_frac=1.0, **SMALL | {"update": 100}),
 }
 
 
@@ -82,13 +82,13 @@ def plain_row(method: RetroInfer, query, key, value, prompt: int, t: int) -> tup
     ranked = [held[i] for i in sorted(range(len(held)), key=lambda i: -score[i])]
     estimate = math.floor(method.estimation_frac * len(clusters))
     estimated: list[tuple[int, Cluster]] = []
-    if method.read_frac is None:
+    if method.budget is None:
         best = max(1, math.floor(method.retrieval_frac * len(clusters)))
         stop = math.floor((method.retrieval_frac + method.estimation_frac) * len(clusters))
         read = read + [token for cluster in ranked[:best] for token in cluster.tokens]
         estimated = [(len(cluster.tokens), cluster) for cluster in ranked[best : max(best, stop)]]
     else:
-        free = max(1, math.floor(method.read_frac * t) - len(read))
+        free = max(1, math.floor(method.budget * t) - len(read))
         reached = 0
         for number, cluster in enumerate(ranked):
             taken = cluster.tokens[:free]
@@ -200,7 +200,7 @@ def test_a_long_answer_is_clustered_live_as_in_replay():
 
 
 def test_settings_are_checked():
-    for field, value in (("retrieval_frac", 0.0), ("estimation_frac", -0.1), ("read_frac", 1.5), ("segment", 15)):
+    for field, value in (("retrieval_frac", 0.0), ("estimation_frac", -0.1), ("budget", 1.5), ("segment", 15)):
         with pytest.raises(ValueError, match=f"method.{field}={value}: must be "):
             replace(RetroInfer(), **{field: value})
     lengths = Lengths(torch.tensor([68]), torch.tensor([80]))

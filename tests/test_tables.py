@@ -267,6 +267,8 @@ def test_settings_are_those_that_differ_from_the_defaults(tmp_path):
         "method=infinigen": "",
         "method=infinigen-coded": "",
         "method=infinigen method.alpha=4 method.skew=true": "alpha=4.0",
+        "method=quest method.budget=0.3": "method.budget=0.3",  # `budget` is a setting of the run as well
+        "method=quest budget=0.3": "budget=0.3",
         "method=h2o prefill_len=960": "",  # as it follows from the length
         "method=h2o prefill_len=256": "prefill_len=256",
         "method=h2o budget=0.2 seq_len=512 num_windows=3": "budget=0.2, seq_len=512, num_windows=3",

@@ -110,7 +110,7 @@ def test_a_longer_context_has_the_same_facts_among_so_many_sentences(task, monke
         generated.load(task, config)
 
 
-@pytest.mark.parametrize(("method", "codec"), [(Full(), None), (InfiniGen(max_fetch_frac=0.2), None), (Full(), "int2")])
+@pytest.mark.parametrize(("method", "codec"), [(Full(), None), (InfiniGen(budget=0.2), None), (Full(), "int2")])
 def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", refuse)

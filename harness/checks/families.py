@@ -55,10 +55,10 @@ STEPS = 5
 """Decode steps of a method."""
 METHODS: dict[str, tuple[Method, IntegerCodec | None]] = {
     "full": (Full(), None),
-    "infinigen": (InfiniGen(alpha=0.3, max_fetch_frac=0.4), None),
+    "infinigen": (InfiniGen(alpha=0.3, budget=0.4), None),
     "h2o": (H2O(heavy_frac=0.15, recent_frac=0.1), None),
-    "quest": (Quest(read_frac=0.4, page_size=3), None),
-    "snapkv": (SnapKV(kept_frac=0.75, window=4, kernel=3), None),
+    "quest": (Quest(budget=0.4, page_size=3), None),
+    "snapkv": (SnapKV(budget=0.75, window=4, kernel=3), None),
     "int4": (Full(), IntegerCodec("int4")),
 }
 """Each leaves one layer dense, where the model has several under it, and each may read all."""

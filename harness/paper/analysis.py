@@ -207,9 +207,9 @@ def similarity(subject: Subject) -> list[Point]:
     S the tokens read, own token included, the cosine is therefore sqrt(sum over S of a^2 / sum of
     a^2).
 
-    Raises UserError where `analysis.kept_frac` of the text is too small for the method.
+    Raises UserError where `analysis.budget` of the text is too small for the method.
     """
-    kept, num_tokens = subject.config.analysis.kept_frac, subject.num_tokens
+    kept, num_tokens = subject.config.analysis.budget, subject.num_tokens
     method = subject.config.method.with_budget(kept)
     budget = method.tokens_read(TokenCounts(num_tokens, 1, num_tokens), method.dense_layers)
     assert budget is not None, "a method that evicts has a budget"
@@ -221,7 +221,7 @@ def similarity(subject: Subject) -> list[Point]:
             pair = [Similarity(compared, geometry, subject.ids) for compared in methods]
             observers[layer] = pair
     except ValueError as error:  # of the method, as a session would raise it
-        raise UserError(f"analysis.kept_frac={kept}: {error}") from error
+        raise UserError(f"analysis.budget={kept}: {error}") from error
     subject.observe(observers)
     points = []
     for layer, pair in observers.items():

@@ -48,7 +48,8 @@ OF_BEFORE = frozenset(("tracker",))
 OF_SHEET = "platform.sheet."
 """The data sheet of a modelled machine, which its name stands for."""
 GROUPS = ("method", "task", "latency", "sampling")
-"""Groups whose settings are named without the group on the command line or in a table."""
+"""Groups whose settings are named without the group on the command line or in a table, but for one
+that has the name of a setting of the run, such as `method.budget`."""
 HOST_DECIDES = "capacity"
 """The kind of run of which `platform.host_gib` decides numbers: the largest batch. Elsewhere it
 decides whether a run is refused."""
@@ -165,6 +166,7 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     """
     left_out = foreign_settings(config.kind) | IN_COLUMNS
     defaults = _defaults(config)
+    of_run = {field.name for field in fields(config)}
     found = {}
     for name, value in flat(plain(config)).items():
         group, _, rest = name.partition(".")
@@ -176,7 +178,9 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
             continue
         if name == "platform.host_gib" and config.kind != HOST_DECIDES:
             continue
-        shown = rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")
+        shown = name.replace("own_codec.", "codec_settings.")
+        if group in GROUPS and rest not in of_run:  # else a setting of the run has this name
+            shown = rest
         found[shown] = value
     if config.budget_is_measured:
         found[BUDGET_MET_ON] = "calibration text"

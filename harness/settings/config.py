@@ -424,13 +424,13 @@ class AnalysisConfig:
     measured in it.
 
     statistic: None if the run is no analysis. layers: None takes those at the depth of the paper's.
-    kept_frac: share of `num_tokens` that the compared method keeps (`similarity`).
+    budget: share of `num_tokens` that the compared method keeps (`similarity`).
     """
 
     statistic: Statistic | None = None
     num_tokens: Annotated[int, Field(ge=2, le=MOST)] = 2048
     layers: Naturals | None = None
-    kept_frac: Share = 0.1
+    budget: Share = 0.1
 
     def layers_of(
         self, num_layers: int, paper_layers: tuple[int, ...], name: str

@@ -3,7 +3,7 @@
 A shipped one is a file of `conf/method`, which holds what it changes of its class's defaults. Any
 other is a class in a file or a package of the user's, or a press of kvpress; so is a codec.
 
-    python run.py method=./my_method.py method.kept_frac=0.3
+    python run.py method=./my_method.py method.budget=0.3
     python run.py method=my_package.my_module.MyMethod
     python run.py codec=./my_codec.py +codec_settings.levels=5
     python run.py method=kvpress:SnapKVPress method.window_size=32
