@@ -46,7 +46,7 @@ When = Literal[
 `earlier_layer`   when an earlier layer of the same step has selected; `select` gets no query
 `previous_step`   one layer ahead, by the layer's query of the previous step
 `previous_layer`  one layer ahead, by a query computed from the attention input of the previous
-                  layer ("rehearsed")
+                  layer ("predicted")
 `own_query`       in the layer itself, by its own query; the layer waits while the rows cross the
                   link
 `true_scores`     in the layer itself, by the true scores of all keys, which therefore cannot lie
@@ -179,13 +179,14 @@ class State:
     """Everything of a method that changes while a batch of sequences runs. Dropped with the batch.
 
     sequence_tensors: names of attributes with the batch first, tensors or dicts of them by layer.
-        `fork` copies them, and they count as kept on the device.
+        `fork` copies them, and they count as resident.
     slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots,
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
     spare_slots: slots of `slot_tensors` beyond those of the batch.
-    selects_without_own: True if `select` needs nothing that `append` keeps of a row's own token.
-        Live decoding then appends the own token while the selected rows cross the link.
+    selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
+    token.
+        Live decoding then appends the current token while the selected rows cross the link.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
@@ -227,9 +228,9 @@ class State:
         head_dim].
 
         positions: int [batch, n], `EMPTY` for padding. Called before the `select` of these rows.
-        Three cases differ: replay appends later rows too, a rehearsal selects before its own row
-        is known, and so does a state that `selects_without_own`. So `select` may look at visible
-        slots only.
+        Three cases differ: replay appends later rows too, a predicted query selects before its own
+        row is known, and so does a state that `selects_without_own`. So `select` may look at
+        visible slots only.
         """
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
@@ -366,7 +367,7 @@ class QueryRows:
 
 
 class Selection(NamedTuple):
-    """The tokens that a block of query rows reads, besides each row's own token.
+    """The tokens that a block of query rows reads, besides each row's current token.
 
     mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot. Live decoding
         ignores it for a method that evicts, which reads all that it keeps.
@@ -377,7 +378,7 @@ class Selection(NamedTuple):
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite,
         fp32 [batch, num_kv_heads or 1, group or 1, rows, slots].
     rest: replacement for the tokens that are not read; None for no replacement.
-    own: bool [batch, rows], False for a row that does not read its own token, of a
+    own: bool [batch, rows], False for a row that does not read its current token, of a
         method that `ReadsIndexer`; None: every row does.
     """
 
@@ -430,7 +431,7 @@ class IndexShape(NamedTuple):
     """The indexers of a model that has sparse attention of its own.
 
     head_dim: elements of a token's index key, one for all heads. top_k: tokens that a row reads at
-    most; its own token competes. own: by layer, whether it has an indexer. A layer without one
+    most; its current token competes. own: by layer, whether it has an indexer. A layer without one
     reads what the last indexer before it chose.
     """
 

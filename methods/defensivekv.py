@@ -47,7 +47,7 @@ class DefensiveKVState(PromptEvictingState):
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        """The window's own tokens have a score of 0; they stay."""
+        """The tokens of the window itself have a score of 0; they stay."""
         before = max(0, key.shape[2] - self.method.window)
         score = torch.zeros(key.shape[:3], device=key.device)
         if not before:

@@ -124,7 +124,7 @@ class EvictingState(State):
 
     tokens[layer]: int32 [batch, num_kv_heads, slots + 1], the token in each slot, `EMPTY` where
     there is none. The last slot is a dump: writes that must have no effect go there. In live
-    decoding the slot behind all those in use belongs to the own token during a step.
+    decoding the slot behind all those in use belongs to the current token during a step.
     """
 
     slot_tensors = {"tokens": EMPTY}
@@ -139,7 +139,7 @@ class EvictingState(State):
         tokens[:, :, : positions.shape[1]] = positions[:, None]
 
     def enter(self, layer: int, rows: QueryRows) -> Tensor:
-        """Write each row's own token into its slot. Returns these slots, int64 [batch,
+        """Write each row's current token into its slot. Returns these slots, int64 [batch,
         num_kv_heads, rows]."""
         tokens = self.tokens[layer]
         own = rows.own_slots.expand(-1, tokens.shape[1], -1)
@@ -166,10 +166,10 @@ class EvictingState(State):
         return pad(columns, (0, capacity - columns.shape[-1]), value=-1)
 
     def place_own(self, layer: int, own: int) -> Tensor:
-        """Live, after a step's selection: move the own token from slot `own`, behind all in use, to
-        the first free one.
+        """Live, after a step's selection: move the current token from slot `own`, behind all in
+        use, to the first free one.
 
-        Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was
+        Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the current token itself was
         evicted.
         """
         tokens = self.tokens[layer]

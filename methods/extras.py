@@ -263,5 +263,5 @@ class WeighsRest(Extra):
 
 class ReadsIndexer(Extra):
     """Works on models with sparse attention of their own alone (`Geometry.index`), by their
-    indexers. A row may leave out its own token (`Selection.own`). Kernels that read codes always
-    read it, so they are not used."""
+    indexers. A row may leave out its current token (`Selection.own`). Kernels that read codes
+    always read it, so they are not used."""

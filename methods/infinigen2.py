@@ -18,7 +18,7 @@ changed](results.md#infinigen2)). `partial_weight_ratio` · head_dim numbers are
 the pair of projections with the least expected squared error of q · k, from second moments of
 queries and keys (`statistics`: of the prompt, the calibration text, or both).
 `methods/infinigen2.py` has the formulas. **infinigen-balanced** is the same index under InfiniGen's
-settings: it rehearses, as many numbers as the paper's columns, uncoded.
+settings: it predicts a query, as many numbers as the paper's columns, uncoded.
 
 An index in few bits (`index_bits`) takes the mean of the prompt's keys off before it codes them,
 and scales its columns to variance 1. The projections are a sequence's own and stay on the device
@@ -192,7 +192,7 @@ class InfiniGen2(BalancedIndex, ScoreSelecting):
     """Reads the best tokens: by default always as many as the cap says.
 
     Keeps: every token; its key in few numbers of 4 bits
-    Reads: the best by the layer's own query; `infinigen-balanced`: by a rehearsal
+    Reads: the best by the layer's own query; `infinigen-balanced`: by a predicted query
     """
 
     budget: float = 0.1

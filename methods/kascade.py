@@ -29,8 +29,8 @@ it is. The [official code](https://github.com/microsoft/kascade) takes the least
 prompt's tiles of 32 rows, mean over 1,000 prompts, where this takes the mean over rows of one text;
 it compares the 32 best tokens before a tile, and the tile itself; it weighs layers by what
 attention adds to the hidden state; and its prefill is sparse too, which is dense here. There the
-row's own token competes for the anchor's choice, and a layer behind reads it only if it was chosen;
-here it is read always.
+row's current token competes for the anchor's choice, and a layer behind reads it only if it was
+chosen; here it is read always.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ becomes 0."""
 
 
 class KascadeState(HandsOn):
-    """chosen: by slot of a row's own token, what the last anchor chose for that row, bool [batch,
-    num_kv_heads, slots].
+    """chosen: by slot of the row's current token, what the last anchor chose for that row, bool
+    [batch, num_kv_heads, slots].
 
     heads: by layer that is no anchor, the anchor's head that each KV head takes its tokens from,
     int [num_kv_heads].
@@ -92,7 +92,8 @@ class KascadeState(HandsOn):
                 self.heads[layer] = calibration["similarity"][layer, anchor].argmax(-1)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        """No slot is freed, so a block's own tokens are in the last slots that it looks at."""
+        """No slot is freed, so the block's current tokens are in the last slots that it looks
+        at."""
         num_slots = rows.slot_positions.shape[-1]
         own = range(num_slots - rows.positions.shape[1], num_slots)
         count = self.method.num_chosen(rows.positions)
@@ -164,7 +165,7 @@ class Kascade(Calibrates):
         ).long()
         softmax = geometry.softmax(layer)
         scores = softmax.scores(query[None, :, rows.to(query.device)], key[None])
-        # The own token does not compete: every row reads it.
+        # The current token does not compete: every row reads it.
         cached = torch.arange(num_tokens, device=key.device) < rows.to(key.device)[:, None]
         weights = softmax.weights(scores.masked_fill_(~cached, -math.inf)).nan_to_num_()[0].sum(1)
         best = weights.topk(max(1, min(NUM_BEST, num_tokens // SHARE_OF_TEXT))).indices

@@ -305,7 +305,7 @@ class SnapKVState(PromptEvictingState):
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> tuple[Tensor, Tensor]:
-        """The window's own tokens are not smoothed, nor do they enter the smoothing.
+        """The tokens of the window itself are not smoothed, nor do they enter the smoothing.
 
         A maximum makes a peak's neighbours equal to it. The unsmoothed attention decides between
         them, so that the peak itself stays where few tokens do.

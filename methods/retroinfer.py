@@ -25,9 +25,9 @@ the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of 
 e^(q · c) · (sum of values) to its numerator; the others nothing. When `update` (1,024) tokens have
 left the last ones, they are clustered, too.
 
-- Clusters differ in size, so the data decides how many tokens are read. A run's `budget=`
-  and `method.budget` fix that number: clusters are read in their order, the last one in part, and what is left of it is
-  estimated at the cluster's mean value.
+- Clusters differ in size, so the data decides how many tokens are read. A run's `budget=` and
+  `method.budget` fix that number: clusters are read in their order, the last one in part, and what
+  is left of it is estimated at the cluster's mean value.
 - In the official code (microsoft/RetrievalAttention, newest version) the numbers of clusters, of
   segments, and of clusters read and estimated are rounded to the nearest, where they are rounded
   down here. The number of clusters is that of the whole prompt and a multiple of lcm(8, segments)

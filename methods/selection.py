@@ -172,7 +172,7 @@ class ChoosingBy(Choosing):
 
     when: When = setting(
         "own_query",
-        "the query that selects; in the previous_layer it is rehearsed",
+        "the query that selects; in the previous_layer it is predicted",
         one_of("previous_step", "previous_layer", "own_query"),
     )
     own_query_layers: int = setting(

@@ -169,7 +169,7 @@ class VAttention(Selecting):
     state = VAttentionState
 
     def prefetches(self, layer: int) -> bool:
-        """Not where the number of samples depends on the own token's weight."""
+        """Not where the number of samples depends on the current token's weight."""
         return self.epsilon == 0 and super().prefetches(layer)
 
     @property

@@ -250,7 +250,7 @@ CASES = {
     "quest": Case(Quest(budget=0.4, page_size=3)),
     "quest-union": Case(Quest(budget=0.4, page_size=3, group="union", num_sinks=1, dense_layers=0)),
     "quest-step": Case(Quest(budget=0.4, page_size=2, when="previous_step", group="max_logits")),
-    "quest-rehearsed": Case(Quest(budget=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
+    "quest-predicted": Case(Quest(budget=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
     "pqcache": Case(PQCache(budget=0.5, num_sinks=1, recent_frac=0.3, bits=2, iterations=3, dense_layers=2)),
     "pariskv": Case(ParisKV(budget=0.4, num_sinks=1, candidate_frac=0.6, dense_layers=2)),
     "pariskv-step": Case(
@@ -258,7 +258,7 @@ CASES = {
     ),
     "pariskv-union": Case(ParisKV(budget=0.3, num_sinks=2, group="union", seed=3, dense_layers=0)),
     "socket": Case(Socket(budget=0.4, num_sinks=1, recent_frac=0.3, tables=7, planes=3, dense_layers=2)),
-    "socket-rehearsed": Case(
+    "socket-predicted": Case(
         Socket(
             read_tokens=6,
             num_sinks=0,

@@ -70,7 +70,7 @@ def budget(traces: Sequence[Trace], bits: float = 16) -> float:
 
 
 def budget_artifact(traces: Sequence[Trace], code_bits: int = 16) -> float:
-    """1 - sqrt(1 - density) over all rows, own tokens and the dense prompt included, times bits / 16."""
+    """1 - sqrt(1 - density) over all rows, current tokens and the dense prompt included, times bits / 16."""
     read = causal = 0.0
     for trace in traces:
         causal += trace.length * (trace.length + 1) / 2
@@ -166,11 +166,11 @@ class Reference:
         for layer in range(len(family.layers)):
             attention_input = family.attention_input(layer, hidden)
             queries, keys, values = family.states(layer, attention_input, position)  # each [heads][head_dim]
-            rehearsed = None if layer == 0 else family.states(layer, previous_input, position)[0]
+            predicted = None if layer == 0 else family.states(layer, previous_input, position)[0]
             outputs = []
             selected = None
             if position >= self.prefill_len and layer >= self.dense_layers:
-                selected = self._select(layer, position, rehearsed, queries)
+                selected = self._select(layer, position, predicted, queries)
             for g, head in enumerate(self.heads[layer]):
                 group = queries[g * family.group : (g + 1) * family.group]
                 tokens = sorted(selected[g]) if selected is not None else list(range(position))
@@ -246,7 +246,7 @@ class Reference:
             chosen |= self._largest(dict(enumerate(importance)), wanted)
         return basis[:, sorted(chosen)]
 
-    def _select(self, layer, position, rehearsed, queries) -> list[set[int]]:
+    def _select(self, layer, position, predicted, queries) -> list[set[int]]:
         """The cached tokens that each KV head of a layer reads."""
         cached = range(position)
         method = self.method
@@ -259,7 +259,7 @@ class Reference:
             return [kept for _ in self.heads[layer]]
         if not isinstance(method, ScoreSelecting):
             return [set(cached) for _ in self.heads[layer]]
-        asking = {"previous_layer": rehearsed, "previous_step": self.last_queries[layer]}.get(method.when, queries)
+        asking = {"previous_layer": predicted, "previous_step": self.last_queries[layer]}.get(method.when, queries)
         scores = []  # [KV head][query head of its group][token]
         for g, head in enumerate(self.heads[layer]):
             oracle = isinstance(method, Oracle)

@@ -412,12 +412,12 @@ def test_a_front_has_the_methods_that_none_beats_at_a_cost():
         row |= {"method": rng.choice(["quest", "h2o", *ORACLES]), "apart": rng.choice(["", "", "lacks x"])}
         step = rng.choice([None, rng.uniform(0.1, 0.11)])
         rows.append(row | {"kl_nats": rng.random(), "seq_len": rng.choice([1, 2]), "step_s": step, "label": number})
-    limits = {"link": (0.01, 0), "link + device": (0, 0), "kept on device": (0, 0), "step time": (0, 0.01)}
+    limits = {"link": (0.01, 0), "link + device": (0, 0), "resident": (0, 0), "step time": (0, 0.01)}
 
     def cost(row: TableRow, name: str) -> float | None:
         both = row["budget_low"] + row["device_frac_low"]
         return {
-            "link": row["budget_low"], "link + device": both, "kept on device": row["resident_frac_low"],
+            "link": row["budget_low"], "link + device": both, "resident": row["resident_frac_low"],
             "step time": row["step_s"],
         }[name]  # fmt: skip
 

@@ -350,7 +350,8 @@ class Plain:
         self.value_tail = list(values[cut:])
 
     def attend(self, queries: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float) -> np.ndarray:
-        """A step of the group's queries [group, head_dim]; its own token enters exactly, then what is due is coded."""
+        """A step of the group's queries [group, head_dim]; its current token enters exactly, then what is due is
+        coded."""
         self.key_tail.append(key)
         self.value_tail.append(value)
         scores = queries.astype(np.float64) @ np.stack(self.keys + self.key_tail).T * scale

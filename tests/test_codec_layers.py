@@ -135,7 +135,7 @@ def test_bytes_and_sizes_by_hand():
             assert session.d2h_bytes == heads * sum(slots) * 10
             session.drain()
             assert [crossed.written[store] for store in session.stores] == [heads * slot * 34 for slot in slots]
-            own = heads * 4 * 128 * 10  # the own token of each layer
+            own = heads * 4 * 128 * 10  # the current token of each layer
             assert float(session.reads.num_bytes) == heads * sum(slots) * sum(cached) + own
             budget = session.reads.budget
         needs = Plan(sizes_of(attached, case.method), case.method, MIXED, "device").needs(session.batch.counts)

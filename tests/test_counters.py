@@ -109,7 +109,7 @@ HANDS = {
         read=lambda t, final: BUDGET[final],
         buffer=8,
         kept=lambda final: BUDGET[final] * (4 + 2) + LIMITS,  # which token it is, int32, and its score
-        state=(8 + 2) * (4 + 4) + LIMITS,  # a slot for the own token, and one for what is not to be written
+        state=(8 + 2) * (4 + 4) + LIMITS,  # a slot for the current token, and one for what is not to be written
     ),
     "quest": Hand(
         Case(Quest(budget=0.4, page_size=3)),

@@ -174,7 +174,7 @@ def test_replay_mixes_no_devices(gpus, monkeypatch, name):
         assert hidden.device == CUDA and attached.logits(hidden).device == CUDA
         assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
     with attach(spread_fake()) as attached:
-        assert attached.decoder.is_checked and attached.decoder.no_rehearsal is attached.decoder.no_padding is None
+        assert attached.decoder.is_checked and attached.decoder.no_prediction is attached.decoder.no_padding is None
         assert [layer.device for layer in attached.layers] == [CUDA, CUDA, SECOND, SECOND]
         assert attached.devices == [CUDA, SECOND] and all(layer.positions for layer in attached.layers)
 

@@ -129,7 +129,7 @@ def test_rows_read_the_tokens_that_the_models_own_indexers_choose(name, way, sel
                 assert read[layer][sequence, position] == expected, (layer, sequence, position)
                 assert len(expected) == TOP_K
                 without_own += position not in expected
-    assert without_own > 10, "the own token competes, and often loses"
+    assert without_own > 10, "the current token competes, and often loses"
 
 
 @pytest.mark.parametrize(("placement", "method"), [("device", Full()), ("host", Dsa())])

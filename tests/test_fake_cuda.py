@@ -173,7 +173,7 @@ BUDGETS = {
     "infinigen (device)": (18, 39),
     "pool": (18, 42),
 }
-"""Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's rehearsal
+"""Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's prediction
 included, and what torch launches to make a bias of a mask; at the shape of OPT-13B. A whole layer of a step costs them
 all, whatever the batch: at 5 us each, 40 of them in each of 40 layers are 8 ms."""
 METHODS = {"full": Full, "h2o": partial(H2O, dense_layers=2), "infinigen": InfiniGen}

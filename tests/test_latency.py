@@ -77,7 +77,7 @@ def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
 HEADS, HEAD_DIM = 2, 16
 EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batch and KV heads
 INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
-OWN = 8 * 4 * EXACT  # the own tokens of the timed steps, in all layers
+OWN = 8 * 4 * EXACT  # the current tokens of the timed steps, in all layers
 CACHED = sum(PROMPT + s for s in TIMED)  # tokens that a layer uses in the timed steps which reads all of them
 SELECTED = EXACT * (2 * CACHED + 8 * 2 * 5)
 COLUMNS = EXACT * 2 * CACHED * 5 // 32  # 5 of K's and V's 32 columns
@@ -141,7 +141,7 @@ def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
     assert metrics["ttft_spread_s"] == pytest.approx(abs(first - second) / 2**0.5)
     medians = [statistics.median(repeat) for repeat in samples["step_s"]]
     assert metrics["tpot_spread_s"] == pytest.approx(abs(medians[0] - medians[1]) / 2**0.5)
-    assert metrics["prediction_s"] is None, "full rehearses nothing"
+    assert metrics["prediction_s"] is None, "full predicts nothing"
     block = metrics["attention_s"] + metrics["ffn_s"] + metrics["transfer_s"] + metrics["other_s"]
     assert 0.3 * metrics["tpot_p50_s"] < 4 * block < 3 * metrics["tpot_p50_s"]
 

@@ -243,7 +243,7 @@ def pool(case, drawn: Drawn, **chosen):
 
 @QUICK
 @given(case=cases, own_stays=st.booleans())
-def test_the_own_token_takes_the_first_free_slot(case, own_stays):
+def test_the_current_token_takes_the_first_free_slot(case, own_stays):
     drawn = Drawn(case)
     state, own = pool(case, drawn), drawn.slots - 1
     drawn.tokens[..., own] = drawn.slots + 50 if own_stays else EMPTY

@@ -75,7 +75,9 @@ REFUSED = {
         (RocketKV, "covers", "layer"),
     ],
     "one of previous_step, previous_layer, own_query": [(Quest, "when", "layer")],
-    "own_query, where the own token's weight is known; or set mean_value=false": [(SparQ, "when", "previous_layer")],
+    "own_query, where the current token's weight is known; or set mean_value=false": [
+        (SparQ, "when", "previous_layer")
+    ],
     "one of prompt, calibration, both": [(InfiniGen2, "statistics", "text")],
     "one of best": [(InfiniGenPool, "group", "sum_probs")],
     "one of 8, 4, 2, 1, null": [

@@ -58,7 +58,9 @@ def test_the_ring_stays_on_the_device(name):
             assert session.h2d_bytes == 4 * HEADS * sum(range(PROMPT, PROMPT + STEPS)) * ROW
             assert session.d2h_bytes == 4 * HEADS * STEPS * ROW
             rows = range(PROMPT, PROMPT + STEPS)
-            in_rings = 2 * sum((t % WINDOW if width.is_chunk else WINDOW - 1) + 1 for t in rows)  # with the own token
+            in_rings = 2 * sum(
+                (t % WINDOW if width.is_chunk else WINDOW - 1) + 1 for t in rows
+            )  # with the current token
             in_all = 4 * sum(t + 1 for t in rows)
             assert float(session.reads.num_bytes) == HEADS * ROW * (in_all + in_rings)
             session.drain()  # the last rows may be under way

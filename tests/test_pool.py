@@ -92,11 +92,11 @@ class PooledReference(plain.Reference):
             pool.enter(token)
         return pool
 
-    def _select(self, layer, position, rehearsed, queries) -> list[set[int]]:
+    def _select(self, layer, position, predicted, queries) -> list[set[int]]:
         relative = []
         for g, (head, pool) in enumerate(zip(self.heads[layer], self.pools[layer], strict=True)):
             best = dict.fromkeys(sorted(pool.tokens), -math.inf)
-            for query in rehearsed[g * self.family.group : (g + 1) * self.family.group]:
+            for query in predicted[g * self.family.group : (g + 1) * self.family.group]:
                 scores = {j: self.family.scale * (query @ head.columns) @ (head.keys[j] @ head.columns) for j in best}
                 highest = max(scores.values())
                 best = {j: max(best[j], score - highest) for j, score in scores.items()}

@@ -275,14 +275,14 @@ def test_the_explorer_has_every_row_as_a_point_and_says_what_it_is():
     assert first["kl_nats_low"] is None and longer["step_s"] is None and longer["text_step_s"] == MISSING
     said = {title: first[field] for field, title in found["tooltip"].items()}
     assert said["method"] == "A" and said["asked budget"] == "16 %" and said["KL (nats)"] == "0.5000"
-    assert said["KL / oracle's"] == "2.00 (1.50 to 3.00)" and said["kept on device (%)"] == "10.0 to 20.0"
+    assert said["KL / oracle's"] == "2.00 (1.50 to 3.00)" and said["resident (%)"] == "10.0 to 20.0"
     assert said["windows"] == "1,024 tokens" and said["over"] == said["step timed on"] == "tiny"
     assert (first["label"], second["label"], second["asked"]) == ("A 16 %", "B", "of its own")
     assert found["choices"]["budget"] == {"": "all", "16 %": "16 %", "of its own": "of its own"}
     assert [*found["choices"]["windows"]] == ["1,024 tokens", "4,096 tokens"] and [*found["choices"]["over"]] == [
         "tiny"
     ]
-    costs = {"budget": "link", "traffic": "link + device", "resident_frac": "kept on device", "step_s": "step time"}
+    costs = {"budget": "link", "traffic": "link + device", "resident_frac": "resident", "step_s": "step time"}
     assert found["fronts"] == costs and second["modelled"] and first["front"] == "link, step time"
     assert {*costs, "kl_nats", "ratio", "answers_difference"} == set(found["axes"])
     assert explorer([], REGISTRY["families"]) is None

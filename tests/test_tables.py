@@ -430,7 +430,7 @@ def test_a_page_has_units_and_errors(tmp_path):
     save_text(tmp_path, "method=h2o")
     assert sheet(tables.update(tmp_path, "perplexity")) == [{
         "label": "H2O", "settings": MISSING, "budget (%)": "16.0", "read on device (%)": "21.0",
-        "kept on device (%)": "2.0", "offline perplexity": "12.500 ± 0.250",
+        "resident (%)": "2.0", "offline perplexity": "12.500 ± 0.250",
         "offline full cache's perplexity": "11.000 ± 0.200",
         "offline KL (nats)": "0.0625 ± 0.0100", "offline top-1 agreement (%)": "87.5 ± 1.0",
     }]  # fmt: skip

@@ -156,8 +156,8 @@ def own_logits(model: Any) -> str:
 def early_queries(model: Any) -> str:
     """A query made ahead of its layer, of that layer's own input, is the layer's, bit for bit."""
     decoder = read_decoder(model)
-    if decoder.no_rehearsal:
-        return f"takes no method that rehearses: {decoder.no_rehearsal}"
+    if decoder.no_prediction:
+        return f"takes no method that predicts a query: {decoder.no_prediction}"
     off = early_difference(model, decoder, token_batch((20,))[0])
     if off:
         raise AssertionError(f"an early query is off by {off:.1e}")
@@ -176,7 +176,7 @@ def methods_agree(model: Any) -> str:
         if attached.geometry.index is not None:
             methods["dsa"] = Dsa(every=2), None
         for name, (method, codec) in methods.items():
-            if method.when == "previous_layer" and attached.decoder.no_rehearsal:
+            if method.when == "previous_layer" and attached.decoder.no_prediction:
                 continue
             calibration = None
             to_measure = to_calibrate(method)

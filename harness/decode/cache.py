@@ -135,7 +135,7 @@ class Fetcher:
         """Start a request of `count` rows that comes in one piece.
 
         The shared buffer that it takes is the one that was read longest ago. Requests need not come
-        in the order of the layers: a rehearsal for the next layer comes before a layer's own.
+        in the order of the layers: a prediction for the next layer comes before a layer's own.
         """
         store, free = self.store, self.share.free
         shared = free.pop(0) if free else None
@@ -173,7 +173,7 @@ class LayerCache:
     Given: policy; share: the fields of its device; store; state: the method's, None in a layer that
     reads everything; method; fetcher.
     Derived from them: evicts: the method evicts tokens. names_rows: `select` runs before the fetch
-    and decides what is fetched. rehearses: a query of the layer is made in the previous layer.
+    and decides what is fetched. is_predicted: a query of the layer is made in the previous layer.
     is_fused: attention is one fused call over the fetched rows with the own row behind them, since
     rows are stored in the compute dtype and no method looks at their scores. attends_to_codes:
     kernels attend to the coded rows as they are stored.
@@ -201,7 +201,7 @@ class LayerCache:
         self.fetcher = fetcher
         self.evicts = isinstance(state, EvictingState)
         self.names_rows = state is not None and policy.names_rows
-        self.rehearses = self.names_rows and policy.rehearses
+        self.is_predicted = self.names_rows and policy.is_predicted
         self.appends_last = state is not None and state.selects_without_own
         sees_scores = state is not None and (not self.names_rows or isinstance(method, WeighsRest))
         hides_scores = policy.softmax.is_plain and not sees_scores
@@ -237,7 +237,7 @@ class LayerCache:
         return self.fetcher.device_bytes
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
-        """Slots that may hold a token before a later step; the step's own token comes behind
+        """Slots that may hold a token before a later step; the step's current token comes behind
         them."""
         if not self.evicts:
             return self.batch.columns + steps_ahead

@@ -1,10 +1,10 @@
 """Live decoding: prefill, then one token a step through two memories.
 
 Under host placement the cache of every layer that sees every token lies in host memory. A layer's
-rows are requested while the previous layer computes: everything that is kept, or what a rehearsal
-there selects. A method that selects by the layer's own query requests them in the layer itself and
-waits. Rows of the dense layers, where the others read less, cross during the step before.
-`harness.decode.step` is the page on which a step can be read.
+rows are requested while the previous layer computes: everything that is kept, or what a predicted
+query there selects. A method that selects by the layer's own query requests them in the layer
+itself and waits. Rows of the dense layers, where the others read less, cross during the step
+before. `harness.decode.step` is the page on which a step can be read.
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)

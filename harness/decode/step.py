@@ -44,9 +44,9 @@ class DecodeStep(Handler):
     reads: of each layer under the method. index_reads: tokens read of an index or of resident
     rows, [batch]. gpu_cache_reads: the tokens of `reads` in layers with a GPU
     cache. rest: what stands for the tokens that a layer does not read, between its selection
-    and its attention; own: there, whether it reads its own token, bool [batch, 1], where a method
-    may leave it out. bias_of_columns: of the layers that read all columns of a padded batch, by
-    device and dtype.
+    and its attention; own: there, whether it reads its current token, bool [batch, 1], where a
+    method may leave it out. bias_of_columns: of the layers that read all columns of a padded batch,
+    by device and dtype.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class DecodeStep(Handler):
                 self.index_reads.append(cache.batch.positions - stored)
         return heads_last(with_rest(output, self.rest.pop(cache, None)))
 
-    # Rehearse: a layer may select in the layer before, by a query made there.
+    # Predict: a layer may select in the layer before, by a query made there.
 
     def take_index(self, layer: int, index: IndexCall) -> None:
         cache = self.caches[layer]
@@ -126,14 +126,14 @@ class DecodeStep(Handler):
     def layer_begins(self, layer: int) -> None:
         cache = self.caches[layer]
         following = cache.following if isinstance(cache, LayerCache) else None
-        rehearses = following is not None and following.rehearses
-        self.timeline.switch("prediction" if rehearses else "attention")
+        predicts = following is not None and following.is_predicted
+        self.timeline.switch("prediction" if predicts else "attention")
 
-    def rehearses(self, layer: int) -> bool:
+    def predicts(self, layer: int) -> bool:
         cache = self.caches[layer]
-        return isinstance(cache, LayerCache) and cache.rehearses
+        return isinstance(cache, LayerCache) and cache.is_predicted
 
-    def rehearse(self, layer: int, query: Tensor) -> None:
+    def predict(self, layer: int, query: Tensor) -> None:
         cache = self.caches[layer]
         assert isinstance(cache, LayerCache)
         if cache.policy.prefetches:  # a guess: the layer's own query decides what it reads

@@ -27,9 +27,9 @@ class StepReads:
     codec: of the layers under the method. slot_bytes: of their rows by the layer's number, set once
     the stores are there.
     element_bytes: of the compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and
-    windows in the compute dtype, and the own token of every layer. tokens_read: fp64, 0-d: cached
-    tokens read, mean over KV heads, in all layers that see every token; gpu_cache_tokens_read: of
-    them those in layers with a GPU cache. Padding is not counted.
+    windows in the compute dtype, and the current token of every layer. tokens_read: fp64, 0-d:
+    cached tokens read, mean over KV heads, in all layers that see every token;
+    gpu_cache_tokens_read: of them those in layers with a GPU cache. Padding is not counted.
     """
 
     def __init__(

@@ -4,11 +4,13 @@ method is set to a budget.
 Shares of the full cache of the layers that see every token, dense layers included: what a method
 governs. Means over decode rows. A floating-point element counts 16 bits, an element under a codec
 its bits, an integer of a method's own its width:
-budget         share of the full cache that a row reads, its own token not. Under offloading this
+budget         share of the full cache that a row reads, its current token not. Under offloading
+this
                crosses the link
 device_frac    read in device memory: budget, and on top an index that is read to select (partial
                keys, page bounds) or resident rows
-resident_frac  kept on the device by the method's state and the codec, of the full cache at T
+resident_frac  resident on the device: held by the method's state and the codec, of the full cache
+at T
 
 A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens, on the
 device, whatever the method. It counts in none of these. It has a share of its own:
@@ -109,7 +111,7 @@ def resident_share(
     geometry: Geometry,
     rooms: Sequence[int] | None = None,
 ) -> Tensor:
-    """Share of the full cache at T that a method and its codec keep on the device of each sequence,
+    """Share of the full cache at T that a method and its codec hold resident of each sequence,
     fp64 [batch].
 
     states: the method's, one on each device; none: it reads all, and its codec may leave the last
@@ -284,7 +286,7 @@ class ReadStats:
 
     @property
     def resident_frac(self) -> float:
-        """Share that the method keeps on the device, of the full cache at T."""
+        """Share that is resident on the device for the method, of the full cache at T."""
         return self._mean(self.resident_sum)
 
     @property
@@ -319,7 +321,7 @@ class ReadStats:
 
     @property
     def attention_recall(self) -> float | None:
-        """Share of the attention on what was read and the own token; None where it was not
+        """Share of the attention on what was read and the current token; None where it was not
         measured."""
         return None if self.recall_sum is None else self.recall_sum / self.rows
 

@@ -68,7 +68,7 @@ class Policy(NamedTuple):
         return self.when in NAMES_ROWS
 
     @property
-    def rehearses(self) -> bool:
+    def is_predicted(self) -> bool:
         """True if a query of the layer is made in the layer before: to select by it, or to
         prefetch."""
         return self.when == "previous_layer" or self.prefetches
@@ -146,17 +146,17 @@ def policies_of(
         elif number < dense_layers:
             policies.append(Policy("full", number, "kept", softmax, None))
         else:
-            is_first = layer.before is None  # of the model: no layer before it can rehearse
+            is_first = layer.before is None  # of the model: no layer before it can predict
             policies.append(method_policy(method, number, softmax, is_first, prefetch))
-    if any(policy.rehearses for policy in policies):
-        attached.require_rehearsal()
+    if any(policy.is_predicted for policy in policies):
+        attached.require_prediction()
     return policies
 
 
 def method_policy(
     method: Method, number: int, softmax: Softmax, is_first: bool, prefetch: bool
 ) -> Policy:
-    """The policy of a layer under the method. is_first: no layer before it can rehearse."""
+    """The policy of a layer under the method. is_first: no layer before it can predict."""
     when = method.when_of(number)
     if is_first and when == "previous_layer":
         when = "own_query"

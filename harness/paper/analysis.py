@@ -204,8 +204,8 @@ def similarity(subject: Subject) -> list[Point]:
 
     Queries and keys are the full cache's own, so only the choice of tokens is compared. Leaving
     tokens out of a softmax scales the remaining weights alike; with a the full cache's weights and
-    S the tokens read, own token included, the cosine is therefore sqrt(sum over S of a^2 / sum of
-    a^2).
+    S the tokens read, current token included, the cosine is therefore sqrt(sum over S of a^2 / sum
+    of a^2).
 
     Raises UserError where `analysis.budget` of the text is too small for the method.
     """
@@ -272,7 +272,7 @@ class Similarity:
 
 
 def key_tokens(subject: Subject) -> list[Point]:
-    """Figure 5: how many key tokens hold 0.9 of a query's attention weight, own token included.
+    """Figure 5: how many key tokens hold 0.9 of a query's attention weight, current token included.
 
     A histogram over all queries and heads, and the mean over heads at single queries: the number
     differs by layer, head and query, even from one query to the next.

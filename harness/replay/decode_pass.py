@@ -72,7 +72,7 @@ class RowsOnDevice(NamedTuple):
 class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
-    positions, valid: [batch, rows]. counts: what the rows read. rehearsed: by layer, queries made
+    positions, valid: [batch, rows]. counts: what the rows read. predicted: by layer, queries made
     in the layer before. indexes: by layer, the call of its own indexer, until its attention.
     """
 
@@ -89,16 +89,16 @@ class DecodePass(Handler):
         self.counts = PassCounts(
             self.positions, session.attached.geometry, session.method, session.codec
         )
-        self.rehearsed: dict[int, Tensor] = {}
+        self.predicted: dict[int, Tensor] = {}
         self.indexes: dict[int, IndexCall] = {}
         self._on_device: dict[torch.device, RowsOnDevice] = {}
         self._latest: State | None = None
 
-    def rehearses(self, layer: int) -> bool:
-        return bool(self.session.states) and self.policies[layer].rehearses
+    def predicts(self, layer: int) -> bool:
+        return bool(self.session.states) and self.policies[layer].is_predicted
 
-    def rehearse(self, layer: int, query: Tensor) -> None:
-        self.rehearsed[layer] = query
+    def predict(self, layer: int, query: Tensor) -> None:
+        self.predicted[layer] = query
 
     def take_index(self, layer: int, index: IndexCall) -> None:
         self.indexes[layer] = index
@@ -125,7 +125,7 @@ class DecodePass(Handler):
             return self._attend_to_all(layer, query, self.history.kv[layer])
 
         # Select and attend, block by block.
-        guess = self.rehearsed.pop(layer) if policy.prefetches else None
+        guess = self.predicted.pop(layer) if policy.prefetches else None
         asking = self._selecting_query(layer, query)
         index = self.indexes.pop(layer, None)
         outputs: list[Tensor] = []
@@ -204,7 +204,7 @@ class DecodePass(Handler):
         """The queries that rows select by, shaped like their `query`."""
         before = self.history.last_queries.get(layer)
         if self.policies[layer].when != "previous_step" or before is None:
-            return self.rehearsed.pop(layer, query)
+            return self.predicted.pop(layer, query)
         shifted = torch.cat([before, query], 2)
         last = self.valid.sum(-1).to(query.device)[:, None, None, None]
         index = last.expand(*query.shape[:2], 1, query.shape[-1])
@@ -367,7 +367,7 @@ class _Block:
             recall = torch.empty_like(everything)
         own_scores = None if exact is None else self._own_scores(exact[0])
         used = _read_by_any(visible)
-        used[..., self.first_own :] = True  # also where no row reads its own token
+        used[..., self.first_own :] = True  # also where no row reads its current token
         for sequence in range(batch):
             for head in range(num_kv_heads):
                 set_of_head = min(head, visible.shape[1] - 1)

@@ -50,7 +50,7 @@ def _quality(metric: Metric, *, has_ends: bool = True) -> Quantity:
 QUANTITIES = (
     _cost(metrics.BUDGET._replace(words="link"), "link", has_ends=True),
     _cost(TRAFFIC, "link + device"),
-    _cost(metrics.RESIDENT_FRAC, "kept on device", has_ends=True),
+    _cost(metrics.RESIDENT_FRAC, "resident", has_ends=True),
     _cost(metrics.STEP, "step time"),
     _quality(metrics.KL, has_ends=False),
     _quality(metrics.RATIO._replace(logarithmic=True)),

@@ -382,10 +382,10 @@ TRAFFIC = Metric("traffic", "link + device", CACHE, 1, "less", logarithmic=True)
 COSTS: Mapping[str, Callable[[TableRow], float | None]] = {
     "link": lambda row: _middle(row, "budget"),
     "link + device": traffic,
-    "kept on device": lambda row: row["resident_frac_high"],
+    "resident": lambda row: row["resident_frac_high"],
     "step time": lambda row: row.get("step_s"),
 }
-"""What a step of a method costs, by the name of the front. Kept on the device: on the model with
+"""What a step of a method costs, by the name of the front. Resident: on the model with
 the largest share."""
 SAME_STEP = 0.01
 """Step times that differ by at most this share count as equal."""

@@ -86,7 +86,7 @@ UNMET_BUDGET = Metric("unmet_budget", "budget asked for", SHARE, 1)
 """The budget that was asked for, where the run's own differs from it by more than a tenth."""
 BUDGET_ARTIFACT = Metric("budget_artifact", "budget as the artifact counts it", CACHE, 1)
 DEVICE_FRAC = Metric("device_frac", "read on device", CACHE, 1, "less")
-RESIDENT_FRAC = Metric("resident_frac", "kept on device", CACHE, 1, "less")
+RESIDENT_FRAC = Metric("resident_frac", "resident", CACHE, 1, "less")
 TOKENS_EVICTED = Metric("tokens_evicted", "tokens evicted", POSITIVE, 1)
 """Cached tokens that a KV head no longer holds at a decode row, of a method that evicts. 0: its
 budget never bites."""
