@@ -34,7 +34,7 @@ from methods.infinigen2 import InfiniGen2, InfiniGen2Sampled
 from methods.infinigen_pool import InfiniGenPool
 
 pytest.importorskip("triton")
-from methods import kernels
+from methods import infinigen2, kernels
 
 pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
 
@@ -45,6 +45,8 @@ def gpu(monkeypatch) -> Iterator[Trace]:
     monkeypatch.setattr(managed, "require_managed", lambda num_bytes, device: None)
     # The check of an output projection waits, once for a layer of a model.
     monkeypatch.setattr(output_projection, "require_plain", lambda *_: None)
+    # Eigenvectors come from the host's threads: a prompt waits for them, once a layer.
+    monkeypatch.setattr(infinigen2, "eigenvectors", lambda matrices: torch.linalg.eigh(matrices).eigenvectors)
     monkeypatch.setattr(
         managed, "managed_empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device)
     )
@@ -116,6 +118,23 @@ def test_nothing_waits_for_the_device_or_lies_on_the_cpu(gpu, name, placement, g
         assert gpu.faults == [] and Stream.waits == []
 
 
+def test_no_step_attends_by_cudnn_which_plans_for_each_length(gpu, monkeypatch):
+    seen = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*arguments, **named):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return fused(*arguments, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    with opened(gpu, fake_tiny("llama"), PROMPTS["even"], CASES["full"].method, placement="device") as (session, token):
+        assert all(seen)  # a prompt's plan serves all its layers
+        seen.clear()
+        session.decode_step(token)
+        assert len(seen) == 3 and not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_the_trace_finds_what_it_is_for(gpu):
     scores, host = torch.empty(3, device=CUDA), torch.empty(3)
     for waits in (scores.max().item, lambda: scores[scores > 0]):
@@ -128,6 +147,7 @@ def test_the_trace_finds_what_it_is_for(gpu):
         (lambda: host + 1, "on cpu"),
         (lambda: scores.copy_(host, non_blocking=True), "pageable"),
         (lambda: pinned[:, 0].copy_(scores[:2], non_blocking=True), "strided"),
+        (lambda: torch.where(scores > 0, scores, torch.tensor(0.0)), "a number of the host"),
     ):
         faulty()
         assert gpu.faults and message in gpu.faults[-1][1]

@@ -17,7 +17,15 @@ from methods.extras import RereadsPrompt, to_calibrate
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
-from methods.infinigen2 import InfiniGen2, InfiniGen2Sampled, balanced, fitted_query_side, mixing, moments
+from methods.infinigen2 import (
+    InfiniGen2,
+    InfiniGen2Sampled,
+    balanced,
+    eigenvectors,
+    fitted_query_side,
+    mixing,
+    moments,
+)
 from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
 from methods.loki import Loki
@@ -550,6 +558,22 @@ def test_a_mean_that_all_keys_share_costs_no_bits(bits, projection_bits, one_cod
         numbers = 40 * width / 16 + 2 * 16 * row + 5  # and the keys' mean
         assert state.index_read(0, positions).item() == pytest.approx(numbers / 32)
     torch.testing.assert_close(*found, rtol=0, atol=one_code)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 2), (5, 3)])
+def test_eigenvectors_by_threads_are_those_of_one_after_another(num_threads, shape):
+    rows = torch.randn(*shape, 20, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    matrices = rows.mT @ rows
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        found = eigenvectors(matrices)
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    one_by_one = [torch.linalg.eigh(each).eigenvectors for each in matrices.flatten(0, 1)]
+    assert torch.equal(found.flatten(0, 1), torch.stack(one_by_one))
 
 
 def test_a_fitted_query_side_is_the_least_squares_fit_of_the_keys():

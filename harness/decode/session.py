@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from harness.decode import memory
 from harness.decode.ahead import AheadPart
@@ -35,6 +36,7 @@ from harness.decode.store import KVStore
 from harness.decode.timeline import StepClock, Timeline
 from harness.errors import UserError
 from harness.model.attached import Attached, launching_on, require_codable
+from harness.model.attention import ROW_BACKENDS
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.policies import (
     Policy,
@@ -199,7 +201,8 @@ class LiveSession:
         step = DecodeStep(self.caches, self.parts, self.timeline, is_last=is_last)
         step.begin()
         positions = self.batch.positions
-        hidden = self.attached.forward(ids[:, None], positions[:, None], step, self.model_cache)
+        with sdpa_kernel(ROW_BACKENDS):
+            hidden = self.attached.forward(ids[:, None], positions[:, None], step, self.model_cache)
         self.timeline.switch("other")
         self.reads.count(positions, step.reads, step.index_reads, step.gpu_cache_reads)
         for share in self.shares.values():

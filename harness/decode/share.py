@@ -169,6 +169,7 @@ class DeviceShare:
         self.missed = Traffic()
         self.block_bytes = 0
         self.under_way: deque[Ticket] = deque(maxlen=LAYERS_UNDER_WAY)
+        self._minus_infinity: dict[torch.dtype, Tensor] = {}
 
     def fork(self) -> DeviceShare:
         """A copy that goes on by itself, in the same memory, but for the method's state. Its counts
@@ -184,6 +185,14 @@ class DeviceShare:
         child.block_bytes = 0
         child.under_way = deque(maxlen=LAYERS_UNDER_WAY)
         return child
+
+    def minus_infinity(self, dtype: torch.dtype) -> Tensor:
+        """-inf on the device, shape []. `torch.where` copies a number of the host to the device,
+        and the host waits for that."""
+        if dtype not in self._minus_infinity:
+            number = torch.full((), float("-inf"), dtype=dtype, device=self.device)
+            self._minus_infinity[dtype] = number
+        return self._minus_infinity[dtype]
 
     def wait_for_room(self) -> None:
         """Before another layer of the prompt is packed: wait until the rows of the layer

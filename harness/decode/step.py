@@ -232,9 +232,9 @@ class DecodeStep(Handler):
         if fetch.present is None and not cache.evicts:  # all columns, in each such layer
             key = query.device, query.dtype
             if cache.batch.is_padded and key not in self.bias_of_columns:
-                self.bias_of_columns[key] = _new_bias(query, None, cache.visible(fetch))
+                self.bias_of_columns[key] = _new_bias(cache, query, None, cache.visible(fetch))
             return self.bias_of_columns.get(key)
-        bias = _new_bias(query, fetch.bias, cache.visible(fetch))
+        bias = _new_bias(cache, query, fetch.bias, cache.visible(fetch))
         reads_own = self.own.pop(cache, None)
         if reads_own is not None:
             bias[..., -1:].masked_fill_(~reads_own[:, None, None], float("-inf"))
@@ -279,7 +279,9 @@ class DecodeStep(Handler):
         return output
 
 
-def _new_bias(query: Tensor, of_rows: Tensor | None, visible: Tensor | None) -> Tensor:
+def _new_bias(
+    cache: LayerCache, query: Tensor, of_rows: Tensor | None, visible: Tensor | None
+) -> Tensor:
     """A bias of the n cached rows, and 0 for the own one: [batch, 1 or num_kv_heads, 1 or group, n
     + 1].
 
@@ -295,7 +297,7 @@ def _new_bias(query: Tensor, of_rows: Tensor | None, visible: Tensor | None) -> 
     if of_rows is not None:
         cached.copy_(known)
     if visible is not None:  # one launch, where `masked_fill_` takes the mask's opposite
-        torch.where(visible, cached, torch.tensor(float("-inf")), out=cached)
+        torch.where(visible, cached, cache.share.minus_infinity(query.dtype), out=cached)
     return bias
 
 

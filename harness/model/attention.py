@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from harness.model.calls import attention_function, reraise_out_of_memory, stop
 from harness.model.decoder import Decoder
@@ -26,6 +27,9 @@ ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""
 READ_AHEAD_BYTES = 5 * 2**18
 """Rows that `_read_ahead_attention` reads at once: a second-level cache of a server's core."""
+ROW_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""torch's ways to attend in a decode step: all but cuDNN's, which plans anew for each number of
+cached tokens. That took 73 ms of the host in every step of an H100 (benchmarks/NOTES.md)."""
 LINE_BYTES = 64
 """Bytes of a cache line: reading one number reads all of its line."""
 
