@@ -36,7 +36,7 @@ SHARES = {"budget": 0.2, "budget_artifact": 0.1, "device_frac": 0.25, "resident_
 HITS = (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 OTHER_HITS = (0.0, *HITS[1:])
 NLLS = (2.0, 2.5, 3.0)
-CELL = ["experiment=latency", "system=offload"]
+TIMED_RUN = ["experiment=latency", "system=offload"]
 
 
 def save_task(results: Path, method: str, hits: tuple[float, ...] = HITS, **fields: Any) -> dict[str, Any]:
@@ -53,12 +53,12 @@ def save_text(results: Path, method: str, nlls: tuple[float, ...] = NLLS) -> Non
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """Two methods on a task, one on a text, a timed cell, and a run that failed; tables and a figure."""
+    """Two methods on a task, one on a text, a timed run, and a run that failed; tables and a figure."""
     folder = tmp_path_factory.mktemp("results")
     save_task(folder, "full")
     save_task(folder, "h2o", HITS[::-1])
     save_text(folder, "h2o")
-    save(folder, CELL, LATENCY_METRICS, **RAN)
+    save(folder, TIMED_RUN, LATENCY_METRICS, **RAN)
     save_task(folder, "streaming", status="failed", error="UserError: out of memory")
     for experiment in ("fig11", "perplexity", "latency"):
         tables.update(folder, experiment)
@@ -384,7 +384,7 @@ def test_results_without_a_common_run_are_refused_in_one_line(tmp_path, results,
 
 def test_speed_is_compared_by_ratio(results, other, capsys):
     shutil.rmtree(other / "runs" / "latency")
-    save(other, CELL, LATENCY_METRICS | {"decode_s": 1.0, "tokens_per_s": 6.4}, **RAN)
+    save(other, TIMED_RUN, LATENCY_METRICS | {"decode_s": 1.0, "tokens_per_s": 6.4}, **RAN)
     said = printed(capsys, results, other)
     assert re.search(r" 500 +1000 +x 2 +-  decode \(ms\): offload, batch 4, prompt 1,024, 8 generated, latency\n", said)
     assert re.search(r"12\.8 +6\.4 +x 0\.5 +-  tokens/s: offload", said)

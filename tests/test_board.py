@@ -244,7 +244,7 @@ RIGHT = {"Oracle": 7, "Near": 8, "Alike": 8, "Far": 2, "Full cache": 8}
 """Of 8 questions on a context."""
 
 
-def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **cells: Any) -> list[TableRow]:
+def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **columns: Any) -> list[TableRow]:
     """Windows whose KL is `FACTORS` times the oracle's, but for noise of a hundredth that differs by place."""
     found = []
     for label, text, place in itertools.product(labels, ("book", "code"), range(count)):
@@ -257,11 +257,11 @@ def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **cells
             "text": text, "window": place, "place": place / count,
             "kl_nats": base * FACTORS.get(label, 2.0) * math.exp(noise), "budget": 0.1, "device_frac": 0.15,
             "resident_frac": 0.05, "source": "measured", "shipped": "yes", "run_id": "0" * 16,
-        } | cells)  # fmt: skip
+        } | columns)  # fmt: skip
     return found
 
 
-def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **cells: Any) -> list[TableRow]:
+def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **columns: Any) -> list[TableRow]:
     found = []
     for label, task, context in itertools.product(labels, ("kv_recall", "passkey"), range(contexts)):
         is_full = label == "Full cache"
@@ -272,7 +272,7 @@ def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **
             "task": task, "context_id": context, "right": right, "asked": 8, "prompt_len": 340,
             "budget": 1.0 if is_full else 0.1, "device_frac": 0.15, "resident_frac": 0.05, "source": "measured",
             "shipped": "yes", "run_id": "1" * 16,
-        } | cells)  # fmt: skip
+        } | columns)  # fmt: skip
     return found
 
 
@@ -354,7 +354,7 @@ def test_each_model_has_a_board_like_that_of_its_own_results(results, tmp_path_f
     assert "small, budget 10 %" not in (results / "board.md").read_text()
 
 
-def step_row(model: str, label: str, **cells: Any) -> TableRow:
+def step_row(model: str, label: str, **columns: Any) -> TableRow:
     """A timed step of 10 ms compute and 1 MB over a link of 100 MB/s, which waits for half of the bytes."""
     return {
         "experiment": "board", "model": model, "method": METHODS[label], "codec": "", "label": label,
@@ -362,7 +362,7 @@ def step_row(model: str, label: str, **cells: Any) -> TableRow:
         "prompt_len": 1024, "gen_len": 24, "compute_s": 0.010, "link_bytes": 1e6, "late_bytes": 5e5,
         "link_bytes_per_s": 1e8, "step_s": 0.0151, "budget": 0.08, "source": "emulated", "shipped": "yes",
         "run_id": "2" * 16,
-    } | cells  # fmt: skip
+    } | columns  # fmt: skip
 
 
 def test_a_step_is_the_timed_one_or_follows_from_it(results):
@@ -608,12 +608,12 @@ def test_two_numbers_of_dense_layers_are_two_lines(tmp_path):
     assert rows["Far, 2 dense layers"]["dense_numbers"] == "2"
 
 
-def of_text(**cells: Any) -> tuple[str, list[TableRow]]:
-    return TEXTS, window_rows("big", 1, ["Far"], text="a", **cells)
+def of_text(**columns: Any) -> tuple[str, list[TableRow]]:
+    return TEXTS, window_rows("big", 1, ["Far"], text="a", **columns)
 
 
-def of_answers(**cells: Any) -> tuple[str, list[TableRow]]:
-    return ANSWERS, answer_rows("big", ["Far"], 1, **cells)
+def of_answers(**columns: Any) -> tuple[str, list[TableRow]]:
+    return ANSWERS, answer_rows("big", ["Far"], 1, **columns)
 
 
 IMPOSSIBLE = {

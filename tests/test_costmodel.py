@@ -215,15 +215,15 @@ def test_every_figure_has_a_table_of_its_rows(tmp_path, capsys):
     assert main(["--write", "--results-dir", str(tmp_path)]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert paths == [tmp_path / "tables" / f"{figure}-modelled.csv" for figure in published.FIGURES]
-    for path, (figure, cells) in zip(paths, published.FIGURES.items(), strict=True):
+    for path, (figure, bars) in zip(paths, published.FIGURES.items(), strict=True):
         rows = list(csv.DictReader(path.open()))
         assert [*rows[0]] == [name for name in names(LATENCY) if name in rows[0] or name not in OPTIONAL]
         assert {row["source"] for row in rows} == {"modelled"} and all(row["tpot_p99_s"] for row in rows)
         assert {row["experiment"] for row in rows} == {figure}
         read = [(row["label"], row["model"], int(row["batch_size"])) for row in rows]
-        assert read == [(cell.label, cell.model, cell.batch_size) for cell in cells]
+        assert read == [(bar.label, bar.model, bar.batch_size) for bar in bars]
         titles = re.findall("^## (.*)$", path.with_suffix(".md").read_text(), re.MULTILINE)
-        assert titles == [f"{model} on a6000-pcie3, modelled" for model in dict.fromkeys(cell.model for cell in cells)]
+        assert titles == [f"{model} on a6000-pcie3, modelled" for model in dict.fromkeys(bar.model for bar in bars)]
     assert main(["--figure", "fig18", "--platform", "rtx4090-pcie4"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["label"] for row in rows] == [*published.OFFLOADED, "ideal"]

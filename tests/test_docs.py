@@ -161,9 +161,9 @@ def own_codec() -> str:
 
 
 def check_run(arguments: list[str]) -> None:
-    """The settings of every run are accepted; of a sweep, those that hold for all of its cells, and its own.
+    """The settings of every run are accepted; of a sweep, those that hold for all of its runs, and its own.
 
-    The cells are those of `tests/test_sweep.py`.
+    The runs are those of `tests/test_sweep.py`.
     """
     arguments = [word for word in arguments if word != "--help"]
     if arguments[:1] == ["lm-eval"]:

@@ -441,7 +441,7 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
 
 
 @pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (10, [4]), (11, [4, 1]), (15, [4, 2]), (None, [4, 4])])
-def test_a_time_limit_ends_a_cell_with_the_steps_it_has(anywhere, monkeypatch, limit_s, steps):
+def test_a_time_limit_ends_a_run_with_the_steps_it_has(anywhere, monkeypatch, limit_s, steps):
     """The clock goes on by two seconds whenever it is looked at: before the warm-up, after it, and after each timed
     step, so four steps take 10 seconds. A warm-up that takes all the time leaves one step; the second repeat has what
     the first leaves, and does not begin where that is nothing."""

@@ -70,5 +70,5 @@ def test_a_table_has_the_columns_of_its_models_and_no_other(name, run):
     shown = Path("outputs/tables/perplexity.md").read_text()
     assert all((column.heading in shown) == (column.name in EXPECTED[name]) for column in OF_SOME_RUNS)
     if name == "gqa":  # beside a model that has another column
-        cells = {row["num_samples"]: row["window_frac"] for row in run("gemma2", "num_windows=1")}
-        assert cells == {2: None, 1: pytest.approx(WINDOW_FRAC, rel=0.1)}
+        window_shares = {row["num_samples"]: row["window_frac"] for row in run("gemma2", "num_windows=1")}
+        assert window_shares == {2: None, 1: pytest.approx(WINDOW_FRAC, rel=0.1)}

@@ -642,7 +642,7 @@ def test_modelled_figures_have_their_own_rows_and_the_published_numbers(tmp_path
     tables = data.Tables(tmp_path / "tables")
     for name in costmodel.FIGURES:
         assert "source: modelled" in note(draw(f"{name}-modelled", tmp_path))
-        assert DRAWINGS[name](tables, name) is None, "a prediction is no timed cell"
+        assert DRAWINGS[name](tables, name) is None, "a prediction is no timed run"
     kinds = [f"{style.OF_PAPER}, {kind}" for kind in ("derived", "approximate")]
     assert legend(draw("fig14-modelled", tmp_path))[-2:] == kinds
     speedup, decode = draw("fig16b-modelled", tmp_path).axes

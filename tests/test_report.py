@@ -80,7 +80,7 @@ def no_library():
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """Records of three experiments, one run failed and one cell not run; their tables and figures, a board, and
+    """Records of three experiments, one run failed and one not begun; their tables and figures, a board, and
     the report."""
     folder = tmp_path_factory.mktemp("results")
     save_task(folder, "method=full", budget=1.0, **RAN)

@@ -94,7 +94,7 @@ def test_long_decoding(model, prompts):
     }  # fmt: skip
 
 
-def test_a_timed_cell(model, prompts):
+def test_a_timed_run(model, prompts):
     config = model.configured(experiment="latency", method="keydiff", prompt_len=24, gen_len=20, batch_size=2)
     run_latency(config, model.loaded)
     assert_started(prompts)

@@ -186,7 +186,7 @@ def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):
     assert "512 tokens, 40-60 %" in page(tmp_path, "fig11")
 
 
-def test_a_timed_cell_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path):
+def test_a_timed_run_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path):
     segments = {"attention_s": 1, "ffn_s": 2, "prediction_s": None, "transfer_s": 4, "other_s": 0}
     save(tmp_path, ["experiment=latency", "system=offload"], LATENCY_METRICS | segments)
     (row,) = update(tmp_path, "latency")
@@ -539,8 +539,8 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path):
 # Figures of speed
 
 
-def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
-    def save_cells(*shapes: tuple[int, int], model: str = "smollm2-135m", **fields: str) -> None:
+def test_each_figure_of_speed_has_its_rows_of_the_timed_runs(tmp_path):
+    def save_timed(*shapes: tuple[int, int], model: str = "smollm2-135m", **fields: str) -> None:
         for batch, prompt in shapes:
             for label in ("ideal", "offload"):
                 given = [f"system={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"model={model}"]
@@ -552,8 +552,8 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
         assert page(tmp_path, figure).startswith(f"# {figure}\n") and {row["experiment"] for row in rows} == {figure}
         return [(row["source"], row["batch_size"], row["prompt_len"]) for row in rows if row["label"] == "ideal"]
 
-    save_cells((1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048))
-    save_cells((2, 64), platform="cuda", source="measured")
+    save_timed((1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048))
+    save_timed((2, 64), platform="cuda", source="measured")
     assert len(update(tmp_path, "latency")) == 12
     expected = {
         "fig15": [(1, 1024), (4, 1024), (8, 1024)], "fig14": [(8, 1024)],  # its largest batch
@@ -562,7 +562,7 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
     for figure, found in expected.items():
         assert sorted(shapes(figure)) == sorted([*(("emulated", *shape) for shape in found), ("measured", 2, 64)])
     assert not (tmp_path / "tables" / "fig16b.csv").exists(), "one model is no comparison"
-    save_cells((4, 1024), model="opt-125m")
+    save_timed((4, 1024), model="opt-125m")
     tables.update(tmp_path, "latency")
     assert shapes("fig16b") == [("emulated", 4, 1024)] * 2
     for path in tmp_path.glob("runs/latency/*/record.json"):

@@ -331,7 +331,7 @@ def test_turns_of_a_context_of_needles(task):
 
 
 def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_path):
-    """As the cells of a sweep do: three methods run the dense pass over a prompt once."""
+    """As the runs of a sweep do: three methods run the dense pass over a prompt once."""
     line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
     passes, run = [], Attached.forward
 

@@ -49,7 +49,7 @@ SPEED = [
     for column in columns.LATENCY
     if column.digits is not None and column.name not in NAMES
 ]
-"""Numbers of a timed cell."""
+"""Numbers of a timed run."""
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
@@ -128,7 +128,7 @@ def _read(source: Path) -> pd.DataFrame:
 def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
     """Name, value and standard error of the numbers of a table row.
 
-    Each column of a timed cell, else the value and, of a whole task or text, the shares.
+    Each column of a timed run, else the value and, of a whole task or text, the shares.
     """
     names: Iterable[str] = ()
     if "metric" not in row:

@@ -32,7 +32,7 @@ BRIEF_SPEED = (
     "batch_size", "prompt_len", "gen_len", "budget", "unmet_budget",
     "ttft_s", "tokens_per_s", "tpot_p50_s", "h2d_bytes", "peak_device_bytes",
 )  # fmt: skip
-"""Numbers of a timed cell that a terminal shows."""
+"""Numbers of a timed run that a terminal shows."""
 SHOWN_OF_CAPACITY = (
     "label", "settings",
     "largest_batch", "kv_tokens", "decode_tokens_per_s", "sequence_tokens_per_s", "equal_batch",
@@ -266,7 +266,7 @@ def _value(row: TableRow) -> str:
     return show_difference(shown, row["value"], stderr, difference, detectable, contexts)
 
 
-# Speed: a line per timed cell
+# Speed: a line per timed run
 
 NUMBERS_OF_SPEED = [column for column in columns.LATENCY if column.digits is not None]
 

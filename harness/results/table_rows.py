@@ -1,4 +1,4 @@
-"""The table rows of records: one per timed cell, one per point of an analysis, else one per task
+"""The table rows of records: one per timed run, one per point of an analysis, else one per task
 and metric, compared with the full cache."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

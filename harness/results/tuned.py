@@ -50,12 +50,12 @@ def as_tuned(methods: Sequence[str], budgets: Sequence[float], model: str) -> li
     """`${as_tuned:${sweep.methods},[0.05,0.10],${model.name}}` in a sweep: [method, budget, dense
     layers] of each method at each budget."""
     of_model = read().get(model, {})
-    cells = []
+    found = []
     for method in methods:
         for budget in budgets:
             number = of_model.get(method, {}).get(budget, 0)
-            cells.append([method, f"nearest:{budget}", number])
-    return cells
+            found.append([method, f"nearest:{budget}", number])
+    return found
 
 
 def best_of(rows: Iterable[TableRow]) -> DenseLayers:

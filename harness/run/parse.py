@@ -161,7 +161,7 @@ def _at_top(cls: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _repeated(cls: type[T], settings: Mapping[str, Any], *, counts: bool) -> T:
-    """`LatencyConfig` or `SamplingConfig`. Both have `repeats`: of the timed steps of a cell, or
+    """`LatencyConfig` or `SamplingConfig`. Both have `repeats`: of the timed steps of a run, or
     answers to each question. counts: it is meant here."""
     own = _at_top(cls, settings)
     repeats = own.pop("repeats", None)

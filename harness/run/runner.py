@@ -128,7 +128,7 @@ def run(
     """Do one run, unless its record is finished. One process at a time does. Returns the record's
     path.
 
-    since: of a cell, when its sweep began, in seconds since the epoch. Then a run in another
+    since: of a run of a sweep, when that began, in seconds since the epoch. Then a run in another
     process is not waited for, a failure there since then is a failure here, and nothing is
     printed. say: prints a line.
 
@@ -137,7 +137,7 @@ def run(
             lower), or a fault of the user's model, data or method. The record then says `failed`,
             as for any other exception; after Ctrl-C it says `interrupted`.
         BugError: a bug of ours ended it in another process.
-        HeldError: another process runs this cell.
+        HeldError: another process does this run.
     """
     if since is not None:
         say = str  # says nothing

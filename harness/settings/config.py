@@ -217,7 +217,7 @@ class PlatformConfig:
 
 @dataclass(frozen=True)
 class LatencyConfig:
-    """The shape of a timed cell, and how often it is timed. These settings stand at the top.
+    """The shape of a timed run, and how often it is timed. These settings stand at the top.
 
     Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones. Of
     the gen_len - 1 decode steps, the first `warmup_steps` are not timed; then `timed_steps` are.
