@@ -23,7 +23,7 @@ known a layer ahead, so their rows cross the link while other layers compute. Ea
 takes the tokens of the anchor's head that is most similar on the calibration text: the share of its
 attention that it finds there, of that on its own best 64 tokens. `anchors=[2,8,13,14]` names
 anchors beside the first layer; by default a dynamic program takes the `num_anchors` (5) with the
-largest sum of similarities. An anchor counts whole in a run's `budget=`, so that 5 of 30 layers are
+largest sum of similarities. An anchor counts whole in `budget=`, so that 5 of 30 layers are
 17 % before anything else is read, and 28 % of 1,024 tokens with `min_tokens`, which that leaves as
 it is. The [official code](https://github.com/microsoft/kascade) takes the least similarity of a
 prompt's tiles of 32 rows, mean over 1,000 prompts, where this takes the mean over rows of one text;

@@ -25,7 +25,7 @@ the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of 
 e^(q · c) · (sum of values) to its numerator; the others nothing. When `update` (1,024) tokens have
 left the last ones, they are clustered, too.
 
-- Clusters differ in size, so the data decides how many tokens are read. A run's `budget=` and
+- Clusters differ in size, so the data decides how many tokens are read. `budget=` and
   `method.budget` fix that number: clusters are read in their order, the last one in part, and what
   is left of it is estimated at the cluster's mean value.
 - In the official code (microsoft/RetrievalAttention, newest version) the numbers of clusters, of

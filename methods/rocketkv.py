@@ -33,7 +33,7 @@ its heads' probabilities. budget / 2 tokens of the best chunks are read, the las
   (`skip_layers`), and none of Llama-3.1 and Mistral, as here (`dense_layers`).
 - The unfinished chunk is always read, and counts in the budget. In TensorRT-LLM it competes, and
   so does the row's current token.
-- A run's `budget=` is the share of tokens that is read, half of `method.budget`. At
+- `budget=` is the share of tokens that is read, half of `method.budget`. At
   `method.budget=2` nothing is left out.
 - The paper's variant for several turns, which evicts nothing, is not here.
 """

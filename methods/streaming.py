@@ -19,7 +19,7 @@ keep only `num_sinks` (64) first and `num_recent` (256) last tokens. `pattern` i
 the authors publish them: a line per layer, a column per KV head, separated by tabs. Without it
 gates are measured on the calibration text, as kvpress does: how much of the mean query's attention
 to the mean key at 500 positions falls on early ones. That needs rotary positions, so OPT needs a
-file. A run's `budget=` sets `sparsity`; the least budget is that of the windows. The prompt is
+file. `budget=` sets `sparsity`; the least budget is that of the windows. The prompt is
 dense, as in the official code where it is one pass; in chunks, the official streaming heads see
 their window alone from the second chunk on.
 """

@@ -16,7 +16,7 @@ Keys in 4 bits give the softmax over the candidates. A KV head reads tokens in i
 sum is `p` (0.85), at most `budget` of the cached tokens. `group=sum_probs` adds up the
 group's mean probabilities; `union`, the official rule, prunes for each query head, among pages of
 its own, and reads the union. In the [official code](https://github.com/tsinghua-ideal/Twilight) the
-row's current token competes too, and Quest's budget is 8,192 tokens. A run's `budget=` sets the cap
+row's current token competes too, and Quest's budget is 8,192 tokens. `budget=` sets the cap
 and `p=1`, as the data decides how many tokens `p` is.
 """
 

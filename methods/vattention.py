@@ -24,7 +24,7 @@ b; the heads of a group share the largest b. The b tokens are drawn anew: a base
 heavy tokens asks for few, and as a part of the sample it would make D too small. Both samples are
 hashes of `seed`, layer, KV head, row and token, so that replay and live decoding draw the same. A
 small base sample still misjudges σ, so that more cases are off than `delta` says
-([parity](../benchmarks/PARITY.md)). A run's `budget=` sets the cap with `epsilon=0`, half of it
+([parity](../benchmarks/PARITY.md)). `budget=` sets the cap with `epsilon=0`, half of it
 for the fixed set. The [official code](https://github.com/xAlg-ai/sparse-attention-hub) draws with
 replacement from all but first and recent tokens, a sample for each query head, takes σ and D from
 exact scores, and the best by an oracle (`when=true_scores`) or an index of its own. Its 128 first

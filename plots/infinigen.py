@@ -53,7 +53,7 @@ def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
     for _, pair in pairs.groupby("pair"):
         budgets = sorted({f"{100 * budget:.0f}" for budget in pair["budget"]}, key=int)
         samples = data.describe(pair.iloc[0], ["num_samples"])
-        groups.append(f"{pair.task.iloc[0]}\nbudget {' / '.join(budgets)} %\n{samples}")
+        groups.append(f"{pair.task.iloc[0]}\nread {' / '.join(budgets)} %\n{samples}")
     style.grouped(axes, values, errors=errors, groups=groups)
     # The full cache's KL to itself is 0.
     full = panel[(panel.label == style.FULL) & (panel.metric == "acc")]

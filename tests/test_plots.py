@@ -456,7 +456,7 @@ def test_errors_by_layer_are_drawn_at_one_budget_of_a_method(results) -> None:
 def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_budget(results, tmp_path) -> None:
     recall, kl = draw("fig13", results).axes
     assert bar_heights(recall) == {"InfiniGen": [80, 80], "InfiniGen without skewing": [60, 60]}
-    assert tick_labels(recall) == [f"{task}\nbudget 20 / 21 %\nn = 48" for task in ("kv_recall", "passkey")]
+    assert tick_labels(recall) == [f"{task}\nread 20 / 21 %\nn = 48" for task in ("kv_recall", "passkey")]
     assert levels(recall) == [85, 85] and bar_heights(kl) == {"InfiniGen": [0.1], "InfiniGen without skewing": [0.3]}
     row = {"task": "passkey", "metric": "acc", "budget": 0.2, "value": 0.6}
     rows = [row | {"label": "InfiniGen without skewing"}, row | {"label": "InfiniGen", "num_samples": 8}]
