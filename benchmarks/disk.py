@@ -21,8 +21,8 @@ SYSTEMS = {
     "full": ["method=full"],
     "int4": ["method=full", "codec=int4"],
     "infinigen": ["method=infinigen"],
-    "infinigen2": ["method=infinigen2", "device_rows=0"],
-    "infinigen2 rows2": ["method=infinigen2", "device_rows=2"],
+    "infinigen2": ["method=infinigen2", "gpu_cache=0"],
+    "infinigen2 rows2": ["method=infinigen2", "gpu_cache=2"],
     "quest": ["method=quest"],
     "retroinfer": ["method=retroinfer"],
     "h2o": ["method=h2o"],
@@ -39,13 +39,13 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=[*SYSTEMS], choices=[*SYSTEMS])
     parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
     parser.add_argument("--gaps", nargs="*", type=int, default=[4])
-    parser.add_argument("--size", default=None, help="share that the selecting methods read, such as 0.1")
+    parser.add_argument("--budget", default=None, help="share that the selecting methods read, such as 0.1")
     options, settings = parser.parse_known_args()
     contestants: dict[tuple[str, str, int | str], list[str]] = {}
     for name in options.systems:
         words = SYSTEMS[name]
-        if options.size and not words[0].endswith("full"):
-            words = [*words, f"size={options.size}"]
+        if options.budget and not words[0].endswith("full"):
+            words = [*words, f"budget={options.budget}"]
         if "placement=device" in words:
             contestants[name, "", ""] = words
             continue

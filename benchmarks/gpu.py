@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu                      results in outputs/gpu-<device>, in under 10 minutes on an H200
     python -m benchmarks.gpu --parts link,gather,pin --minutes 2
-    python -m benchmarks.gpu --parts steps --shapes 8x1920 --labels ideal,infinigen --cell-seconds 90
+    python -m benchmarks.gpu --parts steps --shapes 8x1920 --labels ideal,infinigen --run-seconds 90
     python -m benchmarks.gpu --trace step.json.gz --labels infinigen2     a decode step under torch's profiler instead
     python -m benchmarks.gpu --platform cpu       the same parts in seconds: tiny model, emulated link
     python -m benchmarks.gpu --platform cpu --model smollm2-135m --shapes 8x1024 platform.link_gbps=0.3
@@ -17,16 +17,16 @@ equal     decoding with the cache on the host is bit for bit that on the device;
 steps     a decode step of every system whose transfers are counted (`harness.settings.systems`), shape by shape,
           against its floor: max(step of ideal, bytes over the link / its rate)
 
-Each part, and each cell of `steps`, has a process of its own (`benchmarks/gpu_parts/apart.py`). If one fails, hangs or
+Each part, and each run of `steps`, has a process of its own (`benchmarks/gpu_parts/apart.py`). If one fails, hangs or
 dies, its traceback or the stacks of its threads are printed, and the others go on. `--minutes` limits the whole
-command, `--cell-seconds` each process; a part that the time left does not suffice for is skipped. The same command goes
-on where it stopped: what is done is not repeated, and cells that failed come last.
+command, `--run-seconds` each process; a part that the time left does not suffice for is skipped. The same command goes
+on where it stopped: what is done is not repeated, and runs that failed come last.
 
-The cells are ordinary runs (`experiment=latency`): OUT/runs has their records. OUT/rates.csv and OUT/tables are written
+They are ordinary runs (`experiment=latency`): OUT/runs has their records. OUT/rates.csv and OUT/tables are written
 as results come, OUT/figures at the end. Exit code: 0; 1 where a part failed or two ways were not equal; 2 for a user's
 mistake; 75 where the time did not suffice.
 
-Weights are random, of the shape in conf/model; infinigen then selects up to its cap of 20 %. Ten steps of a cell are
+Weights are random, of the shape in conf/model; infinigen then selects up to its cap of 20 %. Ten steps of a run are
 timed, two of pageable memory. The time it takes is worked out in `benchmarks/NOTES.md`.
 
 A machine without a network needs PyTorch for CUDA, Triton, transformers, pandas, matplotlib, psutil, tabulate, jinja2
@@ -84,8 +84,8 @@ TINY = [
 ]  # fmt: skip
 STEPS = ["gen_len=128", "warmup_steps=2", "timed_steps=5"]
 PAGEABLE_STEPS = ["warmup_steps=1", "timed_steps=1"]
-FIRST_CELL_S = 30.0
-"""Supposed of a system's first cell, and of a part."""
+FIRST_RUN_S = 30.0
+"""Supposed of a system's first run, and of a part."""
 ALWAYS = -math.inf
 """Estimate of what is done also when the time is over."""
 
@@ -96,9 +96,9 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, began_s: float) -> None:
         self.device = torch.device(options.platform)
         self.until_s = began_s + 60 * options.minutes
-        self.cell_s: float = options.cell_seconds
+        self.run_s: float = options.run_seconds
         self.out = Path(options.out or f"{RESULTS}/gpu-{_slug(self.device)}")
-        self.settings = cell_settings(options)
+        self.settings = run_settings(options)
         self.shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
         self.labels = options.labels.split(",")
         self.parts = options.parts.split(",")
@@ -114,7 +114,7 @@ class Benchmark:
         """Run every part in turn; returns the exit code."""
         if self.trace is not None:
             batch, prompt = self.shapes[0]
-            config = self.cell_config(batch, prompt, self.labels[0])
+            config = self.run_config(batch, prompt, self.labels[0])
             self.attempt("trace", partial(self.apart, partial(trace_step, config, Path(self.trace))))
         else:
             for part in PARTS:
@@ -145,7 +145,7 @@ class Benchmark:
         if self.attempt(part, partial(self.apart, act)):
             write_atomic(path, json.dumps(done | {part: code}, indent=1) + "\n")
 
-    def attempt(self, part: str, act: Callable[[], Any], estimate_s: float = FIRST_CELL_S) -> bool:
+    def attempt(self, part: str, act: Callable[[], Any], estimate_s: float = FIRST_RUN_S) -> bool:
         """Run a part if its estimated seconds are left; name a part that fails or is skipped. True if it ended well."""
         left_s = self.until_s - time.perf_counter()
         if estimate_s > left_s:
@@ -167,17 +167,17 @@ class Benchmark:
         return False
 
     def apart(self, act: Callable[[], object]) -> None:
-        """Call in a process of its own, which has `cell_s` seconds, or what is left of all.
+        """Call in a process of its own, which has `run_s` seconds, or what is left of all.
 
         Raises UserError where it fails, UnfinishedError where no time is left for it.
         """
         left_s = self.until_s - time.perf_counter()
         try:
-            call_apart(act, min(self.cell_s, left_s))
+            call_apart(act, min(self.run_s, left_s))
         except TimeoutError as error:
-            if left_s < self.cell_s:
+            if left_s < self.run_s:
                 raise UnfinishedError("the minutes are over") from error
-            raise UserError(f"{error} (--cell-seconds); the stacks of its threads are above") from error
+            raise UserError(f"{error} (--run-seconds); the stacks of its threads are above") from error
 
     # Parts, each in a process of its own
 
@@ -223,20 +223,20 @@ class Benchmark:
     # Decode steps
 
     def time_steps(self) -> None:
-        """Time every cell as an ordinary run, and show all cells after each. Cells that failed before come last."""
-        ideal = self.cells(["ideal"])  # for the floors, also where it was timed by an earlier command
+        """Time every run as an ordinary one, and show all after each. Runs that failed before come last."""
+        ideal = self.runs(["ideal"])  # for the floors, also where it was timed by an earlier command
         paths: list[Path] = []
         took: dict[str, float] = {}  # seconds per cached token, by label
-        for todo in sorted(self.cells(self.labels), key=_has_failed):
+        for todo in sorted(self.runs(self.labels), key=_has_failed):
             shape, label = todo.config.latency, todo.config.label
             if todo.is_finished():
                 paths.append(run(todo, Resources()))  # says that it is skipped
                 continue
             tokens = shape.batch_size * shape.prompt_len
-            estimate_s = min(self.cell_s, took[label] * tokens) if label in took else FIRST_CELL_S
+            estimate_s = min(self.run_s, took[label] * tokens) if label in took else FIRST_RUN_S
             began = time.perf_counter()
             name = f"{shape.batch_size} x {shape.prompt_len} {label}"
-            if self.attempt(name, partial(self.time_cell, todo), estimate_s):
+            if self.attempt(name, partial(self.time_run, todo), estimate_s):
                 took[label] = (time.perf_counter() - began) / tokens
                 paths.append(todo.path)
                 self.attempt("tables", partial(self.show, paths, ideal), ALWAYS)
@@ -245,7 +245,7 @@ class Benchmark:
             self.attempt("figures", self.draw)
 
     def show(self, paths: Sequence[Path], ideal: Sequence[Run]) -> None:
-        """Bring the tables up to date, and print the steps of all cells up to now against their floor."""
+        """Bring the tables up to date, and print the steps of all runs up to now against their floor."""
         report(paths)
         shown = [todo.path for todo in ideal if todo.is_finished()]
         shown += [path for path in paths if path not in shown]
@@ -256,21 +256,21 @@ class Benchmark:
 
         print(*draw_figures(self.out), sep="\n")
 
-    def cells(self, labels: Sequence[str]) -> list[Run]:
+    def runs(self, labels: Sequence[str]) -> list[Run]:
         """The run of every shape and label."""
         runs = []
         for batch, prompt in self.shapes:
             for label in labels:
-                runs.append(Run.of(self.cell_config(batch, prompt, label)))
+                runs.append(Run.of(self.run_config(batch, prompt, label)))
         return runs
 
-    def cell_config(self, batch: int, prompt: int, label: str) -> RunConfig:
-        """Settings of a cell."""
-        of_cell = [f"system={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"results_dir={self.out}"]
+    def run_config(self, batch: int, prompt: int, label: str) -> RunConfig:
+        """Settings of a run."""
+        of_run = [f"system={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"results_dir={self.out}"]
         slow = [] if LABELS[label].pinned else PAGEABLE_STEPS
-        return load([*self.settings, *slow, *of_cell])
+        return load([*self.settings, *slow, *of_run])
 
-    def time_cell(self, todo: Run) -> None:
+    def time_run(self, todo: Run) -> None:
         """Do a run in a process of its own. If that dies, the record says so."""
         try:
             self.apart(partial(run, todo, Resources()))
@@ -295,8 +295,8 @@ def _code_sha256() -> str:
     return files_sha256(files)
 
 
-def cell_settings(options: argparse.Namespace) -> list[str]:
-    """Settings of every cell."""
+def run_settings(options: argparse.Namespace) -> list[str]:
+    """Settings of every run."""
     given = TINY if options.model is None else [f"model={options.model}", *STEPS]
     calibration = "calibration.num_tokens=128"  # as a head has elements: random weights teach no more
     common = ["experiment=latency", "model.weights=random", f"platform={options.platform}", "repeats=2", calibration]
@@ -304,19 +304,19 @@ def cell_settings(options: argparse.Namespace) -> list[str]:
 
 
 def render_floors(records: Sequence[dict[str, Any]]) -> str:
-    """A line a cell: its step, its bytes over the link, and the floor of the step.
+    """A line a run: its step, its bytes over the link, and the floor of the step.
 
     The floor is the longer of ideal's step at that shape and of the bytes over the link's rate.
     """
     ideal_s = {}
     lines = [f"{'shape':12}{'label':18}{'step':>12}{'over link':>14}{'floor':>12}{'step / floor':>14}"]
     for record in sorted(records, key=lambda record: record["config"]["label"] != "ideal"):
-        cell, label = record["metrics"], record["config"]["label"]
-        shape, step_s = f"{cell['batch_size']} x {cell['prompt_len']}", cell["tpot_p50_s"]
+        metrics, label = record["metrics"], record["config"]["label"]
+        shape, step_s = f"{metrics['batch_size']} x {metrics['prompt_len']}", metrics["tpot_p50_s"]
         if label == "ideal":
             ideal_s[shape] = step_s
-        moved = (cell["h2d_bytes"] + cell["d2h_bytes"]) / (cell["gen_len"] - 1)
-        floor_s = max(ideal_s.get(shape, 0.0), moved / cell["link_ceiling_bytes_per_s"])
+        moved = (metrics["h2d_bytes"] + metrics["d2h_bytes"]) / (metrics["gen_len"] - 1)
+        floor_s = max(ideal_s.get(shape, 0.0), moved / metrics["link_ceiling_bytes_per_s"])
         times = f"{moved / MIB:10.1f} MiB{1e3 * floor_s:9.2f} ms{step_s / floor_s:14.2f}"
         lines.append(f"{shape:12}{label:18}{1e3 * step_s:9.2f} ms{times}")
     return "\n".join(lines)
@@ -344,13 +344,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--platform", choices=tuple(DEFAULTS), default="cuda", help="cpu: emulated link")
     parser.add_argument("--out", metavar="DIR", help="folder of the results; default: outputs/gpu-<device>")
     parser.add_argument("--minutes", type=float, default=10, help="a part that would take longer is skipped")
-    parser.add_argument("--cell-seconds", type=float, default=120, help="a part or cell that takes longer is ended")
+    parser.add_argument("--run-seconds", type=float, default=120, help="a part or run that takes longer is ended")
     parser.add_argument("--parts", metavar="link,...", help=f"default: {','.join(PARTS)}")
     parser.add_argument("--labels", metavar="infinigen,...", help="systems; default: all whose transfers are counted")
     parser.add_argument("--model", help="a shape under conf/model; default: opt-13b, on the CPU a tiny one")
     parser.add_argument("--shapes", metavar="8x1920,...", help="batch size x prompt length")
     parser.add_argument("--trace", metavar="FILE", help="profile a decode step instead: first label, first shape")
-    parser.add_argument("settings", nargs="*", help="settings of every cell, as on run.py's command line")
+    parser.add_argument("settings", nargs="*", help="settings of every run, as on run.py's command line")
     options = parser.parse_args(argv)
     model, shapes = DEFAULTS[options.platform]
     options.model, options.shapes = options.model or model, options.shapes or shapes
@@ -363,7 +363,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def check(options: argparse.Namespace) -> None:
     """UserError for options that make no sense, before any work."""
-    for name, value in (("minutes", options.minutes), ("cell-seconds", options.cell_seconds)):
+    for name, value in (("minutes", options.minutes), ("run-seconds", options.run_seconds)):
         if not (0 < value < math.inf):
             raise UserError(f"--{name} {value:g}: must be a number above 0")
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", options.shapes):
@@ -378,8 +378,8 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("--platform cuda: torch finds no CUDA device here; allowed: cpu (tiny shapes, emulated link)")
     if options.platform == "cuda":
         require_kernels()
-    with refused("the settings of the cells"):
-        load(cell_settings(options))
+    with refused("the settings of the runs"):
+        load(run_settings(options))
 
 
 def _slug(device: torch.device) -> str:

@@ -82,8 +82,8 @@ def kept(method: Method, layer: Layer, calibration: Calibration | None = None) -
     state = method.new_state(layer.geometry, Lengths(lengths, lengths), calibration)
     assert isinstance(state, EvictingState)
     real = torch.ones(1, tokens, dtype=torch.bool)
-    state.prompt(method.num_exempt_layers, layer.query, layer.key, layer.key, PromptRows(real, tokens))
-    return state.tokens[method.num_exempt_layers][0, :, :tokens] != EMPTY
+    state.prompt(method.dense_layers, layer.query, layer.key, layer.key, PromptRows(real, tokens))
+    return state.tokens[method.dense_layers][0, :, :tokens] != EMPTY
 
 
 def numbered(layer: Layer) -> Tensor:
@@ -211,7 +211,7 @@ def socket(num_sinks: int, recent_frac: float) -> Callable[[Any, Layer], float]:
 
     def compare(module: Any, layer: Layer) -> float:
         layer, end, found = a_set_per_query_head(layer), layer.key.shape[2], []
-        method = Socket(0, read_frac=0.1, num_sinks=num_sinks, recent_frac=recent_frac)
+        method = Socket(0, budget=0.1, num_sinks=num_sinks, recent_frac=recent_frac)
         normals = plane_normals(method.num_bits, layer.key.shape[3], method.seed)
         planes = normals.unflatten(0, (method.tables, method.planes))
         corners = module.get_protos_T({}, method.planes, normals.device, normals.dtype)
@@ -241,7 +241,7 @@ def freekv(policy: str) -> Callable[[Any, Layer], float]:
 
     def compare(module: Any, layer: Layer) -> float:
         geometry, size, end = layer.geometry, 32, layer.key.shape[2]
-        method = Quest(0, read_frac=0.5, page_size=size, group="sum_probs", num_sinks=size, recent_frac=0.25)
+        method = Quest(0, budget=0.5, page_size=size, group="sum_probs", num_sinks=size, recent_frac=0.25)
         found = []
         for t in range(end - ROWS, end):
             tokens = selected(method, layer, t)

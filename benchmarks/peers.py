@@ -232,7 +232,7 @@ def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: 
     """Our answer to a question that a method did not know. tokens: of the context and of the question."""
     context, question = tokens
     kept = int(len(context) * (1 - EVICTED))  # as kvpress counts
-    own = [f"method={method}", f"method.kept_tokens={kept}", "method.num_exempt_layers=0", *PRESSES[method][2]]
+    own = [f"method={method}", f"method.kept_tokens={kept}", "method.dense_layers=0", *PRESSES[method][2]]
     config = bench.config("experiment=tasks", *own)
     new = bench.sizes.answer
     ids = (*context, *question)

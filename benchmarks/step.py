@@ -3,8 +3,8 @@
     python -m benchmarks.step                              infinigen2+rows at 10 %, batch 8, 1,024 tokens, SmolLM2
     python -m benchmarks.step --labels infinigen2 infinigen2+rows infinigen+reuse batch_size=4
     python -m benchmarks.step --labels doublesparsity loki quest      methods by name, their rows behind the link
-    python -m benchmarks.step --labels infinigen2+rows infinigen2-sampled device_rows=2
-    python -m benchmarks.step --labels infinigen2+rows infinigen2-sampled,codec=int8,group_size=16,device_rows=2
+    python -m benchmarks.step --labels infinigen2+rows infinigen2-sampled gpu_cache=2
+    python -m benchmarks.step --labels infinigen2+rows infinigen2-sampled,codec=int8,group_size=16,gpu_cache=2
 
 In every round each system decodes from the same prompt, the ideal first. A ratio is that of a round's median steps;
 printed are its median over the rounds and its spread, and the medians of a step's segments. Settings are those of every
@@ -33,8 +33,8 @@ from harness.speed.latency import compute_threads, decode_rows, prompt_ids, two_
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 
 IDEAL = "ideal"
-SIZE = "0.1"
-NOT_IDEAL = ("size=", "method.", "codec=", "group_size=", "rotation=", "device_rows=", "prefetch=")
+BUDGET = "0.1"
+NOT_IDEAL = ("budget=", "method.", "codec=", "group_size=", "rotation=", "gpu_cache=", "prefetch=")
 """Settings that the ideal does not have."""
 
 
@@ -43,15 +43,15 @@ def config_of(label: str, settings: Sequence[str]) -> RunConfig:
     `NOT_IDEAL`."""
     label, *own = label.split(",")
     named = f"system={label}" if label in options("system") else f"method={label}"
-    sized = [] if label == IDEAL else [f"size={SIZE}"]
-    common = ["experiment=latency", "batch_size=8", "repeats=1", "timed_steps=16", named, *sized]
+    budget = [] if label == IDEAL else [f"budget={BUDGET}"]
+    common = ["experiment=latency", "batch_size=8", "repeats=1", "timed_steps=16", named, *budget]
     given = [setting for setting in settings if label != IDEAL or not setting.startswith(NOT_IDEAL)]
     return load([*common, *given, *own])
 
 
 def timed_run(config: RunConfig, setup: Setup) -> TimedRun:
     """The run that `experiment=latency` makes of a config."""
-    return TimedRun(setup.method, config.latency, config.placement, setup.codec, config.device_rows, config.prefetch)
+    return TimedRun(setup.method, config.latency, config.placement, setup.codec, config.gpu_cache, config.prefetch)
 
 
 def labels_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,7 +4,7 @@
 
     model = harness.load("smollm2-135m")
     text = open("my.txt").read()  # some hundred tokens, of which a tenth can be read
-    print(model.generate(text, method="infinigen", size=0.1))
+    print(model.generate(text, method="infinigen", budget=0.1))
 
 `harness.load`, `harness.attach` and `harness.lm` are the Python interface; `run.py` is the command
 line.

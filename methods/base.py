@@ -46,7 +46,7 @@ When = Literal[
 `earlier_layer`   when an earlier layer of the same step has selected; `select` gets no query
 `previous_step`   one layer ahead, by the layer's query of the previous step
 `previous_layer`  one layer ahead, by a query computed from the attention input of the previous
-                  layer ("rehearsed")
+                  layer ("predicted")
 `own_query`       in the layer itself, by its own query; the layer waits while the rows cross the
                   link
 `true_scores`     in the layer itself, by the true scores of all keys, which therefore cannot lie
@@ -66,8 +66,8 @@ Calibration = Mapping[str, Tensor]
 class Method:
     """A KV-cache method: its fields are its settings (`methods.settings`)."""
 
-    num_exempt_layers: int = setting(
-        0, "first layers that read the full cache; every size counts them", least(0)
+    dense_layers: int = setting(
+        0, "first layers that read the full cache; every budget counts them", least(0)
     )
     """The default is the number of the method's own code, else of its paper. A class says it where
     it is not 0; a file of `conf/method` says it where it is not its class's."""
@@ -96,7 +96,7 @@ class Method:
         return "kept"
 
     def when_of(self, layer: int) -> When:
-        """When the tokens of a non-exempt `layer` are chosen."""
+        """When the tokens of a `layer` under the method are chosen."""
         return self.when
 
     @final
@@ -106,9 +106,9 @@ class Method:
         return self.when in NAMES_ROWS
 
     def prefetches(self, layer: int) -> bool:
-        """True if a non-exempt `layer` selects by its own query, and by another query, made in the
-        layer before, the same `select` tells which rows will probably be read. It must not change
-        the state."""
+        """True if a `layer` under the method selects by its own query, and by another query, made
+        in the layer before, the same `select` tells which rows will probably be read. It must not
+        change the state."""
         return False
 
     # A batch
@@ -129,10 +129,11 @@ class Method:
         """The calibration where the method needs one (`methods.extras.Calibrates`)."""
         return None
 
-    # Sizes
+    # Budgets
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        """Cached tokens that a decode row reads in a non-exempt layer; None where the data decides.
+        """Cached tokens that a decode row reads in a layer under the method; None where the data
+        decides.
 
         The mean over the layer's KV heads, and over the layers where they share a budget.
         """
@@ -147,22 +148,24 @@ class Method:
         the method evicts."""
         return counts.cached
 
-    def with_size(self, frac: float) -> Self:
-        """This method sized by one number in (0, 1]. Raises ValueError where the method has no such
-        number.
+    def with_budget(self, frac: float) -> Self:
+        """This method with the budget of one number in (0, 1]. Raises ValueError where the method
+        has no such number.
 
-        The size that is read must grow with the number, but need not be equal to it: exempt layers
+        The budget that is read must grow with the number, but need not be equal to it: dense layers
         and codecs come on top. The harness looks for the number, by `tokens_read` where it says the
-        size, else by measuring it.
+        budget, else by measuring it.
         """
-        no_size = f"method {type(self).__name__} has no size to set: it reads the same share always"
+        no_budget = (
+            f"method {type(self).__name__} has no budget to set: it reads the same share always"
+        )
         raise ValueError(
-            f"{no_size}; size=nearest:{frac:g} runs it as it is, and with_size gives it one "
+            f"{no_budget}; budget=nearest:{frac:g} runs it as it is, and with_budget gives it one "
             "(CONTRIBUTING.md)"
         )
 
-    def min_size(self, counts: TokenCounts) -> float:
-        """Least number for `with_size` that a sequence with this prompt and T allows. Raises
+    def min_budget(self, counts: TokenCounts) -> float:
+        """Least number for `with_budget` that a sequence with this prompt and T allows. Raises
         ValueError if none."""
         return 2**-24
 
@@ -176,13 +179,14 @@ class State:
     """Everything of a method that changes while a batch of sequences runs. Dropped with the batch.
 
     sequence_tensors: names of attributes with the batch first, tensors or dicts of them by layer.
-        `fork` copies them, and they count as kept on the device.
+        `fork` copies them, and they count as resident.
     slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots,
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
     spare_slots: slots of `slot_tensors` beyond those of the batch.
-    selects_without_own: True if `select` needs nothing that `append` keeps of a row's own token.
-        Live decoding then appends the own token while the selected rows cross the link.
+    selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
+    token.
+        Live decoding then appends the current token while the selected rows cross the link.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
@@ -224,9 +228,9 @@ class State:
         head_dim].
 
         positions: int [batch, n], `EMPTY` for padding. Called before the `select` of these rows.
-        Three cases differ: replay appends later rows too, a rehearsal selects before its own row
-        is known, and so does a state that `selects_without_own`. So `select` may look at visible
-        slots only.
+        Three cases differ: replay appends later rows too, a predicted query selects before its own
+        row is known, and so does a state that `selects_without_own`. So `select` may look at
+        visible slots only.
         """
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
@@ -363,7 +367,7 @@ class QueryRows:
 
 
 class Selection(NamedTuple):
-    """The tokens that a block of query rows reads, besides each row's own token.
+    """The tokens that a block of query rows reads, besides each row's current token.
 
     mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot. Live decoding
         ignores it for a method that evicts, which reads all that it keeps.
@@ -374,7 +378,7 @@ class Selection(NamedTuple):
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite,
         fp32 [batch, num_kv_heads or 1, group or 1, rows, slots].
     rest: replacement for the tokens that are not read; None for no replacement.
-    own: bool [batch, rows], False for a row that does not read its own token, of a
+    own: bool [batch, rows], False for a row that does not read its current token, of a
         method that `ReadsIndexer`; None: every row does.
     """
 
@@ -415,8 +419,8 @@ class Lengths(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """A decode row in the arithmetic of sizes: tokens cached before it, tokens of its prompt, T of
-    its sequence."""
+    """A decode row in the arithmetic of budgets: tokens cached before it, tokens of its prompt, T
+    of its sequence."""
 
     cached: int
     prompt: int
@@ -427,7 +431,7 @@ class IndexShape(NamedTuple):
     """The indexers of a model that has sparse attention of its own.
 
     head_dim: elements of a token's index key, one for all heads. top_k: tokens that a row reads at
-    most; its own token competes. own: by layer, whether it has an indexer. A layer without one
+    most; its current token competes. own: by layer, whether it has an indexer. A layer without one
     reads what the last indexer before it chose.
     """
 

@@ -47,7 +47,7 @@ class DefensiveKVState(PromptEvictingState):
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        """The window's own tokens have a score of 0; they stay."""
+        """The tokens of the window itself have a score of 0; they stay."""
         before = max(0, key.shape[2] - self.method.window)
         score = torch.zeros(key.shape[:3], device=key.device)
         if not before:
@@ -94,12 +94,12 @@ class DefensiveKVState(PromptEvictingState):
         ranked = mean.sort(dim=-1, descending=True, stable=True)
         mass = ranked.values.cumsum(-1) / mean.sum(-1, keepdim=True).clamp(min=TINY)
         number = (mass < (method.first_mass - near)[:, None, None]).sum(-1, keepdim=True)
-        budget = self.shares[layer - method.num_exempt_layers, :, None, None]
+        budget = self.shares[layer - method.dense_layers, :, None, None]
         is_first = torch.arange(mean.shape[-1], device=mean.device) < number.minimum(budget)
         return torch.zeros_like(is_first).scatter_(-1, ranked.indices, is_first)
 
     def stay(self, layer: int, score: Tensor) -> Tensor:
-        share = self.shares[layer - self.method.num_exempt_layers, :, None]
+        share = self.shares[layer - self.method.dense_layers, :, None]
         if self.method.heads == "uniform":
             return share
         return won(score, score.shape[1] * share)

@@ -39,8 +39,8 @@ class DoubleSparsity(Calibrated):
     )
 
     rank: float = 0.0625
-    read_frac: float = 0.0625
-    num_exempt_layers: int = 2  # `self.layer_idx < 2` in most of its modify_*.py
+    budget: float = 0.0625
+    dense_layers: int = 2  # `self.layer_idx < 2` in most of its modify_*.py
 
     title = "Double Sparsity"
 

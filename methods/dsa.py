@@ -14,18 +14,18 @@ The indexer is run by the model's own code in transformers, over index keys that
 The rule, and where it differs (made into docs/methods.md):
 
 **dsa** runs a model with DeepSeek sparse attention as it is: a row reads the `index_topk` tokens
-that the layer's own indexer scores highest. The row's own token competes, so a row that does not
-choose it does not read it. The prompt's rows attend so too, under every method. `method=full` does
-the same on such a model, since the model itself never reads more. The index keys lie on the device,
-one of `index_head_dim` elements for each token and layer that chooses, in the compute dtype.
-DeepSeek stores them in FP8, with which 2.6 % of the chosen tokens were others
+that the layer's own indexer scores highest. The row's current token competes, so a row that does
+not choose it does not read it. The prompt's rows attend so too, under every method. `method=full`
+does the same on such a model, since the model itself never reads more. The index keys lie on the
+device, one of `index_head_dim` elements for each token and layer that chooses, in the compute
+dtype. DeepSeek stores them in FP8, with which 2.6 % of the chosen tokens were others
 ([parity](../benchmarks/PARITY.md)). A step reads all index keys of such a layer. Layers that share
 indices in the model share them here, and their rows cross the link while the layer before computes.
 `every=2` lets further layers reuse them, as training-free IndexCache does: of the layers with an
 indexer, every second chooses. `layers=[0,3,7]` names those that choose; the first always does. Both
 change decode rows alone, where IndexCache also skips indexers in the prefill. A model without an
 indexer is refused. Other methods replace the indexers in decode rows, and need
-`num_exempt_layers=0`: no layer of such a model reads every token.
+`dense_layers=0`: no layer of such a model reads every token.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def mask_of(slots: Tensor, num_slots: int) -> Tensor:
 class DsaState(HandsOn):
     """keys: by layer that chooses, the index keys, [batch, 1, slots, head_dim].
 
-    chosen: by slot of a row's own token, what the last choosing layer chose for that row, int
+    chosen: by slot of the row's current token, what the last choosing layer chose for that row, int
     [batch, top_k], `NO_SLOT` for nothing; kept where the next layer reuses it.
     """
 
@@ -93,7 +93,8 @@ class DsaState(HandsOn):
         self.keys[layer] = keys
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        """No slot is freed, so a block's own tokens are in the last slots that it looks at."""
+        """No slot is freed, so the block's current tokens are in the last slots that it looks
+        at."""
         num_slots, num_rows = rows.slot_positions.shape[-1], rows.positions.shape[1]
         first_own = num_slots - num_rows
         seen = rows.visible()[:, 0].clone()
@@ -178,18 +179,18 @@ class Dsa(FitsModel, ReadsIndexer):
         return FittedDsa(
             every=self.every,
             layers=self.layers,
-            num_exempt_layers=self.num_exempt_layers,
+            dense_layers=self.dense_layers,
             index=index,
         )
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        """Where the own token is chosen, one less than `max_tokens_read`: the data decides."""
+        """Where the current token is chosen, one less than `max_tokens_read`: the data decides."""
         return None
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         raise ValueError(
-            "method dsa has no size to set: it reads the model's index_topk tokens; "
-            f"size=nearest:{frac:g} runs it as it is"
+            "method dsa has no budget to set: it reads the model's index_topk tokens; "
+            f"budget=nearest:{frac:g} runs it as it is"
         )
 
 

@@ -45,7 +45,7 @@ GATHERED_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Evicting(Method):
-    """Reads all that it keeps, so `tokens_kept` gives all three sizes."""
+    """Reads all that it keeps, so `tokens_kept` gives all three shares."""
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
         return self.tokens_kept(counts, layer)
@@ -56,56 +56,56 @@ class Evicting(Method):
 
 @dataclass(frozen=True)
 class EvictingToBudget(Evicting):
-    """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`.
+    """Evicts down to floor(budget * T) tokens, at least 1, or to `kept_tokens`.
 
     always_kept: name of the setting that says how many tokens always stay; the budget must exceed
     it.
     """
 
-    kept_frac: float = setting(0.2, "share of T, the final tokens, that is kept", share())
+    budget: float = setting(0.2, "share of T, the final tokens, that is kept", share())
     kept_tokens: int | None = setting(
         None, "this many tokens instead of the share", least(1, null=True)
     )
 
     always_kept: ClassVar[str] = ""
 
-    def budget(self, final: int) -> int:
+    def budget_in_tokens(self, final: int) -> int:
         """Tokens that are kept of a sequence of T = `final`."""
         if self.kept_tokens is not None:
             return self.kept_tokens
-        return max(1, int(self.kept_frac * final))
+        return max(1, int(self.budget * final))
 
-    def budgets(self, final: Tensor) -> Tensor:
-        """`budget` of each sequence, int [batch]."""
+    def budgets_in_tokens(self, final: Tensor) -> Tensor:
+        """`budget_in_tokens` of each sequence, int [batch]."""
         if self.kept_tokens is not None:
             return torch.full_like(final, self.kept_tokens)
-        return floor_frac(self.kept_frac, final).clamp(min=1)
+        return floor_frac(self.budget, final).clamp(min=1)
 
     @property
-    def sized_by(self) -> tuple[str, str]:
+    def budget_setting(self) -> tuple[str, str]:
         """The setting that says the budget, and its value in words."""
         if self.kept_tokens is not None:
             return "kept_tokens", str(self.kept_tokens)
-        return "kept_frac", f"{self.kept_frac:.4g}"
+        return "budget", f"{self.budget:.4g}"
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a sequence's budget does not exceed the tokens that always stay."""
         if self.always_kept:
             stay, shortest = getattr(self, self.always_kept), int(lengths.final.min())
-            found = f"it keeps {self.budget(shortest)} of {shortest} tokens"
+            found = f"it keeps {self.budget_in_tokens(shortest)} of {shortest} tokens"
             more = f"more: {found}, which must exceed method.{self.always_kept}={stay}"
-            require(self.budget(shortest) > stay, *self.sized_by, more)
+            require(self.budget_in_tokens(shortest) > stay, *self.budget_setting, more)
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
-        return min(counts.cached, self.budget(counts.final))
+        return min(counts.cached, self.budget_in_tokens(counts.final))
 
-    def with_size(self, frac: float) -> Self:
-        return replace(self, kept_frac=frac, kept_tokens=None)
+    def with_budget(self, frac: float) -> Self:
+        return replace(self, budget=frac, kept_tokens=None)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
         if not self.always_kept:
-            return super().min_size(counts)
+            return super().min_budget(counts)
         stay = getattr(self, self.always_kept)
         require(
             stay < counts.final,
@@ -116,7 +116,7 @@ class EvictingToBudget(Evicting):
         return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:
-        return self.kept_frac if self.kept_tokens is None else 1.0
+        return self.budget if self.kept_tokens is None else 1.0
 
 
 class EvictingState(State):
@@ -124,7 +124,7 @@ class EvictingState(State):
 
     tokens[layer]: int32 [batch, num_kv_heads, slots + 1], the token in each slot, `EMPTY` where
     there is none. The last slot is a dump: writes that must have no effect go there. In live
-    decoding the slot behind all those in use belongs to the own token during a step.
+    decoding the slot behind all those in use belongs to the current token during a step.
     """
 
     slot_tensors = {"tokens": EMPTY}
@@ -139,7 +139,7 @@ class EvictingState(State):
         tokens[:, :, : positions.shape[1]] = positions[:, None]
 
     def enter(self, layer: int, rows: QueryRows) -> Tensor:
-        """Write each row's own token into its slot. Returns these slots, int64 [batch,
+        """Write each row's current token into its slot. Returns these slots, int64 [batch,
         num_kv_heads, rows]."""
         tokens = self.tokens[layer]
         own = rows.own_slots.expand(-1, tokens.shape[1], -1)
@@ -166,10 +166,10 @@ class EvictingState(State):
         return pad(columns, (0, capacity - columns.shape[-1]), value=-1)
 
     def place_own(self, layer: int, own: int) -> Tensor:
-        """Live, after a step's selection: move the own token from slot `own`, behind all in use, to
-        the first free one.
+        """Live, after a step's selection: move the current token from slot `own`, behind all in
+        use, to the first free one.
 
-        Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was
+        Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the current token itself was
         evicted.
         """
         tokens = self.tokens[layer]

@@ -30,7 +30,7 @@ class Extra(Method):
     """Base of what a method derives from as well, before or behind the base of its settings."""
 
     # `dataclass` reads the fields of every base in turn. Those that this class would inherit from
-    # `Method` would undo other defaults, such as 2 for `num_exempt_layers`.
+    # `Method` would undo other defaults, such as 2 for `dense_layers`.
     __dataclass_fields__: ClassVar[dict[str, Any]] = {}
 
 
@@ -263,5 +263,5 @@ class WeighsRest(Extra):
 
 class ReadsIndexer(Extra):
     """Works on models with sparse attention of their own alone (`Geometry.index`), by their
-    indexers. A row may leave out its own token (`Selection.own`). Kernels that read codes always
-    read it, so they are not used."""
+    indexers. A row may leave out its current token (`Selection.own`). Kernels that read codes
+    always read it, so they are not used."""

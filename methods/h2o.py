@@ -84,7 +84,7 @@ class H2O(Evicting):
         budget = int(self.heavy_frac * counts.final) + int(self.recent_frac * counts.final)
         return min(counts.cached, max(1, budget))
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         """Half heavy, half recent, as in the paper."""
         return replace(self, heavy_frac=frac / 2, recent_frac=frac / 2, kept_tokens=None)
 

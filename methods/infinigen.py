@@ -29,7 +29,7 @@ The rule, and where it differs (made into docs/methods.md):
    between 1 and the cap, is what each KV head reads. `alpha=null` is the paper's 4 for OPT and 5
    otherwise; `alpha=inf` always takes the cap.
 
-The **cap** is floor(`max_fetch_frac` · cached), or of T with `cap_of=final`, as in the artifact's
+The **cap** is floor(`budget` · cached), or of T with `cap_of=final`, as in the artifact's
 accuracy code. `fixed_fetch=N` reads N tokens instead, as the artifact's speed code does.
 
 **infinigen-coded** has another index, which is not of the paper: all columns in 4 bits
@@ -151,7 +151,7 @@ def by_layer(
     if calibration is None:
         return {}
     measured: dict[int, Calibration] = {}
-    for layer in range(method.num_exempt_layers, geometry.num_layers):
+    for layer in range(method.dense_layers, geometry.num_layers):
         measured[layer] = {name: tensor[layer].clone() for name, tensor in calibration.items()}
     return measured
 
@@ -167,7 +167,7 @@ class Capped(Choosing):
     artifact's accuracy code takes T, its speed code a fixed number of tokens.
     """
 
-    max_fetch_frac: float = setting(0.2, "cap: the largest share that a row reads", share())
+    budget: float = setting(0.2, "cap: the largest share that a row reads", share())
     cap_of: str = setting(
         "cached",
         "the cap is a share of the tokens cached at a row, or of T, the final number",
@@ -184,13 +184,13 @@ class Capped(Choosing):
         if self.fixed_fetch is not None:
             return min(self.fixed_fetch, counts.cached)
         whole = counts.cached if self.cap_of == "cached" else counts.final
-        return min(counts.cached, max(1, int(self.max_fetch_frac * whole)))
+        return min(counts.cached, max(1, int(self.budget * whole)))
 
-    def with_size(self, frac: float) -> Self:
-        return replace(self, max_fetch_frac=frac, fixed_fetch=None)
+    def with_budget(self, frac: float) -> Self:
+        return replace(self, budget=frac, fixed_fetch=None)
 
     def artifact_budget(self) -> float:
-        return self.max_fetch_frac
+        return self.budget
 
     def limits(self, cached: Tensor, final: Tensor) -> tuple[float, int, Tensor]:
         """The cap as max(least, floor(frac * whole)): frac, least, and whole, int [batch, rows].
@@ -200,7 +200,7 @@ class Capped(Choosing):
         if self.fixed_fetch is not None:
             return 0.0, self.fixed_fetch, cached
         whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
-        return self.max_fetch_frac, 1, whole
+        return self.budget, 1, whole
 
     def cap(self, cached: Tensor, final: Tensor) -> Tensor:
         """Tokens that a row reads at most, int [batch, rows]; arguments of `limits`."""
@@ -244,9 +244,9 @@ class ScoreSelecting(Capped, Selecting):
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         return counts.cached if self.group == "union" else super().max_tokens_read(counts, layer)
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: alpha becomes inf."""
-        return replace(super().with_size(frac), alpha=math.inf)
+    def with_budget(self, frac: float) -> Self:
+        """Set by the cap alone: alpha becomes inf."""
+        return replace(super().with_budget(frac), alpha=math.inf)
 
     def choose(
         self, scores: Tensor, rows: QueryRows, final: Tensor, geometry: Geometry,
@@ -307,7 +307,7 @@ class InfiniGen(Calibrates, ScoreSelecting, SelectingBy):
     index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)
 
     when: When = "previous_layer"
-    num_exempt_layers: int = 2  # `layer_id > 1` in the artifact: layer 1 is the first that predicts
+    dense_layers: int = 2  # `layer_id > 1` in the artifact: layer 1 is the first that predicts
 
     title = "InfiniGen"
     needs_prompt = True

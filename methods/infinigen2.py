@@ -1,4 +1,4 @@
-"""InfiniGen2: InfiniGen without exempt layers, by each layer's own query, on a balanced index in
+"""InfiniGen2: InfiniGen without dense layers, by each layer's own query, on a balanced index in
 few bits. `InfiniGen2Sampled` reads a weighted sample in place of the best tokens. Not of the paper.
 
 The index is the best pair of projections to as few numbers: query . key is nearly (W_q^T query) .
@@ -12,13 +12,13 @@ root form.
 The rule, and where it differs (made into docs/methods.md):
 
 **infinigen2** keeps the paper's idea, a few numbers of every key on the device, and changes the
-rest: no exempt layer, the layer's own query, the sum of a group's probabilities, always the cap
+rest: no dense layer, the layer's own query, the sum of a group's probabilities, always the cap
 (`alpha=inf`), and a balanced index in 4 bits with projections in 4 bits ([what
 changed](results.md#infinigen2)). `partial_weight_ratio` · head_dim numbers are kept of a key, by
 the pair of projections with the least expected squared error of q · k, from second moments of
 queries and keys (`statistics`: of the prompt, the calibration text, or both).
 `methods/infinigen2.py` has the formulas. **infinigen-balanced** is the same index under InfiniGen's
-settings: it rehearses, as many numbers as the paper's columns, uncoded.
+settings: it predicts a query, as many numbers as the paper's columns, uncoded.
 
 An index in few bits (`index_bits`) takes the mean of the prompt's keys off before it codes them,
 and scales its columns to variance 1. The projections are a sequence's own and stay on the device
@@ -34,8 +34,7 @@ random number in (0, 1). The tokens with the largest p / u are read, and c is th
 the others. A token with p >= c counts once, and any other counts c / p times in the softmax, so
 that numerator and denominator of the attention are right on average for every query head (priority
 sampling). The numbers u are hashes of `seed`, layer, KV head and token. They stay the same from row
-to row, so that a step draws nearly what the step before drew, and rows that stay on the device are
-found there.
+to row, so that a step draws nearly what the step before drew, and a GPU cache has them already.
 """
 
 from __future__ import annotations
@@ -194,10 +193,10 @@ class InfiniGen2(BalancedIndex, ScoreSelecting):
     """Reads the best tokens: by default always as many as the cap says.
 
     Keeps: every token; its key in few numbers of 4 bits
-    Reads: the best by the layer's own query; `infinigen-balanced`: by a rehearsal
+    Reads: the best by the layer's own query; `infinigen-balanced`: by a predicted query
     """
 
-    max_fetch_frac: float = 0.1
+    budget: float = 0.1
     alpha: float | None = math.inf
     group: str = "sum_probs"
 
@@ -320,7 +319,7 @@ class InfiniGen2Sampled(BalancedIndex, SampledRest):
     Reads: a weighted sample by the layer's own query
     """
 
-    max_fetch_frac: float = 0.1
+    budget: float = 0.1
 
     title = "InfiniGen2, sampled rest"
     state = InfiniGen2SampledState

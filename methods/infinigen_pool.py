@@ -95,7 +95,7 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
             tokens.masked_fill_(tokens < lengths - self.capacities[:, None, None], EMPTY)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        """Steps 3 and 4, one row after the other: each selects, then its own token enters."""
+        """Steps 3 and 4, one row after the other: each selects, then its current token enters."""
         scores = self.scores(layer, rows)
         num_candidates = rows.positions
         if not self.simulates:

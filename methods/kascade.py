@@ -17,20 +17,20 @@ choice) and `src/runners/stats_runner.py` (similarity, anchors, heads).
 The rule, and where it differs (made into docs/methods.md):
 
 **kascade**: an anchor reads every token, adds up the attention of each KV head's group, and chooses
-the best max(`min_tokens`, floor(`read_frac` · cached)), 128 and 0.1. It attends to these alone;
+the best max(`min_tokens`, floor(`budget` · cached)), 128 and 0.1. It attends to these alone;
 layer 0, always an anchor, attends to all. The layers up to the next anchor read what it chose:
 known a layer ahead, so their rows cross the link while other layers compute. Each of their KV heads
 takes the tokens of the anchor's head that is most similar on the calibration text: the share of its
 attention that it finds there, of that on its own best 64 tokens. `anchors=[2,8,13,14]` names
 anchors beside the first layer; by default a dynamic program takes the `num_anchors` (5) with the
-largest sum of similarities. An anchor counts whole in `size`, so that 5 of 30 layers are 17 %
-before anything else is read, and 28 % of 1,024 tokens with `min_tokens`, which a `size` leaves as
+largest sum of similarities. An anchor counts whole in `budget=`, so that 5 of 30 layers are
+17 % before anything else is read, and 28 % of 1,024 tokens with `min_tokens`, which that leaves as
 it is. The [official code](https://github.com/microsoft/kascade) takes the least similarity of a
 prompt's tiles of 32 rows, mean over 1,000 prompts, where this takes the mean over rows of one text;
 it compares the 32 best tokens before a tile, and the tile itself; it weighs layers by what
 attention adds to the hidden state; and its prefill is sparse too, which is dense here. There the
-row's own token competes for the anchor's choice, and a layer behind reads it only if it was chosen;
-here it is read always.
+row's current token competes for the anchor's choice, and a layer behind reads it only if it was
+chosen; here it is read always.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ becomes 0."""
 
 
 class KascadeState(HandsOn):
-    """chosen: by slot of a row's own token, what the last anchor chose for that row, bool [batch,
-    num_kv_heads, slots].
+    """chosen: by slot of the row's current token, what the last anchor chose for that row, bool
+    [batch, num_kv_heads, slots].
 
     heads: by layer that is no anchor, the anchor's head that each KV head takes its tokens from,
     int [num_kv_heads].
@@ -84,7 +84,7 @@ class KascadeState(HandsOn):
         self.chosen: dict[int, Tensor] = {}
         self.last = -1  # the layer that selected last
         self.heads: dict[int, Tensor] = {}
-        anchor = self.method.num_exempt_layers
+        anchor = self.method.dense_layers
         for layer in range(anchor, self.geometry.num_layers):
             if self.method.is_anchor(layer):
                 anchor = layer
@@ -92,7 +92,8 @@ class KascadeState(HandsOn):
                 self.heads[layer] = calibration["similarity"][layer, anchor].argmax(-1)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
-        """No slot is freed, so a block's own tokens are in the last slots that it looks at."""
+        """No slot is freed, so the block's current tokens are in the last slots that it looks
+        at."""
         num_slots = rows.slot_positions.shape[-1]
         own = range(num_slots - rows.positions.shape[1], num_slots)
         count = self.method.num_chosen(rows.positions)
@@ -117,7 +118,7 @@ class KascadeState(HandsOn):
 
 @dataclass(frozen=True)
 class Kascade(Calibrates):
-    """Anchors read every token. Other layers read max(`min_tokens`, floor(`read_frac` * cached)).
+    """Anchors read every token. Other layers read max(`min_tokens`, floor(`budget` * cached)).
     The first layer under the method always is an anchor.
 
     Source: Kascade (2025)
@@ -126,7 +127,7 @@ class Kascade(Calibrates):
         what the anchor chose
     """
 
-    read_frac: float = setting(0.1, "share of the cached tokens that other layers read", share())
+    budget: float = setting(0.1, "share of the cached tokens that other layers read", share())
     min_tokens: int = setting(128, "tokens that other layers read at least", least(1))
     anchors: tuple[int, ...] | None = setting(
         None, "layers that read every token; null: the best num_anchors by the calibration"
@@ -145,7 +146,7 @@ class Kascade(Calibrates):
     def is_anchor(self, layer: int) -> bool:
         """Without `anchors` the first `num_anchors` layers stand for those that the calibration
         will choose."""
-        first = self.num_exempt_layers
+        first = self.dense_layers
         others = range(first, first + self.num_anchors) if self.anchors is None else self.anchors
         return layer == first or layer in others
 
@@ -164,7 +165,7 @@ class Kascade(Calibrates):
         ).long()
         softmax = geometry.softmax(layer)
         scores = softmax.scores(query[None, :, rows.to(query.device)], key[None])
-        # The own token does not compete: every row reads it.
+        # The current token does not compete: every row reads it.
         cached = torch.arange(num_tokens, device=key.device) < rows.to(key.device)[:, None]
         weights = softmax.weights(scores.masked_fill_(~cached, -math.inf)).nan_to_num_()[0].sum(1)
         best = weights.topk(max(1, min(NUM_BEST, num_tokens // SHARE_OF_TEXT))).indices
@@ -181,9 +182,7 @@ class Kascade(Calibrates):
         if self.anchors is not None:
             return self
         of_layers = calibration["similarity"].amax(-1).mean(-1).tolist()
-        return replace(
-            self, anchors=best_anchors(of_layers, self.num_exempt_layers, self.num_anchors)
-        )
+        return replace(self, anchors=best_anchors(of_layers, self.dense_layers, self.num_anchors))
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         last = geometry.num_layers - 1
@@ -194,18 +193,18 @@ class Kascade(Calibrates):
         return self.max_tokens_read(counts, layer)
 
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        chosen = max(self.min_tokens, int(self.read_frac * counts.cached))
+        chosen = max(self.min_tokens, int(self.budget * counts.cached))
         return counts.cached if self.is_anchor(layer) else min(counts.cached, chosen)
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing
+    def with_budget(self, frac: float) -> Self:
+        """Set by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing
         breaks all."""
-        return replace(self, read_frac=frac)
+        return replace(self, budget=frac)
 
     def num_chosen(self, positions: Tensor) -> Tensor:
         """Tokens that an anchor chooses for rows at `positions`, int alike."""
         return torch.minimum(
-            floor_frac(self.read_frac, positions).clamp(min=self.min_tokens), positions
+            floor_frac(self.budget, positions).clamp(min=self.min_tokens), positions
         )
 
 

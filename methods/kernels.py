@@ -14,7 +14,7 @@ sample takes two launches more: one before the second kernel, which divides by t
 and one after it, which weighs what was drawn.
 
 Eviction: one launch each instead of about ten and twenty. One program serves a head. The kernels
-choose the token that leaves and the slot of the own token.
+choose the token that leaves and the slot of the current token.
 
 Slots are read in tiles, so no kernel is compiled for a number of slots, which grows with every
 step. Equal to the torch code bit for bit; products and exponentials up to rounding. With

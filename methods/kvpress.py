@@ -357,7 +357,7 @@ class KvPress(EvictingOnce):
     def ratio(self, prompt: int) -> float:
         """The press's `compression_ratio` with which it keeps `budget` tokens, however it rounds
         down."""
-        return 1 - (super().budget(prompt) + 1e-4) / prompt
+        return 1 - (super().budget_in_tokens(prompt) + 1e-4) / prompt
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
         """Of PyramidKV's press the number of each layer, by its own formula in exact fractions:
@@ -365,7 +365,7 @@ class KvPress(EvictingOnce):
         press = self.press()
         if not hasattr(press, "get_layer_budget") or num_layers == 1:
             return super().shares(prompt, num_layers)
-        press.compression_ratio = Fraction(prompt - self.budget(prompt), prompt)
+        press.compression_ratio = Fraction(prompt - self.budget_in_tokens(prompt), prompt)
         config = SimpleNamespace(num_hidden_layers=num_layers)
         layers = [SimpleNamespace(config=config, layer_idx=layer) for layer in range(num_layers)]
         return [press.get_layer_budget(layer, prompt) for layer in layers]
@@ -373,8 +373,8 @@ class KvPress(EvictingOnce):
     def _most(self, prompt: int) -> int:
         return max(self.shares(prompt, 2))
 
-    def budget(self, prompt: int) -> int:
-        budget = super().budget(prompt)
+    def budget_in_tokens(self, prompt: int) -> int:
+        budget = super().budget_in_tokens(prompt)
         if self.outer != "ChunkPress" or budget == prompt:
             return budget
         # Each chunk keeps the share, rounded down, and at least one token.
@@ -462,7 +462,7 @@ class PressState(PromptEvictingState):
         """Each sequence of the batch that loses tokens. The press has its ratio then."""
         columns = key.shape[2]
         for at, length in enumerate(rows.lengths.tolist()):
-            if self.method.budget(length) >= length:
+            if self.method.budget_in_tokens(length) >= length:
                 continue
             first = columns - length
             keys, values = (part[at : at + 1, :, first:].contiguous() for part in (key, value))
@@ -535,7 +535,10 @@ class ChoosingState(PressState):
             )
             evicted = evicts(sequence)
             num_heads, length = evicted.shape
-            kept, budget = num_heads * length - int(evicted.sum()), self.method.budget(length)
+            kept, budget = (
+                num_heads * length - int(evicted.sum()),
+                self.method.budget_in_tokens(length),
+            )
             if kept != num_heads * budget:
                 raise self.method.refuse(
                     f"kept {kept} rows of {num_heads} heads, not {budget} of each on average"

@@ -68,7 +68,7 @@ class KVzipState(RereadingState, PromptEvictingState):
         self.counts: dict[int, Tensor] = {}
         if self.method.layers != "adaptive":
             return
-        layers = range(self.method.num_exempt_layers, self.geometry.num_layers)
+        layers = range(self.method.dense_layers, self.geometry.num_layers)
         tokens = rows.positions[:, None, None]
         before = (rows.lengths - self.method.window)[:, None, None, None]
         stacked = torch.stack(

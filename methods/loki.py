@@ -28,7 +28,7 @@ class Loki(Calibrated):
     Reads: the best by these components
     """
 
-    read_frac: float = 0.25
+    budget: float = 0.25
 
     title = "Loki"
 

@@ -4,7 +4,7 @@ They need every key on the device, so these are no offloading methods.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**oracle** selects by the true scores: the upper bound of any selection of that size. **oracle-
+**oracle** selects by the true scores: the upper bound of any selection of that budget. **oracle-
 infinigen** does so by InfiniGen's rule for a group, and **oracle-sampled** draws the sample of
 **infinigen2-sampled** by the true probabilities alone. They need every key on the device
 (`placement=device`).

@@ -200,7 +200,7 @@ class ParisKV(Retrieving):
     )
     seed: int = setting(0, "of the changes of sign before the rotation", least(0))
 
-    read_frac: float = 0.1
+    budget: float = 0.1
     num_sinks: int = 4
     recent_frac: float = 0.38
     group: str = "sum_logits"

@@ -56,7 +56,9 @@ class PeriodicState(EvictingState):
 
     def start(self, calibration: Calibration | None) -> None:
         self.generated: dict[int, np.ndarray] = {}
-        self.most = self.method.budget(int(self.lengths.final.max())) + self.method.divide_length
+        self.most = (
+            self.method.budget_in_tokens(int(self.lengths.final.max())) + self.method.divide_length
+        )
 
     def score(self, layer: int, held: Held) -> Tensor:
         """Score of each token, fp32 [batch, num_kv_heads, n]; anything for one that does not
@@ -130,7 +132,7 @@ class PeriodicState(EvictingState):
             safe = safe + self.lengths.prompt
         score = self.score(layer, Held(kept, slots, competes, cached))
         best = score.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
-        room = (method.budgets(self.lengths.final) - safe)[:, None, None]
+        room = (method.budgets_in_tokens(self.lengths.final) - safe)[:, None, None]
         loses = (rank >= room) & due[:, None, None]
         gone = competes & torch.zeros_like(competes).scatter_(-1, best, loses.expand_as(best))
         tokens.scatter_(-1, slots, tokens.gather(-1, slots).masked_fill(gone, EMPTY))
@@ -179,9 +181,9 @@ class Periodic(EvictingToBudget):
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a sequence's budget does not exceed the tokens that always stay."""
-        name, value = self.sized_by
+        name, value = self.budget_setting
         for prompt, final in zip(lengths.prompt.tolist(), lengths.final.tolist(), strict=True):
-            budget = self.budget(final)
+            budget = self.budget_in_tokens(final)
             more = f"more: it keeps {budget} of {final} tokens, which must exceed "
             more += f"method.window={self.window}"
             if self.protect_prompt:
@@ -191,13 +193,13 @@ class Periodic(EvictingToBudget):
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
         """The tokens that the last compression left, and those generated since."""
         since = (counts.cached - counts.prompt) % self.divide_length
-        return min(self.budget(counts.final), counts.cached - since) + since
+        return min(self.budget_in_tokens(counts.final), counts.cached - since) + since
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         """The most that a compression finds: its slots are taken again one by one."""
-        return min(counts.cached, self.budget(counts.final) + self.divide_length - 1)
+        return min(counts.cached, self.budget_in_tokens(counts.final) + self.divide_length - 1)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
         safe = self.safe(counts.prompt)
         if self.protect_prompt:

@@ -20,9 +20,9 @@ The rule, and where it differs (made into docs/methods.md):
 
 **snapkv**: the attention of the prompt's last `window` (32) rows, summed over rows and group, is
 smoothed along the tokens (`pooling`, `kernel`). The best tokens stay, with the window and
-`num_sinks` first tokens, so that `kept_frac` of the prompt or `kept_tokens` are kept. A maximum
+`num_sinks` first tokens, so that `budget` of the prompt or `kept_tokens` are kept. A maximum
 makes a peak's neighbours equal to it; the attention before smoothing decides between them, so that
-the peak itself stays. The official code leaves that to `topk`. A small `size` needs a prompt that
+the peak itself stays. The official code leaves that to `topk`. A small budget needs a prompt that
 is most of the sequence. Results depend on whether the question is in the window; `prefill=` says
 so.
 
@@ -85,7 +85,7 @@ class PromptEvictingState(EvictingState):
 
     def start(self, calibration: Calibration | None) -> None:
         prompts = self.lengths.prompt
-        selecting = self.geometry.num_layers - self.method.num_exempt_layers
+        selecting = self.geometry.num_layers - self.method.dense_layers
         shares = [self.method.shares(prompt, selecting) for prompt in prompts.tolist()]
         self.shares = torch.tensor(shares, dtype=prompts.dtype, device=prompts.device).T
 
@@ -133,7 +133,7 @@ class PromptEvictingState(EvictingState):
     def stay(self, layer: int, score: Tensor) -> Tensor:
         """Number of competing tokens that stay, int [batch, num_kv_heads or 1]. score: -inf where
         none competes."""
-        share = self.shares[layer - self.method.num_exempt_layers, :, None]
+        share = self.shares[layer - self.method.dense_layers, :, None]
         return adaptive(score, share) if self.method.heads == "adaptive" else share
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
@@ -149,7 +149,7 @@ class EvictingOnce(Evicting):
     """Keeps a share of the prompt, as the mean over the layers' KV heads; the budget counts the
     tokens that always stay."""
 
-    kept_frac: float = setting(0.2, "share of the prompt that is kept", share())
+    budget: float = setting(0.2, "share of the prompt that is kept", share())
     kept_tokens: int | None = setting(None, "this many tokens instead of the share")
 
     needs_prompt = True
@@ -189,16 +189,16 @@ class EvictingOnce(Evicting):
         """Tokens of a prompt that stay whatever their score."""
         return self.num_sinks + self.window
 
-    def budget(self, prompt: int) -> int:
+    def budget_in_tokens(self, prompt: int) -> int:
         """Tokens of a prompt that are kept, mean over layers and KV heads."""
         return min(
-            prompt, int(self.kept_frac * prompt) if self.kept_tokens is None else self.kept_tokens
+            prompt, int(self.budget * prompt) if self.kept_tokens is None else self.kept_tokens
         )
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
         """Number of competing tokens that stay, for each of `num_layers` selecting layers; their
         mean is exact."""
-        mean = max(0, self.budget(prompt) - self.safe)
+        mean = max(0, self.budget_in_tokens(prompt) - self.safe)
         return (
             pyramid(mean, self._most(prompt), num_layers)
             if self.layers == "pyramid"
@@ -207,19 +207,21 @@ class EvictingOnce(Evicting):
 
     def _most(self, prompt: int) -> int:
         """The largest share of any layer."""
-        mean, competing = (max(0, count - self.safe) for count in (self.budget(prompt), prompt))
+        mean, competing = (
+            max(0, count - self.safe) for count in (self.budget_in_tokens(prompt), prompt)
+        )
         return min(2 * mean - mean // STEEPNESS, competing) if self.layers == "pyramid" else mean
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where the budget of a prompt does not exceed the tokens that always stay."""
         shortest = int(lengths.prompt.min())
-        kept, safe = self.budget(shortest), self.safe
+        kept, safe = self.budget_in_tokens(shortest), self.safe
         least = f"at least {(safe + 1) / shortest:.3g} for a prompt of {shortest} tokens"
         allowed = f"{least}, to keep more than num_sinks + window={safe}"
-        require(kept > safe or kept == shortest, "kept_frac", self.kept_frac, allowed)
+        require(kept > safe or kept == shortest, "budget", self.budget, allowed)
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
-        return self.budget(counts.prompt) + counts.cached - counts.prompt
+        return self.budget_in_tokens(counts.prompt) + counts.cached - counts.prompt
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         """The same, in the KV head and the layer that keep most."""
@@ -228,10 +230,10 @@ class EvictingOnce(Evicting):
             share = -(-(share + (FLOOR - 1) * max(0, counts.prompt - self.safe)) // FLOOR)
         return min(counts.prompt, self.safe + share) + generated
 
-    def with_size(self, frac: float) -> Self:
-        return replace(self, kept_frac=frac, kept_tokens=None)
+    def with_budget(self, frac: float) -> Self:
+        return replace(self, budget=frac, kept_tokens=None)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least share that keeps one token more than always stay."""
         below = f"below {counts.prompt}, the shortest prompt"
         require(self.safe < counts.prompt, "num_sinks + method.window", self.safe, below)
@@ -303,7 +305,7 @@ class SnapKVState(PromptEvictingState):
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> tuple[Tensor, Tensor]:
-        """The window's own tokens are not smoothed, nor do they enter the smoothing.
+        """The tokens of the window itself are not smoothed, nor do they enter the smoothing.
 
         A maximum makes a peak's neighbours equal to it. The unsmoothed attention decides between
         them, so that the peak itself stays where few tokens do.
@@ -466,7 +468,7 @@ class Knorm(PromptEvicting):
     Keeps: the prompt's shortest keys; all generated tokens
     """
 
-    num_exempt_layers: int = 2  # `skip_layers=[0, 1]` in l2compress's README
+    dense_layers: int = 2  # `skip_layers=[0, 1]` in l2compress's README
 
     title = "Key norm"
     state = KnormState

@@ -9,7 +9,7 @@ The rule, and where it differs (made into docs/methods.md):
 
 **quest**: a page's score is sum_j max(q_j · min_j, q_j · max_j), with the elementwise minimum and
 maximum of the keys of its `page_size` (16) tokens: an upper bound. It reads max(3,
-floor(`read_frac` · cached / `page_size`)) pages. The least of 3 is the rule of Quest's accuracy
+floor(`budget` · cached / `page_size`)) pages. The least of 3 is the rule of Quest's accuracy
 code; that the last, unfinished page is one of them is the rule of its speed code.
 
 **freekv** is `quest` with `when=previous_step`, in pages of 32, by the sum of probabilities over
@@ -74,7 +74,7 @@ class QuestState(RetrievingState):
 
 @dataclass(frozen=True)
 class Quest(RetrievingPages):
-    """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them; at
+    """Reads max(3, floor(budget * cached / page_size)) pages, the unfinished one among them; at
     1 all.
 
     Source: Quest (ICML 2024), FreeKV (2025)
@@ -84,14 +84,14 @@ class Quest(RetrievingPages):
     """
 
     page_size: int = 16
-    num_exempt_layers: int = 2  # `self.layer_id < 2` in evaluation/quest_attention.py
+    dense_layers: int = 2  # `self.layer_id < 2` in evaluation/quest_attention.py
 
     title = "Quest"
     state = QuestState
 
     def pages_read(self, cached: int) -> int:
         """The unfinished page is one of the budget's."""
-        if self.budget(cached) == cached:
+        if self.budget_in_tokens(cached) == cached:
             return cached // self.page_size
-        budget = self.budget(cached) // self.page_size
+        budget = self.budget_in_tokens(cached) // self.page_size
         return min(cached // self.page_size, max(MIN_PAGES, budget) - 1)

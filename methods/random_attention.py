@@ -6,7 +6,7 @@ score is as good as what it adds to a draw of the same size.
 The rule, and where it differs (made into docs/methods.md):
 
 **random**: after every `divide_length` (128) generated tokens, each KV head goes back to
-`kept_tokens` (2,048), or with null to floor(`kept_frac` · T) tokens. The prompt stays and counts in
+`kept_tokens` (2,048), or with null to floor(`budget` · T) tokens. The prompt stays and counts in
 the budget (`protect_prompt`). Of the generated tokens each KV head of each layer keeps others,
 drawn anew at each compression, all with equal chance; so an old token has survived more draws than
 a late one. Draws are hashes of `seed`, layer, KV head, number of cached tokens and token, so replay

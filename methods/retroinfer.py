@@ -25,9 +25,9 @@ the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of 
 e^(q · c) · (sum of values) to its numerator; the others nothing. When `update` (1,024) tokens have
 left the last ones, they are clustered, too.
 
-- Clusters differ in size, so the data decides how many tokens are read. `size` (and `read_frac`)
-  fix that number: clusters are read in their order, the last one in part, and what is left of it is
-  estimated at the cluster's mean value.
+- Clusters differ in size, so the data decides how many tokens are read. `budget=` and
+  `method.budget` fix that number: clusters are read in their order, the last one in part, and what
+  is left of it is estimated at the cluster's mean value.
 - In the official code (microsoft/RetrievalAttention, newest version) the numbers of clusters, of
   segments, and of clusters read and estimated are rounded to the nearest, where they are rounded
   down here. The number of clusters is that of the whole prompt and a multiple of lcm(8, segments)
@@ -293,13 +293,13 @@ class RetroInferState(State):
         num_kv_heads, rows, clusters], best first. number: clusters, int [batch, rows]."""
         method, rank = self.method, torch.arange(sizes.shape[-1], device=sizes.device)
         number = number.unsqueeze(1)  # [batch, 1, rows]
-        if method.read_frac is None:
+        if method.budget is None:
             best = floor_frac(method.retrieval_frac, number).clamp(min=1).unsqueeze(-1)
             read = sizes * (rank < best)
             stop = floor_frac(method.retrieval_frac + method.estimation_frac, number).unsqueeze(-1)
         else:
             steady = positions - first_recent + method.num_sinks
-            free = (floor_frac(method.read_frac, positions) - steady).clamp(min=1)[:, None, :, None]
+            free = (floor_frac(method.budget, positions) - steady).clamp(min=1)[:, None, :, None]
             read = (free - (sizes.cumsum(-1) - sizes)).clamp(min=0).minimum(sizes)
             stop = (read > 0).sum(-1, keepdim=True) + floor_frac(
                 method.estimation_frac, number
@@ -315,7 +315,7 @@ class RetroInferState(State):
         chosen = of_cluster >= self.sizes[layer].gather(-1, cluster).unsqueeze(2)
         token = rows.slot_positions.unsqueeze(2)
         in_clusters = (token >= self.method.num_sinks) & (token < first_recent[:, None, :, None])
-        if self.method.read_frac is not None:
+        if self.method.budget is not None:
             cut = (of_cluster > 0) & ~chosen & in_clusters
             chosen |= cut & (cut.cumsum(-1) <= of_cluster)
         return rows.visible() & (chosen | ~in_clusters)
@@ -332,7 +332,7 @@ class RetroInfer(WeighsRest):
     """Defaults are the official code's, which rounds counts to the nearest where this rounds them
     down.
 
-    With `read_frac` the last cluster is read in part, and its other tokens are estimated. First
+    With `budget` the last cluster is read in part, and its other tokens are estimated. First
     and last tokens count in it.
 
     Source: RetroInfer (PVLDB 19)
@@ -346,7 +346,7 @@ class RetroInfer(WeighsRest):
     estimation_frac: float = setting(
         0.232, "share of the clusters, the next best, that are estimated", share(zero=True)
     )
-    read_frac: float | None = setting(
+    budget: float | None = setting(
         None,
         "share of the cached tokens that are read; null: retrieval_frac says it, clusters whole",
         share(null=True),
@@ -398,18 +398,18 @@ class RetroInfer(WeighsRest):
         return self.num_sinks + self.num_recent + (counts.cached - counts.prompt) % self.update
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return None if self.read_frac is None else self.max_tokens_read(counts, layer)
+        return None if self.budget is None else self.max_tokens_read(counts, layer)
 
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         """A cluster may hold any number of tokens."""
-        if self.read_frac is None:
+        if self.budget is None:
             return counts.cached
-        return min(counts.cached, max(self.steady(counts) + 1, int(self.read_frac * counts.cached)))
+        return min(counts.cached, max(self.steady(counts) + 1, int(self.budget * counts.cached)))
 
-    def with_size(self, frac: float) -> Self:
-        return replace(self, read_frac=frac)
+    def with_budget(self, frac: float) -> Self:
+        return replace(self, budget=frac)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least share that reads a token of a cluster at the first row."""
         always = self.num_sinks + self.num_recent
         require(

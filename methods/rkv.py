@@ -9,7 +9,7 @@ the device.
 The rule, and where it differs (made into docs/methods.md):
 
 **rkv**: after the prompt and after every `divide_length` (128) generated tokens, each KV head goes
-back to floor(`kept_frac` · T) tokens or `kept_tokens`, the last `window` (8) among them. Score is
+back to floor(`budget` · T) tokens or `kept_tokens`, the last `window` (8) among them. Score is
 `mix_lambda` (0.07) · attention - (1 - `mix_lambda`) · similarity: the attention of the last
 `window` rows, smoothed by a maximum `kernel` (7) wide, and the softmax of the key's mean cosine
 with the other kept keys; of the keys with a cosine above 0.5 the latest does not count. The size

@@ -14,7 +14,7 @@ configurations and the size of what stays were looked at, and no more.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**rocketkv** has a budget of `budget_frac` (0.2) of the prompt, or of `budget_tokens`. With
+**rocketkv** has a `budget` (0.2) as a share of the prompt, or `budget_tokens`. With
 c = prompt / budget and a = min(0.2 + 0.06 log2 c, 0.8), floor(prompt / c^a) tokens of the prompt
 stay: its last `window` (32), and the best by the attention from these, smoothed by a maximum
 `kernel` (63) wide. All that is generated stays. With c' = kept / budget, the tokens that a KV head
@@ -30,10 +30,11 @@ its heads' probabilities. budget / 2 tokens of the best chunks are read, the las
   c = T / budget, the generated ones among them. Of a prompt of 960 tokens with 64 new ones it keeps
   510 and 328 at budgets of 192 and 96; here 556 and 382 stay.
 - Its configurations leave two first layers of LongChat and Llama-2 to the full cache
-  (`skip_layers`), and none of Llama-3.1 and Mistral, as here (`num_exempt_layers`).
+  (`skip_layers`), and none of Llama-3.1 and Mistral, as here (`dense_layers`).
 - The unfinished chunk is always read, and counts in the budget. In TensorRT-LLM it competes, and
-  so does the row's own token.
-- `size` sets the budget, of which it is half. At `budget_frac=2` nothing is left out.
+  so does the row's current token.
+- `budget=` is the share of tokens that is read, half of `method.budget`. At
+  `method.budget=2` nothing is left out.
 - The paper's variant for several turns, which evicts nothing, is not here.
 """
 
@@ -185,7 +186,7 @@ class RocketKV(SelectingBy):
     Reads: the chunks with the best bounds in the query's largest channels
     """
 
-    budget_frac: float = setting(
+    budget: float = setting(
         0.2,
         "budget of a step, half of it tokens and half bounds of keys, as a share of the prompt",
         Allowed("in (0, 2]", lambda value: 0 < value <= 2),
@@ -206,27 +207,27 @@ class RocketKV(SelectingBy):
     pooling: ClassVar[str] = "max"
     heads: ClassVar[str] = "uniform"
 
-    def budget(self, prompt: int) -> int:
+    def budget_in_tokens(self, prompt: int) -> int:
         """Tokens whose bytes a row is to read."""
         if self.budget_tokens is not None:
             return self.budget_tokens
-        return max(1, int(self.budget_frac * prompt))
+        return max(1, int(self.budget * prompt))
 
     def kept(self, prompt: int) -> int:
         """Tokens of a prompt that stay."""
-        compression = max(1.0, prompt / self.budget(prompt))
+        compression = max(1.0, prompt / self.budget_in_tokens(prompt))
         first_share = min(0.2 + 0.06 * math.log2(compression), 0.8)
         return int(prompt / compression**first_share)
 
     def plan(self, prompt: int, head_dim: int) -> Plan:
-        kept, budget = self.kept(prompt), self.budget(prompt)
+        kept, budget = self.kept(prompt), self.budget_in_tokens(prompt)
         compression = max(1.0, kept / budget)
         chunk = min(math.floor(compression), math.ceil(math.sqrt(compression)))
         channels = max(1, int(head_dim * chunk / compression))
         return Plan(kept, chunk, channels, self._read(prompt))
 
     def _read(self, prompt: int) -> int:
-        return max(1, self.budget(prompt) // 2)
+        return max(1, self.budget_in_tokens(prompt) // 2)
 
     @property
     def safe(self) -> int:
@@ -241,7 +242,7 @@ class RocketKV(SelectingBy):
         """ValueError where what stays of a prompt does not exceed the tokens that always do."""
         shortest = int(lengths.prompt.min())
         kept, safe = self.kept(shortest), self.safe
-        name = "budget_frac" if self.budget_tokens is None else "budget_tokens"
+        name = "budget" if self.budget_tokens is None else "budget_tokens"
         found = f"more: it keeps {kept} of {shortest} tokens"
         allowed = f"{found}, which must exceed num_sinks + window={safe}"
         require(kept > safe or kept == shortest, name, getattr(self, name), allowed)
@@ -257,17 +258,17 @@ class RocketKV(SelectingBy):
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         return self.kept(counts.prompt) + counts.cached - counts.prompt
 
-    def with_size(self, frac: float) -> Self:
+    def with_budget(self, frac: float) -> Self:
         """A row reads tokens for half of the budget."""
-        return replace(self, budget_frac=2 * frac, budget_tokens=None)
+        return replace(self, budget=2 * frac, budget_tokens=None)
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least number that keeps one token more than always stay."""
         below = f"below {counts.prompt}, the shortest prompt"
         require(self.safe < counts.prompt, "num_sinks + method.window", self.safe, below)
         low, high = 0.0, 1.0
         for _ in range(24):
             middle = (low + high) / 2
-            is_enough = self.with_size(middle).kept(counts.prompt) > self.safe
+            is_enough = self.with_budget(middle).kept(counts.prompt) > self.safe
             low, high = (low, middle) if is_enough else (middle, high)
-        return max(high, super().min_size(counts))
+        return max(high, super().min_budget(counts))

@@ -8,8 +8,8 @@ sampling (Duffield, Lund and Thorup, Journal of the ACM 54(6), 2007, section 2),
 nearly the least that a sample of this size can have. The number of tokens is exact.
 
 Random numbers are hashes. Those of `random_numbers` differ in every row. Those of `lasting_numbers`
-belong to a token, so that neighbouring rows draw nearly the same tokens, and rows that stay on the
-device are found there again.
+belong to a token, so that neighbouring rows draw nearly the same tokens, and a GPU
+cache has them already.
 """
 
 from __future__ import annotations

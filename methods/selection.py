@@ -75,16 +75,15 @@ class Selecting(Choosing):
         0.0, "share of the tokens read that are the most recent", share(zero=True)
     )
 
-    def min_size(self, counts: TokenCounts) -> float:
+    def min_budget(self, counts: TokenCounts) -> float:
         """The least number that reads a token beside the sinks at the first row."""
         if not self.num_sinks:
-            return super().min_size(counts)
+            return super().min_budget(counts)
         first, low, high = counts._replace(cached=counts.prompt), 0.0, 1.0
         for _ in range(24):
             middle = (low + high) / 2
             enough = (
-                self.with_size(middle).max_tokens_read(first, self.num_exempt_layers)
-                > self.num_sinks
+                self.with_budget(middle).max_tokens_read(first, self.dense_layers) > self.num_sinks
             )
             low, high = (low, middle) if enough else (middle, high)
         return high
@@ -94,7 +93,7 @@ class Selecting(Choosing):
         it is read."""
         prompt = int(lengths.prompt.min())
         shortest = TokenCounts(prompt, prompt, int(lengths.final.min()))
-        read = self.max_tokens_read(shortest, self.num_exempt_layers)
+        read = self.max_tokens_read(shortest, self.dense_layers)
         enough = not self.num_sinks or read > self.num_sinks or read == shortest.cached
         require(
             enough,
@@ -173,11 +172,13 @@ class ChoosingBy(Choosing):
 
     when: When = setting(
         "own_query",
-        "the query that selects; in the previous_layer it is rehearsed",
+        "the query that selects; in the previous_layer it is predicted",
         one_of("previous_step", "previous_layer", "own_query"),
     )
     own_query_layers: int = setting(
-        0, "first non-exempt layers that select by their own query, whatever `when` says", least(0)
+        0,
+        "first layers under the method that select by their own query, whatever `when` says",
+        least(0),
     )
 
     def when_of(self, layer: int) -> When:
@@ -189,7 +190,7 @@ class ChoosingBy(Choosing):
         return super().prefetches(layer) and not self._is_first(layer)
 
     def _is_first(self, layer: int) -> bool:
-        return layer - self.num_exempt_layers < self.own_query_layers
+        return layer - self.dense_layers < self.own_query_layers
 
 
 @dataclass(frozen=True)
@@ -334,9 +335,9 @@ def largest_of_each(values: Tensor, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Retrieving(SelectingBy):
-    """Reads `read_frac` of the cached tokens, or `read_tokens` of them."""
+    """Reads `budget` of the cached tokens, or `read_tokens` of them."""
 
-    read_frac: float = setting(0.2, "share of the cached tokens that a row reads", share())
+    budget: float = setting(0.2, "share of the cached tokens that a row reads", share())
     read_tokens: int | None = setting(
         None, "this many tokens instead of the share", least(1, null=True)
     )
@@ -346,17 +347,15 @@ class Retrieving(SelectingBy):
         """Tokens that have one score and are read together."""
         return 1
 
-    def budget(self, cached: int) -> int:
+    def budget_in_tokens(self, cached: int) -> int:
         """Tokens that the settings ask for with `cached` tokens."""
         return (
-            int(self.read_frac * cached)
-            if self.read_tokens is None
-            else min(self.read_tokens, cached)
+            int(self.budget * cached) if self.read_tokens is None else min(self.read_tokens, cached)
         )
 
     def pages_read(self, cached: int) -> int:
         """Full pages that a row with `cached` tokens reads beside the last, unfinished one."""
-        wanted = (self.budget(cached) - cached % self.page_size) // self.page_size
+        wanted = (self.budget_in_tokens(cached) - cached % self.page_size) // self.page_size
         return min(cached // self.page_size, max(1, wanted))
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
@@ -368,11 +367,11 @@ class Retrieving(SelectingBy):
     def _read(self, cached: int) -> int:
         return self.pages_read(cached) * self.page_size + cached % self.page_size
 
-    def with_size(self, frac: float) -> Self:
-        return replace(self, read_frac=frac, read_tokens=None)
+    def with_budget(self, frac: float) -> Self:
+        return replace(self, budget=frac, read_tokens=None)
 
     def artifact_budget(self) -> float:
-        return self.read_frac
+        return self.budget
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Settings of methods: each field of a dataclass has a default, a meaning and an allowed range.
 
-    read_frac: float = setting(0.2, "share of the cached tokens that a row reads", share())
+    budget: float = setting(0.2, "share of the cached tokens that a row reads", share())
 
 `Method` checks the ranges when it is made, and `--help` prints them. A subclass that gives a field
 another default keeps its meaning and range; `setting(32, allowed=least(1))` changes the range.
@@ -44,7 +44,7 @@ def settings_of(cls: Any) -> tuple[Setting, ...]:
 
 @cache
 def _read_once(cls: Any) -> tuple[Setting, ...]:
-    """Methods are made often while a size is looked for, each with a check of its settings."""
+    """Methods are made often while a budget is looked for, each with a check of its settings."""
     found = []
     for field in dataclasses.fields(cls):
         meaning = _said(cls, field.name, MEANING) or ""

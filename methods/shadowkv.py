@@ -13,9 +13,9 @@ heads · head_dim. A landmark is the mean key of a chunk of `page_size` (8) toke
 device are the last `local_chunks` (4) full chunks of the prompt, the `outlier_frac` of the others
 whose keys differ most from their landmark, and all generated tokens. A step reads these, and the
 best chunks by the softmax over landmarks: their values cross the link, their keys are rebuilt. A
-value counts as half a token in `size`; the rest counts in `device_frac`, so compare it after long
-prompts. The official code fetches 1.56 %, in all layers, and no chunk twice in a row, which is
-nearly `device_rows=1`.
+value counts as half a token in the budget; the rest counts in `device_frac`, so compare it after
+long prompts. The official code fetches 1.56 %, in all layers, and no chunk twice in a row, which is
+nearly `gpu_cache=1`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ShadowKVState(KeysOnDeviceState):
         scores = attention_scores(rows.query, self.landmarks[layer], self.geometry.scale)
         scores.masked_fill_(~selectable.unsqueeze(2), -math.inf)
         if method.read_tokens is None:
-            wanted = floor_frac(method.read_frac, positions)
+            wanted = floor_frac(method.budget, positions)
         else:
             wanted = positions.clamp(max=method.read_tokens)
         count = torch.minimum((wanted // method.page_size).clamp(min=1), self.fetchable[:, None])
@@ -191,7 +191,7 @@ def _strongest(square: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ShadowKV(KeysOnDevice, RetrievingPages):
-    """Fetches the values of `read_frac` of the cached tokens, or of `read_tokens`, in chunks of
+    """Fetches the values of `budget` of the cached tokens, or of `read_tokens`, in chunks of
     `page_size` tokens. The official code keeps a rank of 160 of 1,024, and 48 outliers of 128 Ki
     tokens.
 
@@ -231,7 +231,7 @@ class ShadowKV(KeysOnDevice, RetrievingPages):
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         chunks = self._fetchable(counts.prompt)
         if self.group != "union":
-            chunks = min(max(1, self.budget(counts.cached) // self.page_size), chunks)
+            chunks = min(max(1, self.budget_in_tokens(counts.cached) // self.page_size), chunks)
         return chunks * self.page_size
 
     def tokens_resident(self, counts: TokenCounts, layer: int) -> int:

@@ -150,7 +150,7 @@ class Socket(Retrieving):
     value_weighted: bool = setting(True, "a token's score counts the length of its value")
     seed: int = setting(0, "of the planes", least(0))
 
-    read_frac: float = 0.05
+    budget: float = 0.05
     num_sinks: int = 4
     recent_frac: float = 0.08
     group: str = "sum_logits"

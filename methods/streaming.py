@@ -9,7 +9,7 @@ positions, and the more of its attention falls on early positions, the larger th
 
 The rule, and where it differs (made into docs/methods.md):
 
-**streaming** keeps floor(`kept_frac` · T) tokens or `kept_tokens`, the `num_sinks` (4) first ones
+**streaming** keeps floor(`budget` · T) tokens or `kept_tokens`, the `num_sinks` (4) first ones
 among them, at their own positions, and drops a token at every row. StreamingLLM's code renumbers
 them. kvpress's StreamingLLMPress evicts once, after the prompt, and keeps all that is generated:
 `method=kvpress:StreamingLLMPress`.
@@ -19,9 +19,9 @@ keep only `num_sinks` (64) first and `num_recent` (256) last tokens. `pattern` i
 the authors publish them: a line per layer, a column per KV head, separated by tabs. Without it
 gates are measured on the calibration text, as kvpress does: how much of the mean query's attention
 to the mean key at 500 positions falls on early ones. That needs rotary positions, so OPT needs a
-file. `size` sets `sparsity`; the least size is that of the windows. The prompt is dense, as in the
-official code where it is one pass; in chunks, the official streaming heads see their window alone
-from the second chunk on.
+file. `budget=` sets `sparsity`; the least budget is that of the windows. The prompt is
+dense, as in the official code where it is one pass; in chunks, the official streaming heads see
+their window alone from the second chunk on.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StreamingState(WindowState):
 
     @property
     def recent(self) -> Tensor:
-        return self.method.budgets(self.lengths.final) - self.method.num_sinks
+        return self.method.budgets_in_tokens(self.lengths.final) - self.method.num_sinks
 
     def streams(self, layer: int) -> Tensor:
         return torch.ones(1, 1, 1, dtype=torch.bool, device=self.lengths.final.device)
@@ -107,7 +107,7 @@ class StreamingState(WindowState):
 
 @dataclass(frozen=True)
 class Streaming(EvictingToBudget):
-    """Keeps floor(kept_frac * T) cached tokens or `kept_tokens`: the `num_sinks` first and the most
+    """Keeps floor(budget * T) cached tokens or `kept_tokens`: the `num_sinks` first and the most
     recent, at their own positions.
 
     Source: StreamingLLM (ICLR 2024)
@@ -128,10 +128,10 @@ class DuoState(WindowState):
     def start(self, calibration: Calibration | None) -> None:
         method = self.method
         gates = method.gates(self.geometry, calibration).to(self.lengths.final.device)
-        selecting = gates[method.num_exempt_layers :].flatten()
+        selecting = gates[method.dense_layers :].flatten()
         first = selecting.argsort(stable=True)[: round(method.sparsity * len(selecting))]
         self.heads = torch.zeros_like(gates, dtype=torch.bool)
-        self.heads.view(-1)[first + gates.shape[1] * method.num_exempt_layers] = True
+        self.heads.view(-1)[first + gates.shape[1] * method.dense_layers] = True
 
     @property
     def recent(self) -> Tensor:
@@ -143,7 +143,7 @@ class DuoState(WindowState):
 
 @dataclass(frozen=True)
 class DuoAttention(Calibrates, ReadsFile, Method):
-    """Of the KV heads of the layers that are not exempt, round(sparsity * their number) stream.
+    """Of the KV heads of the layers that are not dense, round(sparsity * their number) stream.
     Defaults are those that the authors deploy.
 
     Source: DuoAttention (ICLR 2025)
@@ -231,7 +231,7 @@ class DuoAttention(Calibrates, ReadsFile, Method):
         window = min(counts.cached, self.num_sinks + self.num_recent)
         return (1 - self.sparsity) * counts.cached + self.sparsity * window
 
-    def with_size(self, frac: float) -> Self:
-        """The share of heads that retrieve. The size grows with it, from that of the windows
+    def with_budget(self, frac: float) -> Self:
+        """The share of heads that retrieve. The budget grows with it, from that of the windows
         alone."""
         return replace(self, sparsity=1 - frac)

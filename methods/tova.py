@@ -1,15 +1,16 @@
 """TOVA (Oren et al., EMNLP 2024): keep the tokens that the last row attends to most.
 
 After the prompt, once, and after every row, the tokens that the last row attends to least leave;
-its own token may leave too. All heads of a layer share one set: the attention is the mean over all
-of them.
+its current token may leave too. All heads of a layer share one set: the attention is the mean over
+all of them.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**tova** keeps floor(`kept_frac` · T) tokens or `kept_tokens`. After the prompt and every row, the
-tokens that this row attends to least leave, by the mean over all heads of a layer. The row's own
-token may leave, and no sink is safe; `protect_last=true` keeps the own token. kvpress's TOVAPress
-evicts once, after the prompt, and keeps all that is generated: `method=kvpress:TOVAPress`.
+**tova** keeps floor(`budget` · T) tokens or `kept_tokens`. After the prompt and every row, the
+tokens that this row attends to least leave, by the mean over all heads of a layer. The row's
+current token may leave, and no sink is safe; `protect_last=true` keeps the current token. kvpress's
+TOVAPress evicts once, after the prompt, and keeps all that is generated:
+`method=kvpress:TOVAPress`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TOVAState(ScoreState):
     """A token's score is the attention of the last row, mean over all heads of the layer."""
 
     def budget(self, layer: int) -> Tensor:
-        return self.method.budgets(self.lengths.final)
+        return self.method.budgets_in_tokens(self.lengths.final)
 
     @property
     def recent(self) -> Tensor:
@@ -49,13 +50,13 @@ class TOVAState(ScoreState):
 
 @dataclass(frozen=True)
 class TOVA(EvictingToBudget):
-    """Keeps a budget of tokens; the row's own token may leave, as in the authors' code.
+    """Keeps a budget of tokens; the row's current token may leave, as in the authors' code.
 
     Source: TOVA (EMNLP 2024)
     Keeps: the tokens that the last row attends to most
     """
 
-    protect_last: bool = setting(False, "the row's own token stays, as in kvpress")
+    protect_last: bool = setting(False, "the row's current token stays, as in kvpress")
 
     title = "TOVA"
     state = TOVAState

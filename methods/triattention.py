@@ -16,7 +16,7 @@ for all keys. No query is looked at while a text is generated.
 The rule, and where it differs (made into docs/methods.md):
 
 **triattention**: after the prompt and after every `divide_length` (128) generated tokens, each KV
-head goes back to `kept_tokens` (2,048), or with null to floor(`kept_frac` · T) tokens, those of the
+head goes back to `kept_tokens` (2,048), or with null to floor(`budget` · T) tokens, those of the
 best score. A score is that of the mean query, at the distances D + 1, D + 2, D + 4, ..., D +
 `offset_max_length` (65,536) from the next token, and of the queries' spread
 (`methods/triattention.py` has the formula). Scores of a query head are brought to mean 0 and

@@ -13,11 +13,11 @@ The rule, and where it differs (made into docs/methods.md):
 
 **twilight** prunes the candidates of `quest` (`candidate_frac`, 0.5; `null` takes every token).
 Keys in 4 bits give the softmax over the candidates. A KV head reads tokens in its order until their
-sum is `p` (0.85), at most `max_fetch_frac` of the cached tokens. `group=sum_probs` adds up the
+sum is `p` (0.85), at most `budget` of the cached tokens. `group=sum_probs` adds up the
 group's mean probabilities; `union`, the official rule, prunes for each query head, among pages of
 its own, and reads the union. In the [official code](https://github.com/tsinghua-ideal/Twilight) the
-row's own token competes too, and Quest's budget is 8,192 tokens. `size` sets the cap and `p=1`, as
-the data decides how many tokens `p` is.
+row's current token competes too, and Quest's budget is 8,192 tokens. `budget=` sets the cap
+and `p=1`, as the data decides how many tokens `p` is.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TwilightState(QuestState, PartialKeysState):
 @dataclass(frozen=True)
 class Twilight(SelectingBy):
     """Reads the fewest candidates whose estimated attention adds up to `p`, at most
-    `max_fetch_frac` of the cache.
+    `budget` of the cache.
 
     group=sum_probs is one set for the group, by the mean of its heads' probabilities. group=union
     joins a set for each query head, of pages of its own, which is the official rule.
@@ -98,7 +98,7 @@ class Twilight(SelectingBy):
     """
 
     p: float = setting(0.85, "share of the candidates' attention; 1: always the cap", share())
-    max_fetch_frac: float = setting(1.0, "cap: the largest share that a row reads", share())
+    budget: float = setting(1.0, "cap: the largest share that a row reads", share())
     candidate_frac: float | None = setting(
         0.5,
         "Quest's budget, as a share of the cached tokens; null takes all tokens",
@@ -108,14 +108,14 @@ class Twilight(SelectingBy):
     index_bits: int | None = setting(4, BITS_MEANING, INDEX_BITS)
 
     group: str = setting("sum_probs", allowed=one_of("sum_probs", "union"))
-    num_exempt_layers: int = 2  # `skip_first_two_layers`, the default of pyimpl/attention.py
+    dense_layers: int = 2  # `skip_first_two_layers`, the default of pyimpl/attention.py
 
     title = "Twilight"
     state = TwilightState
 
     @cached_property
     def _retriever(self) -> Quest:
-        return Quest(read_frac=self.candidate_frac or 1.0, page_size=self.page_size)
+        return Quest(budget=self.candidate_frac or 1.0, page_size=self.page_size)
 
     def pages_read(self, cached: int) -> int:
         """Full pages among the candidates."""
@@ -134,16 +134,16 @@ class Twilight(SelectingBy):
             candidates = (
                 self.pages_read(counts.cached) * self.page_size + counts.cached % self.page_size
             )
-        return min(candidates, max(1, int(self.max_fetch_frac * counts.cached)))
+        return min(candidates, max(1, int(self.budget * counts.cached)))
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: p becomes 1, and there are at least as many candidates as are
+    def with_budget(self, frac: float) -> Self:
+        """Set by the cap alone: p becomes 1, and there are at least as many candidates as are
         read."""
         candidates = None if self.candidate_frac is None else max(frac, self.candidate_frac)
-        return replace(self, p=1.0, max_fetch_frac=frac, candidate_frac=candidates)
+        return replace(self, p=1.0, budget=frac, candidate_frac=candidates)
 
     def artifact_budget(self) -> float:
-        return self.max_fetch_frac
+        return self.budget
 
     def prune(self, weights: Tensor, candidates: Tensor, rows: QueryRows) -> Tensor:
         """The tokens that are read of each set, bool [batch, sets, rows, slots].
@@ -153,7 +153,7 @@ class Twilight(SelectingBy):
         """
         sets = weights.shape[1]
         candidates = candidates.repeat_interleave(sets // candidates.shape[1], 1)
-        cap = floor_frac(self.max_fetch_frac, rows.positions).clamp(min=1)
+        cap = floor_frac(self.budget, rows.positions).clamp(min=1)
         count = torch.minimum(candidates.sum(-1), cap[:, None])
         tokens = rows.slot_positions
         forced = self.forced(tokens, tokens, rows.positions, cap)

@@ -24,11 +24,11 @@ b; the heads of a group share the largest b. The b tokens are drawn anew: a base
 heavy tokens asks for few, and as a part of the sample it would make D too small. Both samples are
 hashes of `seed`, layer, KV head, row and token, so that replay and live decoding draw the same. A
 small base sample still misjudges σ, so that more cases are off than `delta` says
-([parity](../benchmarks/PARITY.md)). `size` sets the cap with `epsilon=0`, half of it for the fixed
-set. The [official code](https://github.com/xAlg-ai/sparse-attention-hub) draws with replacement
-from all but first and recent tokens, a sample for each query head, takes σ and D from exact scores,
-and the best by an oracle (`when=true_scores`) or an index of its own. Its 128 first and 128 recent
-of 32,768 tokens are shares here.
+([parity](../benchmarks/PARITY.md)). `budget=` sets the cap with `epsilon=0`, half of it
+for the fixed set. The [official code](https://github.com/xAlg-ai/sparse-attention-hub) draws with
+replacement from all but first and recent tokens, a sample for each query head, takes σ and D from
+exact scores, and the best by an oracle (`when=true_scores`) or an index of its own. Its 128 first
+and 128 recent of 32,768 tokens are shares here.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class VAttentionState(PartialKeysState):
         powers = (scores - scores.amax(-1, keepdim=True)).exp_()
 
         # The fixed set
-        cap = method.share(method.max_fetch_frac, rows.positions)
+        cap = method.share(method.budget, rows.positions)
         count = torch.minimum(cap, method.share(method.fixed_frac, rows.positions))
         scores.masked_fill_(~visible.unsqueeze(2), -math.inf)
         forced = method.forced(rows.slot_positions, rows.slot_positions, rows.positions, count)
@@ -128,7 +128,7 @@ class VAttentionState(PartialKeysState):
 @dataclass(frozen=True)
 class VAttention(Selecting):
     """Reads a fixed set of `fixed_frac` of the cached tokens, and a sample, at most
-    `max_fetch_frac` in all.
+    `budget` in all.
 
     The fixed set holds the sinks, `recent_frac` of it are the most recent tokens, and the rest the
     best by the index.
@@ -152,7 +152,7 @@ class VAttention(Selecting):
         "how often the error may be larger, to either side",
         Allowed("in (0, 0.5]", lambda value: 0 < value <= 0.5),
     )
-    max_fetch_frac: float = setting(1.0, "cap: the largest share that a row reads", share())
+    budget: float = setting(1.0, "cap: the largest share that a row reads", share())
     index_bits: int | None = setting(4, BITS_MEANING, INDEX_BITS)
     seed: int = setting(0, "of the samples", least(0))
 
@@ -169,7 +169,7 @@ class VAttention(Selecting):
     state = VAttentionState
 
     def prefetches(self, layer: int) -> bool:
-        """Not where the number of samples depends on the own token's weight."""
+        """Not where the number of samples depends on the current token's weight."""
         return self.epsilon == 0 and super().prefetches(layer)
 
     @property
@@ -188,16 +188,16 @@ class VAttention(Selecting):
         return (
             counts.cached
             if self.group == "union"
-            else min(counts.cached, max(1, int(self.max_fetch_frac * counts.cached)))
+            else min(counts.cached, max(1, int(self.budget * counts.cached)))
         )
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code
+    def with_budget(self, frac: float) -> Self:
+        """Set by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code
         at 10 %."""
-        return replace(self, epsilon=0.0, max_fetch_frac=frac, fixed_frac=frac / 2)
+        return replace(self, epsilon=0.0, budget=frac, fixed_frac=frac / 2)
 
     def artifact_budget(self) -> float:
-        return self.max_fetch_frac
+        return self.budget
 
     def share(self, frac: float, cached: Tensor) -> Tensor:
         """floor(frac * cached), at least one token where there is any."""

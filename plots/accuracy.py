@@ -1,4 +1,4 @@
-"""Figures of accuracy tables: by size, by position in the text, by length."""
+"""Figures of accuracy tables: by budget, by position in the text, by length."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from harness.results import columns
-from harness.results.metrics import METRICS, RESIDENT_FRAC, SIZE
+from harness.results.metrics import BUDGET, METRICS, RESIDENT_FRAC
 from plots import data, style
 
 AXES = {
@@ -31,14 +31,15 @@ ASKED = ("num_samples", "num_fewshot", "seq_len", data.PREFILL)
 KEPT = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
 CHUNK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
 """In labels and tasks: the tokens kept, and the range of tokens of a text."""
-SIZED = r"^(?P<label>.+), (?P<percent>\d+) %$"
+WITH_PERCENT = r"^(?P<label>.+), (?P<percent>\d+) %$"
 BY_LAYER = "layer, "
-"""In the table of errors by layer: a label with its size, and what stands before a text's name."""
+"""In the table of errors by layer: a label with its budget, and what stands before a text's
+name."""
 SHOWN_PERCENT = 10
-"""Of its sizes, a method is shown by layer at the nearest to this one."""
+"""Of its budgets, a method is shown by layer at the nearest to this one."""
 SHARES = {
     "index": (RESIDENT_FRAC.name, "index on the device (% of full cache)"),
-    "ablation": (SIZE.name, "read (% of full cache)"),
+    "ablation": (BUDGET.name, "read (% of full cache)"),
 }
 """Of figures by a share of the full cache: the column, and the words of the axis."""
 CHUNKED = {
@@ -59,14 +60,14 @@ def axis(metric: str) -> str:
     return AXES.get(metric, METRICS[metric].heading)
 
 
-# By size
+# By budget
 
 
 def fig11(tables: data.Tables, name: str) -> Figure | None:
-    """Accuracy by size, one line per method, a panel per model, task and number of questions.
+    """Accuracy by budget, one line per method, a panel per model, task and number of questions.
 
     Then KL to the full cache and top-1 agreement on texts, from the same table and from
-    `perplexity.csv`, where a method has several sizes there.
+    `perplexity.csv`, where a method has several budgets there.
     """
     own, texts = tables.accuracy(name), tables.accuracy("perplexity")
     if own.empty:
@@ -80,28 +81,29 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
         factor = METRICS[metric].factor
-        axes.set(xlabel=style.SIZE_AXIS, ylabel=axis(metric))
+        axes.set(xlabel=style.BUDGET_AXIS, ylabel=axis(metric))
         if metric == "kl_nats":  # the full cache's is 0
             style.log_y(axes)
         else:
             style.full_lines(axes, panel[panel.label == style.FULL], factor)
         if task in CHANCE:
             style.chance_line(axes, factor * CHANCE[task])
-        style.size_lines(axes, panel, factor, codecs=codecs)
+        style.budget_lines(axes, panel, factor, codecs=codecs)
 
     setup = ("model", "task", "metric", *ASKED, "source")
     return style.draw_rows(rows, setup, draw, note=style.error_note(rows))
 
 
 def _has_a_line(rows: pd.DataFrame) -> pd.Series:
-    """Whether a method has several sizes in a row's setup, which make a line against the size."""
+    """Whether a method has several budgets in a row's setup, which make a line against the
+    budget."""
     setup = [rows[name] for name in TEXTS]
-    of_label = rows.groupby([*setup, rows.label], dropna=False)["size"].transform("nunique")
+    of_label = rows.groupby([*setup, rows.label], dropna=False)["budget"].transform("nunique")
     return of_label.groupby(setup, dropna=False).transform("max") > 1
 
 
 def fig19(tables: data.Tables, name: str) -> Figure | None:
-    """Perplexity by size, one line per method, and by length with a fixed number of tokens kept.
+    """Perplexity by budget, one line per method, and by length with a fixed number of tokens kept.
 
     The latter are the runs whose label ends in "with N tokens". The full cache is that of the runs
     themselves, on the same windows.
@@ -109,19 +111,19 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
     table = data.whole_texts(tables.accuracy(name))
     rows = table.join(table.label.str.extract(KEPT))
     rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
-    by_size, by_length = rows[rows.kept.isna()], rows[rows.kept.notna()]
-    codecs = style.joined(by_size.label)
+    by_budget, by_length = rows[rows.kept.isna()], rows[rows.kept.notna()]
+    codecs = style.joined(by_budget.label)
 
-    def draw_sizes(axes: Axes, panel: pd.DataFrame) -> None:
+    def draw_budgets(axes: Axes, panel: pd.DataFrame) -> None:
         style.full_lines(axes, panel[panel.metric == "perplexity_full"])
-        style.size_lines(axes, panel[panel.metric == "perplexity"], codecs=codecs)
+        style.budget_lines(axes, panel[panel.metric == "perplexity"], codecs=codecs)
         style.log_y(axes, panel.value)
-        axes.set(xlabel=style.SIZE_AXIS, ylabel="perplexity")
+        axes.set(xlabel=style.BUDGET_AXIS, ylabel="perplexity")
 
     panels: list[style.Panel] = []
     notes = []
     for half, setup, draw in (
-        (by_size, TEXTS, draw_sizes),
+        (by_budget, TEXTS, draw_budgets),
         (by_length, ("model", "task", "kept", "source"), _draw_lengths),
     ):
         if len(half):
@@ -197,7 +199,7 @@ def by_share(tables: data.Tables, name: str) -> Figure | None:
 
 
 def by_chunk(tables: data.Tables, name: str) -> Figure | None:
-    """A quantity by ranges of a text's tokens, a line per method and size.
+    """A quantity by ranges of a text's tokens, a line per method and budget.
 
     `fig12`: perplexity by chunk of 256 tokens. `long_decode`: over the tokens decoded,
     KL(full || method) along the method's own text, and the full cache's perplexity of that text.
@@ -211,7 +213,7 @@ def by_chunk(tables: data.Tables, name: str) -> Figure | None:
         _draw_chunks(axes, panel)
         axes.set(xlabel=words, ylabel=axis(panel.metric.iloc[0]))
 
-    note = f"percentages: sizes; {bars or style.error_note(rows)}"
+    note = f"percentages: budgets; {bars or style.error_note(rows)}"
     return style.draw_rows(rows, (*OF_CHUNKS, "metric"), draw, note=note)
 
 
@@ -224,16 +226,16 @@ def _chunks(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw_chunks(axes: Axes, panel: pd.DataFrame) -> None:
-    """A line per method and size, each range of tokens at its middle, a missing range a gap."""
+    """A line per method and budget, each range of tokens at its middle, a missing range a gap."""
     edges = sorted({*panel.start, *panel.end})
     middles = pd.Index(sorted({*((panel.start + panel.end) / 2)}))
-    data.refuse_repeats(panel, ["label", "size", "start"])
+    data.refuse_repeats(panel, ["label", "budget", "start"])
     for label in style.ordered(panel.label):
-        for _, line in panel[panel.label == label].groupby("size", dropna=False):
+        for _, line in panel[panel.label == label].groupby("budget", dropna=False):
             ranges = line.set_index((line.start + line.end) / 2).reindex(middles)
             name = label
             if label != style.FULL:
-                name += f", {100 * line['size'].iloc[0]:.0f} %"
+                name += f", {100 * line['budget'].iloc[0]:.0f} %"
             x, look = middles.to_series(), style.look(label)
             style.error_line(axes, x, ranges.value, ranges.stderr, name=name, like=look)
     every = -(-len(edges) // MAX_TICKS)
@@ -246,12 +248,12 @@ def _draw_chunks(axes: Axes, panel: pd.DataFrame) -> None:
 
 def attention_error(tables: data.Tables, name: str) -> Figure | None:
     """Relative error of attention outputs by layer, its mean and its 95th percentile, a line per
-    method at one size.
+    method at one budget.
 
-    The full cache's is 0, and so is that of exempt layers: they have no point on this axis.
+    The full cache's is 0, and so is that of dense layers: they have no point on this axis.
     """
     table = tables.read(name, columns.ANALYSIS)
-    parts = table.series.str.extract(SIZED)
+    parts = table.series.str.extract(WITH_PERCENT)
     percent, text = parts.percent.astype(float), table.x_name.str.removeprefix(BY_LAYER)
     rows = table.assign(label=parts.label, percent=percent, task=text)
     rows = rows[rows.label.notna() & (rows.value > 0)]
@@ -270,7 +272,7 @@ def attention_error(tables: data.Tables, name: str) -> Figure | None:
         style.log_y(axes)
 
     setup = ("model", "task", "metric", "num_samples", "source")
-    note = "percentages: sizes; bars: one standard error over windows"
+    note = "percentages: budgets; bars: one standard error over windows"
     return style.draw_rows(rows, setup, draw, note=note)
 
 
@@ -392,7 +394,7 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
     for label, axes in zip(labels, panels[0], strict=True):
         of_label = rows[rows.label == label]
         mark = style.OWN_MARK if of_label[data.OWN].any() else ""
-        axes.set_title(f"{label}{mark}\nsize {data.size_range(of_label)} %", fontsize=6.5)
+        axes.set_title(f"{label}{mark}\nbudget {data.budget_range(of_label)} %", fontsize=6.5)
     for axes in panels[-1]:
         axes.set_xlabel("tokens", fontsize=6)
     colours = ScalarMappable(PERCENT, COLOURS)

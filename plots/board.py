@@ -1,11 +1,11 @@
-"""The board, from `board-methods.csv`: each method's KL beside the oracle's, by size.
+"""The board, from `board-methods.csv`: each method's KL beside the oracle's, by budget.
 
 `budget`: ten methods, a line each, over all models.
 
-`draw`: a panel a size, a line a method, the closest to the full cache first. A marker is the ratio
-of its KL to the oracle's, its bar the 95 % interval. Full markers are of the shortest windows,
-hollow ones of longer windows. A cross is a method that is not compared, such as one that cannot
-have the size; these stand below the others.
+`draw`: a panel a budget, a line a method, the closest to the full cache first. A marker is the
+ratio of its KL to the oracle's, its bar the 95 % interval. Full markers are of the shortest
+windows, hollow ones of longer windows. A cross is a method that is not compared, such as one that
+cannot have the budget; these stand below the others.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ APART = "x"
 """The marker of a method that is not compared."""
 BUDGET_INCHES = (6.4, 3.6)
 SPREAD = 0.08
-"""How far the markers of one size lie from it, as a logarithm."""
+"""How far the markers of one budget lie from it, as a logarithm."""
 SHIFT = 0.18
 """Of the lines between a method's markers of two lengths."""
 RATIO_AXIS = "KL / oracle's KL"
@@ -34,7 +34,8 @@ UNLISTED = style.Look(style.GREY, "o", "-")
 
 
 def budget(tables: data.Tables, name: str) -> Figure | None:
-    """KL against the size, on the shortest windows; None without two sizes in `board-methods.csv`.
+    """KL against the budget, on the shortest windows; None without two budgets in
+    `board-methods.csv`.
 
     A bar is the 95 % interval of the ratio to the oracle's KL, times the oracle's KL.
     """
@@ -44,25 +45,25 @@ def budget(tables: data.Tables, name: str) -> Figure | None:
     rows = rows[rows.seq_len == rows.seq_len.min()]
     is_shown = rows.label.isin(style.REGISTRY["budget"]) | rows[data.OWN].fillna(False)
     rows = rows[is_shown]
-    if rows.asked_size.nunique() < 2:
+    if rows.asked_budget.nunique() < 2:
         return None
     figure, (axes,) = style.new(1, panel_inches=BUDGET_INCHES)
     by_closeness = rows.groupby("label").ratio.min().sort_values()
     shift = np.linspace(-SPREAD, SPREAD, len(by_closeness))
     for place, label in enumerate(by_closeness.index):
-        line = rows[rows.label == label].sort_values("asked_size")
+        line = rows[rows.label == label].sort_values("asked_budget")
         oracles = line.kl_nats / line.ratio
         below = line.kl_nats - oracles * line.ratio_low
         above = oracles * line.ratio_high - line.kl_nats
-        x = 100 * line.asked_size * np.exp(shift[place])  # side by side, so that bars are seen
+        x = 100 * line.asked_budget * np.exp(shift[place])  # side by side, so that bars are seen
         bars = np.array([below, above]) if line.ratio_low.notna().all() else None
         style.error_line(axes, x, line.kl_nats, bars, name=label, like=style.look(label))
     style.log_x(axes)
     style.log_y(axes)
-    ticks = 100 * np.sort(rows.asked_size.unique())
+    ticks = 100 * np.sort(rows.asked_budget.unique())
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set(xlabel=style.SIZE_AXIS, ylabel=style.KL_AXIS)
+    axes.set(xlabel=style.BUDGET_AXIS, ylabel=style.KL_AXIS)
     style.mark_own(axes, rows)
     many = "over models, as drawn from many" if rows.num_models.max() > 1 else "over places"
     counts = f"{rows.num_models.max():.0f} models, {rows.num_windows.max():.0f} windows"
@@ -82,15 +83,15 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     if rows.empty:
         return None
     rows = rows.assign(is_apart=rows.apart.notna())
-    sizes = sorted(rows.asked_size.unique())
-    num_lines = rows.groupby("asked_size").label.nunique().max()
+    budgets = sorted(rows.asked_budget.unique())
+    num_lines = rows.groupby("asked_budget").label.nunique().max()
     height = LINE_INCHES * num_lines + 1.2
-    figure = Figure(figsize=(WIDTH_INCHES * len(sizes), height), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES * len(budgets), height), layout="constrained")
     lengths = sorted(rows.seq_len.unique())
-    for number, size in enumerate(sizes):
-        axes = figure.add_subplot(1, len(sizes), number + 1)
-        _draw_size(axes, rows[rows.asked_size == size], lengths)
-        axes.set_title(f"size {100 * size:.0f} %")
+    for number, budget in enumerate(budgets):
+        axes = figure.add_subplot(1, len(budgets), number + 1)
+        _draw_budget(axes, rows[rows.asked_budget == budget], lengths)
+        axes.set_title(f"budget {100 * budget:.0f} %")
         style.mark_own(axes, rows)
         _explain(axes, lengths, bool(rows.is_apart.any()))
     most = rows[~rows.is_apart] if not rows.is_apart.all() else rows
@@ -102,7 +103,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     return style.finish(figure, f"{counts}; bars: 95 % interval, over {over}")
 
 
-def _draw_size(axes: Axes, rows: pd.DataFrame, lengths: list[float]) -> None:
+def _draw_budget(axes: Axes, rows: pd.DataFrame, lengths: list[float]) -> None:
     """A line per method: those that are compared by their ratio, the others below."""
     lines = {label: line for line, label in enumerate(_by_ratio(rows))}
     axes.axvline(1, color=style.GREY, linewidth=0.8, zorder=0)

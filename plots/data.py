@@ -134,9 +134,9 @@ def stderr_of_mean(errors: pd.Series) -> float:
     return float((errors**2).sum() ** 0.5 / len(errors))
 
 
-def size_range(rows: pd.DataFrame) -> str:
-    """The least and the largest size in percent, once where they are equal."""
-    least, most = f"{100 * rows['size'].min():.0f}", f"{100 * rows['size'].max():.0f}"
+def budget_range(rows: pd.DataFrame) -> str:
+    """The least and the largest budget in percent, once where they are equal."""
+    least, most = f"{100 * rows['budget'].min():.0f}", f"{100 * rows['budget'].max():.0f}"
     return least if least == most else f"{least} to {most}"
 
 

@@ -29,8 +29,8 @@ POOLS = {
 def fig13(tables: data.Tables, name: str) -> Figure | None:
     """With and without skewing, as pairs of bars: accuracy by task, then KL on texts.
 
-    A pair is a run without skewing and the skewed run of the same model and task nearest in size;
-    the sizes stand below the bars. The full cache, a dashed line over its group, comes from the
+    A pair is a run without skewing and the skewed run of the same model and task nearest in budget;
+    the budgets stand below the bars. The full cache, a dashed line over its group, comes from the
     same table or from `fig11.csv`.
     """
     own, full = tables.accuracy(name), tables.accuracy("fig11")
@@ -51,9 +51,9 @@ def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
     errors = factor * data.pivot(pairs, "pair", "stderr")
     groups = []
     for _, pair in pairs.groupby("pair"):
-        sizes = sorted({f"{100 * size:.0f}" for size in pair["size"]}, key=int)
+        budgets = sorted({f"{100 * budget:.0f}" for budget in pair["budget"]}, key=int)
         samples = data.describe(pair.iloc[0], ["num_samples"])
-        groups.append(f"{pair.task.iloc[0]}\nsize {' / '.join(sizes)} %\n{samples}")
+        groups.append(f"{pair.task.iloc[0]}\nread {' / '.join(budgets)} %\n{samples}")
     style.grouped(axes, values, errors=errors, groups=groups)
     # The full cache's KL to itself is 0.
     full = panel[(panel.label == style.FULL) & (panel.metric == "acc")]
@@ -72,7 +72,7 @@ def _pairs(panel: pd.DataFrame) -> pd.DataFrame:
     unskewed = panel[panel.label.str.endswith(UNSKEWED)]
     for number, (_, row) in enumerate(unskewed.iterrows()):
         skewed = _with_same(panel[panel.label == row.label.removesuffix(UNSKEWED)], row)
-        distance = (skewed["size"] - row["size"]).abs()
+        distance = (skewed["budget"] - row["budget"]).abs()
         nearest = distance.sort_values(kind="stable").index[:1]
         pair = pd.concat([row.to_frame().T.infer_objects(), skewed.loc[nearest]])
         found.append(pair.assign(pair=number))
@@ -222,5 +222,5 @@ def choices(tables: data.Tables, name: str) -> Figure | None:
             style.full_lines(axes, _with_same(full, panel.iloc[0], TEXTS))
         axes.set_ylabel(axis(panel.metric.iloc[0]))
 
-    note = f"size {data.size_range(table)} %; {style.error_note(rows)}"
+    note = f"budget {data.budget_range(table)} %; {style.error_note(rows)}"
     return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=note)

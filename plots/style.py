@@ -26,7 +26,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from plots.data import OWN, split
 
 REGISTRY = yaml.safe_load(Path(__file__).with_name("registry.yaml").read_text(encoding="utf-8"))
-SIZE_AXIS = "size: share of the cache read (%)"
+BUDGET_AXIS = "budget: share of the cache read (%)"
 KL_AXIS = "KL(full || method) (nats)"
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
@@ -72,8 +72,8 @@ FULL, CHANCE, PREFILL = "Full cache", "chance", "prefill (light)"
 OF_PAPER = "published (RTX A6000)"
 QUANTIZED = "INT8/4/2/1"
 WIDTH = re.compile(r"INT[1248]")
-ASKED, NOT_ASKED = r"(?:^|, )size=", "size not set"
-"""In the settings of a run that was asked for a size, and the words for a run that was not."""
+ASKED, NOT_ASKED = r"(?:^|, )budget=", "budget not set"
+"""In the settings of a run that was asked for a budget, and the words for a run that was not."""
 LOOKS = {label: Look(*look) for label, look in REGISTRY["looks"].items()}
 SEQUENCE = [Look(*look) for look in REGISTRY["sequence"]]
 OTHERS = [
@@ -113,7 +113,7 @@ def look(label: str) -> Look:
 def ordered(labels: Iterable[str]) -> list[str]:
     """Distinct labels in the order of legends: listed ones, the others as they come, markers.
 
-    The part after a comma, a size for example, does not count.
+    The part after a comma, a budget for example, does not count.
     """
     return sorted(dict.fromkeys(labels), key=_rank)
 
@@ -298,12 +298,12 @@ def joined(labels: Iterable[str]) -> str:
     return "INT" + "/".join(sorted(widths, reverse=True))
 
 
-def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str) -> None:
-    """A line per method, `factor` times the value by size, without the full cache.
+def budget_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str) -> None:
+    """A line per method, `factor` times the value by budget, without the full cache.
 
     codecs: the name of the line through all bit widths. A line joins runs of one kind: where only
-    some of a method's runs were asked for a size, the others, whose size follows from a setting,
-    are a second line of hollow markers.
+    some of a method's runs were asked for a budget, the others, whose budget follows from a
+    setting, are a second line of hollow markers.
     """
     methods = rows[rows.label != FULL]
     names = methods.label.where(~methods.label.str.fullmatch(WIDTH), codecs)
@@ -312,10 +312,10 @@ def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str
         of_name = asked[names == name]
         for kind in of_name.unique():
             second = not kind and of_name.any()
-            line = methods[(names == name) & (asked == kind)].sort_values("size")
+            line = methods[(names == name) & (asked == kind)].sort_values("budget")
             words = f"{name}, {NOT_ASKED}" if second else name
             look_of_second: Any = {"markerfacecolor": "white", "linestyle": ":"} if second else {}
-            x, y, stderr = 100 * line["size"], factor * line.value, factor * line.stderr
+            x, y, stderr = 100 * line["budget"], factor * line.value, factor * line.stderr
             error_line(axes, x, y, stderr, name=words, like=look(name), **look_of_second)
     axes.set_xlim(left=0)
 

@@ -176,91 +176,89 @@ ASKED = {"instruction": (5, 6, 7), "continuation": (8, 9), "suffix": (4,)}
 """KVzip's instructions as token ids."""
 
 CASES = {
-    "full": Case(Full(num_exempt_layers=2)),
-    "full+smooth": Case(Full(num_exempt_layers=2), Smooth()),
-    "int4": Case(Full(num_exempt_layers=2), IntegerCodec("int4")),
-    "full+split": Case(Full(num_exempt_layers=2), SplitCodec(FloatCodec("fp32"), Smooth())),
-    "residual-groups": Case(Full(num_exempt_layers=2), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
-    "residual-fills": Case(Full(num_exempt_layers=1), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
-    "kivi": Case(Full(num_exempt_layers=2), SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)),
+    "full": Case(Full(dense_layers=2)),
+    "full+smooth": Case(Full(dense_layers=2), Smooth()),
+    "int4": Case(Full(dense_layers=2), IntegerCodec("int4")),
+    "full+split": Case(Full(dense_layers=2), SplitCodec(FloatCodec("fp32"), Smooth())),
+    "residual-groups": Case(Full(dense_layers=2), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
+    "residual-fills": Case(Full(dense_layers=1), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
+    "kivi": Case(Full(dense_layers=2), SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)),
     "layers": Case(
-        Full(num_exempt_layers=1),
+        Full(dense_layers=1),
         LayerCodecs(Smooth(), (NamedLayers(1, 1, FloatCodec("fp32")), NamedLayers(3, None, ROUGH))),
     ),
     "layers-residual": Case(
-        Full(num_exempt_layers=0),
+        Full(dense_layers=0),
         LayerCodecs(
             SplitCodec(SmoothGroups(), Smooth(), residual=8),
             (NamedLayers(0, 0, FloatCodec("fp32")), NamedLayers(2, 2, SplitCodec(ROUGH, Smooth(), residual=8))),
         ),
     ),
-    "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2)),
-    "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
-    "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
+    "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1, dense_layers=2)),
+    "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, dense_layers=0)),
+    "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, dense_layers=1)),
     "h2o-fills": Case(
-        H2O(heavy_frac=0.45, recent_frac=0.45, num_exempt_layers=2)
+        H2O(heavy_frac=0.45, recent_frac=0.45, dense_layers=2)
     ),  # the prompt leaves room: full only after some steps
-    "h2o-tokens": Case(H2O(kept_tokens=9, num_exempt_layers=2)),
-    "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2), Smooth()),
-    "streaming": Case(Streaming(kept_frac=0.3, num_sinks=2, num_exempt_layers=2)),
-    "streaming-fills": Case(Streaming(kept_frac=0.9, num_exempt_layers=2)),
-    "streaming-tokens": Case(Streaming(kept_tokens=11, num_sinks=2, num_exempt_layers=2)),
-    "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3, num_exempt_layers=2)),
+    "h2o-tokens": Case(H2O(kept_tokens=9, dense_layers=2)),
+    "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1, dense_layers=2), Smooth()),
+    "streaming": Case(Streaming(budget=0.3, num_sinks=2, dense_layers=2)),
+    "streaming-fills": Case(Streaming(budget=0.9, dense_layers=2)),
+    "streaming-tokens": Case(Streaming(kept_tokens=11, num_sinks=2, dense_layers=2)),
+    "snapkv": Case(SnapKV(budget=0.5, window=4, kernel=3, dense_layers=2)),
     "snapkv-both": Case(
-        SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive", num_exempt_layers=2)
+        SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive", dense_layers=2)
     ),
-    "criticalkv": Case(CriticalKV(kept_frac=0.5, window=4, kernel=3, num_exempt_layers=2)),
+    "criticalkv": Case(CriticalKV(budget=0.5, window=4, kernel=3, dense_layers=2)),
     "criticalkv-ada": Case(
-        CriticalKV(kept_tokens=11, num_sinks=1, window=2, heads="adaptive", first_share=0.3, num_exempt_layers=2)
+        CriticalKV(kept_tokens=11, num_sinks=1, window=2, heads="adaptive", first_share=0.3, dense_layers=2)
     ),
-    "defensivekv": Case(DefensiveKV(kept_frac=0.5, window=4, kernel=3, first_mass=0.5, num_exempt_layers=2)),
-    "defensivekv-uniform": Case(DefensiveKV(kept_tokens=9, window=2, heads="uniform", num_exempt_layers=0)),
-    "capkv": Case(CapKV(kept_frac=0.5, num_exempt_layers=2)),
-    "tova": Case(TOVA(kept_frac=0.3, num_exempt_layers=2)),
-    "kvzip": Case(KVzip(kept_frac=0.5, num_sinks=2, chunk_size=9, **ASKED, num_exempt_layers=2)),
-    "kvzip-plus": Case(KVzip(kept_tokens=10, chunk_size=30, value_weighted=True, num_exempt_layers=0, **ASKED)),
+    "defensivekv": Case(DefensiveKV(budget=0.5, window=4, kernel=3, first_mass=0.5, dense_layers=2)),
+    "defensivekv-uniform": Case(DefensiveKV(kept_tokens=9, window=2, heads="uniform", dense_layers=0)),
+    "capkv": Case(CapKV(budget=0.5, dense_layers=2)),
+    "tova": Case(TOVA(budget=0.3, dense_layers=2)),
+    "kvzip": Case(KVzip(budget=0.5, num_sinks=2, chunk_size=9, **ASKED, dense_layers=2)),
+    "kvzip-plus": Case(KVzip(kept_tokens=10, chunk_size=30, value_weighted=True, dense_layers=0, **ASKED)),
     "kvzip-uniform": Case(
         KVzip(
-            kept_frac=0.6,
+            budget=0.6,
             num_sinks=1,
             window=2,
             layers="uniform",
             heads="uniform",
             chunk_size=5,
             **ASKED,
-            num_exempt_layers=2,
+            dense_layers=2,
         )
     ),
-    "knorm": Case(Knorm(kept_frac=0.4)),
-    "keydiff": Case(KeyDiff(kept_frac=0.4, num_exempt_layers=2)),
-    "expected": Case(ExpectedAttention(kept_frac=0.5, num_exempt_layers=2)),
-    "rkv": Case(RKV(kept_tokens=8, divide_length=3, window=2, kernel=3, num_exempt_layers=2)),
-    "rkv-prompt": Case(RKV(kept_frac=0.85, divide_length=3, window=2, protect_prompt=True, num_exempt_layers=2)),
+    "knorm": Case(Knorm(budget=0.4)),
+    "keydiff": Case(KeyDiff(budget=0.4, dense_layers=2)),
+    "expected": Case(ExpectedAttention(budget=0.5, dense_layers=2)),
+    "rkv": Case(RKV(kept_tokens=8, divide_length=3, window=2, kernel=3, dense_layers=2)),
+    "rkv-prompt": Case(RKV(budget=0.85, divide_length=3, window=2, protect_prompt=True, dense_layers=2)),
     "random-all": Case(
-        RandomAttention(kept_tokens=9, divide_length=4, window=2, protect_prompt=False, seed=3, num_exempt_layers=2)
+        RandomAttention(kept_tokens=9, divide_length=4, window=2, protect_prompt=False, seed=3, dense_layers=2)
     ),
-    "random": Case(RandomAttention(kept_tokens=None, kept_frac=0.8, divide_length=3, num_exempt_layers=2)),
+    "random": Case(RandomAttention(kept_tokens=None, budget=0.8, divide_length=3, dense_layers=2)),
     "triattention-all": Case(
         TriAttention(
-            kept_tokens=10, divide_length=4, window=1, protect_prompt=False, normalize_scores=False, num_exempt_layers=0
+            kept_tokens=10, divide_length=4, window=1, protect_prompt=False, normalize_scores=False, dense_layers=0
         )
     ),
-    "triattention": Case(TriAttention(kept_tokens=None, kept_frac=0.8, divide_length=3, num_exempt_layers=2)),
-    "duo": Case(DuoAttention(num_sinks=2, num_recent=4, num_exempt_layers=2)),
-    "quest": Case(Quest(read_frac=0.4, page_size=3)),
-    "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", num_sinks=1, num_exempt_layers=0)),
-    "quest-step": Case(Quest(read_frac=0.4, page_size=2, when="previous_step", group="max_logits")),
-    "quest-rehearsed": Case(Quest(read_frac=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
-    "pqcache": Case(PQCache(read_frac=0.5, num_sinks=1, recent_frac=0.3, bits=2, iterations=3, num_exempt_layers=2)),
-    "pariskv": Case(ParisKV(read_frac=0.4, num_sinks=1, candidate_frac=0.6, num_exempt_layers=2)),
+    "triattention": Case(TriAttention(kept_tokens=None, budget=0.8, divide_length=3, dense_layers=2)),
+    "duo": Case(DuoAttention(num_sinks=2, num_recent=4, dense_layers=2)),
+    "quest": Case(Quest(budget=0.4, page_size=3)),
+    "quest-union": Case(Quest(budget=0.4, page_size=3, group="union", num_sinks=1, dense_layers=0)),
+    "quest-step": Case(Quest(budget=0.4, page_size=2, when="previous_step", group="max_logits")),
+    "quest-predicted": Case(Quest(budget=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
+    "pqcache": Case(PQCache(budget=0.5, num_sinks=1, recent_frac=0.3, bits=2, iterations=3, dense_layers=2)),
+    "pariskv": Case(ParisKV(budget=0.4, num_sinks=1, candidate_frac=0.6, dense_layers=2)),
     "pariskv-step": Case(
-        ParisKV(
-            read_frac=0.3, num_sinks=0, recent_frac=0.0, group="max_probs", when="previous_step", num_exempt_layers=1
-        )
+        ParisKV(budget=0.3, num_sinks=0, recent_frac=0.0, group="max_probs", when="previous_step", dense_layers=1)
     ),
-    "pariskv-union": Case(ParisKV(read_frac=0.3, num_sinks=2, group="union", seed=3, num_exempt_layers=0)),
-    "socket": Case(Socket(read_frac=0.4, num_sinks=1, recent_frac=0.3, tables=7, planes=3, num_exempt_layers=2)),
-    "socket-rehearsed": Case(
+    "pariskv-union": Case(ParisKV(budget=0.3, num_sinks=2, group="union", seed=3, dense_layers=0)),
+    "socket": Case(Socket(budget=0.4, num_sinks=1, recent_frac=0.3, tables=7, planes=3, dense_layers=2)),
+    "socket-predicted": Case(
         Socket(
             read_tokens=6,
             num_sinks=0,
@@ -270,25 +268,23 @@ CASES = {
             covers="layer",
             when="previous_layer",
             value_weighted=False,
-            num_exempt_layers=2,
+            dense_layers=2,
         )
     ),
-    "rocketkv": Case(RocketKV(budget_frac=0.5, window=4, kernel=3, num_exempt_layers=2)),
-    "rocketkv-step": Case(RocketKV(budget_tokens=4, window=2, num_sinks=1, when="previous_step", num_exempt_layers=1)),
-    "rocketkv-union": Case(RocketKV(budget_tokens=5, window=1, group="union", num_exempt_layers=0)),
-    "rocketkv+smooth": Case(RocketKV(budget_frac=0.7, window=3, kernel=5, num_exempt_layers=2), Smooth()),
+    "rocketkv": Case(RocketKV(budget=0.5, window=4, kernel=3, dense_layers=2)),
+    "rocketkv-step": Case(RocketKV(budget_tokens=4, window=2, num_sinks=1, when="previous_step", dense_layers=1)),
+    "rocketkv-union": Case(RocketKV(budget_tokens=5, window=1, group="union", dense_layers=0)),
+    "rocketkv+smooth": Case(RocketKV(budget=0.7, window=3, kernel=5, dense_layers=2), Smooth()),
     "freekv": Case(
-        Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=3, recent_frac=0.25)
+        Quest(budget=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=3, recent_frac=0.25)
     ),
     "shadowkv": Case(
-        ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3, outlier_frac=0.2, num_exempt_layers=2)
+        ShadowKV(budget=0.3, page_size=2, local_chunks=1, rank_frac=0.3, outlier_frac=0.2, dense_layers=2)
     ),
     "shadowkv-step": Case(
-        ShadowKV(read_frac=0.4, page_size=3, local_chunks=1, rank_frac=0.5, when="previous_step", num_exempt_layers=1)
+        ShadowKV(budget=0.4, page_size=3, local_chunks=1, rank_frac=0.5, when="previous_step", dense_layers=1)
     ),
-    "shadowkv+smooth": Case(
-        ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3, num_exempt_layers=2), Smooth()
-    ),
+    "shadowkv+smooth": Case(ShadowKV(budget=0.3, page_size=2, local_chunks=1, rank_frac=0.3, dense_layers=2), Smooth()),
     "retroinfer": Case(
         RetroInfer(
             retrieval_frac=0.3,
@@ -297,74 +293,70 @@ CASES = {
             num_recent=3,
             cluster_size=2,
             update=4,
-            num_exempt_layers=2,
+            dense_layers=2,
         )
     ),
     "retroinfer-share": Case(
         RetroInfer(
-            read_frac=0.5,
+            budget=0.5,
             estimation_frac=0.3,
             num_sinks=2,
             num_recent=4,
             cluster_size=3,
             update=5,
             segment=6,
-            num_exempt_layers=2,
+            dense_layers=2,
         )
     ),
     "retroinfer+smooth": Case(
-        RetroInfer(retrieval_frac=0.4, num_sinks=0, num_recent=2, cluster_size=3, num_exempt_layers=0), Smooth()
+        RetroInfer(retrieval_frac=0.4, num_sinks=0, num_recent=2, cluster_size=3, dense_layers=0), Smooth()
     ),
-    "doublesparsity": Case(DoubleSparsity(read_frac=0.4, rank=0.25)),
+    "doublesparsity": Case(DoubleSparsity(budget=0.4, rank=0.25)),
     "doublesparsity-coded": Case(
-        DoubleSparsity(read_frac=0.3, rank=0.5, channels="k", index_bits=4, when="previous_layer", num_exempt_layers=1)
+        DoubleSparsity(budget=0.3, rank=0.5, channels="k", index_bits=4, when="previous_layer", dense_layers=1)
     ),
-    "loki": Case(Loki(read_frac=0.4, rank=0.3, num_exempt_layers=2)),
-    "loki-step": Case(Loki(read_tokens=7, rank=0.1, when="previous_step", group="max_probs", num_exempt_layers=0)),
-    "sparq": Case(SparQ(read_tokens=None, read_frac=0.4, num_exempt_layers=2)),
-    "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", num_sinks=2, num_exempt_layers=0)),
+    "loki": Case(Loki(budget=0.4, rank=0.3, dense_layers=2)),
+    "loki-step": Case(Loki(read_tokens=7, rank=0.1, when="previous_step", group="max_probs", dense_layers=0)),
+    "sparq": Case(SparQ(read_tokens=None, budget=0.4, dense_layers=2)),
+    "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", num_sinks=2, dense_layers=0)),
     "twilight": Case(Twilight(p=0.7, page_size=3)),
-    "twilight-union": Case(Twilight(p=0.6, candidate_frac=None, group="union", num_sinks=1, num_exempt_layers=0)),
+    "twilight-union": Case(Twilight(p=0.6, candidate_frac=None, group="union", num_sinks=1, dense_layers=0)),
     "twilight-pages": Case(Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union")),
-    "twilight-cap": Case(Twilight(p=1.0, max_fetch_frac=0.3, page_size=2, when="previous_step", recent_frac=0.2)),
-    "vattention": Case(VAttention(epsilon=0.4, delta=0.2, fixed_frac=0.2, num_sinks=1, num_exempt_layers=2)),
-    "vattention-cap": Case(VAttention(num_exempt_layers=0, covers="layer", group="best", num_sinks=0).with_size(0.4)),
+    "twilight-cap": Case(Twilight(p=1.0, budget=0.3, page_size=2, when="previous_step", recent_frac=0.2)),
+    "vattention": Case(VAttention(epsilon=0.4, delta=0.2, fixed_frac=0.2, num_sinks=1, dense_layers=2)),
+    "vattention-cap": Case(VAttention(dense_layers=0, covers="layer", group="best", num_sinks=0).with_budget(0.4)),
     "vattention-union": Case(
-        VAttention(epsilon=0.5, delta=0.3, fixed_frac=0.1, group="union", num_sinks=0, seed=3, num_exempt_layers=2)
+        VAttention(epsilon=0.5, delta=0.3, fixed_frac=0.1, group="union", num_sinks=0, seed=3, dense_layers=2)
     ),
     "vattention-true": Case(
-        VAttention(epsilon=0.3, delta=0.3, fixed_frac=0.2, num_sinks=1, when="true_scores", num_exempt_layers=2)
+        VAttention(epsilon=0.3, delta=0.3, fixed_frac=0.2, num_sinks=1, when="true_scores", dense_layers=2)
     ),
-    "kascade": Case(Kascade(read_frac=0.3, min_tokens=2, anchors=(2,))),
-    "kascade-exempt": Case(Kascade(read_frac=0.4, min_tokens=2, num_anchors=1, num_exempt_layers=1)),
-    "rest": Case(Resting(read_frac=0.5, page_size=2)),
-    "biased": Case(Biased(read_frac=0.5, page_size=2)),
-    "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5, num_exempt_layers=2)),
-    "oracle+smooth": Case(Oracle(alpha=inf, max_fetch_frac=0.3, num_exempt_layers=2), Smooth()),
-    "oracle-sampled": Case(OracleSampled(max_fetch_frac=0.3, covers="layer", num_exempt_layers=2)),
-    "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
-    "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
-    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
-    "infinigen-step": Case(
-        InfiniGen(alpha=inf, max_fetch_frac=0.4, when="previous_step", num_sinks=1, recent_frac=0.3)
-    ),
+    "kascade": Case(Kascade(budget=0.3, min_tokens=2, anchors=(2,))),
+    "kascade-dense": Case(Kascade(budget=0.4, min_tokens=2, num_anchors=1, dense_layers=1)),
+    "rest": Case(Resting(budget=0.5, page_size=2)),
+    "biased": Case(Biased(budget=0.5, page_size=2)),
+    "oracle": Case(Oracle(alpha=0.7, budget=0.5, dense_layers=2)),
+    "oracle+smooth": Case(Oracle(alpha=inf, budget=0.3, dense_layers=2), Smooth()),
+    "oracle-sampled": Case(OracleSampled(budget=0.3, covers="layer", dense_layers=2)),
+    "infinigen": Case(InfiniGen(alpha=0.3, budget=0.4)),
+    "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, budget=0.3)),
+    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, budget=0.6, dense_layers=1)),
+    "infinigen-step": Case(InfiniGen(alpha=inf, budget=0.4, when="previous_step", num_sinks=1, recent_frac=0.3)),
     "infinigen-layer": Case(
-        InfiniGen(
-            alpha=inf, max_fetch_frac=0.4, when="own_query", covers="layer", group="max_probs", num_exempt_layers=0
-        )
+        InfiniGen(alpha=inf, budget=0.4, when="own_query", covers="layer", group="max_probs", dense_layers=0)
     ),
     "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
-    "infinigen-final": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.3, cap_of="final", round_columns="down")),
-    "infinigen-coded": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, partial_weight_ratio=1.0, index_bits=4)),
-    "infinigen-balanced": Case(preset("infinigen-balanced", alpha=inf, max_fetch_frac=0.4)),
+    "infinigen-final": Case(InfiniGen(alpha=0.6, budget=0.3, cap_of="final", round_columns="down")),
+    "infinigen-coded": Case(InfiniGen(alpha=inf, budget=0.4, partial_weight_ratio=1.0, index_bits=4)),
+    "infinigen-balanced": Case(preset("infinigen-balanced", alpha=inf, budget=0.4)),
     "infinigen-pair": Case(
-        preset("infinigen-balanced", alpha=inf, max_fetch_frac=0.4, partial_weight_ratio=0.5, projection_bits=4)
+        preset("infinigen-balanced", alpha=inf, budget=0.4, partial_weight_ratio=0.5, projection_bits=4)
     ),
     "infinigen-text": Case(
         preset(
             "infinigen-balanced",
             alpha=inf,
-            max_fetch_frac=0.4,
+            budget=0.4,
             statistics="calibration",
             index_bits=8,
             projection_bits=4,
@@ -372,27 +364,23 @@ CASES = {
     ),
     "infinigen-sampled": Case(
         InfiniGen2Sampled(
-            max_fetch_frac=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None, own_query_layers=0
+            budget=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None, own_query_layers=0
         )
     ),
-    "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
-    "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), IntegerCodec("int4")),
-    "infinigen+layers": Case(
-        InfiniGen(alpha=0.3, max_fetch_frac=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))
-    ),
+    "infinigen+smooth": Case(InfiniGen(alpha=0.3, budget=0.4), Smooth()),
+    "infinigen+int4": Case(InfiniGen(alpha=0.3, budget=0.4), IntegerCodec("int4")),
+    "infinigen+layers": Case(InfiniGen(alpha=0.3, budget=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))),
     "h2o+layers": Case(
-        H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2),
+        H2O(heavy_frac=0.15, recent_frac=0.1, dense_layers=2),
         LayerCodecs(ROUGH, (NamedLayers(2, 2, FloatCodec("fp32")),)),
     ),
-    "pool-fifo": Case(InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
-    "pool-lru": Case(
-        InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)
-    ),
-    "pool-counter": Case(InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2)),
-    "pool-tokens": Case(InfiniGenPool(alpha=0.6, max_fetch_frac=0.5, pool_tokens=12)),
-    "pool-fills": Case(InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85)),
+    "pool-fifo": Case(InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="fifo")),
+    "pool-lru": Case(InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)),
+    "pool-counter": Case(InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, protect_recent=0.2)),
+    "pool-tokens": Case(InfiniGenPool(alpha=0.6, budget=0.5, pool_tokens=12)),
+    "pool-fills": Case(InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.85)),
     # One token is read, and the best of each of the group's heads ties at r = 0: the lowest position wins.
-    "pool-tie": Case(InfiniGenPool(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
+    "pool-tie": Case(InfiniGenPool(alpha=inf, budget=0.2, pool_tokens=4, protect_recent=0.0)),
 }
 
 

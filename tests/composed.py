@@ -1,4 +1,4 @@
-"""Settings as the cells of a sweep get them: what Hydra reads for the same choices of groups, it reads once."""
+"""Settings as the runs of a sweep get them: what Hydra reads for the same choices of groups, it reads once."""
 
 from collections import defaultdict
 from collections.abc import Sequence

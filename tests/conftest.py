@@ -104,13 +104,13 @@ def runs(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small(monkeypatch) -> None:
-    """`experiment=accuracy` cut down to three cells; composing its 49 takes seconds."""
+    """`experiment=accuracy` cut down to three runs; composing its 49 takes seconds."""
     from omegaconf import OmegaConf
 
     from harness.run.sweep import read_plan
 
-    cells = [{"method": ["full", "h2o", "int4"], "experiment": "fig12"}]
-    node = OmegaConf.create({"settings": {"num_windows": 2}, "runs": cells})
+    entries = [{"method": ["full", "h2o", "int4"], "experiment": "fig12"}]
+    node = OmegaConf.create({"settings": {"num_windows": 2}, "runs": entries})
     monkeypatch.setattr("harness.run.cli.read_plan", lambda _, overrides: read_plan(node, overrides))
 
 

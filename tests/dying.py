@@ -1,13 +1,13 @@
-"""What a child process does in place of running cells; importable by name, as a spawned process needs."""
+"""What a child process does in place of runs; importable by name, as a spawned process needs."""
 
 import os
 import signal
 import time
 from typing import Any
 
-from harness.run import cells
+from harness.run import all_runs
 
-child = cells._child
+child = all_runs._child
 
 
 def die(pipe: Any) -> None:
@@ -23,5 +23,5 @@ def linger(pipe: Any) -> None:
             time.sleep(3600)
         return os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
-    cells.run = run
+    all_runs.runner.run = run
     child(pipe)

@@ -139,8 +139,8 @@ def main() -> None:
             print(run("python", "-c", SHORT + block))
         check_first_table(run(*README_COMMAND), work / "outputs" / "tables" / "perplexity.csv")
         assert "infinigen2" in run("kv-harness", "--help")
-        cell = ["--parts", "steps", "--shapes", "1x24", "--labels", "ideal", "--out", "gpu"]
-        assert "1 x 24      ideal" in run("python", "-m", "benchmarks.gpu", "--platform", "cpu", *cell)
+        words = ["--parts", "steps", "--shapes", "1x24", "--labels", "ideal", "--out", "gpu"]
+        assert "1 x 24      ideal" in run("python", "-m", "benchmarks.gpu", "--platform", "cpu", *words)
         assert "lm-eval validate" in run("kv-harness", "lm-eval", "--help")
 
 

@@ -31,12 +31,12 @@ class Trace:
     """What a decoded sequence gave.
 
     logits: [decode rows, vocab]. reads[layer][KV head]: for each decode row the set of cached tokens it read.
-    recall: per decode row the share of attention on them and itself, mean over non-exempt layers and heads.
+    recall: per decode row the share of attention on them and itself, mean over layers under the method and heads.
     """
 
     prefill_len: int
     length: int
-    num_exempt: int
+    dense_layers: int
     logits: Tensor
     reads: list[list[list[set[int]]]]
     recall: list[float]
@@ -49,19 +49,19 @@ class Trace:
 
     @property
     def counts(self) -> list[float]:
-        """Tokens read by each decode row in a non-exempt layer, mean over layers and KV heads."""
-        kept = self.reads[self.num_exempt :]
+        """Tokens read by each decode row in a layer under the method, mean over layers and KV heads."""
+        kept = self.reads[self.dense_layers :]
         rows = range(len(self.rows))
         return [float(np.mean([[len(head[row]) for head in heads] for heads in kept])) for row in rows]
 
 
-def size(traces: Sequence[Trace], bits: float = 16) -> float:
+def budget(traces: Sequence[Trace], bits: float = 16) -> float:
     """Elements read / elements of the full cache, mean over all decode rows that have any."""
     shares = []
     for trace in traces:
         for index, cached in enumerate(trace.rows):
             per_layer = [
-                np.mean([len(head[index]) for head in heads]) * (1 if layer < trace.num_exempt else bits / 16)
+                np.mean([len(head[index]) for head in heads]) * (1 if layer < trace.dense_layers else bits / 16)
                 for layer, heads in enumerate(trace.reads)
             ]
             if cached:
@@ -69,8 +69,8 @@ def size(traces: Sequence[Trace], bits: float = 16) -> float:
     return float(np.mean(shares))
 
 
-def size_artifact(traces: Sequence[Trace], code_bits: int = 16) -> float:
-    """1 - sqrt(1 - density) over all rows, own tokens and the dense prompt included, times bits / 16."""
+def budget_artifact(traces: Sequence[Trace], code_bits: int = 16) -> float:
+    """1 - sqrt(1 - density) over all rows, current tokens and the dense prompt included, times bits / 16."""
     read = causal = 0.0
     for trace in traces:
         causal += trace.length * (trace.length + 1) / 2
@@ -120,7 +120,7 @@ class Reference:
     """Decodes one sequence under a method.
 
     rotation: A per layer and KV head [layers, num_kv_heads, head_dim, head_dim], for InfiniGen with `skew`.
-    codec: how a row cached in a non-exempt layer reads back.
+    codec: how a row cached in a layer under the method reads back.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Reference:
         codec: Callable[[Vector], Vector] | None = None,
     ) -> None:
         self.method = method
-        self.exempt = method.num_exempt_layers
+        self.dense_layers = method.dense_layers
         self.final_length = final_length
         self.prefill_len = prefill_len
         self.codec = codec
@@ -156,7 +156,7 @@ class Reference:
                 self._finish_prompt()
             logits.append(self._token(token, position))
         decoded = torch.stack(logits[self.prefill_len :])
-        return Trace(self.prefill_len, len(ids), self.exempt, decoded, self.reads, self.recall, self.margin)
+        return Trace(self.prefill_len, len(ids), self.dense_layers, decoded, self.reads, self.recall, self.margin)
 
     def _token(self, token: int, position: int) -> Tensor:
         family = self.family
@@ -166,11 +166,11 @@ class Reference:
         for layer in range(len(family.layers)):
             attention_input = family.attention_input(layer, hidden)
             queries, keys, values = family.states(layer, attention_input, position)  # each [heads][head_dim]
-            rehearsed = None if layer == 0 else family.states(layer, previous_input, position)[0]
+            predicted = None if layer == 0 else family.states(layer, previous_input, position)[0]
             outputs = []
             selected = None
-            if position >= self.prefill_len and layer >= self.exempt:
-                selected = self._select(layer, position, rehearsed, queries)
+            if position >= self.prefill_len and layer >= self.dense_layers:
+                selected = self._select(layer, position, predicted, queries)
             for g, head in enumerate(self.heads[layer]):
                 group = queries[g * family.group : (g + 1) * family.group]
                 tokens = sorted(selected[g]) if selected is not None else list(range(position))
@@ -190,7 +190,7 @@ class Reference:
     def _attend(self, head, layer, position, group, tokens, key, value, shares) -> list[Vector]:
         """Attention of a KV head's queries over `tokens` and the own one; H2O's sums grow, a token may go."""
         in_prompt = position < self.prefill_len
-        exact = in_prompt or layer < self.exempt
+        exact = in_prompt or layer < self.dense_layers
         keys, values = (head.keys, head.values) if exact else (head.stored_keys, head.stored_values)
         received = dict.fromkeys([*tokens, position], 0.0)
         outputs = []
@@ -202,10 +202,10 @@ class Reference:
             outputs.append(sum(p * v for p, v in zip(probs, values_read, strict=True)))
             for j, probability in zip(received, probs, strict=True):
                 received[j] += probability
-            if not in_prompt and layer >= self.exempt:
+            if not in_prompt and layer >= self.dense_layers:
                 everything = softmax(np.array(scores))
                 shares.append(sum(everything[j] for j in received))
-        if isinstance(self.method, H2O) and layer >= self.exempt:
+        if isinstance(self.method, H2O) and layer >= self.dense_layers:
             for j, amount in received.items():
                 head.mass[j] = head.mass.get(j, 0.0) + amount
             if not in_prompt:
@@ -215,14 +215,14 @@ class Reference:
     def _store(self, head: Head, layer: int, key: Vector, value: Vector) -> None:
         head.keys.append(key)
         head.values.append(value)
-        coded = self.codec is not None and layer >= self.exempt
+        coded = self.codec is not None and layer >= self.dense_layers
         head.stored_keys.append(self.codec(key) if coded else key)
         head.stored_values.append(self.codec(value) if coded else value)
 
     def _finish_prompt(self) -> None:
         for layer, heads in enumerate(self.heads):
             for g, head in enumerate(heads):
-                if layer < self.exempt:
+                if layer < self.dense_layers:
                     continue
                 if isinstance(self.method, H2O):
                     self._evict(head, self.prefill_len)
@@ -246,20 +246,20 @@ class Reference:
             chosen |= self._largest(dict(enumerate(importance)), wanted)
         return basis[:, sorted(chosen)]
 
-    def _select(self, layer, position, rehearsed, queries) -> list[set[int]]:
+    def _select(self, layer, position, predicted, queries) -> list[set[int]]:
         """The cached tokens that each KV head of a layer reads."""
         cached = range(position)
         method = self.method
         if isinstance(method, H2O):
             return [set(head.mass) for head in self.heads[layer]]
         if isinstance(method, Streaming):
-            window = method.kept_tokens or math.floor(method.kept_frac * self.final_length)
+            window = method.kept_tokens or math.floor(method.budget * self.final_length)
             oldest = position - (window - method.num_sinks)
             kept = {j for j in cached if j < method.num_sinks or j >= oldest}
             return [kept for _ in self.heads[layer]]
         if not isinstance(method, ScoreSelecting):
             return [set(cached) for _ in self.heads[layer]]
-        asking = {"previous_layer": rehearsed, "previous_step": self.last_queries[layer]}.get(method.when, queries)
+        asking = {"previous_layer": predicted, "previous_step": self.last_queries[layer]}.get(method.when, queries)
         scores = []  # [KV head][query head of its group][token]
         for g, head in enumerate(self.heads[layer]):
             oracle = isinstance(method, Oracle)
@@ -296,7 +296,7 @@ class Reference:
         counts = [sum(r >= -alpha for r in scores.values()) for scores in relative]
         count = math.floor(sum(counts) / len(counts))
         whole = {"cached": cached, "final": self.final_length}[method.cap_of]
-        return min(max(count, 1), max(1, math.floor(method.max_fetch_frac * whole)), cached)
+        return min(max(count, 1), max(1, math.floor(method.budget * whole)), cached)
 
     def _evict(self, head: Head, num_tokens: int) -> None:
         """H2O, once row `num_tokens - 1` has run."""

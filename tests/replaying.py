@@ -12,7 +12,7 @@ from cases import Case
 from living import calibration, tiny
 
 from harness.model.attach import attach
-from harness.model.sizes import ReadStats
+from harness.model.budgets import ReadStats
 from harness.replay.session import ReplaySession
 
 LENGTH, PROMPT = 56, 19

@@ -28,10 +28,10 @@ from tests.tokens import byte_tokenizer
 def outcome(config: RunConfig) -> Outcome:
     """A plausible measurement."""
     if config.kind == "tasks":
-        metrics = {"acc": 0.75, "acc_stderr": 0.05, "size": 0.2, "num_samples": 4, "num_fewshot": 0}
+        metrics = {"acc": 0.75, "acc_stderr": 0.05, "budget": 0.2, "num_samples": 4, "num_fewshot": 0}
         return Outcome(dict.fromkeys(config.tasks, metrics), {task: [{"acc": 1.0}] for task in config.tasks})
     values = {"perplexity": 12.5, "perplexity_stderr": None}
-    metrics = values | {"kl_nats": 0.25, "size": 0.2, "num_samples": 2}
+    metrics = values | {"kl_nats": 0.25, "budget": 0.2, "num_samples": 2}
     chunk = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": values}
     return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
 

@@ -145,7 +145,7 @@ def direct_similarities(weights: np.ndarray, num_kv_heads: int, heavy: int, rece
 
 
 def test_similarities_are_the_direct_ones(model, text):
-    points = measured(model, settings(text, "fig4", "analysis.layers=[0,2]", "analysis.kept_frac=0.2"))
+    points = measured(model, settings(text, "fig4", "analysis.layers=[0,2]", "analysis.budget=0.2"))
     weights = attention_weights(model, ids_of(text))
     num_kv_heads = getattr(model.config, "num_key_value_heads", 4)
     for layer in (0, 2):
@@ -304,7 +304,7 @@ REFUSED = {
     "experiment=fig5 analysis.statistic=tokens": "analysis.statistic=tokens: did you mean 'key_tokens'?",
     "experiment=fig4 method=infinigen": "method=infinigen: analysis.statistic=similarity compares h2o or streaming",
     "experiment=fig4 codec=int4": "codec=int4: plays no part in kind=analysis",
-    "experiment=fig5 size=0.1 method=h2o": "size=0.1: plays no part in kind=analysis",
+    "experiment=fig5 budget=0.1 method=h2o": "budget=0.1: plays no part in kind=analysis",
     "experiment=fig5 corpus.spread=true": "corpus.spread=true: kind=analysis reads one part of the text; leave it out",
     "experiment=fig5 analysis.statistic=null": "analysis.statistic=null: kind=analysis needs one of memory, similarity",
 }
@@ -325,7 +325,7 @@ def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
         ("table1", ["analysis.layers=[0]"], "layer 0 has no layer before it"),
         ("fig5", ["analysis.num_tokens=513"], "analysis.num_tokens=513: tiny takes at most 512 tokens"),
         ("fig5", ["corpus.offset_tokens=850"], "analysis.num_tokens=60: the text has 50 tokens from token 850 on"),
-        ("fig4", ["analysis.kept_frac=0.01", "method=streaming"], "kept_frac=0.01: .* must exceed method.num_"),
+        ("fig4", ["analysis.budget=0.01", "method=streaming"], "budget=0.01: .* must exceed method.num_"),
     ],
 )
 def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_llama, text):

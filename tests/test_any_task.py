@@ -208,7 +208,7 @@ def test_examples_follow_lm_evals_rule(folder, root):
 def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):
     (folder / "made.py").write_text(
         "import random, numpy, datasets\n"
-        "def rows(tokenizer, size=2, **others):\n"
+        "def rows(tokenizer, budget=2, **others):\n"
         "    made = [{'q': tokenizer, 'a': f'{random.random()} {numpy.random.rand()}'} for _ in range(size)]\n"
         "    return {'test': datasets.Dataset.from_list(made)}\n"
     )
@@ -240,7 +240,7 @@ def test_groups_and_tags(folder, root, loaded):
     assert list(outcome.samples) == list(outcome.methods) == ["toy_colours", "toy_shapes"]
     assert [metrics["num_samples"] for metrics in outcome.metrics.values()] == [7, 3, 10]
     assert outcome.metrics["toy"]["tasks"] == ["toy_colours", "toy_shapes"]
-    one, two, group = (metrics["size"] for metrics in outcome.metrics.values())
+    one, two, group = (metrics["budget"] for metrics in outcome.metrics.values())
     assert min(one, two) <= group <= max(one, two) < 1
     config = settings("toy", **about)
     own, theirs = run_tasks(config, loaded).metrics, stock(config, loaded)["results"]
@@ -327,12 +327,12 @@ class Both(ConfigurableTask):
 
 
 def test_a_task_that_asks_for_texts_and_for_scores(folder, root, loaded):
-    """As lm-eval's squadv2 does: both are decoded, and both count in the sizes."""
+    """As lm-eval's squadv2 does: both are decoded, and both count in the budgets."""
     (folder / "both.py").write_text(BOTH)
     (folder / "both.yaml").write_text("task: toy_both\nclass: !function both.Both\n")
     outcome = run_tasks(settings("toy_both", folder=folder, root=root, method=H2O(), prefill="dense"), loaded)
     metrics = outcome.metrics["toy_both"]
-    assert metrics["written"] == metrics["scored"] == 1 and 0 < metrics["size"] < 1
+    assert metrics["written"] == metrics["scored"] == 1 and 0 < metrics["budget"] < 1
     assert [len(sample["text"]) > 0 for sample in outcome.samples["toy_both"]] == [True, True]
 
 

@@ -32,33 +32,33 @@ RAN = {
     "environment": {"python": "3.11.7", "cpu": "a processor", "packages": {"torch": "2.13.0"}, "commit": "abc"},
     "inputs": {"code:method": "a" * 64, "code:harness": "b" * 64, "model": "c" * 64, "corpus": "d" * 64},
 }
-SIZES = {"size": 0.2, "size_artifact": 0.1, "device_frac": 0.25, "resident_frac": 0.02}
+SHARES = {"budget": 0.2, "budget_artifact": 0.1, "device_frac": 0.25, "resident_frac": 0.02}
 HITS = (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 OTHER_HITS = (0.0, *HITS[1:])
 NLLS = (2.0, 2.5, 3.0)
-CELL = ["experiment=latency", "system=offload"]
+TIMED_RUN = ["experiment=latency", "system=offload"]
 
 
 def save_task(results: Path, method: str, hits: tuple[float, ...] = HITS, **fields: Any) -> dict[str, Any]:
     metrics = {"acc": sum(hits) / len(hits), "acc_stderr": 0.2, "num_samples": len(hits), "num_fewshot": 0}
     ran = RAN | {"samples": {"passkey": answers(hits)}} | fields
-    return save(results, ["experiment=fig11", f"method={method}"], {"passkey": metrics | SIZES}, **ran)
+    return save(results, ["experiment=fig11", f"method={method}"], {"passkey": metrics | SHARES}, **ran)
 
 
 def save_text(results: Path, method: str, nlls: tuple[float, ...] = NLLS) -> None:
-    metrics = TEXT_METRICS | SIZES | {"perplexity": math.exp(sum(nlls) / len(nlls)), "perplexity_stderr": 2.0}
+    metrics = TEXT_METRICS | SHARES | {"perplexity": math.exp(sum(nlls) / len(nlls)), "perplexity_stderr": 2.0}
     ran = RAN | {"samples": {"windows": [{"nll": nll} for nll in nlls]}}
     save(results, ["experiment=perplexity", f"method={method}"], {"offline": metrics}, **ran)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """Two methods on a task, one on a text, a timed cell, and a run that failed; tables and a figure."""
+    """Two methods on a task, one on a text, a timed run, and a run that failed; tables and a figure."""
     folder = tmp_path_factory.mktemp("results")
     save_task(folder, "full")
     save_task(folder, "h2o", HITS[::-1])
     save_text(folder, "h2o")
-    save(folder, CELL, LATENCY_METRICS, **RAN)
+    save(folder, TIMED_RUN, LATENCY_METRICS, **RAN)
     save_task(folder, "streaming", status="failed", error="UserError: out of memory")
     for experiment in ("fig11", "perplexity", "latency"):
         tables.update(folder, experiment)
@@ -325,7 +325,7 @@ def test_texts_are_compared_by_windows_or_prompts(tmp_path, results, other):
     assert change["stderr"] < 1e-3 * math.exp(2.5) * 0.5 / math.sqrt(3), "what the two share does not count"
     for name, shift in (("one", 0.0), ("two", 0.5)):
         prompts = [{"nll": nll + shift, "kl_nats": nll} for nll in NLLS]
-        metrics = {"text_perplexity": math.exp(2.5 + shift), "kl_nats": 2.5, "num_samples": 3} | SIZES
+        metrics = {"text_perplexity": math.exp(2.5 + shift), "kl_nats": 2.5, "num_samples": 3} | SHARES
         command = ["experiment=long_decode", "method=h2o"]
         save(tmp_path / name, command, {"offline": metrics}, **RAN | {"samples": {"prompts": prompts}})
     ((key, change),) = moved(tmp_path / "one", tmp_path / "two").items()
@@ -368,7 +368,7 @@ def test_rows_of_one_alone_are_counted_and_named(tmp_path, results, capsys):
 
 
 def test_runs_with_other_settings_are_not_matched(tmp_path):
-    metrics = {"passkey": {"acc": 0.5, "acc_stderr": 0.2, **SIZES}}
+    metrics = {"passkey": {"acc": 0.5, "acc_stderr": 0.2, **SHARES}}
     for seed in (4, 5):
         save(tmp_path / str(seed), ["experiment=fig11", "method=h2o", f"seed={seed}"], metrics, **RAN)
     with pytest.raises(UserError, match=r"^no run is in both: A has .*\(seed=4\); B has .*\(seed=5\)$"):
@@ -384,7 +384,7 @@ def test_results_without_a_common_run_are_refused_in_one_line(tmp_path, results,
 
 def test_speed_is_compared_by_ratio(results, other, capsys):
     shutil.rmtree(other / "runs" / "latency")
-    save(other, CELL, LATENCY_METRICS | {"decode_s": 1.0, "tokens_per_s": 6.4}, **RAN)
+    save(other, TIMED_RUN, LATENCY_METRICS | {"decode_s": 1.0, "tokens_per_s": 6.4}, **RAN)
     said = printed(capsys, results, other)
     assert re.search(r" 500 +1000 +x 2 +-  decode \(ms\): offload, batch 4, prompt 1,024, 8 generated, latency\n", said)
     assert re.search(r"12\.8 +6\.4 +x 0\.5 +-  tokens/s: offload", said)
@@ -393,7 +393,7 @@ def test_speed_is_compared_by_ratio(results, other, capsys):
 def test_a_strangers_names_fit_a_terminal(tmp_path, capsys):
     for name, hits in (("one", HITS), ("two", OTHER_HITS)):
         label = "label='\x1b[2J" + "x" * 200 + "'"
-        metrics = {"passkey": {"acc": sum(hits) / 8, **SIZES}}
+        metrics = {"passkey": {"acc": sum(hits) / 8, **SHARES}}
         save(tmp_path / name, ["experiment=fig11", "method=h2o", label], metrics, **RAN)
     said = printed(capsys, tmp_path / "one", tmp_path / "two")
     assert "\x1b" not in said and "\\x1b[2Jxxx" in said

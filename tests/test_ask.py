@@ -22,15 +22,15 @@ NEW = 7
 SHORT = {"calibration.num_tokens": 64, "platform.link_gbps": 1, "max_new_tokens": NEW, "quiet": True}
 METHODS = {
     "full": {},
-    "infinigen": {"size": 0.6},
-    "h2o": {"size": 0.6},
-    "snapkv": {"size": "nearest:0.6", "method.window": 8},
-    "quest": {"size": "nearest:0.6", "method.page_size": 4},
+    "infinigen": {"budget": 0.6},
+    "h2o": {"budget": 0.6},
+    "snapkv": {"budget": "nearest:0.6", "method.window": 8},
+    "quest": {"budget": "nearest:0.6", "method.page_size": 4},
     "int4": {},
-    "shadowkv": {"size": "nearest:0.6"},
+    "shadowkv": {"budget": "nearest:0.6"},
 }
 if importlib.util.find_spec("kvpress") is not None:
-    METHODS["kvpress:KnormPress"] = {"size": "nearest:0.6"}
+    METHODS["kvpress:KnormPress"] = {"budget": "nearest:0.6"}
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,11 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(model, method, pla
     words = METHODS[method] | {"method": method, "placement": placement}
     together = model.ask(CONTEXT, QUESTIONS, **words, **SHORT)
     alone = [model.ask(CONTEXT, [question], **words, **SHORT) for question in QUESTIONS]
-    shared = ["question", "answer", "num_tokens", "size"]
+    shared = ["question", "answer", "num_tokens", "budget"]
     pd.testing.assert_frame_equal(together[shared], pd.concat(alone, ignore_index=True)[shared], check_exact=True)
     assert list(together.question) == QUESTIONS and set(together.num_tokens) == {NEW}
     settings = {name: value for name, value in SHORT.items() if name not in ("max_new_tokens", "quiet")}
-    if "size" not in words:  # which `attach` meets for other rows
+    if "budget" not in words:  # which `attach` meets for other rows
         assert list(together.answer) == [decoded(model, question, **words, **settings) for question in QUESTIONS]
     assert (together[["ttft_s", "decode_s", "kv_bytes"]] > 0).all(axis=None) and together.attrs["context_s"] > 0
 
@@ -82,7 +82,7 @@ def test_a_known_question_is_part_of_the_prompt(model, method):
     known = model.ask(CONTEXT, QUESTIONS[:2], prefill="dense", **words, **SHORT)
     made = [model.generate(CONTEXT + question, **words, **SHORT) for question in QUESTIONS[:2]]
     assert [*known.answer] == [each.text for each in made]
-    assert [*known["size"]] == pytest.approx([each.size for each in made])
+    assert [*known["budget"]] == pytest.approx([each.budget for each in made])
     assert known.attrs["context_s"] == 0
 
 
@@ -101,7 +101,7 @@ def test_the_context_runs_once_and_its_cache_is_shared(model, monkeypatch):
         Attached, "forward", lambda self, ids, *a, **k: passes.append(ids.shape[1]) or forward(self, ids, *a, **k)
     )
     monkeypatch.setattr(LiveSession, "prefill", lambda self, *a: opened.append(self) or prefill(self, *a))
-    asked = model.ask(CONTEXT, QUESTIONS, method="snapkv", size="nearest:0.6", **SHORT, **{"method.window": 8})
+    asked = model.ask(CONTEXT, QUESTIONS, method="snapkv", budget="nearest:0.6", **SHORT, **{"method.window": 8})
     assert len(opened) == 1 and passes.count(len(CONTEXT)) == 1 and max(passes[1:], default=0) < len(CONTEXT)
     full = model.ask(CONTEXT, QUESTIONS, method="full", **SHORT)
     assert asked.kv_bytes.max() < 0.9 * full.kv_bytes.min(), "memory is that of what is kept"

@@ -89,14 +89,14 @@ def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
         attached.forward(ids, torch.arange(3)[None], handler=None)
 
 
-def test_a_wrong_early_query_is_refused_to_rehearsals_alone(monkeypatch):
+def test_a_wrong_early_query_is_refused_to_predictions_alone(monkeypatch):
     """Others choose by a layer's own query, or by none. A model is asked once, as that costs a few passes."""
     asked, check = [], checks.check_decoder
     monkeypatch.setattr(checks, "check_decoder", lambda *each: (asked.append(each), check(*each)))
     early = Attached.early_query
     monkeypatch.setattr(Attached, "early_query", lambda attached, *given: 1.1 * early(attached, *given))
     model = llama()
-    expected = r"^model family 'llama' takes no method that rehearses .* a query made ahead of its layer is off by \d"
+    expected = r"^model family 'llama' takes no method that predicts .* a query made ahead of its layer is off by \d"
     for method in (InfiniGen(), InfiniGen(own_query_layers=1)):
         with pytest.raises(UserError, match=expected):
             run_one(model, Case(method))
@@ -208,12 +208,12 @@ class ChoosesBySign(nn.Module):
 
 
 def test_a_query_that_is_decided_without_a_derivative_is_made_in_full():
-    """The submodules that no derivative passes through are left out of rehearsals, unless the query is wrong then."""
+    """The submodules that no derivative passes through are left out of predictions, unless the query is wrong then."""
     model = llama()
     for layer in model.model.layers:
         layer.self_attn.q_proj = ChoosesBySign(layer.self_attn.q_proj).requires_grad_(False)
     with attach(model) as attached:
-        assert attached.decoder.no_rehearsal is None
+        assert attached.decoder.no_prediction is None
         assert all("q_proj.decides" in layer.query_modules for layer in attached.layers)
     run_one(model, CASES["infinigen"])
 
@@ -233,20 +233,20 @@ def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch)
     found = run_one(model, Case(Full()), ids, 11)
     with torch.inference_mode():
         assert_close(found.logits[0], model(torch.tensor([ids]), use_cache=False).logits[0, 11:])
-    assert "latent_bytes" not in found.reads.sizes
+    assert "latent_bytes" not in found.reads.shares
 
 
 # Order of calls, and nothing left behind
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "infinigen-union"])
-def test_only_the_layers_that_select_by_a_rehearsal_are_rehearsed(tiny_gqa, name, monkeypatch):
+def test_only_the_layers_that_select_by_a_predicted_query_have_one(tiny_gqa, name, monkeypatch):
     method, asked = CASES[name].method, []
     with attach(tiny_gqa):
         original = Attached.early_query  # the check of a model at its first use asks for each layer's
     monkeypatch.setattr(Attached, "early_query", lambda *a: (asked.append(a[1]), original(*a))[1])
     run_one(tiny_gqa, CASES[name])
-    assert asked == (list(range(method.num_exempt_layers, 4)) if method.when == "previous_layer" else [])
+    assert asked == (list(range(method.dense_layers, 4)) if method.when == "previous_layer" else [])
 
 
 def fingerprint(model) -> dict:
@@ -306,9 +306,7 @@ def test_positions_come_off_and_on_again(family):
     assert (largest_difference(score(90, 70), score(90, 60)) > 1e-3) == (family != "opt")
 
 
-@pytest.mark.parametrize(
-    "method", [ExpectedAttention(num_exempt_layers=0), ShadowKV(read_frac=0.4, num_exempt_layers=0)]
-)
+@pytest.mark.parametrize("method", [ExpectedAttention(dense_layers=0), ShadowKV(budget=0.4, dense_layers=0)])
 def test_each_layer_has_its_own_positions(method, monkeypatch):
     """SmolLM3 has layers without any: here the second and the fourth."""
     rotate, asked = Attached._rotate, {}

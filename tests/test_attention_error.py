@@ -40,7 +40,7 @@ def plain_output(softmax: Softmax, head: int, query, keys, values) -> np.ndarray
 
 def both(model, case: Case, batch=BATCH, calls=(4,), with_recall: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """What the session measured, and plain loops over what its own passes gave and got of every layer under the method:
-    [layers, real rows, heads], exempt layers 0."""
+    [layers, real rows, heads], dense layers 0."""
     seen: dict[int, list[tuple]] = {}
 
     def note(layer, *states):
@@ -56,7 +56,7 @@ def both(model, case: Case, batch=BATCH, calls=(4,), with_recall: bool = False) 
     rows_of = [range(prompt, length) for prompt, length in batch]
     expected = np.zeros((geometry.num_layers, sum(map(len, rows_of)), geometry.num_heads))
     for layer, number in enumerate(attached.numbers):
-        if number is None or number < case.method.num_exempt_layers or case == CASES["full"]:
+        if number is None or number < case.method.dense_layers or case == CASES["full"]:
             continue
         prompt_pass, decode_passes = seen[layer][0], seen[layer][-len(calls) - 1 :]
         query, key, value = (np.concatenate([part[at] for part in (prompt_pass, *decode_passes)], 2) for at in range(3))
@@ -81,7 +81,7 @@ def both(model, case: Case, batch=BATCH, calls=(4,), with_recall: bool = False) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_errors_are_those_of_plain_loops(name):
-    """Of every method and codec, in a padded batch and two calls; exempt layers and the full cache have exactly 0."""
+    """Of every method and codec, in a padded batch and two calls; dense layers and the full cache have exactly 0."""
     case = CASES[name]
     measured, expected = both(tiny("gqa"), case)
     assert measured.shape == expected.shape
@@ -89,8 +89,8 @@ def test_errors_are_those_of_plain_loops(name):
         beside, _ = both(tiny("gqa"), case, with_recall=True)
         np.testing.assert_allclose(beside, measured, rtol=1e-3, atol=2e-5)
     np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=2e-5)
-    exempt = case.method.num_exempt_layers
-    assert not measured[:exempt].any()
+    dense_layers = case.method.dense_layers
+    assert not measured[:dense_layers].any()
     assert measured.any() == (name != "full")
 
 
@@ -112,11 +112,11 @@ def test_every_shipped_method_is_measured(name):
         found = run(attached, case, ids, [200], measure_errors=True)
         plain = run(attached, case, ids, [200])
     assert torch.equal(found.logits[0], plain.logits[0]), "measuring changes no logit"
-    assert found.errors.isfinite().all() and not found.errors[: case.method.num_exempt_layers].any()
+    assert found.errors.isfinite().all() and not found.errors[: case.method.dense_layers].any()
 
 
 def test_a_method_that_reads_everything_has_next_to_no_error():
-    everything = [Streaming(kept_frac=1.0), VAttention(epsilon=0.0, max_fetch_frac=1.0, fixed_frac=1.0)]
+    everything = [Streaming(budget=1.0), VAttention(epsilon=0.0, budget=1.0, fixed_frac=1.0)]
     for method in everything:
         errors = run_one(tiny("gqa"), Case(method), measure_errors=True).errors
         assert float(errors.max()) < 1e-5

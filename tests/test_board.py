@@ -16,7 +16,7 @@ import pytest
 import yaml
 from matplotlib.text import Text
 from test_report import Page
-from test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, sizes
+from test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
 
 from harness import report
 from harness.errors import UserError
@@ -244,7 +244,7 @@ RIGHT = {"Oracle": 7, "Near": 8, "Alike": 8, "Far": 2, "Full cache": 8}
 """Of 8 questions on a context."""
 
 
-def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **cells: Any) -> list[TableRow]:
+def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **columns: Any) -> list[TableRow]:
     """Windows whose KL is `FACTORS` times the oracle's, but for noise of a hundredth that differs by place."""
     found = []
     for label, text, place in itertools.product(labels, ("book", "code"), range(count)):
@@ -253,31 +253,31 @@ def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **cells
         noise = random.Random(f"{label}/{text}/{place * 8 // count}/{model}").gauss(0, 0.01)
         found.append({
             "experiment": "board", "model": model, "method": METHODS.get(label, "quest"), "codec": "",
-            "label": label, "settings": "size=0.1", "asked_size": 0.1, "exempt_layers": 0, "seq_len": 1024,
+            "label": label, "settings": "budget=0.1", "asked_budget": 0.1, "dense_layers": 0, "seq_len": 1024,
             "text": text, "window": place, "place": place / count,
-            "kl_nats": base * FACTORS.get(label, 2.0) * math.exp(noise), "size": 0.1, "device_frac": 0.15,
+            "kl_nats": base * FACTORS.get(label, 2.0) * math.exp(noise), "budget": 0.1, "device_frac": 0.15,
             "resident_frac": 0.05, "source": "measured", "shipped": "yes", "run_id": "0" * 16,
-        } | cells)  # fmt: skip
+        } | columns)  # fmt: skip
     return found
 
 
-def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **cells: Any) -> list[TableRow]:
+def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **columns: Any) -> list[TableRow]:
     found = []
     for label, task, context in itertools.product(labels, ("kv_recall", "passkey"), range(contexts)):
         is_full = label == "Full cache"
         right = RIGHT[label] - (context % 2 if label == "Far" else 0)
         found.append({
             "experiment": "board", "model": model, "method": METHODS[label], "codec": "", "label": label,
-            "settings": "", "asked_size": None if is_full else 0.1, "exempt_layers": None if is_full else 0,
+            "settings": "", "asked_budget": None if is_full else 0.1, "dense_layers": None if is_full else 0,
             "task": task, "context_id": context, "right": right, "asked": 8, "prompt_len": 340,
-            "size": 1.0 if is_full else 0.1, "device_frac": 0.15, "resident_frac": 0.05, "source": "measured",
+            "budget": 1.0 if is_full else 0.1, "device_frac": 0.15, "resident_frac": 0.05, "source": "measured",
             "shipped": "yes", "run_id": "1" * 16,
-        } | cells)  # fmt: skip
+        } | columns)  # fmt: skip
     return found
 
 
 def full_rows(model: str, count: int) -> list[TableRow]:
-    return window_rows(model, count, ["Full cache"], kl_nats=0.0, asked_size=None, exempt_layers=None, size=1.0)
+    return window_rows(model, count, ["Full cache"], kl_nats=0.0, asked_budget=None, dense_layers=None, budget=1.0)
 
 
 def put(folder: Path, name: str, rows: Sequence[TableRow]) -> None:
@@ -321,7 +321,7 @@ def test_the_table_finds_what_is_known(results):
         row = rows[label]
         assert row["ratio"] == pytest.approx(factor, rel=0.02) and row["num_windows"] == 40
         assert row["num_places"] == 16 and row["num_models"] == 3 and row["model"] == "big, small, slow"
-        assert (row["size_low"], row["size_high"], row["device_frac_high"]) == (0.1, 0.1, 0.15)
+        assert (row["budget_low"], row["budget_high"], row["device_frac_high"]) == (0.1, 0.1, 0.15)
         if label != "Oracle":
             assert row["ratio_low"] < row["ratio"] < row["ratio_high"] < 1.05 * row["ratio"]
             assert row["degrees"] == 2, "models less one"
@@ -350,40 +350,40 @@ def test_each_model_has_a_board_like_that_of_its_own_results(results, tmp_path_f
         assert made(alone) == boards[model]
         rows = read_table(alone / "tables" / "board-methods.csv")
         assert {row["over"] for row in rows} == {model}, "one board, not two"
-    assert "small, size 10 %" in (results / "tables" / "board-methods.md").read_text()
-    assert "small, size 10 %" not in (results / "board.md").read_text()
+    assert "small, budget 10 %" in (results / "tables" / "board-methods.md").read_text()
+    assert "small, budget 10 %" not in (results / "board.md").read_text()
 
 
-def step_row(model: str, label: str, **cells: Any) -> TableRow:
+def step_row(model: str, label: str, **columns: Any) -> TableRow:
     """A timed step of 10 ms compute and 1 MB over a link of 100 MB/s, which waits for half of the bytes."""
     return {
         "experiment": "board", "model": model, "method": METHODS[label], "codec": "", "label": label,
-        "settings": "size=0.1", "asked_size": 0.1, "exempt_layers": 0, "platform": "cpu", "batch_size": 4,
+        "settings": "budget=0.1", "asked_budget": 0.1, "dense_layers": 0, "platform": "cpu", "batch_size": 4,
         "prompt_len": 1024, "gen_len": 24, "compute_s": 0.010, "link_bytes": 1e6, "late_bytes": 5e5,
-        "link_bytes_per_s": 1e8, "step_s": 0.0151, "size": 0.08, "source": "emulated", "shipped": "yes",
+        "link_bytes_per_s": 1e8, "step_s": 0.0151, "budget": 0.08, "source": "emulated", "shipped": "yes",
         "run_id": "2" * 16,
-    } | cells  # fmt: skip
+    } | columns  # fmt: skip
 
 
 def test_a_step_is_the_timed_one_or_follows_from_it(results):
-    """Of the model with the most timed steps, at windows as long as its prompts, with as many exempt layers."""
+    """Of the model with the most timed steps, at windows as long as its prompts, with as many dense layers."""
     steps = [
         step_row("small", "Near"),
-        step_row("small", "Alike", exempt_layers=1),
+        step_row("small", "Alike", dense_layers=1),
         step_row("small", "Far", step_s=0.02),
     ]
     put(results, STEPS, [step_row("big", "Near", step_s=9.0)])
     put(results / "second", STEPS, [*steps, step_row("small", "Near", batch_size=8, step_s=8.0)])
     for folder, (model, count) in MODELS.items():
         longer = window_rows(model, count, ["Oracle", "Near"], seq_len=4096)
-        smaller = window_rows(model, count, ["Oracle", "Near"], asked_size=0.05, size=0.04)
-        coded = window_rows(model, count, ["Far"], settings="size=0.1, group_size=16", codec="int8")
+        smaller = window_rows(model, count, ["Oracle", "Near"], asked_budget=0.05, budget=0.04)
+        coded = window_rows(model, count, ["Far"], settings="budget=0.1, group_size=16", codec="int8")
         add(results / folder, TEXTS, [*longer, *smaller, *[row | {"label": "Far + int8"} for row in coded]])
     coded_step = step_row("small", "Far", codec="int8", step_s=0.007)
     add(results, STEPS, [coded_step | {"label": "Far + int8"}])
     found = {}
     for row in made(results):
-        found[row["label"], row["asked_size"], row["seq_len"]] = row["step_s"], row["step_source"]
+        found[row["label"], row["asked_budget"], row["seq_len"]] = row["step_s"], row["step_source"]
         assert row["step_on"] in ("", "small (cpu), batch 4, prompts of 1,024 tokens")
     assert found["Near", 0.1, 1024] == (0.0151, "emulated") and found["Far", 0.1, 1024] == (0.02, "emulated")
     assert found["Far + int8", 0.1, 1024] == (0.007, "modelled"), "in groups of another length"
@@ -406,18 +406,18 @@ def test_a_front_has_the_methods_that_none_beats_at_a_cost():
     rng = random.Random(0)
     rows = []
     for number in range(60):
-        size = rng.choice([0.05, 0.1, 0.104])
-        costs = {"size": size, "device_frac": rng.random(), "resident_frac": rng.random()}
+        budget = rng.choice([0.05, 0.1, 0.104])
+        costs = {"budget": budget, "device_frac": rng.random(), "resident_frac": rng.random()}
         row = {f"{name}_{end}": value for name, value in costs.items() for end in ("low", "high")}
         row |= {"method": rng.choice(["quest", "h2o", *ORACLES]), "apart": rng.choice(["", "", "lacks x"])}
         step = rng.choice([None, rng.uniform(0.1, 0.11)])
         rows.append(row | {"kl_nats": rng.random(), "seq_len": rng.choice([1, 2]), "step_s": step, "label": number})
-    limits = {"link": (0.01, 0), "link + device": (0, 0), "kept on device": (0, 0), "step time": (0, 0.01)}
+    limits = {"link": (0.01, 0), "link + device": (0, 0), "resident": (0, 0), "step time": (0, 0.01)}
 
     def cost(row: TableRow, name: str) -> float | None:
-        both = row["size_low"] + row["device_frac_low"]
+        both = row["budget_low"] + row["device_frac_low"]
         return {
-            "link": row["size_low"], "link + device": both, "kept on device": row["resident_frac_low"],
+            "link": row["budget_low"], "link + device": both, "resident": row["resident_frac_low"],
             "step time": row["step_s"],
         }[name]  # fmt: skip
 
@@ -461,14 +461,14 @@ def test_numbers_of_each_model_and_text_have_their_counts(results):
     assert of_far["all models", "all texts"]["count"] == 40 and of_far["big", "all tasks"]["count"] == 64
     assert of_far["big", "kv_recall"]["versus"] == pytest.approx(-6.5 / 8)
     text = (results / "tables" / "board-models.md").read_text()
-    assert "## slow, size 10 %, windows of 1,024 tokens" in text and ", 64 |" in text
+    assert "## slow, budget 10 %, windows of 1,024 tokens" in text and ", 64 |" in text
 
 
 def test_the_page_has_readmes_rows_all_methods_and_the_claims(results):
-    add(results, TEXTS, window_rows("big", 8, ["Paged"], method="quest", size=0.13))
+    add(results, TEXTS, window_rows("big", 8, ["Paged"], method="quest", budget=0.13))
     page = board.write([results]).read_text()
     titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    setting = "size 10 %, windows of 1,024 tokens"
+    setting = "budget 10 %, windows of 1,024 tokens"
     by_memory = "by memory, windows of 1,024 tokens"
     assert titles == [f"README rows: {setting}", setting, f"{setting}: not compared", by_memory, "claims"]
     lines = [line for line in page.splitlines() if line.startswith("|")]
@@ -476,28 +476,28 @@ def test_the_page_has_readmes_rows_all_methods_and_the_claims(results):
     assert "40 windows at 16 places of the texts, on 3 models (big, small, slow)" in page
     assert "192 questions on 8 contexts; the full cache has 100.0 % right" in page
     (paged,) = (line for line in lines if line.startswith("| Paged"))
-    assert "cannot have this size: reads 13.0 %; lacks small, slow" in paged
+    assert "cannot have this budget: reads 13.0 %; lacks small, slow" in paged
 
 
-@pytest.mark.parametrize("size", [0.111, 0.089])
-def test_a_method_at_another_size_is_not_compared(results, size):
+@pytest.mark.parametrize("budget", [0.111, 0.089])
+def test_a_method_at_another_budget_is_not_compared(results, budget):
     before = made(results, "board-pairs")
     for folder, (model, count) in MODELS.items():
-        own = window_rows(model, count, ["Paged"], size=size if model == "slow" else 0.1)
+        own = window_rows(model, count, ["Paged"], budget=budget if model == "slow" else 0.1)
         add(results / folder, TEXTS, own)
     row = by_label(made(results))["Paged"]
-    assert row["apart"].startswith("cannot have this size: reads ") and row["rank"] is None
+    assert row["apart"].startswith("cannot have this budget: reads ") and row["rank"] is None
     assert row["ratio"] == pytest.approx(2, rel=0.02), "shown, not compared"
     assert read_table(results / "tables" / "board-pairs.csv") == before
 
 
-def test_a_codec_stands_apart_at_each_size(results):
+def test_a_codec_stands_apart_at_each_budget(results):
     for folder, (model, count) in MODELS.items():
-        own = window_rows(model, count, ["INT4"], method="int4", codec="int4", asked_size=None, size=0.28)
+        own = window_rows(model, count, ["INT4"], method="int4", codec="int4", asked_budget=None, budget=0.28)
         add(results / folder, TEXTS, own)
     row = by_label(made(results))["INT4"]
-    assert row["apart"] == "reads at a size of its own" and row["asked_size"] == 0.1
-    assert row["ratio"] == pytest.approx(2, rel=0.02) and row["size_low"] == 0.28
+    assert row["apart"] == "reads at a budget of its own" and row["asked_budget"] == 0.1
+    assert row["ratio"] == pytest.approx(2, rel=0.02) and row["budget_low"] == 0.28
 
 
 # Odd tables
@@ -601,26 +601,26 @@ def test_without_the_oracle_nothing_is_compared(tmp_path):
     assert "Nothing was compared yet" in (tmp_path / "tables" / "board-pairs.md").read_text()
 
 
-def test_two_numbers_of_exempt_layers_are_two_lines(tmp_path):
-    put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], exempt_layers=2)])
+def test_two_numbers_of_dense_layers_are_two_lines(tmp_path):
+    put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], dense_layers=2)])
     rows = by_label(made(tmp_path))
-    assert {"Far, 0 exempt layers", "Far, 2 exempt layers"} <= set(rows)
-    assert rows["Far, 2 exempt layers"]["exempt_numbers"] == "2"
+    assert {"Far, 0 dense layers", "Far, 2 dense layers"} <= set(rows)
+    assert rows["Far, 2 dense layers"]["dense_numbers"] == "2"
 
 
-def of_text(**cells: Any) -> tuple[str, list[TableRow]]:
-    return TEXTS, window_rows("big", 1, ["Far"], text="a", **cells)
+def of_text(**columns: Any) -> tuple[str, list[TableRow]]:
+    return TEXTS, window_rows("big", 1, ["Far"], text="a", **columns)
 
 
-def of_answers(**cells: Any) -> tuple[str, list[TableRow]]:
-    return ANSWERS, answer_rows("big", ["Far"], 1, **cells)
+def of_answers(**columns: Any) -> tuple[str, list[TableRow]]:
+    return ANSWERS, answer_rows("big", ["Far"], 1, **columns)
 
 
 IMPOSSIBLE = {
     "kl_nats=-0.5: must be from 0 to inf": of_text(kl_nats=-0.5),
-    "size=2: must be from 0 to 1": of_text(size=2.0),
+    "budget=2: must be from 0 to 1": of_text(budget=2.0),
     "place=1.5: must be from 0 to 1": of_text(place=1.5),
-    "asked_size=16: must be from 0 to 1": of_text(asked_size=16.0),
+    "asked_budget=16: must be from 0 to 1": of_text(asked_budget=16.0),
     "window=-1: must be from 0 to inf": of_text(window=-1),
     "device_frac=-0.1: must be from 0 to 1": of_answers(device_frac=-0.1),
     "right=999 of asked=8": of_answers(right=999),
@@ -683,7 +683,7 @@ def test_the_source_named_first_counts(results, tmp_path_factory):
 
 
 def claim(**fields: Any) -> dict[str, Any]:
-    return {"claim": "it is so", "of": "KL", "label": "Near", "other": "Oracle", "sizes": [0.1]} | fields
+    return {"claim": "it is so", "of": "KL", "label": "Near", "other": "Oracle", "budgets": [0.1]} | fields
 
 
 @pytest.mark.parametrize(
@@ -694,7 +694,7 @@ def claim(**fields: Any) -> dict[str, Any]:
         ({"at_most": 0.5}, {"not told apart"}),
         ({"label": "Far"}, {"does not hold"}),
         ({"label": "Nobody"}, {"not measured"}),
-        ({"sizes": [0.2]}, {"not measured"}),
+        ({"budgets": [0.2]}, {"not measured"}),
         ({"of": "answers", "other": "Full cache"}, {"not told apart"}),
         ({"of": "answers", "other": "Full cache", "less": 0.05}, {"holds"}),
         ({"of": "answers", "label": "Far", "other": "Full cache", "less": 0.05}, {"does not hold"}),
@@ -702,7 +702,7 @@ def claim(**fields: Any) -> dict[str, Any]:
 )
 def test_a_claim_is_judged_on_each_model(results, monkeypatch, tmp_path, fields, verdicts):
     says = tmp_path / "says.yaml"
-    says.write_text(yaml.safe_dump({"readme": {"size": 0.1, "methods": []}, "claims": [claim(**fields)]}))
+    says.write_text(yaml.safe_dump({"readme": {"budget": 0.1, "methods": []}, "claims": [claim(**fields)]}))
     monkeypatch.setattr(board, "SAYS", says)
     rows = made(results, "board-claims")
     assert {row["verdict"] for row in rows} == verdicts
@@ -713,12 +713,12 @@ def test_a_claim_is_judged_on_each_model(results, monkeypatch, tmp_path, fields,
 
 
 @pytest.mark.parametrize("others", [{"asked": 16}, {"prompt_len": 950}])
-def test_a_claim_at_another_size_and_other_questions_are_not_judged(results, others):
-    put(results, TEXTS, [*window_rows("big", 8, ["Oracle"]), *window_rows("big", 8, ["InfiniGen2"], size=0.2)])
+def test_a_claim_at_another_budget_and_other_questions_are_not_judged(results, others):
+    put(results, TEXTS, [*window_rows("big", 8, ["Oracle"]), *window_rows("big", 8, ["InfiniGen2"], budget=0.2)])
     put(results, ANSWERS, [*answer_rows("big", ["Full cache"]), *answer_rows("big", ["Far"], **others)])
     rows = made(results, "board-claims")
     assert {row["verdict"] for row in rows if row["label"] == "InfiniGen2" and row["other"] == "Oracle"} == {
-        "another size",
+        "another budget",
         "not measured",
     }
     of_far = [row for row in read_table(results / "tables" / "board-models.csv") if row["label"] == "Far"]
@@ -731,7 +731,7 @@ def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch, 
         row["kl_nats"] *= 3 if row["label"] == "Near" else 1
     put(results / "third", TEXTS, rows)
     says = tmp_path / "says.yaml"
-    says.write_text(yaml.safe_dump({"readme": {"size": 0.1, "methods": []}, "claims": [claim()]}))
+    says.write_text(yaml.safe_dump({"readme": {"budget": 0.1, "methods": []}, "claims": [claim()]}))
     monkeypatch.setattr(board, "SAYS", says)
     verdicts = {row["model"]: row["verdict"] for row in made(results, "board-claims")}
     assert verdicts == {"big": "holds", "small": "holds", "slow": "does not hold", "all models": "not told apart"} or (
@@ -749,7 +749,7 @@ def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch, 
         [claim(of="speed")],
         [claim(at_most=0)],
         [claim(less=1)],
-        [claim(sizes=1)],
+        [claim(budgets=1)],
         [3],
         [claim(of="answers", at_most=2)],
     ],
@@ -774,19 +774,19 @@ def test_the_claims_of_the_project_name_methods_that_there_are():
 
 
 def save_windows(results: Path, *overrides: str, kl: Sequence[float] = (0.1, 0.3), **fields: Any) -> None:
-    metrics = TEXT_METRICS | sizes(0.1)
-    windows = [{"place": at / len(kl), "kl_nats": value, "size": 0.1} for at, value in enumerate(kl)]
+    metrics = TEXT_METRICS | shares(0.1)
+    windows = [{"place": at / len(kl), "kl_nats": value, "budget": 0.1} for at, value in enumerate(kl)]
     settings = ["experiment=board", "corpus=code", *overrides]
     save(results, settings, {"code": metrics}, samples={"windows": windows}, **fields)
 
 
 def test_records_become_windows_and_answers(tmp_path):
-    save_windows(tmp_path, "method=h2o", "size=nearest:0.1")
+    save_windows(tmp_path, "method=h2o", "budget=nearest:0.1")
     save_windows(tmp_path, "method=full", kl=(0.0, 0.0))
     given = answers([1, 0, 1, 1])
-    task = {"acc": 0.75, "acc_stderr": 0.1, "num_samples": 4, "num_fewshot": 0} | sizes(0.1)
+    task = {"acc": 0.75, "acc_stderr": 0.1, "num_samples": 4, "num_fewshot": 0} | shares(0.1)
     save(
-        tmp_path, ["experiment=board", "kind=tasks", "method=h2o", "size=nearest:0.1"], {"passkey": task},
+        tmp_path, ["experiment=board", "kind=tasks", "method=h2o", "budget=nearest:0.1"], {"passkey": task},
         samples={"passkey": [sample | {"context_tokens": 300 - at} for at, sample in enumerate(given)]},
     )  # fmt: skip
     tables.update(tmp_path, "board")
@@ -795,8 +795,8 @@ def test_records_become_windows_and_answers(tmp_path):
         ("Full cache", 0, 0, 0), ("Full cache", 1, 0.5, 0), ("H2O", 0, 0, 0.1), ("H2O", 1, 0.5, 0.3),
     ]  # fmt: skip
     h2o = rows[2]
-    assert (h2o["text"], h2o["seq_len"], h2o["asked_size"], h2o["resident_frac"]) == ("code", 1024, 0.1, 0.02)
-    assert h2o["model"] == "smollm2-135m" and "size=0.1" in h2o["settings"] and h2o["shipped"] == ""
+    assert (h2o["text"], h2o["seq_len"], h2o["asked_budget"], h2o["resident_frac"]) == ("code", 1024, 0.1, 0.02)
+    assert h2o["model"] == "smollm2-135m" and "budget=0.1" in h2o["settings"] and h2o["shipped"] == ""
     rows = read_table(tmp_path / "tables" / f"{ANSWERS}.csv")
     assert [(row["task"], row["context_id"], row["right"], row["asked"], row["prompt_len"]) for row in rows] == [
         ("passkey", 0, 1, 2, 300), ("passkey", 1, 2, 2, 298),
@@ -806,20 +806,20 @@ def test_records_become_windows_and_answers(tmp_path):
 
 
 def test_a_timed_record_becomes_a_step_under_the_name_of_its_method(tmp_path):
-    chosen = ["method=infinigen2", "size=nearest:0.1", "codec=int8"]
+    chosen = ["method=infinigen2", "budget=nearest:0.1", "codec=int8"]
     save_windows(tmp_path, *chosen)
     save_windows(tmp_path, *chosen, "group_size=16", "label=other groups")
     timed = {"gen_len": 11, "decode_s": 0.1, "exposed_transfer_s": 0.02, "h2d_bytes": 10_000, "late_bytes": 5_000}
-    timed = LATENCY_METRICS | {"link_bytes_per_s": 1e9, "size": 0.09} | timed
+    timed = LATENCY_METRICS | {"link_bytes_per_s": 1e9, "budget": 0.09} | timed
     save(tmp_path, ["experiment=board", "kind=latency", *chosen], timed)
     save(tmp_path, ["experiment=board", "kind=latency", "method=full"], timed | {"h2d_bytes": None})
     tables.update(tmp_path, "board")
     (row,) = read_table(tmp_path / "tables" / f"{STEPS}.csv")
-    assert (row["label"], row["method"], row["codec"], row["asked_size"]) == (
+    assert (row["label"], row["method"], row["codec"], row["asked_budget"]) == (
         "InfiniGen2 + int8", "infinigen2", "int8", 0.1,
     )  # fmt: skip
     assert row["step_s"] == pytest.approx(0.01) and row["compute_s"] == pytest.approx(0.008)
-    assert (row["link_bytes"], row["late_bytes"], row["size"]) == (1000, 500, 0.09)
+    assert (row["link_bytes"], row["late_bytes"], row["budget"]) == (1000, 500, 0.09)
     assert "InfiniGen2 + int8" in (tmp_path / "tables" / f"{STEPS}.md").read_text()
 
 
@@ -840,7 +840,7 @@ def test_a_run_replaces_its_shipped_windows_and_no_others(tmp_path):
     for row in shipped:
         row["method"] = {"H2O": "h2o", "Near": "infinigen2"}[row["label"]]
     put(tmp_path, TEXTS, shipped)
-    save_windows(tmp_path, "method=h2o", "size=nearest:0.1", "method.num_exempt_layers=0")
+    save_windows(tmp_path, "method=h2o", "budget=nearest:0.1", "method.dense_layers=0")
     tables.update(tmp_path, "board")
     rows = read_table(tmp_path / "tables" / f"{TEXTS}.csv")
     assert [row["kl_nats"] for row in rows if row["label"] == "H2O"] == [0.1, 0.3]
@@ -871,17 +871,17 @@ def test_each_table_is_read_as_it_was_written(results):
     assert all(path.read_bytes() == content for path, content in first.items())
 
 
-def test_the_figure_has_a_panel_a_size_and_a_line_a_method(results):
+def test_the_figure_has_a_panel_a_budget_and_a_line_a_method(results):
     for folder, (model, count) in MODELS.items():
-        rows = [*window_rows(model, count, seq_len=4096), *window_rows(model, count, asked_size=0.05, size=0.05)]
-        add(results / folder, TEXTS, [*rows, *window_rows(model, count, ["Paged"], size=0.2)])
+        rows = [*window_rows(model, count, seq_len=4096), *window_rows(model, count, asked_budget=0.05, budget=0.05)]
+        add(results / folder, TEXTS, [*rows, *window_rows(model, count, ["Paged"], budget=0.2)])
     board.write([results])
     with style.applied():
         figure = draw(data.Tables(results / "tables"), "board")
         assert figure is not None
         figure.draw_without_rendering()
     small, large = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["size 5 %", "size 10 %"]
+    assert [axes.get_title() for axes in figure.axes] == ["budget 5 %", "budget 10 %"]
     labels = [tick.get_text() for tick in large.get_yticklabels()]
     assert labels == ["Paged", "Far", "Oracle", "Alike", "Near"], "the closest on top, below what is not compared"
     xs = sorted(float(bar.lines[0].get_xdata()[0]) for bar in large.containers)
@@ -896,9 +896,9 @@ def test_the_figure_has_a_panel_a_size_and_a_line_a_method(results):
 def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monkeypatch):
     monkeypatch.setitem(style.REGISTRY, "budget", ["Oracle", "Near", "Far"])
     board.write([results])
-    assert budget(data.Tables(results / "tables"), "budget") is None, "of one size there is no line"
+    assert budget(data.Tables(results / "tables"), "budget") is None, "of one budget there is no line"
     for folder, (model, count) in MODELS.items():
-        add(results / folder, TEXTS, [*window_rows(model, count, asked_size=0.05, size=0.05)])
+        add(results / folder, TEXTS, [*window_rows(model, count, asked_budget=0.05, budget=0.05)])
     board.write([results])
     table = read_table(results / "tables" / "board-methods.csv")
     with style.applied():
@@ -906,15 +906,15 @@ def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monk
         assert figure is not None
         figure.draw_without_rendering()
     (axes,) = figure.axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (style.SIZE_AXIS, style.KL_AXIS)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (style.BUDGET_AXIS, style.KL_AXIS)
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["5", "10"]
     assert {bars.get_label() for bars in axes.containers} == {"Oracle", "Near", "Far"}
     for bars in axes.containers:
         of_all = [row for row in table if row["over"] == table[0]["over"] and row["label"] == bars.get_label()]
-        kl = {row["asked_size"]: row["kl_nats"] for row in of_all}
+        kl = {row["asked_budget"]: row["kl_nats"] for row in of_all}
         assert list(bars.lines[0].get_ydata()) == pytest.approx([kl[0.05], kl[0.1]])
-        for x, size in zip(bars.lines[0].get_xdata(), (5, 10), strict=True):
-            assert abs(math.log(x / size)) <= 0.1, "beside its size"
+        for x, share in zip(bars.lines[0].get_xdata(), (5, 10), strict=True):
+            assert abs(math.log(x / share)) <= 0.1, "beside its budget"
 
 
 def test_the_report_has_a_section_of_it(results):

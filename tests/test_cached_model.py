@@ -46,28 +46,28 @@ def test_full_generates_what_transformers_generates(family, padding, placement):
         CachedModel(attached, Full(), placement=placement, link=link) as cached,
     ):
         assert torch.equal(cached.generate(ids, do_sample=False, **asked), expected)
-    assert cached.usage.steps == NEW - 1 and cached.usage.size == 1
+    assert cached.usage.steps == NEW - 1 and cached.usage.budget == 1
     assert (cached.usage.h2d_bytes > 0) == (cached.usage.d2h_bytes > 0) == (placement == "host")
 
 
-@pytest.mark.parametrize(("name", "size"), [("quest", None), ("infinigen", 0.7), ("h2o", 0.75)])
-def test_a_methods_tokens_are_those_of_replay_at_the_size_asked_for(name, size):
+@pytest.mark.parametrize(("name", "budget"), [("quest", None), ("infinigen", 0.7), ("h2o", 0.75)])
+def test_a_methods_tokens_are_those_of_replay_at_the_budget_asked_for(name, budget):
     ids, asked = prompts_of("padded")
     case = CASES[name]
     with attached_with_link() as (attached, link):
         cached = CachedModel(
-            attached, case.method, size, calibration=calibration_of(attached), placement="host", link=link
+            attached, case.method, budget, calibration=calibration_of(attached), placement="host", link=link
         )
         with cached:
             made = cached.generate(ids, do_sample=False, return_dict_in_generate=True, output_logits=True, **asked)
-        if size is not None:
-            assert cached.usage.size == pytest.approx(size, abs=0.02)
+        if budget is not None:
+            assert cached.usage.budget == pytest.approx(budget, abs=0.02)
             real = asked["attention_mask"].bool()
             case = Case(cached.open_session(real, NEW).method)
         logits, reads = replay_ids(attached, case, made.sequences, asked["attention_mask"].bool())
     torch.testing.assert_close(torch.stack(made.logits, 1), logits, atol=1e-4, rtol=0)
     assert torch.equal(made.sequences[:, PROMPT:], logits.argmax(-1))
-    assert cached.usage.size == pytest.approx(reads.size)
+    assert cached.usage.budget == pytest.approx(reads.budget)
 
 
 @pytest.mark.parametrize(

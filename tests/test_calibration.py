@@ -62,7 +62,7 @@ def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_pat
         (file,) = folder.iterdir()
         file.write_bytes(file.read_bytes()[:-20])
         assert torch.equal(rotation(), first) and torch.equal(rotation(), first) and len(calls) == 3
-        for unheeded in (InfiniGen(alpha=2.0, partial_weight_ratio=0.5), InfiniGen(num_exempt_layers=1)):
+        for unheeded in (InfiniGen(alpha=2.0, partial_weight_ratio=0.5), InfiniGen(dense_layers=1)):
             assert torch.equal(rotation(unheeded), first) and len(calls) == 3
         others = [rotation(ids=text[:50]), rotation(fingerprint="b" * 64), rotation(Measuring())]
         others += [rotation(Measuring(power=2.0)), rotation(Measuring(power=2.0, unheeded=3))]

@@ -56,7 +56,7 @@ MACHINE = Platform(
 
 def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200_000, host_bytes=None, **options):
     """A method on a small machine, sequences of 24 + 8 tokens. Activations are left out."""
-    method = method or Full(num_exempt_layers=2)
+    method = method or Full(dense_layers=2)
     geometry = modelled._geometry(SHAPE, "llama")
     model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS, False)
     model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
@@ -75,9 +75,9 @@ def test_the_largest_batch_by_hand():
     # Half the host memory: 16,384 bytes a sequence there.
     limited = capacity_of(placement="host", host_bytes=10 * 16_384 + 1)
     assert (limited.largest, limited.wall_of(11)) == (10, "host memory")
-    # Two exempt layers whole, and 8 of 32 tokens in the two others: slots, tokens and score (10 of 8 bytes, 2 heads),
+    # Two dense layers whole, and 8 of 32 tokens in the two others: slots, tokens and score (10 of 8 bytes, 2 heads),
     # and 2 limits of 8 bytes.
-    h2o = H2O(heavy_frac=0.125, recent_frac=0.125, num_exempt_layers=2)
+    h2o = H2O(heavy_frac=0.125, recent_frac=0.125, dense_layers=2)
     slots, state = 2 * 32 * ROW + 2 * 8 * ROW, 2 * (2 * 10 * 8 + 2 * 8) + 16
     assert capacity_of(h2o).needs(1).session == slots + state
     assert capacity_of(h2o).largest == 190_000 // (slots + state)
@@ -99,12 +99,12 @@ def test_a_modelled_step_by_hand():
     rows = 3 * 28 * ROW  # of a layer, at 28 tokens, the middle of the decoding
     on_device = modelled.Step(MACHINE, SHAPE, capacity_of(), efficiency=EXACT)
     compute = (4 * (block + rows) + head) / 1e9
-    assert on_device.seconds(3) == pytest.approx(compute) and on_device.size == 1
+    assert on_device.seconds(3) == pytest.approx(compute) and on_device.budget == 1
     # Over the link all rows of all layers cross, and hide everything else; so do the own rows.
     on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT)
     assert on_host.seconds(3) == pytest.approx(4 * (rows + 3 * ROW) / 1e6, rel=0.01)
     # INT4 in two of four layers: 16 codes and an fp16 scale and minimum, for key and value.
-    coded = capacity_of(Full(num_exempt_layers=2), IntegerCodec("int4"), "host")
+    coded = capacity_of(Full(dense_layers=2), IntegerCodec("int4"), "host")
     int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT)
     share = 2 * (8 + 4) / (2 * 32)
     assert int4.size == pytest.approx((2 + 2 * share) / 4)
@@ -116,14 +116,14 @@ def test_rows_that_stay_on_the_device_do_not_cross():
     method = CASES["infinigen-layer"].method
     steps = {}
     for hit_frac, rows in ((0.0, 0), (0.75, 2)):
-        capacity = capacity_of(method, placement="host", device_rows=rows)
+        capacity = capacity_of(method, placement="host", gpu_cache=rows)
         steps[hit_frac] = modelled.Step(MACHINE, SHAPE, capacity, hit_frac, EXACT)
     read, own = 4 * 11 * ROW / 1e6, 4 * ROW / 1e6  # 0.4 of 28 tokens; own rows cross while others are waited for
     assert read < steps[0.0].seconds(1) <= read + own + 1e-5
     assert 0.25 * read < steps[0.75].seconds(1) <= 0.25 * read + own + 1e-5
 
 
-@pytest.mark.parametrize("method", [Full(num_exempt_layers=2), CASES["h2o"].method, CASES["quest"].method])
+@pytest.mark.parametrize("method", [Full(dense_layers=2), CASES["h2o"].method, CASES["quest"].method])
 def test_a_shape_has_the_sizes_of_the_loaded_model(method):
     model = tiny_model("llama", num_key_value_heads=2)
     with attach(model) as attached:
@@ -320,11 +320,11 @@ H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
     ("words", "refusal"),
     [
         (["method=full"], "platform.device_gib=null: kind=capacity needs the memory of the emulated device"),
-        ([*H100, "method=oracle", "size=0.1"], "placement=host: Oracle selects by the true scores"),
+        ([*H100, "method=oracle", "budget=0.1"], "placement=host: Oracle selects by the true scores"),
         ([*H100, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
         ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
         ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
-        ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for device_rows"),
+        ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for gpu_cache"),
         ([*H100, "system=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
         (["platform=cuda", "method=full", "model.device=map"], "model.device=map: kind=capacity is about one device"),
         (

@@ -61,33 +61,33 @@ def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
     assert runs.loads == ["smollm2-135m"]
     printed = capsys.readouterr()
-    assert printed.err == "error: method=h2o: h2o is not well\n" and printed.out.count("size (%)") == 1
+    assert printed.err == "error: method=h2o: h2o is not well\n" and printed.out.count("budget (%)") == 1
     assert "INT4" in printed.out and "H2O" not in printed.out
     assert {path.name for path in Path().iterdir()} == {"outputs"}
 
 
-def test_a_sweep_with_a_size_runs_the_full_cache_as_it_is(runs, capsys):
-    assert main(["-m", "method=full,infinigen,h2o", "size=0.1"]) == 0
-    assert [(config.method_name, config.size) for config in runs.configs] == [
+def test_a_sweep_with_a_budget_runs_the_full_cache_as_it_is(runs, capsys):
+    assert main(["-m", "method=full,infinigen,h2o", "budget=0.1"]) == 0
+    assert [(config.method_name, config.budget) for config in runs.configs] == [
         ("full", None), ("infinigen", 0.1), ("h2o", 0.1),
     ]  # fmt: skip
-    assert main(["method=full", "size=0.1"]) == main(["method=full"]) == 0
-    assert len(runs.configs) == 3, "one run, whatever size is given"
-    assert main(["-m", "method=int4,h2o", "size=0.2"]) == 2
-    assert "size=0.2: method Full has no size to set" in capsys.readouterr().err
-    assert main(["-m", "method=int4,h2o", "size=nearest:0.2"]) == 0
+    assert main(["method=full", "budget=0.1"]) == main(["method=full"]) == 0
+    assert len(runs.configs) == 3, "one run, whatever budget is given"
+    assert main(["-m", "method=int4,h2o", "budget=0.2"]) == 2
+    assert "budget=0.2: method Full has no budget to set" in capsys.readouterr().err
+    assert main(["-m", "method=int4,h2o", "budget=nearest:0.2"]) == 0
 
 
 def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys):
-    of_both = ["-m", "method=quest,freekv", "method.page_size=8", "size=0.2,0.3"]
+    of_both = ["-m", "method=quest,freekv", "method.page_size=8", "budget=0.2,0.3"]
     assert main(of_both) == 0
-    assert [(config.method_name, config.method.page_size, config.size) for config in runs.configs] == [
+    assert [(config.method_name, config.method.page_size, config.budget) for config in runs.configs] == [
         ("quest", 8, 0.2), ("quest", 8, 0.3), ("freekv", 8, 0.2), ("freekv", 8, 0.3),
     ]  # fmt: skip
     capsys.readouterr()
     for pages in ("8", "8,16"):
         assert main(["-m", "method=quest,h2o", f"method.page_size={pages}"]) == 2
-        assert only_error(capsys).startswith("error: unknown setting method.page_size: allowed: num_exempt")
+        assert only_error(capsys).startswith("error: unknown setting method.page_size: allowed: dense_layers")
     assert len(runs.configs) == 4, "Hydra composes all jobs before the first runs"
 
 
@@ -158,15 +158,15 @@ REFUSED = {
     "experiment=./nothing.yaml": "experiment=./nothing.yaml: there is no file ./nothing.yaml; allowed: ablation",
     "system=offlod+int4 experiment=latency": "system=offlod+int4: did you mean 'offload+int4'",
     "label=offload experiment=latency": "label=offload: names a system; a system is chosen by system=NAME",
-    "method=infinigen method.alpha=4 size=0.16": "method.alpha=4.0: size=0.16 sets it; leave one of them out",
-    "method=quest method.read_frac=0.3 size=0.16": "method.read_frac=0.3: size=0.16 sets it",
+    "method=infinigen method.alpha=4 budget=0.16": "method.alpha=4.0: budget=0.16 sets it; leave one of them out",
+    "method=quest method.budget=0.3 budget=0.16": "method.budget=0.3: budget=0.16 sets it",
     "-m method=full,h2": "method=h2: did you mean 'h2o'",
-    "size=near:0.1": "size=near:0.1: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
-    "size=nearest:2": "size=2.0: must be above 0 and at most 1",
-    "experiment=latency method=full device_rows=2": "device_rows=2: Full cache selects no rows; needs a method that",
-    "method=quest device_rows=0.5": "device_rows=0.5: must be 0, or 1 and more, times the rows that a step reads",
-    "method=quest prefetch=true": "prefetch=true: needs device_rows of 1 or more, which it fetches into",
-    "method=infinigen device_rows=1 prefetch=true": "prefetch=true: InfiniGen tells no rows before its own query",
+    "budget=near:0.1": "budget=near:0.1: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
+    "budget=nearest:2": "budget=2.0: must be above 0 and at most 1",
+    "experiment=latency method=full gpu_cache=2": "gpu_cache=2: Full cache selects no rows; needs a method that",
+    "method=quest gpu_cache=0.5": "gpu_cache=0.5: must be 0, or 1 and more, times the rows that a step reads",
+    "method=quest prefetch=true": "prefetch=true: needs gpu_cache of 1 or more, which it fetches into",
+    "method=infinigen gpu_cache=1 prefetch=true": "prefetch=true: InfiniGen tells no rows before its own query",
 }
 """What Hydra would misread, or refuse in words that do not help, and settings that do not go together."""
 

@@ -328,9 +328,9 @@ PADDED = (PROMPT, 13, 5)
 """Real prompt tokens; that of 5 is shorter than what stays exact."""
 
 
-def kivi(bits: int, residual: int = RESIDUAL, exempt: int = 2) -> Case:
+def kivi(bits: int, residual: int = RESIDUAL, dense_layers: int = 2) -> Case:
     keys, values = ChannelCodec(f"int{bits}", GROUP), IntegerCodec(f"int{bits}", GROUP)
-    return Case(Full(num_exempt_layers=exempt), SplitCodec(keys, values, residual))
+    return Case(Full(dense_layers=dense_layers), SplitCodec(keys, values, residual))
 
 
 def per_channel(keys: np.ndarray, bits: int) -> list[np.ndarray]:
@@ -350,7 +350,8 @@ class Plain:
         self.value_tail = list(values[cut:])
 
     def attend(self, queries: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float) -> np.ndarray:
-        """A step of the group's queries [group, head_dim]; its own token enters exactly, then what is due is coded."""
+        """A step of the group's queries [group, head_dim]; its current token enters exactly, then what is due is
+        coded."""
         self.key_tail.append(key)
         self.value_tail.append(value)
         scores = queries.astype(np.float64) @ np.stack(self.keys + self.key_tail).T * scale
@@ -365,7 +366,7 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, exempt=0))], ids=["gqa", "opt"]
+    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, dense_layers=0))], ids=["gqa", "opt"]
 )
 def test_kivi_in_replay_is_the_rule(family, case):
     """Every decode row of every coded layer and head, in several calls, whose edges lie within groups; in forks too."""
@@ -383,7 +384,7 @@ def test_kivi_in_replay_is_the_rule(family, case):
             session.decode(ids[:, columns], real[:, columns])
             session = session.fork(torch.arange(len(PADDED)), ids.shape[1])
     geometry, bits = attached.geometry, case.codec.keys.bits
-    for layer in range(case.method.num_exempt_layers, geometry.num_layers):
+    for layer in range(case.method.dense_layers, geometry.num_layers):
         *parts, outputs = zip(*seen[layer], strict=True)
         query, key, value = (torch.cat(part, 2).numpy() for part in parts)
         output = torch.cat(outputs, 1).numpy()
@@ -414,7 +415,7 @@ def test_kivis_bytes_and_sizes_by_hand():
         width = (4 + 32 / 4) / 16
         of_link = [(2 + 2 * width * s / n) / 4 for s, n in zip(stored, cached, strict=True)]
         on_device = [2 * (n - s) / n / 4 for s, n in zip(stored, cached, strict=True)]
-        assert session.reads.size == pytest.approx(np.mean(of_link))
-        assert session.reads.device_frac - session.reads.size == pytest.approx(np.mean(on_device))
+        assert session.reads.budget == pytest.approx(np.mean(of_link))
+        assert session.reads.device_frac - session.reads.budget == pytest.approx(np.mean(on_device))
         ring = heads * (RESIDUAL + GROUP + 1) * (exact_slot + coded_slot)
         assert [cache.device_bytes for cache in session.caches] == [0, 0, ring, ring]

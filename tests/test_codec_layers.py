@@ -39,7 +39,7 @@ PADDED = PROMPTS["padded"]
 
 def test_a_setting_names_the_codec_of_each_layer():
     config = load(
-        ["method=full", "method.num_exempt_layers=0", "codec=int4", "value_codec=int2", "group_size=32",
+        ["method=full", "method.dense_layers=0", "codec=int4", "value_codec=int2", "group_size=32",
          "codec_layers=[0-1:int8,5:fp16/turbo3,28-:nvfp4]"]
     )  # fmt: skip
     codec = codec_of(config)
@@ -71,9 +71,9 @@ def test_rotation_groups_and_the_last_tokens_are_those_of_integer_layers():
 @pytest.mark.parametrize(
     "method",
     [
-        Full(num_exempt_layers=2),
-        H2O(heavy_frac=0.2, recent_frac=0.1, num_exempt_layers=2),
-        InfiniGen(max_fetch_frac=0.4),
+        Full(dense_layers=2),
+        H2O(heavy_frac=0.2, recent_frac=0.1, dense_layers=2),
+        InfiniGen(budget=0.4),
     ],
 )
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_one_codec_for_all_named_layers_is_that_codec_bit_for_bit(method, codec)
     ways = {
         "named": LayerCodecs(IntegerCodec("int1"), (NamedLayers(0, None, codec),)),
         "in parts": LayerCodecs(IntegerCodec("int1"), (NamedLayers(2, 2, codec), NamedLayers(3, 3, codec))),
-        "others": LayerCodecs(codec, (NamedLayers(0, 1, IntegerCodec("int1")),)),  # exempt layers
+        "others": LayerCodecs(codec, (NamedLayers(0, 1, IntegerCodec("int1")),)),  # dense layers
     }
     with attached_with_link("gqa") as (attached, link):
         for run in (
@@ -98,7 +98,7 @@ def test_one_codec_for_all_named_layers_is_that_codec_bit_for_bit(method, codec)
                 assert got[1:] == expected[1:], name
 
 
-def test_each_layer_reads_back_by_its_own_codec_and_exempt_ones_as_they_were():
+def test_each_layer_reads_back_by_its_own_codec_and_dense_ones_as_they_were():
     ids, real = token_batch(PADDED, 6)
     seen: dict[int, list[tuple]] = {}
 
@@ -106,7 +106,7 @@ def test_each_layer_reads_back_by_its_own_codec_and_exempt_ones_as_they_were():
         seen.setdefault(layer, []).append((key.clone(), value.clone()))
 
     with attach(tiny("gqa")) as attached, watched(note, (PromptPass, DecodePass)):
-        session = open_session(attached, Case(Full(num_exempt_layers=1), MIXED), real.sum(-1).tolist(), ids.shape[1])
+        session = open_session(attached, Case(Full(dense_layers=1), MIXED), real.sum(-1).tolist(), ids.shape[1])
         session.prefill(ids[:, :-6], real[:, :-6])
         session.decode(ids[:, -6:], real[:, -6:])
     expected = {
@@ -122,11 +122,11 @@ def test_each_layer_reads_back_by_its_own_codec_and_exempt_ones_as_they_were():
 
 
 def test_bytes_and_sizes_by_hand():
-    """2 KV heads of 16 elements, fp32, one exempt layer: slots of 128 bytes; int8 2 * (4 + 16); int4 2 * (4 + 8); nvfp4
+    """2 KV heads of 16 elements, fp32, one dense layer: slots of 128 bytes; int8 2 * (4 + 16); int4 2 * (4 + 8); nvfp4
     4 + 2 + 8 and fp16 32, filled up to a multiple of 4."""
     slots = [128, 40, 24, 48]
     heads, cached = 2, range(24, 34)
-    case = Case(Full(num_exempt_layers=1), MIXED)
+    case = Case(Full(dense_layers=1), MIXED)
     with attached_with_link("gqa") as (attached, link):
         with closing(open_live(attached, case, placement="host", link=link)) as session, Crossed() as crossed:
             force(session, (24,), 10)
@@ -135,20 +135,20 @@ def test_bytes_and_sizes_by_hand():
             assert session.d2h_bytes == heads * sum(slots) * 10
             session.drain()
             assert [crossed.written[store] for store in session.stores] == [heads * slot * 34 for slot in slots]
-            own = heads * 4 * 128 * 10  # the own token of each layer
+            own = heads * 4 * 128 * 10  # the current token of each layer
             assert float(session.reads.num_bytes) == heads * sum(slots) * sum(cached) + own
-            size = session.reads.size
+            budget = session.reads.budget
         needs = Plan(sizes_of(attached, case.method), case.method, MIXED, "device").needs(session.batch.counts)
         assert needs.slots == heads * sum(slots) * 34
         replayed = replay(attached, case, (24,))
     widths = [16, 8 + 32 / 16, 4 + 32 / 16, (4 + (8 + 32) / 16 + 16) / 2]
-    assert size == pytest.approx(sum(widths) / 16 / 4) and replayed.size == pytest.approx(size)
+    assert budget == pytest.approx(sum(widths) / 16 / 4) and replayed.budget == pytest.approx(budget)
 
 
 def test_the_artifacts_size_takes_the_mean_bits_of_the_coded_layers():
     ids, real = token_batch((24,), 6)
     with attach(tiny("gqa")) as attached:
-        session = open_session(attached, Case(Full(num_exempt_layers=1), MIXED), [30], 30)
+        session = open_session(attached, Case(Full(dense_layers=1), MIXED), [30], 30)
         session.prefill(ids[:, :24], real[:, :24])
         session.decode(ids[:, 24:], real[:, 24:])
     assert session.reads.constants.code_bits == pytest.approx((8 + 4 + (4 + 16) / 2) / 3)
@@ -157,7 +157,7 @@ def test_the_artifacts_size_takes_the_mean_bits_of_the_coded_layers():
 def test_the_two_shared_buffers_hold_the_rows_of_the_widest_layer():
     """Layers of 40, 24 and 48 bytes a row take turns in them."""
     with attached_with_link("gqa") as (attached, link):
-        case = Case(Full(num_exempt_layers=0), MIXED)
+        case = Case(Full(dense_layers=0), MIXED)
         with closing(open_live(attached, case, placement="host", link=link)) as session:
             force(session, (24,), 10)
             (share,) = session.shares.values()
@@ -170,11 +170,11 @@ def test_a_cache_of_values_alone_keeps_each_layers_codec_of_values():
         IntegerCodec("int4"), IntegerCodec("int8"), IntegerCodec("int4"), FloatCodec("fp16")
     ]  # fmt: skip
     assert all(codec_at(codec, layer).keys.row_bytes(16) == 0 for layer in range(4))
-    method = ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3, num_exempt_layers=1)
+    method = ShadowKV(budget=0.3, page_size=2, local_chunks=1, rank_frac=0.3, dense_layers=1)
     by_layer = LayerCodecs(FloatCodec("fp32"), (NamedLayers(2, 2, FloatCodec("fp16")),))
     with attach(tiny("gqa")) as attached:
         expected, got = (run(attached, Case(method, by_layer), PADDED) for run in (replay, live))
-    assert (got.logits - expected.logits).abs().max() < 3e-3 and got.size == pytest.approx(expected.size)
+    assert (got.logits - expected.logits).abs().max() < 3e-3 and got.budget == pytest.approx(expected.budget)
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused_in_one_line(capsys, tmp_path):
@@ -197,7 +197,7 @@ def test_bits_before_a_layer_do_not_move_those_behind_it():
     ids, real = token_batch((24,), 6)
     stores = []
     for codec in (MIXED, LayerCodecs(MIXED.others, MIXED.named[:1])):  # without that of the last layer
-        case = Case(Full(num_exempt_layers=0), codec)
+        case = Case(Full(dense_layers=0), codec)
         with attached_with_link("gqa") as (attached, _), closing(open_live(attached, case, 6)) as session:
             session.prefill(ids[:, :24], real[:, :24])
             for column in range(24, 30):

@@ -151,12 +151,12 @@ def test_automatic_settings_of_a_task(given, prefill, num_samples):
 
 @pytest.mark.parametrize(
     ("given", "prefill"),
-    [(["method=h2o"], "artifact"), (["method=h2o", "size=0.2"], "dense"), (["method=fp8"], "artifact"),
-     (["method=h2o", "size=nearest:0.2"], "dense"), (["method=fp8", "size=nearest:0.2"], "dense"),
-     (["method=h2o", "size=0.2", "prefill=question"], "question"), (["method=full", "size=0.2"], "artifact")],
+    [(["method=h2o"], "artifact"), (["method=h2o", "budget=0.2"], "dense"), (["method=fp8"], "artifact"),
+     (["method=h2o", "budget=nearest:0.2"], "dense"), (["method=fp8", "budget=nearest:0.2"], "dense"),
+     (["method=h2o", "budget=0.2", "prefill=question"], "question"), (["method=full", "budget=0.2"], "artifact")],
 )  # fmt: skip
-def test_a_task_with_a_size_has_a_dense_prompt_which_the_size_does_not_move(given, prefill):
-    """But for the full cache, which has no size, and whose scores do not depend on where the prompt ends."""
+def test_a_task_with_a_budget_has_a_dense_prompt_which_the_budget_does_not_move(given, prefill):
+    """But for the full cache, which has no budget, and whose scores do not depend on where the prompt ends."""
     assert load(["experiment=tasks", *given]).prefill_of("copa") == prefill
 
 
@@ -184,7 +184,7 @@ def test_a_copy_of_the_file_that_an_entry_names_is_that_model(name, tmp_path):
 REFUSED = {
     "platform=a6000-pcie3": "platform=a6000-pcie3: is modelled, nothing runs there",
     "experiment=contract codec=int4": None,
-    "experiment=contract size=0.5": "size=0.5: plays no part in experiment=contract; leave it out",
+    "experiment=contract budget=0.5": "budget=0.5: plays no part in experiment=contract; leave it out",
     "method=infingen": "method=infingen: did you mean 'infinigen' or",
     "model=lama2-7b": "model=lama2-7b: did you mean 'llama2-7b'",
     "experiment=tasks tasks=[piqua]": "tasks=piqua: did you mean 'piqa'",
@@ -200,9 +200,9 @@ REFUSED = {
     "model.hub_id=a/b model.gguf_file=m.bin": "model.gguf_file=m.bin: must be the name of a .gguf file",
     "model.path=/tmp model.hub_id=a/b": "model.path=/tmp and model.hub_id=a/b: give one of them",
     "method=h2o method.heavy_frac=2": "method.heavy_frac=2.0: must be in [0, 1]",
-    "method=streaming method.kept_frac=0": "method.kept_frac=0.0: must be in (0, 1]",
+    "method=streaming method.budget=0": "method.budget=0.0: must be in (0, 1]",
     "method.alpha=-1": "method.alpha=-1.0: must be a number >= 0, inf or null",
-    "method.num_exempt_layers=-1": "method.num_exempt_layers=-1: must be an integer >= 0",
+    "method.dense_layers=-1": "method.dense_layers=-1: must be an integer >= 0",
     "method=h2o": None,
     "method=int4 method.num_bits=3": "unknown setting method.num_bits: ",
     "method=int4 method.codec=int8": "method.codec=int8: method=int4 has int4; choose another by method=NAME",
@@ -231,21 +231,21 @@ REFUSED = {
     "codec=int4 codec_layers=[4:int8/./mine.py]": "codec_layers=[4:int8/./mine.py]: must be LAYERS:CODEC, such as",
     "codec=int4 codec_layers=[int8]": "codec_layers=[int8]: must be LAYERS:CODEC, such as 0-1:int8, 5:fp16, 28-:int8",
     "codec=int4 codec_layers=[]": "codec_layers=[]: must name at least one, and none twice",
-    "codec=int4 codec_layers=[0-1:int8]": "codec_layers=[0-1:int8]: method.num_exempt_layers=2 leaves these layers as",
-    "codec=int4 codec_layers=[0-1:int8] method.num_exempt_layers=1": None,
+    "codec=int4 codec_layers=[0-1:int8]": "codec_layers=[0-1:int8]: method.dense_layers=2 leaves these layers as",
+    "codec=int4 codec_layers=[0-1:int8] method.dense_layers=1": None,
     "model.device=cuda": "model.device=cuda: contradicts platform=cpu",
     "platform=cuda model.device=cpu": "model.device=cpu: contradicts platform=cuda",
     "platform.weights_on_device=0.7": "platform.weights_on_device=0.7: experiment=perplexity decodes through no link",
     "model=opt-6.7b": None,
     "method=int4 codec=int8": "codec=int8 contradicts method=int4",
     "method=int4 codec=int4": None,
-    "method=full size=0.5": None,
-    "method=int4 size=0.5": "size=0.5: method Full has no size to set: it reads the same share always; size=nearest:",
-    "method=full codec=int4 size=50%": "size=0.5: ",
-    "size=10%": None,
-    "size=nearest:10%": None,
-    "size=%": "size=%: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
-    "size=110%": "size=1.1: must be above 0 and at most 1",
+    "method=full budget=0.5": None,
+    "method=int4 budget=0.5": "budget=0.5: method Full has no budget to set: it reads the same share always; ",
+    "method=full codec=int4 budget=50%": "budget=0.5: ",
+    "budget=10%": None,
+    "budget=nearest:10%": None,
+    "budget=%": "budget=%: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
+    "budget=110%": "budget=1.1: must be above 0 and at most 1",
     "prefill_len=1024": "prefill_len=1024, seq_len=1024: seq_len must be at least 1026",
     "prefill_len=0": "prefill_len=0: must be at least 1, infinigen",
     "kind=taks": "kind=taks: did you mean 'tasks'?",
@@ -279,14 +279,14 @@ COUNTS = {
 }  # fmt: skip
 """Whole numbers, and the first below what is allowed."""
 NUMBERS = {
-    "size": (0, 1.01, "inf"),
+    "budget": (0, 1.01, "inf"),
     "time_limit_s": (0, -1, "inf"),
-    "analysis.kept_frac": (0, 1.5, "inf"),
+    "analysis.budget": (0, 1.5, "inf"),
     "platform.link_gbps": (0, -1, 1e-9, "inf"),
     "platform.weights_on_device": (0, 1.5, "inf"),
     "platform.host_gib": (0, -1, "inf"),
     "method.alpha": (-1, "1e300", "-inf"),
-    "method.max_fetch_frac": (0, 1.5, "inf"),
+    "method.budget": (0, 1.5, "inf"),
     "method.partial_weight_ratio": (0, 1.5, "inf"),
 }
 """Numbers, and what they cannot be."""
@@ -303,7 +303,7 @@ BAD_SETTINGS = [
     *(f"{name}={value}" for name, values in NUMBERS.items() for value in (*values, "nan")),
     *(f"{name}=nonsense" for name in WORDS),
     *(f"prefetch={value}" for value in ("maybe", 1)),
-    *(f"device_rows={value}" for value in ("maybe", -1, "nan", "inf")),
+    *(f"gpu_cache={value}" for value in ("maybe", -1, "nan", "inf")),
     *(f"{choice}{name}={value}" for name, choice in PATHS.items() for value in ("", "/nowhere/at/all")),
     *(f"results_dir={value}" for value in ("", "null")),
     *(f"{name}=null" for name in ("metadata", "analysis", "calibration")),

@@ -1,5 +1,5 @@
 """The contract: live decoding gives the logits of replay, for every method, family, padding and placement, and only the
-selected rows and the exempt layers cross the link."""
+selected rows and the dense layers cross the link."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def replayed(family: str, name: str, prefill_len: int | None = None) -> Result:
 
 
 @cache
-def live(family: str, name: str, placement: str = "device", device_rows: float = 0) -> Result:
+def live(family: str, name: str, placement: str = "device", gpu_cache: float = 0) -> Result:
     with attached_with_link(family) as (attached, link):
-        return live_session(attached, CASES[name], PADDED, placement=placement, link=link, device_rows=device_rows)
+        return live_session(attached, CASES[name], PADDED, placement=placement, link=link, gpu_cache=gpu_cache)
 
 
 @pytest.mark.parametrize(("name", "family"), RUNS)
@@ -74,9 +74,9 @@ def test_live_is_replay_and_host_is_device_bit_for_bit(name, family):
 
 @pytest.mark.parametrize("name", CHOOSING)
 def test_rows_that_stay_change_the_order_of_rows_only(name):
-    plain, reused = (live("gqa", name, "host", device_rows) for device_rows in (0, 1))
+    plain, reused = (live("gqa", name, "host", gpu_cache) for gpu_cache in (0, 1))
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
-    assert reused.size == plain.size
+    assert reused.budget == plain.budget
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if tolerance(name) == TOLERANCE])  # `smooth` speaks for others
@@ -91,17 +91,17 @@ def test_an_off_by_one_prefill_len_shows(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_over_the_link_goes_the_selection_and_the_size_is_its_closed_form(name):
+def test_over_the_link_goes_the_selection_and_the_budget_is_its_closed_form(name):
     case, expected = CASES[name], replayed("gqa", name)
     with attached_with_link() as (attached, link):
         trial = Trial(attached, link, setup_of(attached, case), PADDED)
         trial.replayed = expected
         if case.codec is None:
-            CHECKS["the size is its closed form"](trial)
+            CHECKS["the budget is its closed form"](trial)
         if name in OFFLOADED and not (case.codec and case.codec.residual):  # bytes of such codecs are counted by hand
             CHECKS["the link carries what is selected"](trial)
             if case.codec is None and case.method.names_rows:
-                CHECKS["rows that stay on the device are counted"](trial)
+                CHECKS["rows of the GPU cache are counted"](trial)
 
 
 # Every method in conf/method, with its defaults: a new file there is a new test here

@@ -98,18 +98,18 @@ def test_blocks_by_hand():
     work = prefill_block(tiny("offload+h2o"), Layer(), kept=4)
     assert work.attention == (Work(2 * 40 * 192, 2 * 192), Work(4 * 4 * 1600, 12 * 1600))
     assert (work.load_bytes, work.store_bytes) == (0, 2 * 4 * 16)
-    assert prefill_block(tiny("offload+h2o"), Layer(exempt=True), kept=4).store_bytes == 2 * 20 * 16
+    assert prefill_block(tiny("offload+h2o"), Layer(is_dense=True), kept=4).store_bytes == 2 * 20 * 16
 
 
 def test_layers_and_constants_are_those_of_the_harness():
     assert layers_of(tiny("offload")) == [Layer()] * 4
-    assert layers_of(tiny("offload+h2o")) == [Layer(exempt=True)] * 2 + [Layer()] * 2
+    assert layers_of(tiny("offload+h2o")) == [Layer(is_dense=True)] * 2 + [Layer()] * 2
     assert layers_of(tiny("infinigen")) == [Layer(True), Layer(True, True), Layer(predicts=True), Layer()]
     infinigen = InfiniGen()
     scheme = SCHEMES["infinigen"]
     read = {cached: scheme.tokens(cached, 4096)[0] for cached in (100, 512, 768, 2048, 4000)}
-    assert read == {100: infinigen.max_fetch_frac * 100, 512: 37, 768: 48.5, 2048: 73, 4000: 73}, "the paper's, capped"
-    assert infinigen.num_exempt_layers == scheme.num_exempt_layers == 2
+    assert read == {100: infinigen.budget * 100, 512: 37, 768: 48.5, 2048: 73, 4000: 73}, "the paper's, capped"
+    assert infinigen.dense_layers == scheme.dense_layers == 2
     assert infinigen.partial_weight_ratio == 0.3
     assert IntegerCodec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE
     for cached in (30, 2000):
@@ -160,7 +160,7 @@ def test_overlap_hides_transfer_and_nothing_else(label, monkeypatch):
 
 def test_units_and_columns_of_a_row():
     row = predict(opt13b("infinigen", gen_len=5))
-    assert set(row) <= {*names(LATENCY)} and row["source"] == "modelled" and row["size"] < 0.2
+    assert set(row) <= {*names(LATENCY)} and row["source"] == "modelled" and row["budget"] < 0.2
     assert row["total_s"] == row["ttft_s"] + row["decode_s"]
     assert row["decode_s"] == pytest.approx(4 * row["tpot_p50_s"], rel=0.01), "of gen_len - 1 steps"
     assert row["tokens_per_s"] == pytest.approx(8 * 5 / row["total_s"])
@@ -168,9 +168,9 @@ def test_units_and_columns_of_a_row():
     dense, fetched = 2 * sum(steps), 38 * sum(SCHEMES["infinigen"].tokens(t, 0)[0] for t in steps)
     assert row["h2d_bytes"] == pytest.approx(8 * 20_480 * (dense + fetched), abs=1)
     assert row["d2h_bytes"] == 8 * 20_480 * 40 * 1924
-    assert row["size"] == pytest.approx((dense + fetched) / (40 * sum(steps)), rel=1e-6)
+    assert row["budget"] == pytest.approx((dense + fetched) / (40 * sum(steps)), rel=1e-6)
     assert A6000.link_bytes_per_s * FITTED.row_fetch < row["link_bytes_per_s"] < A6000.link_bytes_per_s
-    others = {label: predict(opt13b(label))["size"] for label in ("offload", "offload+int4", "ideal")}
+    others = {label: predict(opt13b(label))["budget"] for label in ("offload", "offload+int4", "ideal")}
     assert others == {"offload": 1, "ideal": 1, "offload+int4": pytest.approx((2 + 38 * 0.28125) / 40)}
 
 
@@ -215,15 +215,15 @@ def test_every_figure_has_a_table_of_its_rows(tmp_path, capsys):
     assert main(["--write", "--results-dir", str(tmp_path)]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert paths == [tmp_path / "tables" / f"{figure}-modelled.csv" for figure in published.FIGURES]
-    for path, (figure, cells) in zip(paths, published.FIGURES.items(), strict=True):
+    for path, (figure, bars) in zip(paths, published.FIGURES.items(), strict=True):
         rows = list(csv.DictReader(path.open()))
         assert [*rows[0]] == [name for name in names(LATENCY) if name in rows[0] or name not in OPTIONAL]
         assert {row["source"] for row in rows} == {"modelled"} and all(row["tpot_p99_s"] for row in rows)
         assert {row["experiment"] for row in rows} == {figure}
         read = [(row["label"], row["model"], int(row["batch_size"])) for row in rows]
-        assert read == [(cell.label, cell.model, cell.batch_size) for cell in cells]
+        assert read == [(bar.label, bar.model, bar.batch_size) for bar in bars]
         titles = re.findall("^## (.*)$", path.with_suffix(".md").read_text(), re.MULTILINE)
-        assert titles == [f"{model} on a6000-pcie3, modelled" for model in dict.fromkeys(cell.model for cell in cells)]
+        assert titles == [f"{model} on a6000-pcie3, modelled" for model in dict.fromkeys(bar.model for bar in bars)]
     assert main(["--figure", "fig18", "--platform", "rtx4090-pcie4"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["label"] for row in rows] == [*published.OFFLOADED, "ideal"]

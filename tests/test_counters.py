@@ -1,6 +1,6 @@
 """What crosses the link, is read on the device and is kept there: twelve methods by hand, in replay and live decoding.
 
-The model has 4 layers, of which 2 are exempt, 2 KV heads of 16 columns, and computes in fp32. A sequence has 24 or 15
+The model has 4 layers, of which 2 are dense, 2 KV heads of 16 columns, and computes in fp32. A sequence has 24 or 15
 prompt tokens and decodes 10, so T is 34 or 25; a prompt of 15 is padded by 9 columns.
 """
 
@@ -39,12 +39,12 @@ LIMITS = 2 * 8 / HEADS
 
 
 class Hand(NamedTuple):
-    """A method in numbers, of one non-exempt layer.
+    """A method in numbers, of one layer under the method.
 
     read, index: tokens that a row with t tokens cached of a sequence of T reads, and reads of the index in their stead.
     kept: bytes that a KV head keeps of a sequence of T, floats 16 bits wide. state, shared: bytes that a KV head's
     state takes live, where the batch's longest T is 34, and those of the state as a whole. row: bytes of a stored
-    token. width: of an element / 16 bits. buffer: rows of each of the two buffers that take turns. ahead: the exempt
+    token. width: of an element / 16 bits. buffer: rows of each of the two buffers that take turns. ahead: the dense
     layers' rows have buffers of their own, since the others read less.
     """
 
@@ -93,7 +93,7 @@ BALANCED = Hand(
     kept=lambda final: final * PARTIAL_KEY + PAIR + 8 * 2,  # and the keys' mean
     state=34 * PARTIAL_KEY + PAIR + 8 * 4,
 )
-FULL = Hand(Case(Full(num_exempt_layers=2)), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
+FULL = Hand(Case(Full(dense_layers=2)), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
 
 
 def rocketkv_index(t: int, prompt: int, kept: int, chunk: int, channels: int) -> float:
@@ -103,18 +103,16 @@ def rocketkv_index(t: int, prompt: int, kept: int, chunk: int, channels: int) ->
 
 HANDS = {
     "full": FULL,
-    "int4": FULL._replace(
-        case=Case(Full(num_exempt_layers=2), IntegerCodec("int4")), row=INT4, width=WIDTH, ahead=True
-    ),
+    "int4": FULL._replace(case=Case(Full(dense_layers=2), IntegerCodec("int4")), row=INT4, width=WIDTH, ahead=True),
     "h2o": Hand(
-        Case(H2O(heavy_frac=0.15, recent_frac=0.1, num_exempt_layers=2)),
+        Case(H2O(heavy_frac=0.15, recent_frac=0.1, dense_layers=2)),
         read=lambda t, final: BUDGET[final],
         buffer=8,
         kept=lambda final: BUDGET[final] * (4 + 2) + LIMITS,  # which token it is, int32, and its score
-        state=(8 + 2) * (4 + 4) + LIMITS,  # a slot for the own token, and one for what is not to be written
+        state=(8 + 2) * (4 + 4) + LIMITS,  # a slot for the current token, and one for what is not to be written
     ),
     "quest": Hand(
-        Case(Quest(read_frac=0.4, page_size=3)),
+        Case(Quest(budget=0.4, page_size=3)),
         read=lambda t, final: QUEST_READ[final][t],
         buffer=11,
         index=lambda t, final: t // 3,
@@ -123,7 +121,7 @@ HANDS = {
         shared=35 * 8,  # pages read with 0 to 34 tokens cached
     ),
     "twilight": Hand(
-        Case(Twilight(p=1.0, max_fetch_frac=0.3, candidate_frac=0.4, page_size=3)),
+        Case(Twilight(p=1.0, budget=0.3, candidate_frac=0.4, page_size=3)),
         read=lambda t, final: min(int(0.3 * t), QUEST_READ[final][t]),
         buffer=10,
         index=lambda t, final: t // 3 + QUEST_READ[final][t] * WIDTH / 2,  # Quest's, and the keys of its pages
@@ -132,7 +130,7 @@ HANDS = {
         shared=35 * 8,
     ),
     "vattention": Hand(
-        Case(VAttention(num_sinks=1, num_exempt_layers=2).with_size(0.3)),
+        Case(VAttention(num_sinks=1, dense_layers=2).with_budget(0.3)),
         read=lambda t, final: int(0.3 * t),
         buffer=10,
         index=lambda t, final: t * WIDTH / 2,
@@ -140,7 +138,7 @@ HANDS = {
         state=34 * INT4 / 2,
     ),
     "pariskv": Hand(
-        Case(ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, num_exempt_layers=2)),
+        Case(ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, dense_layers=2)),
         read=lambda t, final: 8,
         buffer=8,
         # of all but 2 first and 4 recent tokens a byte for each 8 signs; of half of them 6 bytes and two weights
@@ -150,7 +148,7 @@ HANDS = {
         shared=35 * (1 + 8) * 8 + (16 + 8 + 7) * 4,  # by tokens cached, 1 and 8 numbers; signs, levels and boundaries
     ),
     "socket": Hand(
-        Case(Socket(read_tokens=6, num_sinks=1, tables=5, planes=3, num_exempt_layers=2)),
+        Case(Socket(read_tokens=6, num_sinks=1, tables=5, planes=3, dense_layers=2)),
         read=lambda t, final: 6,
         buffer=6,
         index=lambda t, final: t * (2 + 2) / (2 * 32),  # 15 bits in two bytes, and the length of the value
@@ -159,7 +157,7 @@ HANDS = {
         shared=35 * 8,
     ),
     "rocketkv": Hand(
-        Case(RocketKV(budget_tokens=6, window=2, num_exempt_layers=2)),
+        Case(RocketKV(budget_tokens=6, window=2, dense_layers=2)),
         read=lambda t, final: 3,
         buffer=3,
         index=lambda t, final: rocketkv_index(t, *ROCKET[final]),
@@ -171,7 +169,7 @@ HANDS = {
     "infinigen": INFINIGEN,
     "infinigen, balanced": BALANCED,
     "infinigen, sampled": BALANCED._replace(
-        case=Case(InfiniGen2Sampled(fixed_fetch=6, when="previous_layer", own_query_layers=0, num_exempt_layers=2)),
+        case=Case(InfiniGen2Sampled(fixed_fetch=6, when="previous_layer", own_query_layers=0, dense_layers=2)),
         # a byte for the value's distance, and the mean value
         index=lambda t, final: (t * (PARTIAL_KEY + 1) / 2 + PAIR / 2 + 8 + 16) / (2 * 16),
         kept=lambda final: final * (PARTIAL_KEY + 1) + PAIR + 8 * 2 + 16 * 2,  # and the mean value
@@ -198,7 +196,7 @@ def test_shares_by_hand(name, run):
     resident = [2 * HEADS * hand.kept(final) / (4 * HEADS * 2 * 16 * 2 * final) for _, final in rows]
     with attached_with_link() as (attached, _):
         found = run(attached, hand.case, PADDED)
-    assert found.size == pytest.approx(mean(kv), rel=1e-12)
+    assert found.budget == pytest.approx(mean(kv), rel=1e-12)
     assert found.device_frac == pytest.approx(mean(kv) + mean(index), rel=1e-12)
     assert found.resident_frac == pytest.approx(mean(resident), rel=1e-12)
 

@@ -76,14 +76,14 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     tolerance = 3e-2 if flips else 1e-3
     device, session = decode(attached, case)
     assert largest_difference(device, expected) <= tolerance
-    assert session.reads.size == pytest.approx(replayed.size)
+    assert session.reads.budget == pytest.approx(replayed.budget)
     if case.method.when == "true_scores":
         return
     host, session = decode(attached, case, placement="host", link=link)
     assert torch.equal(host, device)
     session.close()
     if case.method.names_rows:
-        reused, session = decode(attached, case, placement="host", link=link, device_rows=1)
+        reused, session = decode(attached, case, placement="host", link=link, gpu_cache=1)
         assert largest_difference(reused, device) <= tolerance
         session.close()
 

@@ -71,15 +71,15 @@ def results(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     for method in ("full", "streaming"):
         chosen = ["experiment=board", f"method={method}"]
-        read = {"size": 0.16, "device_frac": 0.3, "resident_frac": 0.1, "num_samples": 4}
-        places = [{"place": at / 2, "kl_nats": 0.5, "size": 0.16, "nll": 2.5, "nll_full": 2.4} for at in (0, 1)]
+        read = {"budget": 0.16, "device_frac": 0.3, "resident_frac": 0.1, "num_samples": 4}
+        places = [{"place": at / 2, "kl_nats": 0.5, "budget": 0.16, "nll": 2.5, "nll_full": 2.4} for at in (0, 1)]
         save(folder, chosen, {"code": read | {"perplexity": 12.0, "kl_nats": 0.5}}, samples={"windows": places})
         sampled = {"passkey": answers([1.0, 0.0, 1.0, 1.0])}
         save(folder, [*chosen, "kind=tasks"], {"passkey": read | {"acc": 0.75}}, samples=sampled)
-        step = {"late_bytes": 0, "link_bytes_per_s": 1e9, "size": 0.16, "h2d_bytes": 2**20}
+        step = {"late_bytes": 0, "link_bytes_per_s": 1e9, "budget": 0.16, "h2d_bytes": 2**20}
         save(folder, [*chosen, "kind=latency"], LATENCY_METRICS | step)
     windows = {"windows": [{"nll": 2.5, "nll_full": 2.4}, {"nll": 2.6, "nll_full": 2.5}]}
-    text = {"offline": {"perplexity": 12.5, "perplexity_stderr": 0.5, "num_samples": 2, "size": 0.2}}
+    text = {"offline": {"perplexity": 12.5, "perplexity_stderr": 0.5, "num_samples": 2, "budget": 0.2}}
     save(folder, ["experiment=fig12", "method=h2o"], text, chunks=[CHUNK], samples=windows)
     save(folder, ["experiment=latency", "system=offload"], LATENCY_METRICS)
     point = {"series": "a", "metric": "bytes", "value": 2.0**30, "stderr": None, "num_samples": 1}

@@ -139,7 +139,7 @@ def test_what_decides_a_sampled_answer_is_in_the_identity_of_its_run():
     assert changed_settings(config) == {"temperature": 0.5, "top_k": 9, "repeats": 2}
 
 
-def test_repeats_is_of_answers_or_of_a_timed_cell():
+def test_repeats_is_of_answers_or_of_a_timed_run():
     tasks = load(["experiment=tasks", "temperature=0.5", "repeats=7"])
     assert (tasks.sampling.repeats, tasks.latency.repeats) == (7, 2)
     timed = load(["experiment=latency", "repeats=3"])

@@ -49,7 +49,7 @@ PADDED = PROMPTS["padded"]
 class Following(Quest):
     """Every other layer reads what the one before it selected."""
 
-    num_exempt_layers: int = 1
+    dense_layers: int = 1
 
     def when_of(self, layer):
         return "own_query" if layer % 3 == 1 else "earlier_layer"
@@ -82,13 +82,13 @@ class ProjectedState(PromptEvictingState):
 class Projected(NeedsInputs, PromptEvicting):
     """Keeps tokens by a rule that uses W_O."""
 
-    kept_frac: float = 0.5
+    budget: float = 0.5
 
     title = "Projected"
     state = ProjectedState
 
 
-FOLLOWING, PROJECTED = Case(Following(read_frac=0.3, page_size=4)), Case(Projected())
+FOLLOWING, PROJECTED = Case(Following(budget=0.3, page_size=4)), Case(Projected())
 METHODS = (
     "full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "retroinfer", "kvzip", "kivi", "kascade",
     "following", "projected",
@@ -174,7 +174,7 @@ def test_replay_mixes_no_devices(gpus, monkeypatch, name):
         assert hidden.device == CUDA and attached.logits(hidden).device == CUDA
         assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
     with attach(spread_fake()) as attached:
-        assert attached.decoder.is_checked and attached.decoder.no_rehearsal is attached.decoder.no_padding is None
+        assert attached.decoder.is_checked and attached.decoder.no_prediction is attached.decoder.no_padding is None
         assert [layer.device for layer in attached.layers] == [CUDA, CUDA, SECOND, SECOND]
         assert attached.devices == [CUDA, SECOND] and all(layer.positions for layer in attached.layers)
 
@@ -247,7 +247,7 @@ def test_numbers_and_bytes_are_those_of_one_device(name):
             found += [replay(attached, case, PADDED), live(attached, case, PADDED), *over_host(attached, case)]
     for one, other in zip(whole[:3], parts[:3], strict=True):
         assert torch.equal(one.logits, other.logits)
-        assert (one.size, one.device_frac) == (other.size, other.device_frac)
+        assert (one.budget, one.device_frac) == (other.budget, other.device_frac)
     assert whole[3] == parts[3]
 
 

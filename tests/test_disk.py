@@ -89,9 +89,9 @@ def test_a_shipped_methods_disk_is_its_device(name, folder):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("infinigen", {"device_rows": 2}),
-        ("pool-counter", {"device_rows": 1}),
-        ("quest", {"device_rows": 1.5, "prefetch": True}),
+        ("infinigen", {"gpu_cache": 2}),
+        ("pool-counter", {"gpu_cache": 1}),
+        ("quest", {"gpu_cache": 1.5, "prefetch": True}),
     ],
 )
 def test_rows_may_stay_on_the_device_and_come_early(name, options, folder):

@@ -161,9 +161,9 @@ def own_codec() -> str:
 
 
 def check_run(arguments: list[str]) -> None:
-    """The settings of every run are accepted; of a sweep, those that hold for all of its cells, and its own.
+    """The settings of every run are accepted; of a sweep, those that hold for all of its runs, and its own.
 
-    The cells are those of `tests/test_sweep.py`.
+    The runs are those of `tests/test_sweep.py`.
     """
     arguments = [word for word in arguments if word != "--help"]
     if arguments[:1] == ["lm-eval"]:
@@ -231,7 +231,7 @@ def written(block: Block) -> str:
 
 def check_python(block: Block) -> None:
     """Runs; a method or a codec in it is held to the contract as a user's own file. A method drops
-    something, or says by which number its size is searched."""
+    something, or says by which number its budget is searched."""
     if not re.search(r"^@dataclass\(frozen=True\)$", block.text, re.MULTILINE):
         exec(compile(block.text, str(block), "exec"), {"__name__": "example"})
         return
@@ -242,7 +242,7 @@ def check_python(block: Block) -> None:
     assert main([choice, "experiment=contract"]) == 0
     reads = load([choice]).method.tokens_read(TokenCounts(200, 200, 210), 3)
     if reads is None:  # the data decide it
-        assert load([choice, "size=0.5"]).size_is_measured
+        assert load([choice, "budget=0.5"]).budget_is_measured
     else:
         assert reads < 200
 
@@ -298,7 +298,7 @@ def test_the_tour_runs(own_folder, monkeypatch):
         short = source.replace("prefill_len=960,", "")  # longer than the windows here
         exec(compile(short, "tour.ipynb", "exec"), names)
     assert list(names["compared"].label) == ["H2O", "InfiniGen2", "Oracle"]  # Quest cannot be so small on 256 tokens
-    assert 0 < names["cached"].usage.size < 1 and list(names["frame"].label)[0] == "Long values"
+    assert 0 < names["cached"].usage.budget < 1 and list(names["frame"].label)[0] == "Long values"
 
 
 def test_the_recipe_for_own_questions_runs(own_folder):
@@ -308,7 +308,7 @@ def test_the_recipe_for_own_questions_runs(own_folder):
         ["my_questions"], methods=["full", "streaming"], include_path="my_questions", prefill="question"
     )
     assert list(frame.label) == ["Full cache", "Streaming"] and set(frame.acc) <= {0, 0.5, 1}
-    assert "acc_difference" in frame.columns and frame["size"][1] < 1
+    assert "acc_difference" in frame.columns and frame["budget"][1] < 1
 
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS)
@@ -415,19 +415,19 @@ def test_the_readmes_table_is_that_of_the_board():
     header, *lines = cells((page := (confirmed / "board.md").read_text())[page.index("| label ") :])
     of_board = {line[0]: dict(zip(header, line, strict=True)) for line in lines}
     readme = (ROOT / "README.md").read_text()
-    header, *lines = cells(readme[readme.index("| label | size (%) | read on device") :])
+    header, *lines = cells(readme[readme.index("| label | budget (%) | read on device") :])
     assert len(lines) > 5
     for label, *shown in lines:
         assert shown == [of_board[label][heading] for heading in header[1:]], label
     rows = pd.read_csv(confirmed / "tables" / "board-methods.csv")
     rows = rows[
-        (rows.over == "all models") & (rows.seq_len == 1024) & (rows.asked_size.isna() | (rows.asked_size == 0.1))
+        (rows.over == "all models") & (rows.seq_len == 1024) & (rows.asked_budget.isna() | (rows.asked_budget == 0.1))
     ].set_index("label")
     for label, *numbers_shown in lines:
         row = rows.loc[label]
         coded = rows.loc[f"{label} + int8"] if f"{label} + int8" in rows.index else None
         expected = [
-            [100 * row.size_low, 100 * row.size_high],
+            [100 * row.budget_low, 100 * row.budget_high],
             [100 * row.device_frac_low, 100 * row.device_frac_high],
             [100 * row.resident_frac_low, 100 * row.resident_frac_high],
             [row.ratio, row.ratio_low, row.ratio_high],

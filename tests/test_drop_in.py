@@ -53,12 +53,12 @@ def attached(model, tokenizer, tmp_path):
     """`harness.attach` of the tiny model; it fails where the model is not as it was afterwards."""
 
     @contextmanager
-    def attach_tiny(method="full", size=None, **settings) -> Iterator[CachedModel]:
+    def attach_tiny(method="full", budget=None, **settings) -> Iterator[CachedModel]:
         before = looks_of(model)
-        size = METHODS.get(method) if size is None else size
+        budget = METHODS.get(method) if budget is None else budget
         options = {"results_dir": str(tmp_path)} | PLAIN | settings
         try:
-            with harness.attach(model, tokenizer, method=method, size=size, **options) as cached:
+            with harness.attach(model, tokenizer, method=method, budget=budget, **options) as cached:
                 yield cached
         finally:
             assert looks_of(model) == before
@@ -129,7 +129,7 @@ def test_generate_a_loop_and_several_rows_at_once_are_one(model, attached, metho
         assert torch.equal(generated(model, ids, mask), made) and torch.equal(generated(cached, ids, mask), made)
         by_hand, cache = written_by_hand(model, ids, mask)
         assert torch.equal(by_hand, made)
-        assert cache.usage.size == usage.size
+        assert cache.usage.budget == usage.budget
         assert cache.usage.steps == usage.steps == NEW - 1 and cache.get_seq_length() == ids.shape[1] + NEW - 1
         assert cache.usage.h2d_bytes == usage.h2d_bytes > 0
         out = model(ids, attention_mask=mask, use_cache=True)
@@ -150,7 +150,7 @@ def test_the_full_cache_gives_the_bare_models_logits_and_loss(model, attached):
         found = model(ids, attention_mask=mask)
         torch.testing.assert_close(found.logits[mask.bool()], whole.logits[mask.bool()], **close)
         assert type(found.logits) is torch.Tensor and found.logits.shape == whole.logits.shape
-        assert (cached.usage.steps, cached.usage.size) == (int(mask.sum()) - 2, 1.0) and cached.usage.score_s > 0
+        assert (cached.usage.steps, cached.usage.budget) == (int(mask.sum()) - 2, 1.0) and cached.usage.score_s > 0
         torch.testing.assert_close(model(ids, attention_mask=mask, labels=labels).loss, whole.loss, **close)
         assert model(ids, attention_mask=mask, use_cache=False).past_key_values is None
         last = model(ids, attention_mask=mask, logits_to_keep=2).logits
@@ -178,28 +178,28 @@ def test_a_whole_text_is_scored_by_the_methods_selections(name, prefill_len):
         arguments = {"calibration": calibration_of(under), "codec": case.codec, "prefill_len": prefill_len}
         with CachedModel(under, case.method, **arguments) as cached:
             logits = cached(ids, attention_mask=mask).logits
-        size = cached.usage.size
-        sizes = []
+        budget = cached.usage.budget
+        budgets = []
         for at, (text, start) in enumerate(zip(texts, (1, 0, 7), strict=True)):
             session = open_session(under, case, [len(text) + 1], len(text))
             last = session.prefill(text[None, :prefill_len], torch.ones(1, prefill_len, dtype=torch.bool))[:, -1:]
             rest = text[None, prefill_len:]
             rows = session.decode(rest, torch.ones_like(rest, dtype=torch.bool))
-            sizes += [session.reads.size] * rest.shape[1]
+            budgets += [session.reads.budget] * rest.shape[1]
             expected = under.logits(torch.cat([last, rows], 1))[0]
             found = logits[at, start + prefill_len - 1 : start + len(text)]
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    assert size == pytest.approx(sum(sizes) / len(sizes)) and (size < 0.95 or name == "int4")
+    assert budget == pytest.approx(sum(budgets) / len(budgets)) and (budget < 0.95 or name == "int4")
 
 
-def test_a_texts_size_is_met_at_its_own_length(model, attached):
+def test_a_texts_budget_is_met_at_its_own_length(model, attached):
     with attached("infinigen", 0.6, prefill_len=4) as cached:
         for length in (24, 60):
             ids, _ = prompts(length)
             labels = ids.clone()
             labels[:, :4] = -100
             loss = model(ids, labels=labels).loss
-            assert cached.usage.size == pytest.approx(0.6, abs=0.02) and loss.isfinite()
+            assert cached.usage.budget == pytest.approx(0.6, abs=0.02) and loss.isfinite()
 
 
 @pytest.mark.parametrize("given", ["model", "cached"])
@@ -477,20 +477,20 @@ def test_wrong_settings_of_attach_are_one_line(settings, said, model):
         pytest.fail("refused")
 
 
-@pytest.mark.parametrize("size", [1e-9, "1e-9"])
-def test_a_size_that_no_method_has_is_one_line(size, attached):
+@pytest.mark.parametrize("budget", [1e-9, "1e-9"])
+def test_a_budget_that_no_method_has_is_one_line(budget, attached):
     ids, _ = prompts(24)
-    with refused("size=1e-0?9"), attached("h2o", size) as cached:
+    with refused("budget=1e-0?9"), attached("h2o", budget) as cached:
         cached.generate(ids, max_new_tokens=NEW)
 
 
 def test_a_method_that_cannot_work_on_the_model_is_one_line(model, attached):
     ids, _ = prompts(24)
-    with attached("streaming", prefill_len=3, **{"method.num_exempt_layers": 4}):
+    with attached("streaming", prefill_len=3, **{"method.dense_layers": 4}):
         for settings in ({}, {"use_cache": True}):
-            with pytest.raises(UserError, match=r"^method\.num_exempt_layers=4"):
+            with pytest.raises(UserError, match=r"^method\.dense_layers=4"):
                 model(ids, **settings)
-        with pytest.raises(UserError, match=r"^method\.num_exempt_layers=4"):
+        with pytest.raises(UserError, match=r"^method\.dense_layers=4"):
             model.generate(ids)
 
 
@@ -502,7 +502,7 @@ def test_windows_recurrent_layers_and_latents_run_as_the_bare_model(family, tmp_
     with torch.no_grad():
         bare = generated(network, ids, None)
         logits = network(ids).logits
-    settings = PLAIN | {"results_dir": str(tmp_path), "method.num_exempt_layers": 0}
+    settings = PLAIN | {"results_dir": str(tmp_path), "method.dense_layers": 0}
     with harness.attach(network, method="full", prefill_len=1, **settings):
         assert torch.equal(generated(network, ids, None), bare)
         torch.testing.assert_close(network(ids).logits, logits, atol=1e-4, rtol=0)

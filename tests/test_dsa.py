@@ -129,7 +129,7 @@ def test_rows_read_the_tokens_that_the_models_own_indexers_choose(name, way, sel
                 assert read[layer][sequence, position] == expected, (layer, sequence, position)
                 assert len(expected) == TOP_K
                 without_own += position not in expected
-    assert without_own > 10, "the own token competes, and often loses"
+    assert without_own > 10, "the current token competes, and often loses"
 
 
 @pytest.mark.parametrize(("placement", "method"), [("device", Full()), ("host", Dsa())])
@@ -151,7 +151,7 @@ def test_generate_gives_the_tokens_and_logits_of_transformers(name, placement, m
     assert torch.equal(got.sequences, expected.sequences)
     logits = torch.stack(expected.logits, 1)
     assert float((torch.stack(got.logits, 1) - logits).abs().max() / logits.abs().max()) < 1e-5
-    assert cached.usage.size < 1 and (cached.usage.h2d_bytes > 0) == (placement == "host")
+    assert cached.usage.budget < 1 and (cached.usage.h2d_bytes > 0) == (placement == "host")
 
 
 @families
@@ -282,7 +282,7 @@ def test_bytes_on_the_device_and_over_the_link_are_exact(name, method, choosing,
 
 @families
 def test_shares_are_those_of_the_rows_that_are_read(name, selections):
-    """`size`, `device_frac` and `resident_frac` by hand, of a sequence whose prompt is shorter than `index_topk`."""
+    """`budget`, `device_frac` and `resident_frac` by hand, of a sequence whose prompt is shorter than `index_topk`."""
     prompt, choosing = TOP_K - 4, sum(OWN[name])
     with attach(model_of(name)) as attached:
         found = replay(attached, Case(Full()), (prompt,))
@@ -293,23 +293,23 @@ def test_shares_are_those_of_the_rows_that_are_read(name, selections):
             read[step] += number / 4
     assert read[: TOP_K - prompt] == [*range(prompt, TOP_K)], "all of it, as long as that is few"
     assert all(TOP_K - 1 <= number <= TOP_K for number in read[TOP_K - prompt :])
-    size = sum(number / cached for number, cached in zip(read, rows, strict=True)) / STEPS
+    budget = sum(number / cached for number, cached in zip(read, rows, strict=True)) / STEPS
     index = choosing * HEAD_DIM / (4 * LATENT)
-    assert found.size == pytest.approx(size) and found.size < 1
-    assert found.device_frac == pytest.approx(size + index)
+    assert found.budget == pytest.approx(budget) and found.budget < 1
+    assert found.device_frac == pytest.approx(budget + index)
     assert found.resident_frac == pytest.approx(index)
 
 
-@pytest.mark.parametrize("device_rows", [1, 1.5])
+@pytest.mark.parametrize("gpu_cache", [1, 1.5])
 @pytest.mark.parametrize(("name", "method"), [("glm_moe_dsa", Dsa()), ("deepseek_v32", Dsa(every=2))])
-def test_as_many_rows_are_found_on_the_device_as_replay_counts(name, method, device_rows):
+def test_as_many_rows_are_found_on_the_device_as_replay_counts(name, method, gpu_cache):
     with attach(model_of(name)) as attached, EmulatedLink(1e12) as link:
         ids, real = token_batch(LONG)
-        counted = contract.open_replay(attached, contract.Setup(method, None, None), real, device_rows=device_rows)
+        counted = contract.open_replay(attached, contract.Setup(method, None, None), real, gpu_cache=gpu_cache)
         columns = max(LONG)
         counted.prefill(ids[:, :columns], real[:, :columns])
         counted.decode(ids[:, columns:], real[:, columns:])
-        options = {"placement": "host", "link": link, "device_rows": device_rows}
+        options = {"placement": "host", "link": link, "gpu_cache": gpu_cache}
         with closing(open_live(attached, Case(method), **options)) as session:
             force(session, LONG)
             assert session.h2d_bytes == counted.reads.rows_loaded.total() * LATENT * 4
@@ -320,11 +320,11 @@ def test_as_many_rows_are_found_on_the_device_as_replay_counts(name, method, dev
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "device_rows"),
+    ("name", "method", "gpu_cache"),
     [("glm_moe_dsa", Dsa(), 0), ("glm_moe_dsa", Dsa(), 1.5), ("deepseek_v32", Full(), 0)],
 )
-def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, method, device_rows):
-    options = {"placement": "host", "device_rows": device_rows}
+def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, method, gpu_cache):
+    options = {"placement": "host", "gpu_cache": gpu_cache}
     prompts = (24, 15)
     ids, real = token_batch(prompts, 0)
     with attach(model_of(name)) as attached, EmulatedLink(1e12) as link:
@@ -345,7 +345,7 @@ def test_a_timed_run_is_of_the_models_own_method(method):
     with attach(model_of("deepseek_v32")) as attached, EmulatedLink(1e12) as link:
         timing = time_run(attached, ids, TimedRun(method, shape, "host"), link=link)
     metrics = timing.metrics
-    assert metrics["prediction_s"] > 0 and 0 < metrics["size"] < 1 and metrics["device_frac"] > metrics["size"]
+    assert metrics["prediction_s"] > 0 and 0 < metrics["budget"] < 1 and metrics["device_frac"] > metrics["budget"]
     chosen = metrics["h2d_bytes"] / (LATENT * 4)
     assert 4 * 2 * 5 * (TOP_K - 1) <= chosen <= 4 * 2 * 5 * TOP_K
 
@@ -380,7 +380,7 @@ def test_a_long_prompt_runs_in_parts(monkeypatch):
 @pytest.mark.parametrize("case", ["quest", "h2o", "infinigen", "snapkv", "oracle"])
 def test_other_methods_replace_the_indexers_in_decode_rows(case):
     """No index key is kept, and no indexer chooses: the rows are the method's."""
-    free = Case(replace(CASES[case].method, num_exempt_layers=0))
+    free = Case(replace(CASES[case].method, dense_layers=0))
     with attach(model_of("deepseek_v32")) as attached:
         expected = replay(attached, free, PADDED)
         got = live(attached, free, PADDED)
@@ -401,16 +401,16 @@ SPLIT = SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)
             "glm_moe_dsa",
             CASES["quest"],
             UserError,
-            "num_exempt_layers=2: model family 'glm_moe_dsa' reads .*allowed: 0",
+            "dense_layers=2: model family 'glm_moe_dsa' reads .*allowed: 0",
         ),
         (
             "glm_moe_dsa",
-            Case(Full(num_exempt_layers=2), IntegerCodec("int4")),
+            Case(Full(dense_layers=2), IntegerCodec("int4")),
             UserError,
-            "num_exempt_layers=2: .*allowed: 0",
+            "dense_layers=2: .*allowed: 0",
         ),
         ("glm_moe_dsa", CASES["kvzip-plus"], UserError, "KVzip.* reads the prompt again"),
-        ("glm_moe_dsa", Case(Full(num_exempt_layers=0), SPLIT), UserError, "residual=8: .*allowed: 0"),
+        ("glm_moe_dsa", Case(Full(dense_layers=0), SPLIT), UserError, "residual=8: .*allowed: 0"),
         ("glm_moe_dsa", Case(Dsa(layers=(0, 1))), UserError, r"layers=\[0, 1\]: must be layers .*\[0, 2\]"),
     ],
 )
@@ -425,13 +425,13 @@ def test_what_cannot_run_is_refused_in_one_line(name, case, error, message):
             assert "\n" not in str(caught.value)
 
 
-def test_settings_and_sizes():
+def test_settings_and_budgets():
     with pytest.raises(ValueError, match="every=2: must be 1 with method.layers"):
         Dsa(every=2, layers=(0,))
     with pytest.raises(ValueError, match="every=0: must be an integer >= 1"):
         Dsa(every=0)
-    with pytest.raises(ValueError, match="no size to set.*size=nearest:0.1"):
-        Dsa().with_size(0.1)
+    with pytest.raises(ValueError, match="no budget to set.*budget=nearest:0.1"):
+        Dsa().with_budget(0.1)
     bound = FittedDsa(index=IndexShape(HEAD_DIM, TOP_K, (True,)))
     rows = [TokenCounts(cached, 5, 40) for cached in (TOP_K - 1, TOP_K, 30)]
     assert [bound.max_tokens_read(row, 0) for row in rows] == [TOP_K - 1, TOP_K, TOP_K]

@@ -102,60 +102,60 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
 
 
 @cache
-def cells_of(experiment: str) -> tuple[RunConfig, ...]:
+def runs_of(experiment: str) -> tuple[RunConfig, ...]:
     root = ["sweep.data_root=."] if "data_root" in compose([f"experiment={experiment}"]).sweep else []
     given = [f"experiment={experiment}", *root]
-    return read_plan(compose(given).sweep, given).cells
+    return read_plan(compose(given).sweep, given).runs
 
 
-def row_of(cell: RunConfig, **values: Any) -> dict[str, Any]:
-    """A made-up row of a cell, under the label that its record would have."""
-    return {"label": cell.label, "size": cell.size or 0.3, **values}
+def row_of(config: RunConfig, **values: Any) -> dict[str, Any]:
+    """A made-up row of a run, under the label that its record would have."""
+    return {"label": config.label, "budget": config.budget or 0.3, **values}
 
 
-def score_of(cell: RunConfig, metric: str, task: str = "wikitext2") -> dict[str, Any]:
-    shape = {"seq_len": cell.seq_len, "num_samples": cell.num_windows}
-    return row_of(cell, task=task, metric=metric, value=0.5, **shape)
+def score_of(config: RunConfig, metric: str, task: str = "wikitext2") -> dict[str, Any]:
+    shape = {"seq_len": config.seq_len, "num_samples": config.num_windows}
+    return row_of(config, task=task, metric=metric, value=0.5, **shape)
 
 
 def drawn_x(axes: Axes) -> dict[str, list[float]]:
     return {name: list(line[0].get_xdata(orig=False)) for name, line in lines(axes).items()}
 
 
-def test_table2_has_a_bar_for_every_cell_of_its_sweep(tmp_path):
-    cells = cells_of("table2")
-    ours, *_ = drawn("table2", tmp_path, [score_of(cell, "perplexity") for cell in cells]).axes
-    assert bar_heights(ours) == {"InfiniGen": [0.5] * len(cells)}
+def test_table2_has_a_bar_for_every_run_of_its_sweep(tmp_path):
+    configs = runs_of("table2")
+    ours, *_ = drawn("table2", tmp_path, [score_of(config, "perplexity") for config in configs]).axes
+    assert bar_heights(ours) == {"InfiniGen": [0.5] * len(configs)}
     pools = [text.get_text().replace("\n", " ") for text in ours.get_xticklabels()]
     policies = ["80 % fifo", "80 % lru", "80 % counter"]
     assert pools == ["100 %", *policies, *(f"{each} (artifact)" for each in policies)]
-    for cell, pool in zip(cells, pools, strict=True):
-        if cell.method_name == "infinigen":
+    for config, pool in zip(configs, pools, strict=True):
+        if config.method_name == "infinigen":
             assert pool == "100 %"
             continue
-        assert f"{100 * cell.method.pool_frac:.0f} %" in pool and cell.method.pool_policy in pool
-        assert ("artifact" in pool) == (cell.method.eviction == "artifact")
+        assert f"{100 * config.method.pool_frac:.0f} %" in pool and config.method.pool_policy in pool
+        assert ("artifact" in pool) == (config.method.eviction == "artifact")
 
 
 def test_fig17_has_both_halves_of_every_setting_of_its_sweep(tmp_path):
-    tasks, timed = ([cell for cell in cells_of("fig17") if cell.kind == kind] for kind in ("tasks", "latency"))
-    write(tmp_path, "fig17", [score_of(cell, "acc", "kv_recall") for cell in tasks])
-    write(tmp_path, "fig17-latency", [row_of(cell, decode_s=1.0) for cell in timed])
+    tasks, timed = ([config for config in runs_of("fig17") if config.kind == kind] for kind in ("tasks", "latency"))
+    write(tmp_path, "fig17", [score_of(config, "acc", "kv_recall") for config in tasks])
+    write(tmp_path, "fig17-latency", [row_of(config, decode_s=1.0) for config in timed])
     figure = draw("fig17", tmp_path)
     assert legend(figure) == ["Full cache", "accuracy", "latency", "chance"]
-    for cells in ([cell for cell in tasks if cell.label_given], timed):
-        assert {cell.method_name for cell in cells} == {"infinigen"}
-        for cell in cells:
-            setting, _, value = cell.label.partition("=")
-            assert getattr(cell.method, setting) == float(value)
+    for configs in ([config for config in tasks if config.label_given], timed):
+        assert {config.method_name for config in configs} == {"infinigen"}
+        for config in configs:
+            setting, _, value = config.label.partition("=")
+            assert getattr(config.method, setting) == float(value)
     scores = [axes for axes in figure.axes if "accuracy (%)" in axes.get_ylabel()]
     seconds = [axes for axes in figure.axes if axes not in scores]
     for left, right, name in zip(scores, seconds, ("alpha", "partial_weight_ratio"), strict=True):
-        values = [getattr(cell.method, name) for cell in timed if cell.label.startswith(name)]
+        values = [getattr(config.method, name) for config in timed if config.label.startswith(name)]
         assert len(values) == 5 and drawn_x(left) == {"accuracy": values} and drawn_x(right) == {"latency": values}
 
 
 def test_every_method_of_fig19_keeps_64_tokens_of_the_same_text():
-    for cell in (cell for cell in cells_of("fig19") if cell.label_given):
-        assert cell.method.tokens_read(TokenCounts(cell.seq_len - 1, 256, cell.seq_len), 2) == 64
-        assert cell.seq_len * cell.num_windows == 8192
+    for config in (config for config in runs_of("fig19") if config.label_given):
+        assert config.method.tokens_read(TokenCounts(config.seq_len - 1, 256, config.seq_len), 2) == 64
+        assert config.seq_len * config.num_windows == 8192

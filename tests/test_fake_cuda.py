@@ -96,15 +96,15 @@ def fake_tiny(family: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "device_rows", "family"),
+    ("name", "placement", "gpu_cache", "family"),
     [
         *((*placed, "llama") for placed in PLACED),
         *(("infinigen", "host", 0, family) for family in ("qwen3", "opt")),
     ],
 )
-def test_nothing_waits_for_the_device_or_lies_on_the_cpu(gpu, name, placement, device_rows, family):
+def test_nothing_waits_for_the_device_or_lies_on_the_cpu(gpu, name, placement, gpu_cache, family):
     case = CASES[name]
-    options = {"codec": case.codec, "placement": placement, "device_rows": device_rows}
+    options = {"codec": case.codec, "placement": placement, "gpu_cache": gpu_cache}
     with opened(gpu, fake_tiny(family), PROMPTS["padded"], case.method, **options) as (session, token):
         # Before its first layer a prefill asks for the prompts' lengths, and moves what a method counts on the CPU.
         assert [fault for fault in gpu.faults if fault[0] is not None] == []
@@ -193,10 +193,10 @@ BUDGETS = {
     "infinigen (device)": (18, 35),
     "pool": (18, 42),
 }
-"""Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's rehearsal
+"""Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's prediction
 included, and what torch launches to make a bias of a mask; at the shape of OPT-13B. A whole layer of a step costs them
 all, whatever the batch: at 5 us each, 40 of them in each of 40 layers are 8 ms."""
-METHODS = {"full": Full, "h2o": partial(H2O, num_exempt_layers=2), "infinigen": InfiniGen}
+METHODS = {"full": Full, "h2o": partial(H2O, dense_layers=2), "infinigen": InfiniGen}
 METHODS["infinigen2"] = partial(InfiniGen2, statistics="prompt", partial_weight_ratio=0.3)
 
 
@@ -206,7 +206,7 @@ def system_of(label: str) -> tuple[Method, System]:
     if label == "infinigen2-sampled":
         return InfiniGen2Sampled(statistics="prompt", partial_weight_ratio=0.3), LABELS["infinigen2+rows"]
     if label == "infinigen2+prefetch":
-        return METHODS["infinigen2"](), System("infinigen2", device_rows=2, prefetch=True)
+        return METHODS["infinigen2"](), System("infinigen2", gpu_cache=2, prefetch=True)
     if label == "infinigen (device)":
         return InfiniGen(), System("infinigen", "device")
     return METHODS[LABELS[label].method](), LABELS[label]
@@ -226,7 +226,7 @@ def test_layers_that_read_all_columns_share_a_padded_batchs_bias(gpu):
 def test_a_layer_launches_few_kernels(gpu, label):
     method, system = system_of(label)
     model = fake_model("opt-13b", num_hidden_layers=LAYERS)
-    options = {name: getattr(system, name) for name in ("placement", "overlap", "device_rows", "prefetch", "pinned")}
+    options = {name: getattr(system, name) for name in ("placement", "overlap", "gpu_cache", "prefetch", "pinned")}
     codec = codec_named(system.codec) if system.codec else None
     with opened(gpu, model, (PROMPT_LEN,) * BATCH, method, codec=codec, **options) as (session, token):
         token = session.decode_step(token).argmax(-1)

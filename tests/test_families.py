@@ -24,7 +24,7 @@ VERDICTS = {  # the verdict, the kinds of layers, and what is said
     "hy_v4": ("works", "latent, own indexer, sinks", ""),
     "kimi_linear": ("works", "latent, recurrent", ""),
     "llama4_text": ("in part", "full, chunked", "no padded batch"),
-    "zamba": ("in part", "full, recurrent", "no method that rehearses"),
+    "zamba": ("in part", "full, recurrent", "no method that predicts a query"),
     "bloom": ("refused", "", "given no positions"),
     "falcon": ("refused", "", "not transformers' attention function"),
     "roberta": ("refused", "", "logits are off"),

@@ -109,8 +109,8 @@ def test_a_long_decode_keeps_nothing_but_its_cache():
     steps = 60
     with attached_with_link() as (attached, link):
         ids, real = token_batch(EVEN, steps)
-        for name, device_rows in (("full", 0), ("infinigen", 1), ("h2o", 0)):
-            session = open_live(attached, CASES[name], steps, placement="host", link=link, device_rows=device_rows)
+        for name, gpu_cache in (("full", 0), ("infinigen", 1), ("h2o", 0)):
+            session = open_live(attached, CASES[name], steps, placement="host", link=link, gpu_cache=gpu_cache)
             session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
             sizes = []
             for step in range(steps):

@@ -35,19 +35,19 @@ def require_same_as_alone(model, case, batch: str, placement: str, **options) ->
         for text in TEXTS:
             with closing(open_live(attached, case, ROOM, **options)) as session:
                 session.prefill(ids, real)
-                alone.append((decoded(session, text), session.reads.size, int(session.loaded_bytes)))
+                alone.append((decoded(session, text), session.reads.budget, int(session.loaded_bytes)))
         with closing(open_live(attached, case, ROOM, **options)) as session:
             session.prefill(ids, real)
-            for text, (logits, size, num_bytes) in zip(TEXTS, alone, strict=True):
+            for text, (logits, budget, num_bytes) in zip(TEXTS, alone, strict=True):
                 with closing(session.fork()) as fork:
                     assert torch.equal(decoded(fork, text), logits)
-                    assert (fork.reads.size, int(fork.loaded_bytes)) == (size, num_bytes)
+                    assert (fork.reads.budget, int(fork.loaded_bytes)) == (budget, num_bytes)
             assert session.steps == 0 and not session.reads.rows
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_forks_of_a_session_are_what_sessions_of_their_own_are(name):
-    """Tokens, sizes and bytes, wherever the cache lies."""
+    """Tokens, budgets and bytes, wherever the cache lies."""
     for placement, batch in (("device", "padded"), ("host", "even")):
         try:
             require_same_as_alone(tiny("gqa"), CASES[name], batch, placement)
@@ -55,7 +55,7 @@ def test_forks_of_a_session_are_what_sessions_of_their_own_are(name):
             assert "true scores" in str(refused) and placement == "host"
 
 
-@pytest.mark.parametrize("options", [{"device_rows": 1.5}, {"prefetch": True, "device_rows": 2}], ids=["stay", "early"])
+@pytest.mark.parametrize("options", [{"gpu_cache": 1.5}, {"prefetch": True, "gpu_cache": 2}], ids=["stay", "early"])
 def test_forks_begin_without_rows_on_the_device(options):
     require_same_as_alone(tiny("gqa"), CASES["quest"], "even", "host", **options)
 

@@ -67,7 +67,7 @@ def test_a_text_waits_for_no_link_unless_its_rate_is_given(tiny, capsys):
 
 
 METHODS = (
-    "infinigen device_rows=1 codec=int8", "infinigen-pool method.pool_frac=0.7", "h2o", "int4",
+    "infinigen gpu_cache=1 codec=int8", "infinigen-pool method.pool_frac=0.7", "h2o", "int4",
     "oracle placement=device",
 )  # fmt: skip
 
@@ -85,7 +85,7 @@ def test_any_method_prints_text_and_what_it_moved(tiny, capsys, method):
     found = re.match(moved, transfers)
     assert (found is not None) == ("MiB in host memory" in memory) == ("placement=device" not in method)
     assert found is None or int(found.group(1)) > 0
-    assert ("hit rate" in transfers) == ("device_rows" in method)
+    assert ("hit rate" in transfers) == ("gpu_cache" in method)
     share = float(re.search(r"read ([\d.]+)% of the cache", summary).group(1))
     assert 0 < share < 100
 
@@ -105,7 +105,7 @@ def test_fetched_rows_are_those_of_the_full_cache_and_none_is_asked_for_in_vain(
     ("settings", "said"),
     [
         (["max_new_tokens=512"], "max_new_tokens=512: must be at least 1 and together at most 512"),
-        (["max_new_tokens=8", "method=streaming"], "error: method.kept_frac=0.2: must be more: it keeps "),
+        (["max_new_tokens=8", "method=streaming"], "error: method.budget=0.2: must be more: it keeps "),
         (["tokenizer"], "this model has no tokenizer"),
     ],
 )

@@ -66,7 +66,7 @@ def test_everything_is_measured_in_ordinary_runs_once(tmp_path, drawn, monkeypat
     assert (tmp_path / "tables" / "latency.csv").read_text().count("\n") == 1 + len(found)
     for label in labels[1:]:
         assert f"{label:18}host and device: logits differ by " in printed
-    assert printed.count("2 x 48      ideal ") == len(found), "all cells are shown after each"
+    assert printed.count("2 x 48      ideal ") == len(found), "all runs are shown after each"
     places = [printed.index(words) for words in ("h2d ", "gather ", "host and device", "2 x 48 ")]
     assert places == sorted(places), "rates come first"
     assert run(tmp_path) == 0
@@ -82,10 +82,10 @@ def test_everything_is_measured_in_ordinary_runs_once(tmp_path, drawn, monkeypat
 
 
 def test_the_floor_of_a_step_is_ideals_or_its_bytes_over_the_link():
-    cell = {"batch_size": 2, "prompt_len": 48, "gen_len": 11, "d2h_bytes": 0, "link_ceiling_bytes_per_s": 1e9}
+    common = {"batch_size": 2, "prompt_len": 48, "gen_len": 11, "d2h_bytes": 0, "link_ceiling_bytes_per_s": 1e9}
     steps = {"infinigen": (1e7, 0.003), "ideal": (0, 0.002), "offload": (4e7, 0.006)}
     measured = [
-        {"config": {"label": label}, "metrics": cell | {"h2d_bytes": moved, "tpot_p50_s": step}}
+        {"config": {"label": label}, "metrics": common | {"h2d_bytes": moved, "tpot_p50_s": step}}
         for label, (moved, step) in steps.items()
     ]
     assert [" ".join(line.split()[3:]) for line in gpu.render_floors(measured).splitlines()[1:]] == [
@@ -104,10 +104,10 @@ def test_what_does_not_fit_into_the_minutes_is_skipped_with_a_line(tmp_path, cap
 
 
 def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    def refuse(attached, prompt, cell, **settings):
-        if cell.placement == "device":
+    def refuse(attached, prompt, timed_run, **settings):
+        if timed_run.placement == "device":
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        return time_run(attached, prompt, cell, **settings)
+        return time_run(attached, prompt, timed_run, **settings)
 
     def breaks(*_):
         yield gpu.Rate("h2d", [1.0], "")
@@ -133,7 +133,7 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "infinigen"))
     assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
     lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
-    assert lines == ["infinigen", "ideal", "infinigen"], "the cell that failed comes last"
+    assert lines == ["infinigen", "ideal", "infinigen"], "the run that failed comes last"
     monkeypatch.setattr(gpu, "SYSTEMS", ("offload+h2o",))
     assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
     lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
@@ -166,32 +166,32 @@ def test_whichever_way_a_process_ends_the_next_begins_clean(own_server, tmp_path
     assert printed == "the last one\n"
 
 
-def test_a_cell_that_fails_or_dies_leaves_a_record_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+def test_a_run_that_fails_or_dies_leaves_a_record_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "call_apart", apart.call_apart)
-    cells = ["--parts", "steps", "--labels", "ideal", "platform.link_gbps=1"]
-    assert run(tmp_path, "--shapes", "1x2047,1x24", *cells) == gpu.FAILED
+    words = ["--parts", "steps", "--labels", "ideal", "platform.link_gbps=1"]
+    assert run(tmp_path, "--shapes", "1x2047,1x24", *words) == gpu.FAILED
     printed = capsys.readouterr().out
     assert "1 x 2047 ideal: failed, prompt_len=2047 and gen_len=8: opt-125m takes at most 2048 tokens" in printed
     assert "1 x 24      ideal " in printed
     monkeypatch.setattr(gpu, "run", time.sleep)  # `partial(run, todo, resources)` is a call that cannot be
-    assert run(tmp_path, "--shapes", "1x25", *cells) == gpu.FAILED
+    assert run(tmp_path, "--shapes", "1x25", *words) == gpu.FAILED
     assert "1 x 25 ideal: failed, TypeError" in capsys.readouterr().out
     statuses = {each["config"]["latency"]["prompt_len"]: each["status"] for each in records(tmp_path)}
     assert statuses == {2047: "failed", 24: "finished", 25: "failed"}
 
 
-def test_a_cell_that_hangs_is_ended_and_one_that_the_time_ends_is_unfinished(tmp_path, monkeypatch, capsys):
+def test_a_run_that_hangs_is_ended_and_one_that_the_time_ends_is_unfinished(tmp_path, monkeypatch, capsys):
     def hang(act, limit_s):
         limits.append(limit_s)
         raise TimeoutError(f"took more than {limit_s:.0f} s")
 
     limits: list[float] = []
     monkeypatch.setattr(gpu, "call_apart", hang)
-    cell = ["--parts", "steps", "--labels", "ideal", "--shapes", "1x24"]
-    assert run(tmp_path, *cell, "--cell-seconds", "20") == gpu.FAILED
-    assert "1 x 24 ideal: failed, took more than 20 s (--cell-seconds)" in capsys.readouterr().out
+    words = ["--parts", "steps", "--labels", "ideal", "--shapes", "1x24"]
+    assert run(tmp_path, *words, "--run-seconds", "20") == gpu.FAILED
+    assert "1 x 24 ideal: failed, took more than 20 s (--run-seconds)" in capsys.readouterr().out
     assert [each["status"] for each in records(tmp_path)] == ["failed"]
-    assert run(tmp_path, *cell, "--minutes", "1") == gpu.UNFINISHED
+    assert run(tmp_path, *words, "--minutes", "1") == gpu.UNFINISHED
     assert "1 x 24 ideal: cut off, the minutes are over" in capsys.readouterr().out
     assert limits[0] == 20 and limits[1] < 60
 
@@ -257,7 +257,7 @@ def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):
     assert locked == [2**20] * (rates.REPEATS + 1) and len(unlocked) == len(rate.samples) + 1, "anew each time"
 
 
-def test_the_cells_of_a_gpu_are_settings_of_ordinary_runs():
+def test_the_runs_of_a_gpu_are_ordinary_ones():
     options = gpu.parse([])
     assert (options.platform, options.model, options.minutes) == ("cuda", "opt-13b", 10)
     for label in gpu.SYSTEMS:
@@ -271,13 +271,13 @@ def test_the_cells_of_a_gpu_are_settings_of_ordinary_runs():
     [
         (["--minutes", "0"], "--minutes 0: must be a number above 0"),
         (["--minutes", "nan"], "--minutes nan: must be a number above 0"),
-        (["--cell-seconds", "-1"], "--cell-seconds -1: must be a number above 0"),
+        (["--run-seconds", "-1"], "--run-seconds -1: must be a number above 0"),
         (["--parts", "link,step"], "--parts link,step: 'step' is none; did you mean 'steps'? allowed: link, gather, "),
         (["--parts", "pin"], "--parts pin: memory is page-locked under --platform cuda only"),
         (["--labels", "uvm"], "--labels uvm: 'uvm' is none; allowed: ideal, offload, "),
         (["--shapes", "8*1920"], "--shapes 8*1920: must be batch size x prompt length"),
         (["--model", "opt-14b"], "opt-14b"),
-        (["gen_length=3"], "the settings of the cells ("),
+        (["gen_length=3"], "the settings of the runs ("),
         (["--out", "file"], "--out file ("),
         (["--platform", "cuda"], "--platform cuda: torch finds no CUDA device here; allowed: cpu"),
     ],
@@ -294,7 +294,7 @@ def test_refuses_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):
 @with_gpu
 def test_on_a_gpu_all_of_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "call_apart", apart.call_apart)
-    tiny_cells = ["--model", "opt-125m", "--shapes", "2x48", "--labels", "ideal,infinigen+int4"]
-    assert run(tmp_path, *tiny_cells, *gpu.TINY[1:], platform="cuda") == 0
+    tiny_runs = ["--model", "opt-125m", "--shapes", "2x48", "--labels", "ideal,infinigen+int4"]
+    assert run(tmp_path, *tiny_runs, *gpu.TINY[1:], platform="cuda") == 0
     assert {each["metrics"]["source"] for each in records(tmp_path)} == {"measured"}
     assert "page-locking" in (tmp_path / "rates.csv").read_text()

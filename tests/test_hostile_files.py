@@ -28,7 +28,7 @@ class State(PromptEvictingState):
 
 @dataclass(frozen=True)
 class Mine(PromptEvicting):
-    kept_frac: float = 0.5
+    budget: float = 0.5
     title = "Mine"
     state = State
 """
@@ -38,7 +38,7 @@ THROWN = {
     "Mute": "Mute: its message cannot be read, RuntimeError",
     "KeyError('a')": "KeyError: 'a'",
 }
-SHORT = ["seq_len=300", "prefill_len=150", "num_windows=1", "platform.link_gbps=1", "size=0.7"]
+SHORT = ["seq_len=300", "prefill_len=150", "num_windows=1", "platform.link_gbps=1", "budget=0.7"]
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -72,7 +72,7 @@ HOOKS = {
     "__post_init__": lambda raising: method(f"    def __post_init__(self): {raising}"),
     "full_title": lambda raising: method(f"    @property\n    def full_title(self): {raising}"),
     "when": lambda raising: method(f"    @property\n    def when(self): {raising}"),
-    "with_size": lambda raising: method(f"    def with_size(self, frac): {raising}"),
+    "with_budget": lambda raising: method(f"    def with_budget(self, frac): {raising}"),
     "tokens_read": lambda raising: method(f"    def tokens_read(self, row, layer): {raising}"),
 }
 
@@ -119,7 +119,7 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("state = dict", "Mine.state=<class 'dict'>: must be a class that derives from State"),
         ("needs_prompt = 1", "Mine.needs_prompt=1: must be True or False"),
         ("replay_only = 'no'", "Mine.replay_only: derive from ReplayOnly of methods/extras.py as well"),
-        ("def with_size(self, frac): return 5", "with_size returned 5; allowed: the sized method"),
+        ("def with_budget(self, frac): return 5", "with_budget returned 5; allowed: the method with this budget"),
         ("full_title = 5", "its label is 5; must be text in one line"),
     ],
 )
@@ -132,7 +132,7 @@ def test_what_a_method_says_of_itself_is_checked(constant, expected, texts, caps
     ("base", "constant", "expected"),
     [
         ("ReadsFile", "file = 5", "Mine.file=5: must be a path or None"),
-        ("Calibrates", "calibration_settings = ('kept_fract',)", "='kept_fract': did you mean 'kept_frac'"),
+        ("Calibrates", "calibration_settings = ('budgt',)", "='budgt': did you mean 'budget'"),
     ],
 )
 def test_what_a_method_says_by_a_further_base_is_checked(base, constant, expected, texts, capsys):

@@ -99,15 +99,15 @@ def test_what_is_no_prompt_is_refused(given, model):
 
 @pytest.mark.parametrize("method", ["full", "h2o"])
 @pytest.mark.parametrize(
-    "size",
+    "budget",
     [0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "\ud800",
      "nearest:", "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:.5:.5"],
-    ids=lambda size: ascii(size)[:20],
+    ids=lambda budget: ascii(budget)[:20],
 )  # fmt: skip
-def test_what_is_no_size_is_refused(size, method, model):
-    assert "size" in refusal(lambda: model.perplexity(methods=[method], size=size))
-    assert "size" in refusal(lambda: model.generate(PROMPT, method=method, size=size, max_new_tokens=2))
-    assert "size" in refusal(lambda: harness.attach(model, method=method, size=size).__enter__())
+def test_what_is_no_budget_is_refused(budget, method, model):
+    assert "budget" in refusal(lambda: model.perplexity(methods=[method], budget=budget))
+    assert "budget" in refusal(lambda: model.generate(PROMPT, method=method, budget=budget, max_new_tokens=2))
+    assert "budget" in refusal(lambda: harness.attach(model, method=method, budget=budget).__enter__())
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_setting_that_a_call_would_not_heed_is_refused(settings, said, model):
 
 def test_a_model_is_loaded_with_no_settings_of_a_call(network, tmp_path):
     network.save_pretrained(tmp_path / "model")
-    for name, value in {"method": "h2o", "size": 0.1, "experiment": "tasks", "prompt": "x"}.items():
+    for name, value in {"method": "h2o", "budget": 0.1, "experiment": "tasks", "prompt": "x"}.items():
         expected = f"{name}={value!r}: each measurement is given it"
         assert refusal(lambda: harness.load(tmp_path / "model", **{name: value})).startswith(expected)  # noqa: B023
         assert refusal(lambda: harness.load(network, **{name: value})).startswith(expected)  # noqa: B023

@@ -39,16 +39,16 @@ def test_generate_gives_the_models_own_text_and_its_bytes(model, network):
     ids = torch.tensor([model.loaded.tokenizer(PROMPT)["input_ids"]])
     expected = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     assert made.text == model.loaded.tokenizer.decode(expected[0, ids.shape[1] :])
-    assert (made.size, made.source, made.num_tokens) == (1.0, "emulated", 8) and made.h2d_bytes > 0
+    assert (made.budget, made.source, made.num_tokens) == (1.0, "emulated", 8) and made.h2d_bytes > 0
     assert str(made).startswith(PROMPT + made.text) and "tokens/s" in str(made)
-    assert model.generate(PROMPT, method="infinigen", size=0.6, max_new_tokens=8).size < 0.7
+    assert model.generate(PROMPT, method="infinigen", budget=0.6, max_new_tokens=8).budget < 0.7
 
 
 def test_methods_of_one_call_share_their_dense_prompts(model, network, tmp_path, monkeypatch):
     """Also of a model in memory: each window's prompt runs once, and every number is that of methods that run alone."""
     kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
     methods = ["full", "quest", "h2o", "streaming"]
-    words = {"size": "nearest:0.6", "quiet": True}
+    words = {"budget": "nearest:0.6", "quiet": True}
     together = model.perplexity(methods=methods, **words)
     assert (len(kept), len(asked)) == (SHORT["num_windows"], 4 * SHORT["num_windows"])
     alone = []
@@ -56,7 +56,7 @@ def test_methods_of_one_call_share_their_dense_prompts(model, network, tmp_path,
         one = harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / method), **SHORT)
         alone.append(one.perplexity(methods=[method], **words))
     assert len(asked) == 4 * SHORT["num_windows"], "one method alone keeps nothing"
-    shared = ["label", "perplexity", "kl_nats", "size"]
+    shared = ["label", "perplexity", "kl_nats", "budget"]
     pd.testing.assert_frame_equal(together[shared], pd.concat(alone, ignore_index=True)[shared])
     assert model.resources.loaded.prompts is None and not model.resources.shares_prompts
 
@@ -81,9 +81,9 @@ def test_turns_are_known_and_unknown(tmp_path):
 def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
     text = tmp_path / "it's, mine.txt"
     text.write_text("The cache of keys and values outgrows the memory. " * 20)
-    frame = model.perplexity(text, methods=["full", "int4", "streaming"], size="nearest:0.7")
+    frame = model.perplexity(text, methods=["full", "int4", "streaming"], budget="nearest:0.7")
     assert list(frame.label) == ["Full cache", "INT4", "Streaming"]
-    assert frame["size"][0] == 1 and frame["size"][2] == pytest.approx(0.7, abs=0.02)
+    assert frame["budget"][0] == 1 and frame["budget"][2] == pytest.approx(0.7, abs=0.02)
     assert frame.kl_nats[0] == pytest.approx(0, abs=1e-6) and frame.kl_nats[1] > 0
     table = pd.read_csv(tmp_path / "results" / "tables" / "perplexity.csv")
     shown = table[(table.metric == "kl_nats") & ~table.task.str.contains("[", regex=False)].set_index("label").value
@@ -97,7 +97,7 @@ def test_a_method_that_a_prompt_excludes_costs_the_others_nothing(model, caplog)
     assert list(frame.label) == ["Full cache", "Streaming"]
     (said,) = [message for message in caplog.messages if "no row" in message]
     assert said.startswith("perplexity SnapKV: no row, ") and "window" in said
-    frame = model.tasks(["kv_recall"], methods=["snapkv", "full"], num_samples=2, too_long="truncate", size=0.5)
+    frame = model.tasks(["kv_recall"], methods=["snapkv", "full"], num_samples=2, too_long="truncate", budget=0.5)
     assert "Full cache" in list(frame.label)
     with pytest.raises(UserError, match="window"):
         model.perplexity(methods=["snapkv"])
@@ -105,26 +105,26 @@ def test_a_method_that_a_prompt_excludes_costs_the_others_nothing(model, caplog)
         model.perplexity(methods=["full", "snapkw"], seed=3)
 
 
-def test_a_size_that_was_not_read_is_told_each_time(model, caplog):
+def test_a_budget_that_was_not_read_is_told_each_time(model, caplog):
     for _ in range(2):  # the second time it is finished before
         caplog.clear()
-        frame = model.perplexity(methods=["full", "streaming"], size="nearest:0.01")
+        frame = model.perplexity(methods=["full", "streaming"], budget="nearest:0.01")
         (said,) = [message for message in caplog.messages if "asked for" in message]
-        words = f"perplexity Streaming at 0.01: offline: size=0.01 was asked for, {frame['size'][1]:.3f} was read"
-        assert said == words and frame.unmet_size[1] == 0.01
+        words = f"perplexity Streaming at 0.01: offline: budget=0.01 was asked for, {frame['budget'][1]:.3f} was read"
+        assert said == words and frame.unmet_budget[1] == 0.01
 
 
 def test_a_run_says_on_stderr_where_it_is_unless_it_is_to_be_quiet(model, capsys):
     methods = ["full", "streaming"]
-    model.perplexity(methods=methods, size=0.7)
+    model.perplexity(methods=methods, budget=0.7)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "perplexity Full cache: running, 1 of 2"
     assert lines[1].startswith("perplexity Full cache: took ") and lines[1].endswith("record.json")
     assert lines[2] == "perplexity Streaming at 0.7: running, 2 of 2" and len(lines) == 4
-    model.perplexity(methods=methods, size=0.7)
+    model.perplexity(methods=methods, budget=0.7)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all("finished before, skipped" in line for line in said)
-    model.perplexity(methods=methods, size=0.8, quiet=True)
+    model.perplexity(methods=methods, budget=0.8, quiet=True)
     model.tasks(["kv_recall"], methods=["full"], num_samples=2, too_long="truncate", quiet=True)
     model.generate(PROMPT, method="full", max_new_tokens=2, quiet=True)
     assert capsys.readouterr() == ("", "")
@@ -173,10 +173,10 @@ def test_attach_decodes_with_transformers_generate_and_leaves_the_model(network,
         pytest.fail("refused")
     assert network.training
     with harness.attach(
-        network, byte_tokenizer(), method="infinigen", size=0.6, results_dir=str(tmp_path), **SHORT
+        network, byte_tokenizer(), method="infinigen", budget=0.6, results_dir=str(tmp_path), **SHORT
     ) as cached:
         cached.generate(ids, **asked)
-        assert cached.usage.size == pytest.approx(0.6, abs=0.05)
+        assert cached.usage.budget == pytest.approx(0.6, abs=0.05)
     network.eval()
 
 
@@ -186,7 +186,7 @@ def test_attach_decodes_with_transformers_generate_and_leaves_the_model(network,
         (lambda model: harness.load("smollm2"), "^model=smollm2: no folder, .*did you mean 'smollm2-135m'"),
         (lambda model: model.perplexity(methods=["h2p"]), "h2p"),
         (lambda model: model.perplexity("none.txt"), "corpus.path=none.txt: no such file"),
-        (lambda model: model.perplexity(size=2), "size=nearest:2|size=2"),
+        (lambda model: model.perplexity(budget=2), "budget=nearest:2|budget=2"),
         (lambda model: model.generate(PROMPT, method="oracle"), "true scores"),
         (lambda model: model.tasks(["no_such_task"]), "no_such_task"),
         (lambda model: harness.attach(model, method="full", alpha=3).__enter__(), "alpha"),

@@ -23,10 +23,10 @@ from methods.kascade import Kascade, best_anchors
 
 REPLAYING = (PromptPass, passes.DecodePass)
 METHODS = {
-    "one anchor": Kascade(read_frac=0.3, min_tokens=3, anchors=()),
-    "two anchors": Kascade(read_frac=0.2, min_tokens=8, anchors=(2,)),
-    "behind an exempt layer": Kascade(read_frac=0.3, min_tokens=1, anchors=(1, 3), num_exempt_layers=1),
-    "from the second layer on": Kascade(read_frac=0.25, min_tokens=1, anchors=(), num_exempt_layers=1),
+    "one anchor": Kascade(budget=0.3, min_tokens=3, anchors=()),
+    "two anchors": Kascade(budget=0.2, min_tokens=8, anchors=(2,)),
+    "behind a dense layer": Kascade(budget=0.3, min_tokens=1, anchors=(1, 3), dense_layers=1),
+    "from the second layer on": Kascade(budget=0.25, min_tokens=1, anchors=(), dense_layers=1),
 }
 
 
@@ -43,20 +43,20 @@ def test_layers_read_what_their_anchors_heads_chose(name, model):
         run(attached, Case(method), [token_ids(LENGTH)], [PROMPT], calls=(1, 9), rows_per_block=4)
         geometry, similarity = attached.geometry, calibration_of(attached)["similarity"].numpy()
     layers = [[torch.cat(parts, 1).double().numpy() for parts in zip(*each, strict=True)] for each in seen]
-    anchor, chosen, exempt = None, {}, method.num_exempt_layers
+    anchor, chosen, dense_layers = None, {}, method.dense_layers
     for layer, (query, key, value, output) in enumerate(layers):
         scores = query * geometry.scale @ key.repeat(geometry.group, 0).swapaxes(1, 2)
-        is_anchor = layer == exempt or layer in method.anchors
+        is_anchor = layer == dense_layers or layer in method.anchors
         if is_anchor:
             anchor = layer
         for kv in range(geometry.num_kv_heads):
             heads = range(kv * geometry.group, (kv + 1) * geometry.group)
             for t in range(PROMPT, LENGTH):
-                if layer < exempt:
+                if layer < dense_layers:
                     tokens = {*range(t)}
                 elif is_anchor:
                     weights = sum(softmax(scores[head, t, : t + 1]) for head in heads)
-                    count = min(t, max(method.min_tokens, math.floor(method.read_frac * t)))
+                    count = min(t, max(method.min_tokens, math.floor(method.budget * t)))
                     tokens = chosen[anchor, kv, t] = {*sorted(range(t), key=lambda token: -weights[token])[:count]}
                     tokens = {*range(t)} if layer == 0 else tokens
                 else:
@@ -108,11 +108,11 @@ def test_the_best_anchors_are_those_of_trying_all(first, number):
     assert best_anchors(similarity, first, number) == max(every, key=total)
 
 
-def test_anchors_are_settled_by_the_calibration_and_change_no_size():
+def test_anchors_are_settled_by_the_calibration_and_change_no_budget():
     similarity = torch.zeros(6, 6, 2, 2)
     similarity[range(6), range(6)] = 1.0
     similarity[1, 0], similarity[3, 2], similarity[5, 4] = 0.1, 0.9, 0.8
-    method = Kascade(num_anchors=4, read_frac=0.5, min_tokens=1)
+    method = Kascade(num_anchors=4, budget=0.5, min_tokens=1)
     settled = method.settled({"similarity": similarity})
     assert settled.anchors == (0, 1, 2, 4) and settled.settled({"similarity": similarity}) is settled
     whens = ["kept", "kept", "kept", "earlier_layer", "kept", "earlier_layer"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from living import TOLERANCE, attached_with_link, force, open_live
 
 from harness.decode import store
-from harness.decode.hot_rows import missing_rows
+from harness.decode.gpu_cache import missing_rows
 from harness.decode.memory import Tuning
 from harness.decode.step import attend_by_scores
 from harness.decode.store import KeyValue, RowFormat

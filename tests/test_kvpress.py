@@ -17,7 +17,7 @@ from conftest import tiny
 from living import PROMPTS, TOLERANCE, largest_difference, live, open_live, replay, token_batch
 from test_tune import SMALL
 
-from harness.checks.contract import Trial, live_is_replay, open_replay, padded_is_alone, size_is_its_closed_form
+from harness.checks.contract import Trial, budget_is_its_closed_form, live_is_replay, open_replay, padded_is_alone
 from harness.errors import UserError
 from harness.model import dense_prompts
 from harness.model.attach import attach
@@ -106,7 +106,7 @@ OWN = {
     "ExpectedAttentionPress": ExpectedAttention(0, kept_tokens=KEPT),
     "SnapKVPress": SnapKV(0, kept_tokens=KEPT, window=16, kernel=5, pooling="avg"),
     "TOVAPress": TOVA(0, kept_tokens=KEPT, protect_last=True),
-    "StreamingLLMPress": Streaming(0, kept_frac=KEPT / 200),
+    "StreamingLLMPress": Streaming(0, budget=KEPT / 200),
     "CapPress": CapKV(0, kept_tokens=KEPT),
     # The press counts the window's 16 tokens among the first half: 24 of 48 are 8 of the 32 that compete.
     # Its smoothing is our default.
@@ -199,13 +199,13 @@ def test_the_pyramid_is_that_of_the_press_and_its_mean_is_exact():
 @needs_kvpress
 def test_a_padded_sequence_is_itself_alone_and_draws_are_repeated():
     for choice in ("RandomPress", "CompactorPress", "AdaKVPress:KnormPress"):
-        together = kept(tiny("gqa"), make(choice, kept_frac=0.25))
+        together = kept(tiny("gqa"), make(choice, budget=0.25))
         torch.manual_seed(1)
         before = torch.get_rng_state()
         for at, length in enumerate(PROMPT):
             ids, real = token_batch(PROMPT, 0, only=at)
             with attach(tiny("gqa")) as attached:
-                session = open_replay(attached, Setup(make(choice, kept_frac=0.25), None, None), real)
+                session = open_replay(attached, Setup(make(choice, budget=0.25), None, None), real)
                 session.prefill(ids, real)
             (state,) = session.states.values()
             for layer, tokens in state.tokens.items():
@@ -218,10 +218,10 @@ def test_a_padded_sequence_is_itself_alone_and_draws_are_repeated():
 
 @needs_kvpress
 @pytest.mark.parametrize("choice", choices())
-def test_live_is_replay_and_sizes_have_their_closed_form(choice):
+def test_live_is_replay_and_budgets_have_their_closed_form(choice):
     with attach(tiny("gqa")) as attached:
         trial = Trial(attached, None, Setup(make(choice), None, None), PROMPT)
-        for check in (live_is_replay, size_is_its_closed_form, padded_is_alone):
+        for check in (live_is_replay, budget_is_its_closed_form, padded_is_alone):
             check(trial)
 
 
@@ -259,8 +259,8 @@ def cos_of(module, length):
 class Projected(NeedsInputs, PromptEvicting):
     """A rule that uses W_O and the layer's input."""
 
-    num_exempt_layers: int = 1
-    kept_frac: float = 0.5
+    dense_layers: int = 1
+    budget: float = 0.5
 
     title = "Projected"
     state = ProjectedState
@@ -273,7 +273,7 @@ def test_a_method_gets_each_layers_module_and_input_wherever_its_prompt_runs():
     with attach(tiny("gqa")) as attached:
         expected = replay(attached, PROJECTED, PROMPTS["padded"])
         got = live(attached, PROJECTED, PROMPTS["padded"])
-        assert largest_difference(got.logits, expected.logits) <= TOLERANCE and got.size == expected.size
+        assert largest_difference(got.logits, expected.logits) <= TOLERANCE and got.budget == expected.budget
         # a prompt that ran for others has no inputs
         ids, real = token_batch(PROMPTS["padded"])
         columns = max(PROMPTS["padded"])
@@ -460,15 +460,15 @@ def test_importing_it_changes_nothing_in_transformers():
 
 @needs_kvpress
 def test_its_settings_are_those_of_the_press():
-    config = load(["method=kvpress:SnapKVPress", "method.window_size=32", "size=0.2"])
+    config = load(["method=kvpress:SnapKVPress", "method.window_size=32", "budget=0.2"])
     names = {each.name for each in dataclasses.fields(config.method)}
-    assert names == {"num_exempt_layers", "kept_frac", "kept_tokens", "version", "window_size", "kernel_size"}
+    assert names == {"dense_layers", "budget", "kept_tokens", "version", "window_size", "kernel_size"}
     assert (config.method_name, config.label) == ("kvpress:SnapKVPress", "kvpress: SnapKV")
-    assert config.method.press().window_size == 32 and config.method.num_exempt_layers == 0
+    assert config.method.press().window_size == 32 and config.method.dense_layers == 0
     nested = kvpress.press_class("CriticalKVPress:ExpectedAttentionPress")(press_epsilon=0.5, use_vnorm=False)
     assert (nested.press().epsilon, nested.press().press.epsilon) == (1e-4, 0.5)
     assert nested.title == "kvpress: CriticalKV of ExpectedAttention"
-    assert pickle.loads(pickle.dumps(nested)) == nested and nested.with_size(0.5).press_epsilon == 0.5
+    assert pickle.loads(pickle.dumps(nested)) == nested and nested.with_budget(0.5).press_epsilon == 0.5
 
 
 @needs_kvpress
@@ -501,14 +501,14 @@ def test_a_press_stands_on_the_board(own_folder, monkeypatch, capsys):
     board.write([Path("outputs")])
     rows = read_table(Path("outputs/tables/board-methods.csv"))
     of_press = [row for row in rows if row["label"] == "kvpress: AdaKV of Knorm"]
-    assert {row["asked_size"] for row in of_press} == {0.05, 0.1} and {row["method"] for row in of_press} == {press}
+    assert {row["asked_budget"] for row in of_press} == {0.05, 0.1} and {row["method"] for row in of_press} == {press}
     assert "kvpress: AdaKV of Knorm" in Path("outputs/board.md").read_text()
 
 
 @needs_kvpress
 def test_sizes_follow_the_prompt():
     row = TokenCounts(cached=230, prompt=200, final=240)
-    assert make("KnormPress").with_size(0.2).tokens_read(row, 0) == 40 + 30
-    assert make("AdaKVPress:KnormPress").with_size(0.2).tokens_kept(row, 0) == 230
+    assert make("KnormPress").with_budget(0.2).tokens_read(row, 0) == 40 + 30
+    assert make("AdaKVPress:KnormPress").with_budget(0.2).tokens_kept(row, 0) == 230
     # each chunk rounds down by itself
-    assert make("ChunkPress:KnormPress", chunk_length=30).with_size(0.25).budget(200) == 6 * 7 + 5
+    assert make("ChunkPress:KnormPress", chunk_length=30).with_budget(0.25).budget_in_tokens(200) == 6 * 7 + 5

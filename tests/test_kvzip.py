@@ -26,11 +26,11 @@ from tests.tokens import byte_tokenizer
 
 PROMPTS = (PROMPT, 11, 14)
 METHODS = {
-    "whole": KVzip(kept_frac=0.5, chunk_size=30, **ASKED),
+    "whole": KVzip(budget=0.5, chunk_size=30, **ASKED),
     "chunks": KVzip(kept_tokens=7, num_sinks=2, chunk_size=5, **ASKED),
-    "plus": KVzip(kept_frac=0.5, num_sinks=1, chunk_size=6, value_weighted=True, num_exempt_layers=0, **ASKED),
-    "no-sinks": KVzip(kept_frac=0.4, num_sinks=0, window=3, chunk_size=4, num_exempt_layers=1, **ASKED),
-    "uniform": KVzip(kept_frac=0.6, layers="uniform", heads="uniform", chunk_size=7, **ASKED),
+    "plus": KVzip(budget=0.5, num_sinks=1, chunk_size=6, value_weighted=True, dense_layers=0, **ASKED),
+    "no-sinks": KVzip(budget=0.4, num_sinks=0, window=3, chunk_size=4, dense_layers=1, **ASKED),
+    "uniform": KVzip(budget=0.6, layers="uniform", heads="uniform", chunk_size=7, **ASKED),
 }
 
 
@@ -93,10 +93,10 @@ def plain_score(model, method: KVzip, ids: list[int]) -> np.ndarray:
 def plain_kept(method: KVzip, score: np.ndarray) -> dict[tuple[int, int], set[int]]:
     """The tokens that stay, by layer and KV head."""
     prompt = score.shape[2]
-    budget = method.kept_tokens or int(method.kept_frac * prompt)
+    budget = method.kept_tokens or int(method.budget * prompt)
     competing = range(method.num_sinks, prompt - method.window)
     share = budget - method.num_sinks - method.window
-    heads = [(layer, kv) for layer in range(method.num_exempt_layers, len(score)) for kv in range(score.shape[1])]
+    heads = [(layer, kv) for layer in range(method.dense_layers, len(score)) for kv in range(score.shape[1])]
     ranked = sorted(((score[layer, kv, token], layer, kv, token) for layer, kv in heads for token in competing))
     kept = {each: set(range(prompt)) - set(competing) for each in heads}
     for _, layer, kv, token in reversed(ranked):
@@ -148,11 +148,11 @@ def test_repetitions_by_hand():
 def test_sizes_by_hand():
     """A head may keep the whole prompt, since all share one budget; a quarter of it is read in the mean."""
     row = TokenCounts(cached=110, prompt=100, final=120)
-    shared = KVzip(kept_frac=0.25)
+    shared = KVzip(budget=0.25)
     assert shared.tokens_read(row, 2) == 25 + 10 and shared.tokens_kept(row, 2) == 100 + 10
     uniform = replace(shared, layers="uniform", heads="uniform")
     assert uniform.tokens_read(row, 2) == uniform.tokens_kept(row, 2) == 25 + 10
-    assert shared.with_size(0.5).tokens_read(row, 2) == 50 + 10
+    assert shared.with_budget(0.5).tokens_read(row, 2) == 50 + 10
     assert shared.full_title == "KVzip" and replace(shared, value_weighted=True).full_title == "KVzip+"
 
 

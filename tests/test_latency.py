@@ -24,9 +24,9 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.model.random_ids import RandomIds
 from harness.results import columns
-from harness.results.metrics import OF_DISK, UNMET_SIZE
+from harness.results.metrics import OF_DISK, UNMET_BUDGET
 from harness.results.record import settings_id
-from harness.run import cells
+from harness.run import all_runs
 from harness.run.cli import main
 from harness.run.compose import compose
 from harness.run.runner import Run
@@ -55,7 +55,7 @@ METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": Infin
 FAST = 1e9
 """Bytes/s of a link that costs nothing here."""
 
-CELL = [
+ONE_RUN = [
     "experiment=latency", "model.weights=random", "batch_size=2", "prompt_len=40", "gen_len=12", "timed_steps=4",
     "platform.link_gbps=1", "calibration.num_tokens=40",
 ]  # fmt: skip
@@ -66,18 +66,18 @@ def ids():
     return torch.randint(3, 256, (BATCH, PROMPT), generator=torch.Generator().manual_seed(1))
 
 
-def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
-    """Metrics and samples of a cell."""
+def timed(model, ids, timed_run, *, bytes_per_s=FAST, overlap=True, shared=True):
+    """Metrics and samples of a timed run."""
     with attach(model) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
         calibration = calibrate(attached, InfiniGen(), ids[0].tolist())
-        prompt = run_shared_prompt(attached, ids, cell.shape.repeats) if shared else ids
-        return time_run(attached, prompt, cell, link=link, calibration=calibration)
+        prompt = run_shared_prompt(attached, ids, timed_run.shape.repeats) if shared else ids
+        return time_run(attached, prompt, timed_run, link=link, calibration=calibration)
 
 
 HEADS, HEAD_DIM = 2, 16
 EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batch and KV heads
 INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
-OWN = 8 * 4 * EXACT  # the own tokens of the timed steps, in all layers
+OWN = 8 * 4 * EXACT  # the current tokens of the timed steps, in all layers
 CACHED = sum(PROMPT + s for s in TIMED)  # tokens that a layer uses in the timed steps which reads all of them
 SELECTED = EXACT * (2 * CACHED + 8 * 2 * 5)
 COLUMNS = EXACT * 2 * CACHED * 5 // 32  # 5 of K's and V's 32 columns
@@ -85,11 +85,11 @@ PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
 
 
 @pytest.mark.parametrize(
-    ("cell", "h2d_bytes", "d2h_bytes", "read_there"),
+    ("timed_run", "h2d_bytes", "d2h_bytes", "read_there"),
     [
         (TimedRun(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
         (
-            TimedRun(Full(num_exempt_layers=2), SHAPE, codec=IntegerCodec("int4")),
+            TimedRun(Full(dense_layers=2), SHAPE, codec=IntegerCodec("int4")),
             (EXACT + INT4) * 2 * CACHED,
             8 * 2 * (EXACT + INT4),
             0,
@@ -99,8 +99,8 @@ PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
     ],
     ids=["offload", "offload+int4", "infinigen", "ideal"],
 )
-def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, cell, h2d_bytes, d2h_bytes, read_there):
-    metrics, samples = timed(tiny_gqa, ids, cell)
+def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, timed_run, h2d_bytes, d2h_bytes, read_there):
+    metrics, samples = timed(tiny_gqa, ids, timed_run)
     read = h2d_bytes + read_there + OWN
     for name, num_bytes in {"h2d_bytes": h2d_bytes, "d2h_bytes": d2h_bytes, "device_read_bytes": read}.items():
         assert samples[f"timed_{name}"] == num_bytes
@@ -141,7 +141,7 @@ def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
     assert metrics["ttft_spread_s"] == pytest.approx(abs(first - second) / 2**0.5)
     medians = [statistics.median(repeat) for repeat in samples["step_s"]]
     assert metrics["tpot_spread_s"] == pytest.approx(abs(medians[0] - medians[1]) / 2**0.5)
-    assert metrics["prediction_s"] is None, "full rehearses nothing"
+    assert metrics["prediction_s"] is None, "full predicts nothing"
     block = metrics["attention_s"] + metrics["ffn_s"] + metrics["transfer_s"] + metrics["other_s"]
     assert 0.3 * metrics["tpot_p50_s"] < 4 * block < 3 * metrics["tpot_p50_s"]
 
@@ -170,7 +170,7 @@ def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(ti
     monkeypatch.setattr(Followed, "most_alive", 0)
     monkeypatch.setattr("harness.speed.timed_run.LiveSession", Followed)
     shape = replace(SHAPE, repeats=3)
-    metrics, samples = timed(tiny_gqa, ids, TimedRun(InfiniGen(), shape, device_rows=1), shared=shared)
+    metrics, samples = timed(tiny_gqa, ids, TimedRun(InfiniGen(), shape, gpu_cache=1), shared=shared)
     steps = [PROMPT + step for step in range(2 + 4)]
     assert Followed.cached == [*([] if shared else [[]]), steps, steps, steps], "a prompt of ids has a warm-up"
     assert Followed.most_alive == 1, "of one session's memory"
@@ -178,9 +178,9 @@ def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(ti
     assert len(samples["begin_s"]) == len(samples["dense_s"]) == 3 and len({*samples["dense_s"]}) == (
         3 if shared else 1
     )
-    once, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), replace(SHAPE, repeats=1), device_rows=1), shared=shared)
+    once, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), replace(SHAPE, repeats=1), gpu_cache=1), shared=shared)
     assert once["ttft_spread_s"] is once["tpot_spread_s"] is None
-    for name in ("h2d_bytes", "size", "hit_rate", "device_kv_bytes"):
+    for name in ("h2d_bytes", "budget", "hit_rate", "device_kv_bytes"):
         assert once[name] == pytest.approx(metrics[name]), "repeats read the same rows"
 
 
@@ -210,18 +210,18 @@ def test_a_slow_link_is_busy_and_a_fast_one_hardly(tiny_gqa, ids):
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
-    ideal, plain, hot = (
+    ideal, plain, caching = (
         TimedRun(Full(), SHAPE, placement="device"),
-        *(TimedRun(InfiniGen(fixed_fetch=5), SHAPE, device_rows=device_rows) for device_rows in (0, 1)),
+        *(TimedRun(InfiniGen(fixed_fetch=5), SHAPE, gpu_cache=gpu_cache) for gpu_cache in (0, 1)),
     )
     peak = {}
-    for cell in (ideal, plain, hot):
-        metrics, _ = timed(tiny_gqa, ids, cell)
-        peak[cell] = metrics["peak_device_bytes"] - weights
-        assert metrics["device_kv_bytes"] == peak[cell]
+    for timed_run in (ideal, plain, caching):
+        metrics, _ = timed(tiny_gqa, ids, timed_run)
+        peak[timed_run] = metrics["peak_device_bytes"] - weights
+        assert metrics["device_kv_bytes"] == peak[timed_run]
     assert peak[ideal] == 4 * (PROMPT + 12) * EXACT
     buffers, lists = 2 * (5 + 1) * EXACT, 2 * BATCH * 2 * 5 * 2 * 8  # with room for the own row; int64, of 2 KV heads
-    assert peak[hot] == peak[plain] + buffers + lists, "in each of two layers"
+    assert peak[caching] == peak[plain] + buffers + lists, "in each of two layers"
 
 
 def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
@@ -235,7 +235,7 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
     assert whole["weight_bytes"] is whole["weights_on_device"] is None
     shared, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE))
     assert of_whole["dense_s"] == [0, 0] and min(of_whole["begin_s"]) > 0
-    for name in ("h2d_bytes", "size"):
+    for name in ("h2d_bytes", "budget"):
         assert whole[name] == shared[name], "a prompt of its own is a shared one"
     for name in ("h2d_bytes", "d2h_bytes", "device_kv_bytes"):
         assert some[name] == whole[name]
@@ -261,7 +261,7 @@ def test_systems_are_named_after_what_they_are():
         assert config.label == label and not config.label_given
         assert isinstance(config.method, METHODS[system.method]), label
         assert (config.placement, config.codec) == (system.placement, system.codec)
-        assert (config.device_rows, config.prefetch) == (system.device_rows, system.prefetch)
+        assert (config.gpu_cache, config.prefetch) == (system.gpu_cache, system.prefetch)
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
     assert load(["experiment=latency", *ON_CUDA, "system=uvm", "platform.device_gib=48"]).platform.device_gib == 48
 
@@ -292,9 +292,9 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
 
 def test_a_system_may_leave_first_layers_to_the_full_cache():
     default, given = (
-        load(["experiment=latency", "system=offload+h2o", *more]) for more in ([], ["method.num_exempt_layers=2"])
+        load(["experiment=latency", "system=offload+h2o", *more]) for more in ([], ["method.dense_layers=2"])
     )
-    assert default.method == H2O() and given.method == H2O(num_exempt_layers=2)
+    assert default.method == H2O() and given.method == H2O(dense_layers=2)
     assert default.label == given.label == "offload+h2o"
 
 
@@ -317,7 +317,7 @@ ON_CUDA = ["platform=cuda"]
         (["system=ideal", "placement=host", "label=ideal"], "label=ideal: .* this run is offload"),
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
         (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
-        ([*ON_CUDA, "placement=managed", "device_rows=2"], "device_rows=2: placement=managed fetches no"),
+        ([*ON_CUDA, "placement=managed", "gpu_cache=2"], "gpu_cache=2: placement=managed fetches no"),
         ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
         ([*ON_CUDA, "system=uvm", "platform.device_gib=0"], "platform.device_gib=0: must be above 0"),
         ([*ON_CUDA, "system=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),
@@ -354,7 +354,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
         return run_shared_prompt(attached, ids, repeats)
 
     monkeypatch.setattr(speed, "run_shared_prompt", run_once)
-    assert main(["-m", *CELL, f"system={','.join(ON_A_LINK)}"]) == 0
+    assert main(["-m", *ONE_RUN, f"system={','.join(ON_A_LINK)}"]) == 0
     with Path("outputs/tables/latency.csv").open(newline="") as stream:
         rows = {row["label"]: row for row in csv.DictReader(stream)}
     assert set(rows) == set(ON_A_LINK)
@@ -364,11 +364,11 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
         absent |= {"prediction_s"} if "infinigen" not in label else set()
         absent |= {"tokens_evicted"} if "h2o" not in label else set()
         assert {name for name, value in row.items() if value == ""} - {"settings", "shipped"} == absent, label
-        unused = {UNMET_SIZE.name, *columns.names(OF_DISK)}
+        unused = {UNMET_BUDGET.name, *columns.names(OF_DISK)}
         assert set(columns.names(columns.LATENCY)) - set(row) == unused
         assert (row["source"], row["platform"], row["batch_size"]) == ("emulated", "cpu", "2")
         assert float(row["exposed_transfer_s"]) == 0 or label != "ideal"
-    assert float(rows["offload+int4"]["size"]) < 1 == float(rows["offload"]["size"])
+    assert float(rows["offload+int4"]["budget"]) < 1 == float(rows["offload"]["budget"])
     assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
     assert "offload-pageable" in capsys.readouterr().out
     assert shapes == [(2, 40, 2)]
@@ -388,11 +388,11 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
     [
         (["prompt_len=600"], "prompt_len=600 and gen_len=12: tiny takes at most 512 tokens"),
         (["batch_size=9000000"], "lower batch_size, prompt_len or gen_len"),
-        (["method=full", "method.num_exempt_layers=4"], "method.num_exempt_layers=4: must be < 4 layers"),
+        (["method=full", "method.dense_layers=4"], "method.dense_layers=4: must be < 4 layers"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, capsys):
-    assert main([*CELL, *overrides]) == 2
+    assert main([*ONE_RUN, *overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and len(line) < 300
     assert [record["status"] for record in records()] == ["failed"]
@@ -401,22 +401,22 @@ def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, ca
 def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     labels = ["offload", "infinigen", "offload-pageable"]
-    configs = [load([*TINY, *CELL, f"system={label}"]) for label in labels]
-    paths = list(cells.run_cells(configs))
+    configs = [load([*TINY, *ONE_RUN, f"system={label}"]) for label in labels]
+    paths = list(all_runs.run_all(configs))
     assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
     dense = {tuple(json.loads(path.read_text())["samples"]["dense_s"]) for path in paths}
     assert len(dense) == 1 and len({*dense.pop()}) == 2, "a prefill for each repeat, in one process"
-    monkeypatch.setattr(cells, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
-    assert list(cells.run_cells(configs)) == paths
-    assert "3 of 3 cells were finished before" in capsys.readouterr().out
+    monkeypatch.setattr(all_runs, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
+    assert list(all_runs.run_all(configs)) == paths
+    assert "3 of 3 runs were finished before" in capsys.readouterr().out
 
 
-def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch, tmp_path):
+def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cells, "_child", die)
+    monkeypatch.setattr(all_runs, "_child", die)
     configs = [load(["experiment=latency", f"system={label}"]) for label in ("ideal", "offload")]
     runs = [Run.of(config) for config in configs]
-    outcomes = list(cells.run_apart(runs, time.time()))
+    outcomes = list(all_runs.run_apart(runs, time.time()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
     kept = [json.loads(run.path.read_text()) for run in runs]
@@ -429,7 +429,7 @@ def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch, tmp_path):
 def test_speed_grids_time_every_label_at_every_shape(platform, labels, left_out):
     chosen = ["experiment=speedup-paper", "sweep.fixed_fetch=64", f"platform={platform}"]
     plan = read_plan(compose(chosen).sweep, chosen)
-    configs = plan.cells
+    configs = plan.runs
     shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in configs}
     assert len(configs) == len(shapes) * len(labels)
     assert {config.label for config in configs} == set(labels)
@@ -458,7 +458,7 @@ def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, rea
         card(monkeypatch, gib)
     chosen = ["experiment=speedup-paper", "platform=cuda", "model=opt-13b", "model.weights=random", *more]
     plan = read_plan(compose(chosen).sweep, chosen)
-    managed = {(config.label, config.latency.batch_size) for config in plan.cells if config.placement == "managed"}
+    managed = {(config.label, config.latency.batch_size) for config in plan.runs if config.placement == "managed"}
     every = {(label, batch) for label in ("uvm", "uvm+h2o") for batch in (4, 8, 12, 16, 20)}
     assert every - managed == set(left_out)
     lines = plan.gaps()
@@ -466,31 +466,31 @@ def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, rea
     assert all(line.startswith("left out, as placement=managed: weights, the KV cache and the") for line in lines)
 
 
-def test_a_managed_cell_is_refused_before_its_weights_are_loaded(monkeypatch):
-    cell = ["experiment=latency", *ON_CUDA, "model=opt-13b", "system=uvm", "prompt_len=1920", "gen_len=128"]
-    load([*cell, "batch_size=20"])  # no card is known
+def test_a_managed_run_is_refused_before_its_weights_are_loaded(monkeypatch):
+    words = ["experiment=latency", *ON_CUDA, "model=opt-13b", "system=uvm", "prompt_len=1920", "gen_len=128"]
+    load([*words, "batch_size=20"])  # no card is known
     card(monkeypatch, 24)
     with pytest.raises(UserError, match="^placement=managed: weights, the KV .* need 31.1 GiB, and the card has 24.0;"):
-        load([*cell, "batch_size=4"])
+        load([*words, "batch_size=4"])
     with pytest.raises(UserError, match="^platform.device_gib=48: this card has 24.0 GiB; null takes "):
-        load([*cell, "platform.device_gib=48"])
-    cell[2:3] = ["model=qwen3-next"]
-    load([*cell, "batch_size=4000"])  # the arithmetic knows no such family; its session will ask
+        load([*words, "platform.device_gib=48"])
+    words[2:3] = ["model=qwen3-next"]
+    load([*words, "batch_size=4000"])  # the arithmetic knows no such family; its session will ask
 
 
 def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(monkeypatch, tmp_path, capsys):
     texts = reading(monkeypatch, tmp_path, tiny_loaded())
     shown = SimpleNamespace(total=2**20, available=2**18)
     monkeypatch.setattr(files.psutil, "virtual_memory", lambda: shown)
-    cell = ["experiment=latency", *texts[1:], "system=offload", "batch_size=2", "prompt_len=40", "gen_len=6"]
-    cell += ["timed_steps=1", "calibration.num_tokens=40", "platform.link_gbps=1"]
-    assert main(cell) == 2
+    words = ["experiment=latency", *texts[1:], "system=offload", "batch_size=2", "prompt_len=40", "gen_len=6"]
+    words += ["timed_steps=1", "calibration.num_tokens=40", "platform.link_gbps=1"]
+    assert main(words) == 2
     refusal = capsys.readouterr().err.strip()
     assert refusal.startswith("error: the shared prompt with a cache needs 0.0 GiB of cpu memory")
     assert refusal.endswith("; set platform.host_gib where the host has more than it shows") and "\n" not in refusal
-    assert main([*cell, "platform.host_gib=1"]) == 0
+    assert main([*words, "platform.host_gib=1"]) == 0
     # It decides no number: the record is that of the run without it.
     assert "finished before" not in capsys.readouterr().out
-    assert main(cell) == 0 and "finished before" in capsys.readouterr().out
+    assert main(words) == 0 and "finished before" in capsys.readouterr().out
     (row,) = columns.read_table(Path("outputs/tables/latency.csv"))
     assert "host_gib" not in (row["settings"] or "")

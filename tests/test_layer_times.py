@@ -96,18 +96,18 @@ Shared.state = SharedState
 
 
 SHARED = {
-    "kept": Shared(num_exempt_layers=2),
-    "own query": Shared(anchor="own_query", num_exempt_layers=2),
-    "two anchors": Shared(anchors=(1, 3), num_exempt_layers=1),
-    "two anchors by own query": Shared(anchors=(0, 2), num_exempt_layers=0, anchor="own_query"),
+    "kept": Shared(dense_layers=2),
+    "own query": Shared(anchor="own_query", dense_layers=2),
+    "two anchors": Shared(anchors=(1, 3), dense_layers=1),
+    "two anchors by own query": Shared(anchors=(0, 2), dense_layers=0, anchor="own_query"),
 }
 ROWS = {  # and methods whose layers select at several times, with these times
     "first layers by their own query": (InfiniGen(own_query_layers=1), ["own_query", "previous_layer"]),
-    "no layer is exempt": (InfiniGen(num_exempt_layers=0), ["own_query", *["previous_layer"] * 3]),
-    "both": (InfiniGen(num_exempt_layers=0, own_query_layers=2), [*["own_query"] * 2, *["previous_layer"] * 2]),
-    "all by their own query": (InfiniGen(num_exempt_layers=1, when="own_query"), ["own_query"] * 3),
+    "no layer is dense": (InfiniGen(dense_layers=0), ["own_query", *["previous_layer"] * 3]),
+    "both": (InfiniGen(dense_layers=0, own_query_layers=2), [*["own_query"] * 2, *["previous_layer"] * 2]),
+    "all by their own query": (InfiniGen(dense_layers=1, when="own_query"), ["own_query"] * 3),
     "by the step before": (
-        InfiniGen(num_exempt_layers=0, own_query_layers=1, when="previous_step"), ["own_query", *["previous_step"] * 3],
+        InfiniGen(dense_layers=0, own_query_layers=1, when="previous_step"), ["own_query", *["previous_step"] * 3],
     ),
     "quest": (Quest(page_size=3, own_query_layers=1, when="previous_layer"), ["own_query", "previous_layer"]),
 }  # fmt: skip

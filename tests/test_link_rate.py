@@ -33,8 +33,8 @@ def test_the_fewest_programs_that_are_close_to_the_fastest_are_chosen():
     ],
 )
 def test_copies_begin_where_the_kernel_is_never_faster_again(kernel_s, copy_s, expected):
-    by_size = (dict(zip((4, 8, 16, 32), seconds, strict=True)) for seconds in (kernel_s, copy_s))
-    assert choose_min_copy(*by_size) == expected
+    by_budget = (dict(zip((4, 8, 16, 32), seconds, strict=True)) for seconds in (kernel_s, copy_s))
+    assert choose_min_copy(*by_budget) == expected
 
 
 @pytest.fixture

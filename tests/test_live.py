@@ -7,7 +7,7 @@ from living import PROMPT, PROMPTS, STEPS, Crossed, attached_with_link, endless,
 
 from harness.decode import links as emulated
 from harness.decode import timeline as timelines
-from harness.decode.hot_rows import HotFetcher
+from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.session import generate
 from harness.decode.timeline import SEGMENTS, Timeline
 from harness.errors import UserError
@@ -30,13 +30,13 @@ CACHED = [PROMPT + step for step in range(STEPS)]
 
 
 @pytest.mark.parametrize(
-    ("name", "device_rows", "prefetch"),
+    ("name", "gpu_cache", "prefetch"),
     [("pool-counter", 1, False), ("infinigen+int4", 2, False), ("quest", 1, False), ("quest", 1.5, True)],
 )
-def test_rows_that_were_read_last_do_not_cross_again(name, device_rows, prefetch, monkeypatch):
+def test_rows_that_were_read_last_do_not_cross_again(name, gpu_cache, prefetch, monkeypatch):
     """By the tokens that are asked for, against lists in the order of their use."""
     asked = {}
-    original = HotFetcher._request_missing
+    original = GpuCacheFetcher._request_missing
 
     def spy(fetcher, mask, most):
         tokens = fetcher.tokens.expand(-1, KV_HEADS, -1)
@@ -44,9 +44,9 @@ def test_rows_that_were_read_last_do_not_cross_again(name, device_rows, prefetch
         asked.setdefault(fetcher.store, []).append(picked)
         return original(fetcher, mask, most)
 
-    monkeypatch.setattr(HotFetcher, "_request_missing", spy)
+    monkeypatch.setattr(GpuCacheFetcher, "_request_missing", spy)
     with attached_with_link() as (attached, link), Crossed() as crossed:
-        options = {"device_rows": device_rows, "prefetch": prefetch}
+        options = {"gpu_cache": gpu_cache, "prefetch": prefetch}
         session = open_live(attached, CASES[name], placement="host", link=link, **options)
         force(session, EVEN)
         counted = session.h2d_bytes, session.d2h_bytes
@@ -71,7 +71,7 @@ def test_rows_that_were_read_last_do_not_cross_again(name, device_rows, prefetch
 
 
 @pytest.mark.parametrize("name", ["full", "int4", "h2o-recent", "infinigen-union"])
-def test_the_exempt_layers_cross_the_link_every_step(name):
+def test_the_dense_layers_cross_the_link_every_step(name):
     with attached_with_link() as (attached, link), Crossed() as crossed:
         session = open_live(attached, CASES[name], placement="host", link=link)
         ids, real = token_batch(EVEN)
@@ -79,7 +79,7 @@ def test_the_exempt_layers_cross_the_link_every_step(name):
         for step in range(STEPS):
             session.decode_step(ids[:, PROMPT + step])
             session.drain()
-            for layer in range(CASES[name].method.num_exempt_layers):
+            for layer in range(CASES[name].method.dense_layers):
                 early = layer == 0 or session.caches[0].fetcher.is_ahead  # asked for in the step before
                 ahead = 1 if early and step + 2 < STEPS else 0  # unless the next token is the last
                 store, tokens = session.stores[layer], sum(CACHED[: step + 1 + ahead])
@@ -153,8 +153,8 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
     assert [set(step) for step in steps] == [set(SEGMENTS)] * 3
     assert sum(sum(step.values()) for step in steps) == pytest.approx(seconds, abs=1e-5)
     assert all(value > 0 for step in steps for value in step.values())
-    exempt = HEADS * FP32_ROW * PROMPT / rate  # seconds of one layer's transfer, of which a step has more than two
-    assert all(step["transfer"] > exempt for step in steps)
+    one_layer = HEADS * FP32_ROW * PROMPT / rate  # seconds of one layer's transfer, of which a step has more than two
+    assert all(step["transfer"] > one_layer for step in steps)
 
 
 # Refusals
@@ -164,10 +164,10 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
     ("method", "options", "error", "message"),
     [
         (Oracle(), {"placement": "host"}, UserError, "placement=host.*Oracle.*placement=device"),
-        (InfiniGen(), {"device_rows": 1}, UserError, "device_rows=1: placement=device.*placement=host"),
-        (H2O(), {"placement": "host", "device_rows": 1}, UserError, "device_rows=1: H2O selects no rows"),
+        (InfiniGen(), {"gpu_cache": 1}, UserError, "gpu_cache=1: placement=device.*placement=host"),
+        (H2O(), {"placement": "host", "gpu_cache": 1}, UserError, "gpu_cache=1: H2O selects no rows"),
         (InfiniGen(when="own_query"), {"placement": "host", "prefetch": True}, UserError, "prefetch=true: needs dev"),
-        (InfiniGen(), {"placement": "host", "device_rows": 2, "prefetch": True}, UserError, "prefetch=true: InfiniGen"),
+        (InfiniGen(), {"placement": "host", "gpu_cache": 2, "prefetch": True}, UserError, "prefetch=true: InfiniGen"),
         (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, disk, managed"),
         (Full(), {"placement": "host", "link": None}, ValueError, "placement=host: needs a link"),
     ],

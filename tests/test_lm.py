@@ -15,9 +15,9 @@ from tokens import byte_tokenizer, starting_tokenizer
 from harness.decode.session import generate as live_texts
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.model.budgets import SHARES, ReadStats
 from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
-from harness.model.sizes import SHARES, ReadStats
 from harness.replay.session import ReplaySession
 from harness.scoring import answers
 from harness.scoring.answers import Request, Score, Written, generate, score
@@ -424,7 +424,7 @@ def test_a_task_without_any_decode_row_is_the_full_caches_alone(method, is_refus
     engine = ReplayEngine(config, loaded, "task", io.StringIO())
     requests = planned(choices([("", "x"), ("", "y")]))
     if not is_refused:
-        assert len(engine.score(requests)) == 2 and engine.reads.size == 1
+        assert len(engine.score(requests)) == 2 and engine.reads.budget == 1
         return
     with pytest.raises(UserError, match="^task task: no request leaves a decode row"):
         engine.score(requests)
@@ -455,7 +455,7 @@ def test_scores_show_no_trace_of_sharing_and_batches(name, mode, monkeypatch):
     require_same_sums(reads, [each for _, each in alone])
     assert reads.rows == len(decode_rows(requests))
     if name != "full":
-        assert reads.size < 0.9, "the method must have dropped something for this test to mean anything"
+        assert reads.budget < 0.9, "the method must have dropped something for this test to mean anything"
     for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)) * (mode == "artifact"):
         monkeypatch.setattr(f"harness.scoring.answers.{constant}", size)
         found, again = scored(requests, name)
@@ -532,7 +532,7 @@ def test_tokens_are_those_of_live_decoding(name, prefill_len):
     assert answers == [live(request, name) for request in requests]
     assert reads.rows == reads.fired_rows == sum(request.num_rows for request in requests)
     if name != "full":
-        assert reads.size < 0.97
+        assert reads.budget < 0.97
 
 
 @pytest.mark.parametrize("prefill_len", [None, 20], ids=["dense", "question"])
@@ -687,13 +687,13 @@ def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
             written([request], name)
 
 
-def test_a_run_generates_at_the_size_that_it_is_set_to():
-    """Through the engine: `size` is met on answers of full length."""
-    config = load(["experiment=tasks", "method=h2o", "size=0.7"])
+def test_a_run_generates_at_the_budget_that_it_is_set_to():
+    """Through the engine: `budget` is met on answers of full length."""
+    config = load(["experiment=tasks", "method=h2o", "budget=0.7"])
     loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
     engine = ReplayEngine(config, loaded, "task", io.StringIO())
     requests = to_write(CONTEXTS, max_new_tokens=40)
     assert [len(each.tokens) for each in engine.generate(requests)] == [40] * 3
     assert engine.method != config.method
-    assert engine.reads.size == pytest.approx(0.7, abs=0.01)
+    assert engine.reads.budget == pytest.approx(0.7, abs=0.01)
     assert len(decode_rows(requests)) == 3 * 20, "as many as say it"

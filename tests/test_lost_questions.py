@@ -18,7 +18,7 @@ from living import tiny
 from replaying import RAGGED, RAGGED_IDS, open_session, pad
 from test_plots import write
 from test_report import score
-from test_tables import TASK_METRICS, save, sizes
+from test_tables import TASK_METRICS, save, shares
 from test_tasks import loaded, settings  # noqa: F401, a fixture
 
 from harness.data.generated import MARKER, questions
@@ -73,7 +73,7 @@ def replayed(case: Case, needles=NEEDLES) -> tuple[list[torch.Tensor], list[torc
         count = len(rests[at])
         measured.append(session.needle_read[:, at, :count])
         of_layers = []
-        for number in range(case.method.num_exempt_layers, 4):
+        for number in range(case.method.dense_layers, 4):
             if number not in seen:  # before the first anchor of Kascade all is read
                 of_layers.append([1.0] * count)
                 continue
@@ -99,11 +99,11 @@ def test_shares_are_those_of_the_masks(name):
 
 def test_a_method_that_keeps_the_recent_alone_reads_no_needle_and_one_that_reads_all_reads_it():
     needles = ((3, 8), (0, 1), (4, 8))
-    (early, _, late), _ = replayed(Case(Streaming(kept_frac=0.2, num_sinks=0)), needles)  # 11, 6 and 4 tokens
+    (early, _, late), _ = replayed(Case(Streaming(budget=0.2, num_sinks=0)), needles)  # 11, 6 and 4 tokens
     assert not early.any()
     # The third sequence's prompt has 11 tokens: row t reads tokens t - 4 to t - 1.
     assert late[0].tolist() == [sum(token in range(4, 8) for token in range(t - 4, t)) / 4 for t in range(11, 24)]
-    for case in (CASES["full"], CASES["full+smooth"], Case(Oracle(alpha=inf, max_fetch_frac=1.0))):
+    for case in (CASES["full"], CASES["full+smooth"], Case(Oracle(alpha=inf, budget=1.0))):
         measured, _ = replayed(case, needles)
         assert all(bool((shares == 1).all()) for shares in measured)
     (_, unknown, _), _ = replayed(CASES["streaming"], ((3, 9), (0, 0), (4, 8)))
@@ -128,10 +128,10 @@ def samples_under(method, loaded, *tasks, **changes) -> list[dict[str, Any]]:
 
 
 def test_a_record_says_what_was_asked_and_what_was_read(loaded):
-    small = Streaming(num_exempt_layers=1, kept_frac=0.3, num_sinks=0)
+    small = Streaming(dense_layers=1, budget=0.3, num_sinks=0)
     own = samples_under(small, loaded, "kv_recall", num_samples=12)
     full = samples_under(Full(), loaded, "kv_recall", num_samples=12)
-    all_read = samples_under(Oracle(alpha=inf, max_fetch_frac=1.0), loaded, "kv_recall", num_samples=12)
+    all_read = samples_under(Oracle(alpha=inf, budget=1.0), loaded, "kv_recall", num_samples=12)
     shares = set()
     for sample, of_full, of_all, question in zip(own, full, all_read, questions("kv_recall", 12, 0), strict=True):
         context, asked = question.prompt.split(MARKER)
@@ -155,11 +155,11 @@ def test_a_record_says_what_was_asked_and_what_was_read(loaded):
 
 
 def test_generated_answers_know_their_needle():
-    small, whole = Streaming(kept_frac=0.05, num_sinks=0), Full()
+    small, whole = Streaming(budget=0.05, num_sinks=0), Full()
     config = {"task": {"metadata": {"max_seq_lengths": [1400]}}, "num_samples": 2}
     model = tiny_loaded()
     of_dense, of_full = (samples_under(method, model, "niah_single_1", **config) for method in (small, whole))
-    half = Oracle(alpha=inf, max_fetch_frac=0.5)
+    half = Oracle(alpha=inf, budget=0.5)
     asked_later = samples_under(half, model, "niah_single_1", prefill="question", **config)
     for sample in of_dense:
         assert sample["needle_read"] == sample["needle_read_max"] == 0 and sample["needle_tokens"] > 40
@@ -170,7 +170,7 @@ def test_generated_answers_know_their_needle():
 
 
 def test_turns_say_it_both_ways(loaded):
-    config = settings("kv_recall", method=Streaming(kept_frac=0.1, num_sinks=0), num_samples=8)
+    config = settings("kv_recall", method=Streaming(budget=0.1, num_sinks=0), num_samples=8)
     for sample in run_turns(config, loaded).samples["kv_recall"]:
         assert {"needle_read", "question_text"} <= sample["unknown"].keys() & sample["known"].keys()
 
@@ -201,7 +201,7 @@ def save_pair(folder: Path, old: bool = False, **fields: Any) -> tuple[str, str]
             for sample in samples:
                 for name in [name for name in sample if name.endswith("_text") or name.startswith("needle")]:
                     del sample[name]
-        metrics = {"passkey": TASK_METRICS | sizes(1.0 if method == "full" else 0.16)}
+        metrics = {"passkey": TASK_METRICS | shares(1.0 if method == "full" else 0.16)}
         about = {"samples": {"passkey": samples}} | fields
         runs.append(save(folder, ["experiment=fig11", f"method={method}"], metrics, **about)["run_id"])
     return runs[0], runs[1]
@@ -240,7 +240,7 @@ def test_records_of_an_older_version_are_listed_and_say_what_they_lack(tmp_path,
 def test_runs_with_other_questions_are_not_compared(tmp_path):
     save_pair(tmp_path)
     others = [sample_of(at + 1, True) for at in range(4)]
-    metrics = {"passkey": TASK_METRICS | sizes(0.16)}
+    metrics = {"passkey": TASK_METRICS | shares(0.16)}
     save(tmp_path, ["experiment=fig11", "method=streaming"], metrics, samples={"passkey": others})
     found = {record["config"]["method_name"]: record for record in records.read_all(tmp_path)}
     assert not list(of_record(found["streaming"], Baselines(found.values())))
@@ -280,9 +280,9 @@ def test_the_command_prints_text_and_json(tmp_path, capsys):
 )
 def test_refused_in_one_line(words, said, tmp_path, capsys):
     full, own = save_pair(tmp_path)
-    text = save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": {"perplexity": 2.0} | sizes(0.16)})
+    text = save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": {"perplexity": 2.0} | shares(0.16)})
     alone = save(
-        tmp_path, ["experiment=tasks", "method=h2o", "tasks=[kv_recall]"], {"kv_recall": TASK_METRICS | sizes(0.16)},
+        tmp_path, ["experiment=tasks", "method=h2o", "tasks=[kv_recall]"], {"kv_recall": TASK_METRICS | shares(0.16)},
         samples={"kv_recall": [sample_of(0, True)]},
     )  # fmt: skip
     names = {"FULL": full, "OWN": own, "TEXT": text["run_id"], "ALONE": alone["run_id"]}
@@ -300,7 +300,7 @@ def test_refused_in_one_line(words, said, tmp_path, capsys):
 def test_the_report_has_a_page_of_them(tmp_path):
     save_pair(tmp_path)
     odd = {"passkey": [{"question": 0, "acc": 1.0}, {"question": 1, "acc": []}]}
-    save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | sizes(0.1)}, samples=odd)
+    save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | shares(0.1)}, samples=odd)
     write(tmp_path, "fig11", [score("A", 0.1, 0.5)])
     page = write_report(tmp_path).read_text()
     (packed,) = re.findall(r'data-packed="lost">([^<]+)<', page)

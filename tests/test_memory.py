@@ -95,25 +95,23 @@ class Held(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "device_rows"),
+    ("name", "placement", "gpu_cache"),
     [
         *((name, "device", 0) for name in ("int4", "h2o", "infinigen", "oracle")),
         *((name, "host", 0) for name in ("full", "int4", "h2o", "shadowkv")),
         *((name, "host", 2) for name in ("infinigen", "quest", "shadowkv")),
     ],
 )
-def test_a_session_needs_its_slots_and_buffers(name, placement, device_rows):
+def test_a_session_needs_its_slots_and_buffers(name, placement, gpu_cache):
     prompts = PROMPTS["padded"]
     with (
         attached_with_link() as (attached, link),
-        closing(
-            open_live(attached, CASES[name], 3, placement=placement, link=link, device_rows=device_rows)
-        ) as session,
+        closing(open_live(attached, CASES[name], 3, placement=placement, link=link, gpu_cache=gpu_cache)) as session,
     ):
         force(session, prompts, 3)
         slots = sum(aligned(store.slots.nbytes) for store in session.stores)
         needed = prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
-        needed += sum(cache.device_bytes for cache in session.caches)  # rows that stay, and their lists
+        needed += sum(cache.device_bytes for cache in session.caches)  # the GPU cache and its lists
         if placement == "host":
             (share,) = session.shares.values()
             buffers = sum(buffer.nbytes for buffer in share.buffers)
@@ -133,7 +131,7 @@ def state_bytes(session) -> int:
 def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):
     kept, keep_prompt = [], LayerCache.keep_prompt
     monkeypatch.setattr(LayerCache, "keep_prompt", lambda cache, *states: keep_prompt(cache, *states) or kept.append(1))
-    first = CASES["infinigen"].method.num_exempt_layers
+    first = CASES["infinigen"].method.dense_layers
     monkeypatch.setattr(memory, "available_bytes", lambda home: 100 if len(kept) > first else 2**40)
     with attached_with_link() as (attached, _), closing(open_live(attached, CASES["infinigen"])) as session:
         message = r"^what the method keeps of the prompt needs 0\.0 GiB of cpu memory and .* lower batch_size"
@@ -195,8 +193,8 @@ def test_each_memory_is_asked_by_itself(needed, device, message, monkeypatch):
 
 
 # On a fake GPU: OPT-13B, batch 20, 1,920 + 128 tokens. Fake tensors have sizes and are freed as real ones are. Four
-# layers stand for forty: a further one adds its store, and where rows stay its buffer, to both sides alike. Memory that
-# the link's stream uses is not free before the host knows that the stream is done.
+# layers stand for forty: a further one adds its store, and with a GPU cache its buffer, to both sides alike. Memory
+# that the link's stream uses is not free before the host knows that the stream is done.
 
 CODED = 39 // 2 + 1 + 2 * 2
 """Of 39 columns in 4 bits, with scale and minimum."""
@@ -220,7 +218,7 @@ def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
     monkeypatch.setattr(memory, "require_memory", lambda size, _, what="": what == keeps and asked.append(size))
     method, system = system_of(label)
     codec = codec_named(system.codec) if system.codec else None
-    options = {"placement": system.placement, "device_rows": system.device_rows, "codec": codec, "steps": 128}
+    options = {"placement": system.placement, "gpu_cache": system.gpu_cache, "codec": codec, "steps": 128}
     with fake_gpu() as trace:
         model = fake_model("opt-13b", num_hidden_layers=4)  # its weights are not counted
         read_decoder(model)
@@ -410,7 +408,7 @@ def test_managed_is_the_device_bit_for_bit(name, anywhere):
         expected = live(attached, CASES[name], PROMPTS["padded"], placement="device")
         got = live(attached, CASES[name], PROMPTS["padded"], placement="managed")
     assert torch.equal(got.logits, expected.logits)
-    assert (got.size, got.device_frac) == (expected.size, expected.device_frac)
+    assert (got.budget, got.device_frac) == (expected.budget, expected.device_frac)
     assert "cudaMallocManaged" in anywhere.names and not anywhere.blocks
 
 
@@ -443,7 +441,7 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
 
 
 @pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (10, [4]), (11, [4, 1]), (15, [4, 2]), (None, [4, 4])])
-def test_a_time_limit_ends_a_cell_with_the_steps_it_has(anywhere, monkeypatch, limit_s, steps):
+def test_a_time_limit_ends_a_run_with_the_steps_it_has(anywhere, monkeypatch, limit_s, steps):
     """The clock goes on by two seconds whenever it is looked at: before the warm-up, after it, and after each timed
     step, so four steps take 10 seconds. A warm-up that takes all the time leaves one step; the second repeat has what
     the first leaves, and does not begin where that is nothing."""
@@ -468,5 +466,5 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256)))
     assert cards == 2 * [[12 * GIB]], "of 60 GiB, in each repeat"
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
-    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["size"] < 1
+    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["budget"] < 1
     assert not anywhere.blocks

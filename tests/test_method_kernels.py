@@ -59,7 +59,7 @@ shapes = st.fixed_dictionaries(
 methods = st.builds(
     Oracle,
     alpha=st.sampled_from([0.0, 0.3, 1.5, math.inf]),
-    max_fetch_frac=st.sampled_from([0.01, 0.2, 0.29, 1.0]),
+    budget=st.sampled_from([0.01, 0.2, 0.29, 1.0]),
     cap_of=st.sampled_from(["cached", "final"]),
     fixed_fetch=st.sampled_from([None, None, 1, 5]),
     covers=st.sampled_from(["kv_head", "layer"]),
@@ -145,7 +145,7 @@ def test_summed_probabilities_are_those_of_the_torch_code(case, covers, elements
 def test_samples_are_those_of_the_torch_code(case, covers, elements):
     """A token whose score / number is that of another up to rounding may be drawn in its place."""
     scores, rows, final = make({**case, "ties": False, "of_heads": case["of_heads"] and covers == "kv_head"})
-    method = OracleSampled(max_fetch_frac=0.3, covers=covers, seed=case["seed"])
+    method = OracleSampled(budget=0.3, covers=covers, seed=case["seed"])
     expected = method.draw(5, scores.clone(), rows, final)
     with compiled(elements):
         on_gpu = rows_on_device(rows)
@@ -243,7 +243,7 @@ def pool(case, drawn: Drawn, **chosen):
 
 @QUICK
 @given(case=cases, own_stays=st.booleans())
-def test_the_own_token_takes_the_first_free_slot(case, own_stays):
+def test_the_current_token_takes_the_first_free_slot(case, own_stays):
     drawn = Drawn(case)
     state, own = pool(case, drawn), drawn.slots - 1
     drawn.tokens[..., own] = drawn.slots + 50 if own_stays else EMPTY

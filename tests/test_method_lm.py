@@ -38,8 +38,8 @@ TASKS: dict[str, dict[str, Any]] = {
         "doc_to_target": "{{question}}", "metric_list": [{"metric": "bits_per_byte"}],
     },
 }  # fmt: skip
-"""A short and a long one of choices, so that a size that both share is the size of neither."""
-SETTINGS: dict[str, Any] = {"method": "streaming", "size": "nearest:0.6", "prefill": "dense", "temperature": 1.0}
+"""A short and a long one of choices, so that a budget that both share is the budget of neither."""
+SETTINGS: dict[str, Any] = {"method": "streaming", "budget": "nearest:0.6", "prefill": "dense", "temperature": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def project_samples(model: harness.Model, folder: Path, results: Path, **more: A
         list(TASKS), methods=["streaming"], include_path=str(folder), results_dir=str(results), **settings, **more
     )
     (record,) = read_all(results)
-    return record["samples"] | {"sizes": {name: record["metrics"][name]["size"] for name in TASKS}}
+    return record["samples"] | {"budgets": {name: record["metrics"][name]["budget"] for name in TASKS}}
 
 
 def test_log_likelihoods_and_texts_are_those_of_experiment_tasks(model, folder, tmp_path, capfd):
@@ -102,9 +102,9 @@ def test_log_likelihoods_and_texts_are_those_of_experiment_tasks(model, folder, 
     assert any(sample["text"] for sample in expected["mine_text"])
     for sample, other in zip(expected["mine_whole"], found["samples"]["mine_whole"], strict=True):
         assert sample["log_likelihood"] == other["filtered_resps"][0]
-    sizes = {name: shares["size"] for name, shares in found["config"]["sizes"].items()}
-    assert sizes == expected["sizes"] and set(sizes) == set(TASKS)
-    assert f"mine_long: Streaming read {sizes['mine_long']:.1%} of the cache" in capfd.readouterr().err
+    budgets = {name: shares["budget"] for name, shares in found["config"]["shares"].items()}
+    assert budgets == expected["budgets"] and set(budgets) == set(TASKS)
+    assert f"mine_long: Streaming read {budgets['mine_long']:.1%} of the cache" in capfd.readouterr().err
 
 
 def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tmp_path, monkeypatch):
@@ -125,8 +125,8 @@ def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tm
 
     runs = [
         {"method": "full"}, {"method": "full", "codec": "int4"}, {"method": "full", "codec": "int2"},
-        {"method": "streaming", "size": "nearest:0.5"}, {"method": "streaming", "size": "nearest:0.7"},
-        {"method": "streaming", "method.num_sinks": 1, "method.kept_frac": 0.4},
+        {"method": "streaming", "budget": "nearest:0.5"}, {"method": "streaming", "budget": "nearest:0.7"},
+        {"method": "streaming", "method.num_sinks": 1, "method.budget": 0.4},
     ]  # fmt: skip
     cache = tmp_path / "answers"
     expected = [answers(None, **run)[0] for run in runs]

@@ -61,15 +61,15 @@ def lengths_of(prompts: list[int], finals: list[int]) -> Lengths:
 # Refusals
 
 REFUSED = {
-    ">= 0": [(Full, "num_exempt_layers", -1), (Streaming, "num_sinks", -1), (ExpectedAttention, "epsilon", -0.1)],
+    ">= 0": [(Full, "dense_layers", -1), (Streaming, "num_sinks", -1), (ExpectedAttention, "epsilon", -0.1)],
     ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
     ">= 1": [(Quest, "page_size", 0), (SnapKV, "window", 0), (Kascade, "num_anchors", 0)],
     "a list of layers >= 0, or null": [(Kascade, "anchors", (-1,))],
     ">= 1 or null": [(Oracle, "fixed_fetch", 0), (TOVA, "kept_tokens", 0)],
     "odd integer >= 1": [(SnapKV, "kernel", 4), (RKV, "kernel", 2)],
     "in [0, 1]": [(H2O, "heavy_frac", -0.1), (H2O, "heavy_frac", math.nan), (DuoAttention, "sparsity", -0.1)],
-    "in (0, 1]": [(Streaming, "kept_frac", 0.0), (Quest, "read_frac", math.nan), (InfiniGenPool, "pool_frac", 1.5)],
-    "in (0, 2]": [(RocketKV, "budget_frac", 0.0), (RocketKV, "budget_frac", 2.1)],
+    "in (0, 1]": [(Streaming, "budget", 0.0), (Quest, "budget", math.nan), (InfiniGenPool, "pool_frac", 1.5)],
+    "in (0, 2]": [(RocketKV, "budget", 0.0), (RocketKV, "budget", 2.1)],
     "an integer from 1 to 16": [(Socket, "planes", 0), (Socket, "planes", 17)],
     "a number > 0": [(Socket, "tau", 0.0)],
     "in (0, 0.5]": [(VAttention, "delta", 0.0), (VAttention, "delta", 0.6)],
@@ -83,7 +83,9 @@ REFUSED = {
         (RocketKV, "covers", "layer"),
     ],
     "one of previous_step, previous_layer, own_query": [(Quest, "when", "layer")],
-    "own_query, where the own token's weight is known; or set mean_value=false": [(SparQ, "when", "previous_layer")],
+    "own_query, where the current token's weight is known; or set mean_value=false": [
+        (SparQ, "when", "previous_layer")
+    ],
     "one of prompt, calibration, both": [(InfiniGen2, "statistics", "text")],
     "one of best": [(InfiniGenPool, "group", "sum_probs")],
     "one of 8, 4, 2, 1, null": [
@@ -106,15 +108,15 @@ def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(allowed):
 
 AT_A_BATCH = [
     (lambda: H2O(heavy_frac=0.7, recent_frac=0.6), [], [], "method.heavy_frac + method.recent_frac=1.29"),
-    (Streaming(kept_frac=0.1, num_sinks=4), [50, 20], [100, 40], "method.kept_frac=0.1: must be more: it keeps 4"),
+    (Streaming(budget=0.1, num_sinks=4), [50, 20], [100, 40], "method.budget=0.1: must be more: it keeps 4"),
     (InfiniGen(), [20], [40], "method InfiniGen: needs a calibration; calibrate first"),
     (InfiniGenPool(skew=False, pool_frac=0.01), [20], [40], "method.pool_frac=0.01: must be larger, to hold at"),
     (Loki(), [20], [40], "method Loki: needs a calibration; calibrate first"),
-    (SnapKV(kept_frac=0.2, window=4), [40, 20], [50, 30], "method.kept_frac=0.2: must be at least 0.25 for a"),
-    (ExpectedAttention(), [40, 20], [50, 30], "method.kept_frac=0.2: must be at least 0.25 for a prompt of 20 tokens"),
+    (SnapKV(budget=0.2, window=4), [40, 20], [50, 30], "method.budget=0.2: must be at least 0.25 for a"),
+    (ExpectedAttention(), [40, 20], [50, 30], "method.budget=0.2: must be at least 0.25 for a prompt of 20 tokens"),
     (PQCache(sub_vectors=3), [90], [120], "method.sub_vectors=3: must be a divisor of 16, the elements of a head"),
-    (PQCache(read_frac=0.3), [90], [120], "method.num_sinks=32: must be below 27, what is read of"),
-    (RocketKV(), [90, 40], [99, 60], "method.budget_frac=0.2: must be more: it keeps 23 of 40 tokens, which"),
+    (PQCache(budget=0.3), [90], [120], "method.num_sinks=32: must be below 27, what is read of"),
+    (RocketKV(), [90, 40], [99, 60], "method.budget=0.2: must be more: it keeps 23 of 40 tokens, which"),
     (RocketKV(budget_tokens=4), [60], [80], "method.budget_tokens=4: must be more: it keeps 18 of 60 tokens, which"),
     (RocketKV(budget_tokens=40, num_sinks=20), [90], [99], "method.num_sinks=20: must be below 20, what is read of a"),
 ]  # fmt: skip
@@ -127,24 +129,24 @@ def test_settings_that_do_not_go_together_or_with_a_batch_are_refused(method, pr
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
-def test_the_least_size_is_one_that_works():
+def test_the_least_budget_is_one_that_works():
     for method, allowed in ((SnapKV(), r"window=32: must be below 30"), (RKV(), "window=8: must be below 7")):
         with pytest.raises(ValueError, match=allowed):
-            method.min_size(TokenCounts(5, 30, 35) if isinstance(method, SnapKV) else TokenCounts(6, 5, 7))
+            method.min_budget(TokenCounts(5, 30, 35) if isinstance(method, SnapKV) else TokenCounts(6, 5, 7))
     with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=4: must be below 3, the shortest prompt"):
-        ExpectedAttention().min_size(TokenCounts(7, 3, 8))
+        ExpectedAttention().min_budget(TokenCounts(7, 3, 8))
     with pytest.raises(ValueError, match=r"num_sinks=4: must be below 3, the shortest sequence"):
-        Streaming().min_size(TokenCounts(2, 1, 3))
+        Streaming().min_budget(TokenCounts(2, 1, 3))
     row = TokenCounts(40, 30, 50)
-    assert RKV().with_size(RKV().min_size(row)).budget(50) == 9
-    assert ExpectedAttention().with_size(ExpectedAttention().min_size(row)).budget(30) == 5
-    assert Streaming().with_size(Streaming().min_size(row)).tokens_kept(row, 2) == 5
-    sinks = Quest(read_frac=0.2, page_size=1, num_sinks=20)
-    least = sinks.min_size(TokenCounts(100, 100, 120))
+    assert RKV().with_budget(RKV().min_budget(row)).budget_in_tokens(50) == 9
+    assert ExpectedAttention().with_budget(ExpectedAttention().min_budget(row)).budget_in_tokens(30) == 5
+    assert Streaming().with_budget(Streaming().min_budget(row)).tokens_kept(row, 2) == 5
+    sinks = Quest(budget=0.2, page_size=1, num_sinks=20)
+    least = sinks.min_budget(TokenCounts(100, 100, 120))
     assert least == pytest.approx(0.22, abs=1e-6)
-    sinks.with_size(least).new_state(GEOMETRY, lengths_of([100], [120]))
-    with pytest.raises(ValueError, match="method Full has no size"):
-        Full().with_size(0.5)
+    sinks.with_budget(least).new_state(GEOMETRY, lengths_of([100], [120]))
+    with pytest.raises(ValueError, match="method Full has no budget"):
+        Full().with_budget(0.5)
 
 
 @pytest.mark.parametrize("method", [TOVA(), RKV(), DuoAttention()], ids=lambda method: method.title)
@@ -159,12 +161,12 @@ def test_what_learns_nothing_of_a_prompt_takes_none(method):
 def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     pattern = tmp_path / "gates.tsv"
     pattern.write_text("0\t1\n1\t0\n0.3\t0.9\n0.4\t0.1\n")
-    method, lengths = DuoAttention(pattern=str(pattern), num_exempt_layers=2), lengths_of([40, 20], [50, 30])
+    method, lengths = DuoAttention(pattern=str(pattern), dense_layers=2), lengths_of([40, 20], [50, 30])
     assert to_calibrate(method) is None and to_calibrate(DuoAttention())
     assert method.file == str(pattern) and DuoAttention().file is None
     heads = method.new_state(SHAPE, lengths).heads.tolist()
     assert heads == [[False, False], [False, False], [True, False], [False, True]]
-    three = DuoAttention(pattern=str(pattern), sparsity=0.65, num_exempt_layers=2).new_state(SHAPE, lengths)
+    three = DuoAttention(pattern=str(pattern), sparsity=0.65, dense_layers=2).new_state(SHAPE, lengths)
     assert three.heads.tolist() == [[False, False], [False, False], [True, False], [True, True]]
     config = load(["method=duo", f"method.pattern={pattern}"])
     first = digests_of(config)["method"]
@@ -185,7 +187,7 @@ class Again(RereadsPrompt, Quest):
 
 def test_a_base_without_settings_leaves_the_defaults():
     assert Again() == Again(**{field.name: getattr(Quest(), field.name) for field in fields(Quest)})
-    assert Again().num_exempt_layers == 2 and InfiniGenPool().num_exempt_layers == 2
+    assert Again().dense_layers == 2 and InfiniGenPool().dense_layers == 2
 
 
 # Names, and sizes by hand
@@ -216,44 +218,44 @@ def test_a_method_says_whether_it_needs_a_calibration(method, needs):
 
 def test_budgets_of_the_artifacts_prefill():
     assert H2O(heavy_frac=0.25, recent_frac=0.125).artifact_budget() == 0.375
-    assert TOVA(kept_frac=0.3).artifact_budget() == 0.3 and TOVA(kept_tokens=3).artifact_budget() == 1
-    sized = (Streaming(kept_frac=0.4), InfiniGen(max_fetch_frac=0.4), Oracle(max_fetch_frac=0.4), Quest(read_frac=0.4))
-    assert [method.artifact_budget() for method in sized] == [0.4] * 4
-    assert Full().artifact_budget() == SnapKV(kept_frac=0.4).artifact_budget() == 1
+    assert TOVA(budget=0.3).artifact_budget() == 0.3 and TOVA(kept_tokens=3).artifact_budget() == 1
+    given = (Streaming(budget=0.4), InfiniGen(budget=0.4), Oracle(budget=0.4), Quest(budget=0.4))
+    assert [method.artifact_budget() for method in given] == [0.4] * 4
+    assert Full().artifact_budget() == SnapKV(budget=0.4).artifact_budget() == 1
 
 
 ROW = TokenCounts(100, 80, 120)
 SIZES = [
     # In pages of 16, six of them full: floor(0.6 * 100 / 16) = 3 pages, the last among them; three are the least
-    (Quest(read_frac=0.6), ROW, 2 * 16 + 4),
-    (Quest(read_frac=0.01), ROW, 2 * 16 + 4),
-    (Quest(read_frac=1.0), ROW, 100),
-    (Quest(read_frac=0.01), TokenCounts(33, 30, 120), 33),
+    (Quest(budget=0.6), ROW, 2 * 16 + 4),
+    (Quest(budget=0.01), ROW, 2 * 16 + 4),
+    (Quest(budget=1.0), ROW, 100),
+    (Quest(budget=0.01), TokenCounts(33, 30, 120), 33),
     (Quest(read_tokens=32, page_size=4), TokenCounts(200, 100, 300), 28),  # the last page is one of 8
     (Quest(group="union"), ROW, None),
-    (SnapKV(kept_frac=0.5), ROW, 40 + 20),
+    (SnapKV(budget=0.5), ROW, 40 + 20),
     (SnapKV(kept_tokens=90), ROW, 100),
     (Twilight(), ROW, None),
     (Twilight(p=1.0), ROW, 2 * 16 + 4),  # all candidates: floor(0.5 * 100 / 16) pages
-    (Twilight().with_size(0.7), ROW, 3 * 16 + 4),  # as many candidates
-    (Twilight(candidate_frac=None).with_size(0.001), ROW, 1),
+    (Twilight().with_budget(0.7), ROW, 3 * 16 + 4),  # as many candidates
+    (Twilight(candidate_frac=None).with_budget(0.001), ROW, 1),
     (Kascade(anchors=(1,), min_tokens=5), ROW, 10),
     (Kascade(anchors=(1,)), ROW, 100),  # 128 at least
-    (Kascade(anchors=(), min_tokens=5).with_size(0.3), ROW, 30),
+    (Kascade(anchors=(), min_tokens=5).with_budget(0.3), ROW, 30),
     (VAttention(), ROW, None),
-    (VAttention().with_size(0.001), ROW, 1),
-    (InfiniGenPool(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
-    (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),
+    (VAttention().with_budget(0.001), ROW, 1),
+    (InfiniGenPool(alpha=math.inf, budget=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
+    (InfiniGen(alpha=math.inf, budget=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),
     (ShadowKV(), TokenCounts(30, 24, 34), 0),  # no chunk to fetch
-    (ParisKV(read_frac=0.3), ROW, 30),
+    (ParisKV(budget=0.3), ROW, 30),
     (Socket(), ROW, 5),
     (Socket(group="union"), ROW, None),
     (RocketKV(), ROW, 8),  # half of a fifth of the prompt
-    (RocketKV().with_size(0.5), ROW, 40),
-    (RocketKV().with_size(1.0), ROW, 80),
+    (RocketKV().with_budget(0.5), ROW, 40),
+    (RocketKV().with_budget(1.0), ROW, 80),
     (RocketKV(budget_tokens=50), TokenCounts(11, 11, 120), 11),
     (RocketKV(group="union"), ROW, None),
-    *[(DuoAttention().with_size(frac), TokenCounts(1000, 900, 1024), read)
+    *[(DuoAttention().with_budget(frac), TokenCounts(1000, 900, 1024), read)
       for frac, read in ((2**-24, 320), (0.25, 490), (0.5, 660), (1.0, 1000))],
 ]  # fmt: skip
 
@@ -263,8 +265,8 @@ def test_tokens_read_by_hand(method, row, read):
     found, bound = method.tokens_read(row, 2), method.max_tokens_read(row, 2)
     assert found == (None if read is None else pytest.approx(read, abs=1e-3))
     assert (found or 0) <= bound <= row.cached
-    assert SnapKV(kept_tokens=50).with_size(0.5).tokens_kept(ROW, 2) == 40 + 20
-    assert Quest(read_tokens=32, page_size=4).with_size(0.5) == Quest(read_frac=0.5, page_size=4)
+    assert SnapKV(kept_tokens=50).with_budget(0.5).tokens_kept(ROW, 2) == 40 + 20
+    assert Quest(read_tokens=32, page_size=4).with_budget(0.5) == Quest(budget=0.5, page_size=4)
 
 
 def test_rocketkvs_stages_by_hand():
@@ -273,24 +275,24 @@ def test_rocketkvs_stages_by_hand():
     # 8192 / 64^0.56 = 8192 / 10.27; 797 / 128 = 6.23: chunks of ceil(sqrt 6.23), and 64 * 3 / 6.23 channels
     assert RocketKV(budget_tokens=128).plan(8192, head_dim) == (797, 3, 30, 64)
     # 1024 / 4^0.32 = 1024 / 1.558; 657 / 256 = 2.57: chunks of floor(2.57)
-    assert RocketKV(budget_frac=0.25).plan(1024, head_dim) == (657, 2, 49, 128)
+    assert RocketKV(budget=0.25).plan(1024, head_dim) == (657, 2, 49, 128)
     assert RocketKV(budget_tokens=2).kept(2**21 + 100) == 2**21 // 2**16  # a little more, for the rounding
-    assert RocketKV(budget_frac=2.0).plan(100, head_dim) == (100, 1, 64, 100)  # nothing is left out
+    assert RocketKV(budget=2.0).plan(100, head_dim) == (100, 1, 64, 100)  # nothing is left out
     assert RocketKV(budget_tokens=50).plan(11, head_dim) == (11, 1, 64, 25)
-    least = RocketKV().min_size(ROW)
-    found = [RocketKV().with_size(size) for size in (least, 0.999 * least)]
-    assert [(method.budget(80), method.kept(80) > 32) for method in found] == [(9, True), (8, False)]
+    least = RocketKV().min_budget(ROW)
+    found = [RocketKV().with_budget(budget) for budget in (least, 0.999 * least)]
+    assert [(method.budget_in_tokens(80), method.kept(80) > 32) for method in found] == [(9, True), (8, False)]
     with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=32: must be below 30, the shortest prompt"):
-        RocketKV().min_size(TokenCounts(31, 30, 50))
+        RocketKV().min_budget(TokenCounts(31, 30, 50))
 
 
 def test_pariskvs_stages_by_hand():
-    method = ParisKV(read_frac=0.1)
+    method = ParisKV(budget=0.1)
     # Of 1,000 tokens 100 are read: 4 first, 38 recent, and of the 958 between them 479 are candidates. A share of
     # 0.5 of the 958 has votes: 23.95, 71.85, 143.7, 239.5, 359.25 and 479 of them
     assert method.plan(1000) == [958, 479, 24, 72, 144, 240, 360, 479]
     assert method.plan(3) == [0, 0, 0, 0, 0, 0, 0, 0]
-    few = ParisKV(read_frac=0.5, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, collision_frac=1.0)
+    few = ParisKV(budget=0.5, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, collision_frac=1.0)
     assert few.plan(10) == [10, 5, 1, 2, 3, 5, 8, 10]  # as many candidates as are read
     found = [shares_of(zone) for zone in (4999, 5000, 10_000, 30_000, 10**7)]
     assert found == [(0.5, 0.5), (0.25, 0.3), (0.2, 0.25), (0.1, 0.2), (0.1, 0.2)]
@@ -333,7 +335,7 @@ def test_alpha_null_is_the_papers(family, threshold):
     """Scores a unit apart, the cap out of the way: the count is the number of units within alpha."""
     scores = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
     geometry = replace(GEOMETRY, family=family)
-    selection = chosen(Oracle(max_fetch_frac=1.0), scores, torch.tensor([[20]]), 40, geometry)
+    selection = chosen(Oracle(budget=1.0), scores, torch.tensor([[20]]), 40, geometry)
     assert selection.num_read.item() == threshold + 1  # r = -alpha counts
     assert selection.mask.sum(-1).unique().tolist() == [threshold + 1]
 
@@ -356,7 +358,7 @@ def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
     """
     scores = 3 * torch.randn(1, KV_HEADS, GROUP, 1, 20, generator=torch.Generator().manual_seed(5))
     scores[:, :, 0, :, 0] = 30
-    method = Oracle(alpha=math.inf, max_fetch_frac=0.4, group=group, covers=covers, num_sinks=2, recent_frac=0.25)
+    method = Oracle(alpha=math.inf, budget=0.4, group=group, covers=covers, num_sinks=2, recent_frac=0.25)
     selection = chosen(method, scores.clone(), torch.tensor([[20]]), 40)
     forced = {0, 1, 18, 19}
     heads = scores[0, :, :, 0].double()
@@ -540,7 +542,7 @@ def of_all_layers(query: torch.Tensor, key: torch.Tensor, rows: PromptRows) -> d
 def test_a_mean_that_all_keys_share_costs_no_bits(bits, projection_bits, one_code, statistics):
     """Scores on coded keys, but for what all keys of a query have in common, are those without the mean. A number may
     fall to the next code."""
-    options = {"index_bits": bits, "projection_bits": projection_bits, "num_exempt_layers": 0}
+    options = {"index_bits": bits, "projection_bits": projection_bits, "dense_layers": 0}
     method = preset("infinigen-balanced", statistics=statistics, **options)
     found, text = [], of_all_layers(*prompt_of(bias=0.0))
     for bias in (0.0, 100.0):
@@ -614,7 +616,7 @@ def test_coded_projections_give_nearly_the_same_scores(projection_bits, most):
 @pytest.mark.parametrize("statistics", ["prompt", "calibration", "both"])
 def test_a_sequence_has_the_scores_that_it_has_alone(statistics):
     """Its projections, its keys' mean and its index are its own, also in a fork."""
-    method = preset("infinigen-balanced", statistics=statistics, index_bits=8, projection_bits=4, num_exempt_layers=0)
+    method = preset("infinigen-balanced", statistics=statistics, index_bits=8, projection_bits=4, dense_layers=0)
     query, key, _ = prompt_of(bias=3.0)
     queries, keys = torch.cat([query.flip(2), query, query * 2]), torch.cat([key.roll(3, -1), key, key.flip(-1)])
     real = torch.ones(3, 40, dtype=torch.bool)
@@ -641,10 +643,10 @@ def test_a_sequence_has_the_scores_that_it_has_alone(statistics):
 
 def test_a_calibration_leaves_the_state_with_the_prompt():
     query, key, rows = prompt_of(bias=0.0)
-    for method in (InfiniGen(), preset("infinigen-balanced", num_exempt_layers=1)):
+    for method in (InfiniGen(), preset("infinigen-balanced", dense_layers=1)):
         text = of_all_layers(query, key, rows) | {"rotation": torch.eye(16).expand(4, 2, -1, -1)}
         state = method.new_state(SHAPE, lengths_of([40], [48]), text)
-        for layer in range(method.num_exempt_layers, 4):
+        for layer in range(method.dense_layers, 4):
             assert layer in state.measured
             state.prompt(layer, query, key, key, rows)
         assert state.measured == {}

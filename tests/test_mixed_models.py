@@ -58,13 +58,15 @@ def test_the_ring_stays_on_the_device(name):
             assert session.h2d_bytes == 4 * HEADS * sum(range(PROMPT, PROMPT + STEPS)) * ROW
             assert session.d2h_bytes == 4 * HEADS * STEPS * ROW
             rows = range(PROMPT, PROMPT + STEPS)
-            in_rings = 2 * sum((t % WINDOW if width.is_chunk else WINDOW - 1) + 1 for t in rows)  # with the own token
+            in_rings = 2 * sum(
+                (t % WINDOW if width.is_chunk else WINDOW - 1) + 1 for t in rows
+            )  # with the current token
             in_all = 4 * sum(t + 1 for t in rows)
             assert float(session.reads.num_bytes) == HEADS * ROW * (in_all + in_rings)
             session.drain()  # the last rows may be under way
             assert crossed.written.total() == 4 * HEADS * (PROMPT + STEPS) * ROW
         kinds = [policy.kind for policy in open_session(attached, CASES["h2o"], [20], 20).policies]
-        assert kinds == ["local", "full", "full", "local", "method", "method"], "exempt by its number among them"
+        assert kinds == ["local", "full", "full", "local", "method", "method"], "dense by its number among them"
 
 
 # States of recurrent layers
@@ -99,7 +101,7 @@ def test_a_fork_of_a_session_forks_the_states():
 def test_what_chunks_read_by_hand():
     length = 40
     reads = run_one(
-        mixed("llama4_text"), Case(H2O(heavy_frac=0.1, recent_frac=0.1, num_exempt_layers=2)), token_ids(length), 20
+        mixed("llama4_text"), Case(H2O(heavy_frac=0.1, recent_frac=0.1, dense_layers=2)), token_ids(length), 20
     ).reads
     rows = range(20, length)
     held = [t % WINDOW for t in rows]  # of each of two layers
@@ -107,11 +109,11 @@ def test_what_chunks_read_by_hand():
     assert reads.window_frac == pytest.approx(sum(of_windows) / len(rows))
     budget = 4 + 4  # of 40 tokens, in two of the four layers
     by_row = [(2 * t + 2 * budget) / (4 * t) for t in rows]
-    assert reads.size == pytest.approx(sum(by_row) / len(rows))
+    assert reads.budget == pytest.approx(sum(by_row) / len(rows))
 
 
 def test_recurrent_bytes_are_of_a_sequence():
-    one, several = (decode(mixed("qwen3_next"), CASES["h2o"]).reads.sizes for decode in (run_one, run_ragged))
+    one, several = (decode(mixed("qwen3_next"), CASES["h2o"]).reads.shares for decode in (run_one, run_ragged))
     assert one["recurrent_bytes"] == several["recurrent_bytes"]
 
 

@@ -25,16 +25,20 @@ CHANNELS = 2 * 2 * 16 + 4 * 16
 """Of qwen3_next's convolution: queries and keys of two heads, values of four."""
 
 
-SIZE = sum((2 * t + 2 * 20) / (4 * t) for t in ROWS) / len(ROWS)
+BUDGET = sum((2 * t + 2 * 20) / (4 * t) for t in ROWS) / len(ROWS)
 """Of H2O with 10 + 10 of 100 tokens in two of the four layers that see every token; windows count in none."""
 EVICTED = sum(t - 20 for t in ROWS) / len(ROWS)
 """All but 10 + 10 tokens, at each row."""
 WINDOW_FRAC = sum(HELD / (4 * t + HELD) for t in ROWS) / len(ROWS)
 EXPECTED: dict[str, dict[str, float]] = {
-    "gemma2": {"window_frac": WINDOW_FRAC, "size": SIZE, "tokens_evicted": EVICTED},
-    "qwen3_next": {"recurrent_bytes": 2 * 4 * (4 * 16 * 16 + CHANNELS * 4), "size": SIZE, "tokens_evicted": EVICTED},
-    "deepseek_v3": {"latent_bytes": 4 * 32 * 4, "size": SIZE, "tokens_evicted": EVICTED},
-    "gqa": {"size": SIZE, "tokens_evicted": EVICTED},
+    "gemma2": {"window_frac": WINDOW_FRAC, "budget": BUDGET, "tokens_evicted": EVICTED},
+    "qwen3_next": {
+        "recurrent_bytes": 2 * 4 * (4 * 16 * 16 + CHANNELS * 4),
+        "budget": BUDGET,
+        "tokens_evicted": EVICTED,
+    },
+    "deepseek_v3": {"latent_bytes": 4 * 32 * 4, "budget": BUDGET, "tokens_evicted": EVICTED},
+    "gqa": {"budget": BUDGET, "tokens_evicted": EVICTED},
 }
 
 
@@ -50,7 +54,7 @@ def run(monkeypatch, tmp_path):
         loaded = LoadedModel(tiny(name) if name == "gqa" else mixed(name), byte_tokenizer(), name, 512, name * 10)
         monkeypatch.setattr(models, "load_model", lambda config: loaded)
         lengths = [f"seq_len={SEQ_LEN}", f"prefill_len={PREFILL_LEN}", "num_windows=2", f"corpus.path={text}"]
-        assert main(["experiment=perplexity", "method=h2o", "method.num_exempt_layers=2", *lengths, *more]) == 0
+        assert main(["experiment=perplexity", "method=h2o", "method.dense_layers=2", *lengths, *more]) == 0
         return read_table(Path("outputs/tables/perplexity.csv"))
 
     return score
@@ -66,5 +70,5 @@ def test_a_table_has_the_columns_of_its_models_and_no_other(name, run):
     shown = Path("outputs/tables/perplexity.md").read_text()
     assert all((column.heading in shown) == (column.name in EXPECTED[name]) for column in OF_SOME_RUNS)
     if name == "gqa":  # beside a model that has another column
-        cells = {row["num_samples"]: row["window_frac"] for row in run("gemma2", "num_windows=1")}
-        assert cells == {2: None, 1: pytest.approx(WINDOW_FRAC, rel=0.1)}
+        window_shares = {row["num_samples"]: row["window_frac"] for row in run("gemma2", "num_windows=1")}
+        assert window_shares == {2: None, 1: pytest.approx(WINDOW_FRAC, rel=0.1)}

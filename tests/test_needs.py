@@ -42,7 +42,7 @@ def prompts_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
-    ("name", "placement", "device_rows"),
+    ("name", "placement", "gpu_cache"),
     [
         *((name, placement, 0) for name in NAMES for placement in ("device", "host")),
         *(
@@ -51,9 +51,9 @@ def prompts_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         ),
     ],
 )
-def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, placement, device_rows, batch):
+def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, placement, gpu_cache, batch):
     case, prompts = case_of(name), BATCHES[batch]
-    options = {"placement": placement, "device_rows": device_rows}
+    options = {"placement": placement, "gpu_cache": gpu_cache}
     with attached_with_link() as (attached, link):
         with closing(open_live(attached, case, 3, link=link, **options)) as session:
             session.prefill(*prompts_of(prompts))
@@ -80,11 +80,11 @@ def test_bytes_by_hand():
         assert on_host.host == on_device.session
         assert on_host.session == 2 * (2 * 2 * (32 + 1) * row)  # two buffers, with the own row
         # 16 bytes of codes and, a group being the 16 elements, fp16 scale and minimum, for key and value; two layers
-        # are exempt, and each has a buffer of its own under a link.
+        # are dense, and each has a buffer of its own under a link.
         quantized = case_of("int4")
         coded = 2 * (16 // 2 + 4)
         slots = 2 * (2 * 2 * 32 * row) + 2 * (2 * 2 * 32 * coded)
-        method = replace(quantized.method, num_exempt_layers=2)
+        method = replace(quantized.method, dense_layers=2)
         sizes = sizes_of(attached, method)
         plan = Plan(sizes, method, quantized.codec, "device")
         assert plan.needs(lengths).session == slots
@@ -104,7 +104,7 @@ def test_a_state_whose_size_depends_on_the_text_is_refused():
         state = State
 
     with attached_with_link() as (attached, _):
-        method = Reading(read_frac=0.4, page_size=3)
+        method = Reading(budget=0.4, page_size=3)
         plan = Plan(sizes_of(attached, method), method, None, "device")
         with pytest.raises(UserError, match=r"^method Quest: what it keeps depends on the text") as refusal:
             plan.needs(BatchLengths((PROMPT,), 8))

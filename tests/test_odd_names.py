@@ -25,7 +25,7 @@ LABELS = (
     "x" * 150 + "y" + "x" * 149, "_hidden", "x]", "a[b]", "*", "**", "`x`", "<b>", "%s", "{0}", "\x1b[2J", "a,b", '"q"',
     "1.0", "True", "\\", "ü", "=1+1", "+1", "-1x", "@cmd", "\tx", "'=1", "''", "[a](b://c.de)", "www.a.de", "x@y.de",
 )  # fmt: skip
-SIZES = {"size": 0.16, "size_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
+SHARES = {"budget": 0.16, "budget_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
 CHUNK = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": {"perplexity": 12.5, "perplexity_stderr": None}}
 
 
@@ -41,8 +41,8 @@ def save_labelled(results: Path, experiment: str, metrics: dict[str, Any], **fie
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("a*[b]?")
-    save_labelled(folder, "fig11", {"passkey": TASK_METRICS | SIZES})
-    save_labelled(folder, "fig12", {"offline": TEXT_METRICS | SIZES}, chunks=[CHUNK])
+    save_labelled(folder, "fig11", {"passkey": TASK_METRICS | SHARES})
+    save_labelled(folder, "fig12", {"offline": TEXT_METRICS | SHARES}, chunks=[CHUNK])
     save_labelled(folder, "latency", LATENCY_METRICS)
     for experiment in ("fig11", "fig12", "latency"):
         tables.update(folder, experiment)
@@ -91,7 +91,7 @@ def test_a_figure_has_every_label(name, results):
 @pytest.mark.parametrize("text", ("notes[draft].txt", "a [5, 0-20 %]", "offline[256:512]", "NA", "a\nb"))
 def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
     for method in ("full", "h2o"):
-        metrics = {text: TEXT_METRICS | SIZES}
+        metrics = {text: TEXT_METRICS | SHARES}
         save(tmp_path, ["experiment=fig12", f"method={method}"], metrics, chunks=[CHUNK])
     path = tables.update(tmp_path, "fig12")
     with path.open(newline="") as stream:

@@ -26,19 +26,17 @@ from methods.defensivekv import DefensiveKV
 from methods.prompt_evicting import PromptEvicting
 
 METHODS = {
-    "critical": CriticalKV(kept_frac=0.7, window=3, kernel=3),
-    "critical-avg": CriticalKV(
-        kept_tokens=8, window=2, pooling="avg", first_share=0.3, epsilon=0.1, num_exempt_layers=0
-    ),
+    "critical": CriticalKV(budget=0.7, window=3, kernel=3),
+    "critical-avg": CriticalKV(kept_tokens=8, window=2, pooling="avg", first_share=0.3, epsilon=0.1, dense_layers=0),
     "critical-sinks": CriticalKV(kept_tokens=9, num_sinks=1, window=3, kernel=5, first_share=0.0),
     "critical-one": CriticalKV(kept_tokens=4, window=3, kernel=3),
     "critical-ada": CriticalKV(kept_tokens=8, window=2, kernel=3, heads="adaptive"),
-    "defensive": DefensiveKV(kept_frac=0.7, window=3, kernel=3, first_mass=0.4),
-    "defensive-mass": DefensiveKV(kept_tokens=7, window=3, num_exempt_layers=0),
+    "defensive": DefensiveKV(budget=0.7, window=3, kernel=3, first_mass=0.4),
+    "defensive-mass": DefensiveKV(kept_tokens=7, window=3, dense_layers=0),
     "defensive-uniform": DefensiveKV(kept_tokens=7, window=3, kernel=3, heads="uniform", first_mass=0.3),
     "defensive-value": DefensiveKV(kept_tokens=6, num_sinks=1, window=2, kernel=1, first_mass=0.0),
-    "cap": CapKV(kept_frac=0.6),
-    "cap-flat": CapKV(kept_tokens=6, num_sinks=2, tau=0.0, num_exempt_layers=0),
+    "cap": CapKV(budget=0.6),
+    "cap-flat": CapKV(kept_tokens=6, num_sinks=2, tau=0.0, dense_layers=0),
     "cap-ada": CapKV(kept_tokens=7, num_sinks=1, tau=3.0, window=1, heads="adaptive"),
 }
 
@@ -172,7 +170,7 @@ RULES = {CriticalKV: critical, DefensiveKV: defensive, CapKV: cap}
 
 def plain_kept(method: PromptEvicting, prompt: Prompt) -> list[set[int]]:
     """The tokens that each KV head keeps of a prompt."""
-    budget = method.kept_tokens or math.floor(method.kept_frac * prompt.length)
+    budget = method.kept_tokens or math.floor(method.budget * prompt.length)
     tokens = range(method.num_sinks, prompt.length - method.window)
     share = budget - method.num_sinks - method.window
     assert 0 < share < len(tokens), "something is chosen, and something evicted"
@@ -192,7 +190,7 @@ def test_what_stays_is_the_plain_rules_for_each_sequence_of_a_padded_batch(name,
         alone = [states_of(attached, ids)[0] for ids in prompts()]
     uneven = False
     for at, layers in enumerate(alone):
-        for layer in range(method.num_exempt_layers, geometry.num_layers):
+        for layer in range(method.dense_layers, geometry.num_layers):
             module = attention_of(model, layer)
             output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
             prompt = Prompt(geometry, layers[layer], output.weight.detach())
@@ -223,18 +221,18 @@ def test_the_second_half_and_the_largest_of_rows_change_what_stays():
 
 def test_sizes_by_hand():
     row = TokenCounts(cached=110, prompt=100, final=120)
-    critical = CriticalKV(kept_frac=0.5)
+    critical = CriticalKV(budget=0.5)
     assert critical.tokens_read(row, 2) == critical.tokens_kept(row, 2) == 50 + 10
     shared = replace(critical, heads="adaptive")  # 18 compete for a place: a fifth of 18 and four fifths of all 68
     assert (
         shared.tokens_read(row, 2) == 50 + 10 and shared.tokens_kept(row, 2) == 32 + math.ceil((18 + 4 * 68) / 5) + 10
     )
-    defensive = DefensiveKV(kept_frac=0.5)  # a head may keep the whole prompt
+    defensive = DefensiveKV(budget=0.5)  # a head may keep the whole prompt
     assert defensive.tokens_read(row, 2) == 50 + 10 and defensive.tokens_kept(row, 2) == 100 + 10
     assert replace(defensive, heads="uniform").tokens_kept(row, 2) == 50 + 10
     assert CapKV(kept_tokens=7).tokens_read(row, 2) == CapKV(kept_tokens=7).tokens_kept(row, 2) == 7 + 10
     for method in (critical, defensive, CapKV()):
-        assert method.with_size(0.4).tokens_read(row, 2) == 40 + 10
+        assert method.with_budget(0.4).tokens_read(row, 2) == 40 + 10
 
 
 def test_shared_budgets_have_names_of_their_own():
@@ -244,7 +242,7 @@ def test_shared_budgets_have_names_of_their_own():
 
 def test_a_model_whose_output_projection_is_not_known_is_refused_in_one_line():
     shape = {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"] * 4, "num_experts": 0}
-    method = CriticalKV(kept_frac=0.7, window=3)
+    method = CriticalKV(budget=0.7, window=3)
     with attach(tiny_model("qwen3_next", **shape)) as attached:
         session = open_session(attached, Case(method), [PROMPT + 1], PROMPT + 1)
         with pytest.raises(UserError, match="'qwen3_next' is not supported: .* such as a gate, of which this method"):

@@ -136,7 +136,7 @@ def test_accuracy_and_speed_are_measured_and_recorded(own_folder, monkeypatch, c
         assert (record["config"]["codec"], record["config"]["own_codec"]) == ("mine", {"levels": 100})
         assert record["settings"]["codec_settings.levels"] == 100 and "code:codec" in record["inputs"]
     (of_text,) = found["perplexity"]["metrics"].values()
-    assert of_text["size"] == pytest.approx(18 / 32)  # 18 bytes for 16 elements
+    assert of_text["budget"] == pytest.approx(18 / 32)  # 18 bytes for 16 elements
 
 
 OF_ALL = "amax((-1, -2), keepdim=True).expand(*x.shape[:-1], 1)"

@@ -24,7 +24,7 @@ from methods.streaming import Streaming
 MINE = """
 @dataclass(frozen=True)
 class Mine(Streaming):
-    kept_frac: float = 0.5
+    budget: float = 0.5
     sizes: tuple[int, ...] = (1, 2)
 """
 OTHER = MINE.replace("Mine", "Other")
@@ -53,7 +53,7 @@ def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, own_folder):
     write(name="package/inner.py")
     config = load([f"method={choice.format(here=own_folder)}", "method.num_sinks=2"])
     assert config.method_name == config.label == name
-    assert (type(config.method).__name__, config.method.kept_frac, config.method.num_sinks) == ("Mine", 0.5, 2)
+    assert (type(config.method).__name__, config.method.budget, config.method.num_sinks) == ("Mine", 0.5, 2)
     assert config.method.sizes == (1, 2)
 
 
@@ -72,7 +72,7 @@ def test_it_is_one_of_a_sweep(runs, capsys):
     assert [config.method_name for config in runs.configs] == ["h2o", "mine"]
     assert "mine" in capsys.readouterr().out.splitlines()[-2], "above the line of where the results are"
     assert main(["--cfg", "job", "method=./mine.py"]) == 0
-    assert "kept_frac: 0.5" in capsys.readouterr().out
+    assert "budget: 0.5" in capsys.readouterr().out
 
 
 # Refused
@@ -84,7 +84,7 @@ REFUSED = [
     ("./mine.py", MINE + OTHER, "defines Mine, Other; choose one, as method=./mine.py:Mine"),
     ("./mine.py:Mime", MINE + OTHER, "did you mean 'Mine'? allowed: Mine, Other"),
     ("nowhere.Mine", MINE, "ModuleNotFoundError: No module named 'nowhere'"),
-    ("./mine.py", "\nclass Mine(Streaming):\n    kept_frac: float = 0.5\n", "Mine must be a @dataclass(frozen=True)"),
+    ("./mine.py", "\nclass Mine(Streaming):\n    budget: float = 0.5\n", "Mine must be a @dataclass(frozen=True)"),
     ("./mine.py", "\n@dataclass(frozen=True)\nclass Mine(Method):\n    state = Streaming.state\n",
      "Mine lacks tokens_read; methods/base.py says what it is"),
     ("./mine.py", MINE + "    late: int = field(kw_only=True)\n", "Mine.late needs a default"),
@@ -209,9 +209,9 @@ class Mine(Method):
 """
 MISTAKES = {
     "an error": ("1 / 0", "{here}/mine.py:19: select raised ZeroDivisionError"),
-    "no size": (
+    "no budget": (
         "return Selection(rows.visible().expand(-1, 2, -1, -1), rows.positions * float('nan'))",
-        "size is nan: num_read ",
+        "budget is nan: num_read ",
     ),
     "counts padding behind the rows, so that it depends on the batch": (
         "count = self.count[layer][:, None] + torch.arange(rows.positions.shape[1])\n"
@@ -252,8 +252,8 @@ def test_a_mistake_is_found(mistake, own_folder, capsys):
     assert any(re.search(expected.replace("{here}", re.escape(str(own_folder))), line) for line in lines), lines
 
 
-def test_a_method_that_misstates_its_size_fails_that_check_alone(capsys):
+def test_a_method_that_misstates_its_budget_fails_that_check_alone(capsys):
     write(MINE + "    def tokens_read(self, row, layer): return super().tokens_read(row, layer) - 1\n")
     lines, error = failed(capsys)
     assert error == "error: method=mine: 6 of 42 checks failed\n"
-    assert all(re.search("the size is its closed form: size is .*; by tokens_read it is ", line) for line in lines)
+    assert all(re.search("the budget is its closed form: budget is .*; by tokens_read it is ", line) for line in lines)

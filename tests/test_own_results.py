@@ -81,10 +81,10 @@ def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(check
     assert drawn == {"fig11", "attention_error"}, "figures without a table of one's own are the shipped ones"
 
 
-def test_the_figure_of_sizes_has_no_panel_of_single_points(checkout, runs, capsys):
+def test_the_figure_of_budgets_has_no_panel_of_single_points(checkout, runs, capsys):
     def measure(config):
         found = outcome(config)
-        found.metrics[config.corpus.name]["size"] = config.size or 0.3
+        found.metrics[config.corpus.name]["budget"] = config.budget or 0.3
         return found
 
     runs.measure = measure
@@ -93,8 +93,8 @@ def test_the_figure_of_sizes_has_no_panel_of_single_points(checkout, runs, capsy
         shipped = accuracy.fig11(Tables(Path("results/tables")), "fig11")
         figure = accuracy.fig11(Tables(Path("outputs/tables")), "fig11")
     assert [axes.get_title() for axes in figure.axes] == [axes.get_title() for axes in shipped.axes]
-    for size in (0.1, 0.2):
-        assert main(["method=h2o", f"size={size}", "num_windows=2"]) == 0
+    for budget in (0.1, 0.2):
+        assert main(["method=h2o", f"budget={budget}", "num_windows=2"]) == 0
     with style.applied():
         figure = accuracy.fig11(Tables(Path("outputs/tables")), "fig11")
     assert len(figure.axes) > len(shipped.axes)
@@ -128,7 +128,7 @@ def test_errors_by_layer_keep_every_shipped_curve_beside_ones_own(checkout):
         after = accuracy.attention_error(Tables(Path("outputs/tables")), "attention_error")
     curves = [set(axes.get_legend_handles_labels()[1]) for axes in after.axes]
     assert [set(axes.get_legend_handles_labels()[1]) for axes in before.axes] == curves[:2]
-    assert curves[2:] == 2 * [{"H2O, 41 % *", "INT4, 33 % *"}], "the sizes of one's own windows nearest to 10 %"
+    assert curves[2:] == 2 * [{"H2O, 41 % *", "INT4, 33 % *"}], "the budgets of one's own windows nearest to 10 %"
 
 
 def test_a_table_that_was_written_before_follows_the_shipped_rows(checkout, capsys):

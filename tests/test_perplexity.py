@@ -36,15 +36,15 @@ from tests.runs import calls_of, letters
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 512
 METRICS = {
-    "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "size", "size_artifact",
+    "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "budget", "budget_artifact",
     "device_frac", "resident_frac", "attention_error", "attention_error_p95",
 }  # fmt: skip
 OF_EVICTING = METRICS | {"tokens_evicted"}
-SINKS = Streaming(kept_frac=0.2, num_sinks=2, num_exempt_layers=2)
+SINKS = Streaming(budget=0.2, num_sinks=2, dense_layers=2)
 SHORT = {"perplexity": {"seq_len": 60}, "long_decode": {"max_new_tokens": STEPS}}
 """Lengths of the runs, by their kind."""
 
-two_methods = pytest.mark.parametrize("method", [SINKS, H2O(num_exempt_layers=2)], ids=["streaming", "h2o"])
+two_methods = pytest.mark.parametrize("method", [SINKS, H2O(dense_layers=2)], ids=["streaming", "h2o"])
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
     """(chunk, first row, rows of a window)"""
     assert CHUNK == 256
     outcome = run(
-        "perplexity", loaded, text, Full(num_exempt_layers=2), prefill_len=prefill_len, seq_len=seq_len, num_windows=2
+        "perplexity", loaded, text, Full(dense_layers=2), prefill_len=prefill_len, seq_len=seq_len, num_windows=2
     )
     counted = [(row["first"], row["stop"], row["num_tokens"] / 2) for row in outcome.chunks]
     assert counted == [(256 * chunk, 256 * (chunk + 1), rows) for chunk, _, rows in expected]
@@ -187,17 +187,17 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
             assert [window[name] for window in row["windows"]] == pytest.approx(means, rel=1e-4)
 
 
-def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp_path):
+def test_infinigen_is_calibrated_once_and_a_target_budget_is_met(loaded, text, tmp_path):
     about = ("perplexity", loaded, text, InfiniGen(alpha=math.inf))
-    outcome = measure(*about, size=0.7)
-    assert outcome["size"] == pytest.approx(0.7, abs=0.01)
+    outcome = measure(*about, budget=0.7)
+    assert outcome["budget"] == pytest.approx(0.7, abs=0.01)
     (file,) = (tmp_path / "cache" / "calibration").iterdir()
     stamp = file.stat().st_mtime_ns
     cached = range(20, 59)
     tokens = [(t + 16) * 5 / (2 * 16) / t for t in cached]  # ceil(0.3 * 16) columns, and what makes them
     index = 2 / 4 * sum(tokens) / len(tokens)  # in two of four layers
-    assert outcome["device_frac"] - outcome["size"] == pytest.approx(index)
-    assert measure(*about, size=0.7) == outcome and file.stat().st_mtime_ns == stamp
+    assert outcome["device_frac"] - outcome["budget"] == pytest.approx(index)
+    assert measure(*about, budget=0.7) == outcome and file.stat().st_mtime_ns == stamp
 
 
 def test_a_perplexity_that_overflows_names_its_window(text):
@@ -206,7 +206,7 @@ def test_a_perplexity_that_overflows_names_its_window(text):
     loaded = LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
     message = r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
     with pytest.raises(UserError, match=message):
-        run("perplexity", loaded, text, Full(num_exempt_layers=2))
+        run("perplexity", loaded, text, Full(dense_layers=2))
     assert as_perplexity(300.0, "") == math.exp(300)
     for nll in (300.5, math.nan, math.inf):
         with pytest.raises(UserError, match="window 2, rows 0 to 255: perplexity overflows"):
@@ -222,7 +222,7 @@ def test_a_perplexity_that_overflows_names_its_window(text):
 def test_texts_are_drawn_by_the_same_random_numbers(loaded, text):
     """So the full cache's text is its own, and a method's parts from it where their predictions do."""
     sampling = SamplingConfig(temperature=1.0)
-    for method, never in ((Full(num_exempt_layers=2), 3), (SINKS, 0)):
+    for method, never in ((Full(dense_layers=2), 3), (SINKS, 0)):
         outcome = run("long_decode", loaded, text, method, sampling=sampling)
         assert metrics_of(outcome)["never_diverged"] == never
         full = [sample["tokens_full"] for sample in outcome.samples["prompts"]]
@@ -328,7 +328,7 @@ def test_the_errors_of_attention_outputs_by_layer_and_window(loaded, text):
     for layer in layers:
         of_layer = torch.stack(errors)[:, layer["layer"]]
         assert layer["attention_error"] == pytest.approx(float(of_layer.mean()))
-        assert (layer["attention_error"] == 0) == (layer["layer"] < 2), "exempt layers read everything"
+        assert (layer["attention_error"] == 0) == (layer["layer"] < 2), "dense layers read everything"
         assert layer["attention_error_p95"] >= layer["attention_error"] and "attention_error_stderr" in layer
 
 
@@ -337,9 +337,9 @@ def test_the_errors_of_attention_outputs_by_layer_and_window(loaded, text):
 
 @pytest.mark.parametrize("kind", SHORT)
 def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
-    metrics = measure(kind, loaded, text, Full(num_exempt_layers=2))
+    metrics = measure(kind, loaded, text, Full(dense_layers=2))
     assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6)
-    shares = ("top1_agreement", "size", "size_artifact", "device_frac", "resident_frac")
+    shares = ("top1_agreement", "budget", "budget_artifact", "device_frac", "resident_frac")
     assert [metrics[name] for name in shares] == [1, 1, 1, 1, 0]
     if kind == "perplexity":
         assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
@@ -362,10 +362,10 @@ def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
 def test_the_full_caches_pass_is_shared_by_all_methods(kind, function, counts, longer, loaded, text, monkeypatch):
     """long_decode calls the same function for each method's own texts."""
     passes, references = calls_of(monkeypatch, *function), Memo()
-    first, second = (measure(kind, loaded, text, method, references) for method in (H2O(num_exempt_layers=2), SINKS))
+    first, second = (measure(kind, loaded, text, method, references) for method in (H2O(dense_layers=2), SINKS))
     assert len(passes) == counts[0]
     assert all(first[name] == second[name] for name in first if name.endswith("_full"))
-    measure(kind, loaded, text, H2O(num_exempt_layers=2), references, **longer)
+    measure(kind, loaded, text, H2O(dense_layers=2), references, **longer)
     assert len(passes) == counts[1], "other rows are scored"
 
 
@@ -383,34 +383,34 @@ BITS = {"int2": 2 + 32 / 16, "int4": 4 + 32 / 16}
         ("perplexity", SINKS, {"codec": "int4"}, (2 + 2 * READ * BITS["int4"] / 16) / 4),
         (
             "perplexity",
-            Full(num_exempt_layers=2),
+            Full(dense_layers=2),
             {"codec": "fp32", "value_codec": "int2"},
             (2 + 2 * (16 + BITS["int2"]) / 2 / 16) / 4,
         ),
-        ("perplexity", H2O(num_exempt_layers=1), {"codec": "int4", "size": 0.30}, 0.30),
+        ("perplexity", H2O(dense_layers=1), {"codec": "int4", "budget": 0.30}, 0.30),
         ("long_decode", SINKS, {}, (2 + 2 * WRITTEN) / 4),
-        ("long_decode", H2O(num_exempt_layers=2), {"size": 0.7}, 0.7),
+        ("long_decode", H2O(dense_layers=2), {"budget": 0.7}, 0.7),
     ],
 )
-def test_sizes_are_those_of_the_decode_rows_and_their_bits(kind, method, changes, expected, loaded, text):
+def test_budgets_are_those_of_the_decode_rows_and_their_bits(kind, method, changes, expected, loaded, text):
     metrics = measure(kind, loaded, text, method, **changes)
-    assert metrics["size"] == pytest.approx(expected, abs=0.01 if "size" in changes else 1e-6)
+    assert metrics["budget"] == pytest.approx(expected, abs=0.01 if "budget" in changes else 1e-6)
     if kind == "perplexity":
         assert metrics["size_stderr"] == pytest.approx(0, abs=1e-12)
         if not changes:
             density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
-            assert metrics["size_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
+            assert metrics["budget_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
 
 
 def test_what_cannot_be_measured_is_none(loaded, text):
-    one_window = measure("perplexity", loaded, text, H2O(num_exempt_layers=2), num_windows=1)
+    one_window = measure("perplexity", loaded, text, H2O(dense_layers=2), num_windows=1)
     assert absent_of(one_window) == {f"{name}_stderr" for name in OF_EVICTING}
-    quantized = measure("perplexity", loaded, text, Full(num_exempt_layers=2), codec="int2")
+    quantized = measure("perplexity", loaded, text, Full(dense_layers=2), codec="int2")
     assert absent_of(quantized) == {"attention_recall", "attention_recall_stderr"}
-    assert quantized["size"] == pytest.approx((2 + 2 * BITS["int2"] / 16) / 4)
-    assert quantized["size_artifact"] == pytest.approx(2 / 16)
+    assert quantized["budget"] == pytest.approx((2 + 2 * BITS["int2"] / 16) / 4)
+    assert quantized["budget_artifact"] == pytest.approx(2 / 16)
     assert quantized["kl_nats"] > 0
-    one_text = measure("long_decode", loaded, text, H2O(num_exempt_layers=2), num_windows=1, max_new_tokens=3)
+    one_text = measure("long_decode", loaded, text, H2O(dense_layers=2), num_windows=1, max_new_tokens=3)
     errors = {name for name in one_text if name.endswith("_stderr")}
     repeated = {"repetition", "repetition_full", "repetition_difference"}  # three tokens have no 4-gram
     assert absent_of(one_text) == errors | repeated and "kl_nats_stderr" in errors
@@ -421,26 +421,26 @@ def test_what_cannot_be_measured_is_none(loaded, text):
     [
         (
             "perplexity",
-            Full(num_exempt_layers=2),
+            Full(dense_layers=2),
             {"seq_len": 513, "num_windows": 1},
             r"seq_len=513: tiny takes at most 512",
         ),
         (
             "perplexity",
-            Streaming(kept_frac=0.05, num_exempt_layers=2),
+            Streaming(budget=0.05, dense_layers=2),
             {},
-            r"method\.kept_frac=0\.05: .*keeps 3 of 60.*num_sinks=4",
+            r"method\.budget=0\.05: .*keeps 3 of 60.*num_sinks=4",
         ),
-        ("perplexity", H2O(num_exempt_layers=2), {"size": 0.1}, r"size=0\.1.*2 of 4 layers"),
+        ("perplexity", H2O(dense_layers=2), {"budget": 0.1}, r"budget=0\.1.*2 of 4 layers"),
         (
             "long_decode",
-            Full(num_exempt_layers=2),
+            Full(dense_layers=2),
             {"max_new_tokens": 493},
             "^prefill_len=20 and max_new_tokens=493: .* at most 512, the",
         ),
         (
             "long_decode",
-            Full(num_exempt_layers=2),
+            Full(dense_layers=2),
             {"num_windows": 76},
             r"^num_windows=76 of prefill_len=20 .* need 1520 tokens, .* 1500",
         ),
@@ -452,13 +452,13 @@ def test_refused(kind, method, changes, message, loaded, text):
 
 
 def test_bounds(loaded, text):
-    run("perplexity", loaded, text, Full(num_exempt_layers=2), seq_len=512, num_windows=1)
-    run("perplexity", loaded, text, Full(num_exempt_layers=2), seq_len=500)
-    run("long_decode", replace(loaded, max_length=PROMPT + STEPS), text, Full(num_exempt_layers=2), num_windows=1)
+    run("perplexity", loaded, text, Full(dense_layers=2), seq_len=512, num_windows=1)
+    run("perplexity", loaded, text, Full(dense_layers=2), seq_len=500)
+    run("long_decode", replace(loaded, max_length=PROMPT + STEPS), text, Full(dense_layers=2), num_windows=1)
     for seq_len, prefill_len in ((60, 59), (2, 0), (2, 1)):  # no decode row
         with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
             measurement_of("perplexity").check(
-                settings("perplexity", text, H2O(num_exempt_layers=2), seq_len=seq_len, prefill_len=prefill_len)
+                settings("perplexity", text, H2O(dense_layers=2), seq_len=seq_len, prefill_len=prefill_len)
             )
     for setting, value in (("prefill_len", 0), ("max_new_tokens", 1)):
         with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):

@@ -25,7 +25,7 @@ TokenCounts = Mapping[str, Any]
 
 TABLES = """\
 fig11
-label,method,size,kv_recall:acc,passkey:acc
+label,method,budget,kv_recall:acc,passkey:acc
 Full cache,full,1,0.85,0.85
 InfiniGen,,0.1,0.6,0.6
 InfiniGen,,0.16,0.675,0.675
@@ -38,7 +38,7 @@ INT4,,0.28,0.46,0.46
 INT2,,0.16,0.44,0.44
 
 perplexity seq_len=1024 num_samples=3
-label,size,offline:kl_nats,offline:top1_agreement
+label,budget,offline:kl_nats,offline:top1_agreement
 Full cache,,0,
 Full cache,1,,1
 InfiniGen,0.1,0.1,0.9
@@ -46,13 +46,13 @@ InfiniGen,0.2,0.05,0.95
 H2O,0.25,0.2,0.8
 
 fig12 seq_len=1024 num_samples=3 stderr=1
-label,size,offline[256:512]:perplexity,offline[512:768]:perplexity,offline[768:1024]:perplexity
+label,budget,offline[256:512]:perplexity,offline[512:768]:perplexity,offline[768:1024]:perplexity
 Full cache,1,15,12,11
 InfiniGen,0.16,15.5,12.5,11.7
 H2O,0.163,21,,22
 
 long_decode seq_len=1024 num_samples=3 stderr=0.2
-label,size,task,:kl_nats,:text_perplexity
+label,budget,task,:kl_nats,:text_perplexity
 Full cache,1,offline[0:256],0,1.5
 Full cache,1,offline[256:512],0,1.5
 InfiniGen,0.16,offline[0:256],0.05,1.6
@@ -61,7 +61,7 @@ H2O,0.16,offline[0:256],0.8,2.3
 H2O,0.16,offline[256:512],1.6,2.3
 
 fig13
-label,size,num_samples,seq_len,kv_recall:acc,passkey:acc,offline:kl_nats
+label,budget,num_samples,seq_len,kv_recall:acc,passkey:acc,offline:kl_nats
 InfiniGen,0.2,,,0.8,0.8,
 InfiniGen,0.4,,,0.83,0.83,
 InfiniGen without skewing,0.21,,,0.6,0.6,
@@ -69,7 +69,7 @@ InfiniGen,0.16,3,1024,,,0.1
 InfiniGen without skewing,0.16,3,1024,,,0.3
 
 fig17
-label,size,winogrande:acc
+label,budget,winogrande:acc
 alpha=1,0.1,0.5
 alpha=3,0.1,0.5
 alpha=9,0.1,0.5
@@ -85,14 +85,14 @@ alpha=9,2.4
 partial_weight_ratio=0.1,2
 
 table2 seq_len=2048
-label,size,wikitext2:perplexity,wikitext2:perplexity_full,wikitext2[256:512]:perplexity
+label,budget,wikitext2:perplexity,wikitext2:perplexity_full,wikitext2[256:512]:perplexity
 "InfiniGen, pool 80 % lru",0.2,12,10,500
 "InfiniGen, pool 100 %",0.2,11,10,
 "InfiniGen, pool 80 % fifo",0.2,40,10,
 InfiniGen,0.2,500,,
 
 fig19 seq_len=2048
-label,size,seq_len,num_samples,stderr,wikitext2:perplexity,wikitext2:perplexity_full
+label,budget,seq_len,num_samples,stderr,wikitext2:perplexity,wikitext2:perplexity_full
 INT4,0.33,,,,11,10
 InfiniGen,0.4,,,,15,10
 H2O,0.4,,,,16,10
@@ -106,12 +106,12 @@ InfiniGen with 64 tokens,0.0625,1024,8,0.5,28,14
 H2O with 64 tokens,0.0625,1024,8,0.5,200,14
 
 choices seq_len=2048
-label,size,wikitext2:perplexity,wikitext2:perplexity_full,wikitext2:kl_nats,wikitext2[256:512]:perplexity
+label,budget,wikitext2:perplexity,wikitext2:perplexity_full,wikitext2:kl_nats,wikitext2[256:512]:perplexity
 InfiniGen,0.2,12,10,0.06,500
 "InfiniGen, pool_frac=0.5, eviction=artifact",0.2,14,10,0.07,
 
 index
-label,size,resident_frac,run_id,offline:kl_nats,kv_recall:acc,passkey:acc
+label,budget,resident_frac,run_id,offline:kl_nats,kv_recall:acc,passkey:acc
 columns,0.16,0.05,a,0.2,0.33,0.33
 columns,0.16,0.15,b,0.07,0.4,0.4
 columns,0.16,0.25,c,0.04,0.47,0.47
@@ -120,7 +120,7 @@ columns,0.16,0.25,c,0.04,0.47,0.47
 "coded, 4 bits",0.16,0.125,f,0.02,0.63,0.63
 
 long stderr=0.1
-label,size,seq_len,offline:kl_nats,niah_single_1:4096,niah_multikey_2:4096,niah_single_1:8192,niah_multikey_2:8192
+label,budget,seq_len,offline:kl_nats,niah_single_1:4096,niah_multikey_2:4096,niah_single_1:8192,niah_multikey_2:8192
 Full cache,1,4096,0,1,0.5,,
 InfiniGen2,0.05,4096,0.02,1,0.4,,
 H2O,0.05,4096,0.5,0.2,0,,
@@ -129,7 +129,7 @@ InfiniGen2,0.05,8192,0.03,,,0.9,0.4
 H2O,0.05,8192,0.6,,,0.1,0
 
 ablation
-label,size,resident_frac,run_id,offline:kl_nats,kv_recall:acc,passkey:acc
+label,budget,resident_frac,run_id,offline:kl_nats,kv_recall:acc,passkey:acc
 InfiniGen,0.1,0.15,a,0.2,0.33,0.33
 InfiniGen,0.16,0.15,b,0.07,0.4,0.4
 InfiniGen2,0.05,0.11,c,0.04,0.7,0.8
@@ -161,7 +161,7 @@ def needles() -> Iterator[TokenCounts]:
         # The cells show these by themselves: no band of their own.
         shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
         settings = f"alpha=4, {shown}, prefill={prefill}" if prefill else None
-        common = {"label": label, "settings": settings, "size": 0.16 if prefill else 1, "metric": "2048"}
+        common = {"label": label, "settings": settings, "budget": 0.16 if prefill else 1, "metric": "2048"}
         yield common | {"task": "niah_single_1", "value": 0.5}
         for part in range(parts):
             task = f"niah_single_1[2048, {20 * part}-{20 * part + 20} %]"
@@ -382,7 +382,7 @@ def test_fig11_draws_lines_full_cache_chance_and_errors(results) -> None:
     figure = draw("fig11", results)
     ylabels = [accuracy.axis(metric) for metric in ("acc", "acc", "kl_nats", "top1_agreement")]
     assert [axes.get_ylabel() for axes in figure.axes] == ylabels
-    assert {axes.get_xlabel() for axes in figure.axes} == {"size: share of the cache read (%)"}
+    assert {axes.get_xlabel() for axes in figure.axes} == {"budget: share of the cache read (%)"}
     assert legend(figure) == ["Full cache", "InfiniGen", "H2O", "INT8/4/2", "chance"]
     recall, _, kl, _ = figure.axes
     assert levels(recall) == [85] and levels(recall, "chance") == [25] and not levels(kl)
@@ -394,11 +394,11 @@ def test_fig11_draws_lines_full_cache_chance_and_errors(results) -> None:
 
 def test_a_line_joins_runs_of_one_kind(tmp_path) -> None:
     row = {"label": "InfiniGen", "task": "copa", "metric": "acc", "value": 0.5}
-    sized = [row | {"size": size, "settings": f"rank=3, size={size}"} for size in (0.1, 0.2)]
-    by_setting = [row | {"size": 0.15, "settings": "alpha=4, max_size=3"}]
-    (axes,) = drawn("fig11", tmp_path, sized + by_setting).axes
+    by_budget = [row | {"budget": budget, "settings": f"rank=3, budget={budget}"} for budget in (0.1, 0.2)]
+    by_setting = [row | {"budget": 0.15, "settings": "alpha=4, max_size=3"}]
+    (axes,) = drawn("fig11", tmp_path, by_budget + by_setting).axes
     found = {name: list(xy(axes, name)[0]) for name in lines(axes)}
-    assert found == {"InfiniGen": [10, 20], "InfiniGen, size not set": [15]}
+    assert found == {"InfiniGen": [10, 20], "InfiniGen, budget not set": [15]}
     assert {line.lines[0].get_color() for line in lines(axes).values()} == {style.LOOKS["InfiniGen"].color}
     assert list(lines(drawn("fig11", tmp_path, by_setting).axes[0])) == ["InfiniGen"]
 
@@ -444,21 +444,21 @@ def test_a_line_over_chunks_breaks_at_a_missing_one(results) -> None:
     assert (kl.get_yscale(), perplexity.get_yscale()) == ("log", "linear") and "1,024 tokens" in note(figure)
 
 
-def test_errors_by_layer_are_drawn_at_one_size_of_a_method(results) -> None:
+def test_errors_by_layer_are_drawn_at_one_budget_of_a_method(results) -> None:
     figure = draw("attention_error", results)
     means, percentiles = figure.axes
-    assert set(lines(means)) == {"H2O, 10 %", "INT8, 53 %"} == set(lines(percentiles)), "the size nearest to 10 %"
+    assert set(lines(means)) == {"H2O, 10 %", "INT8, 53 %"} == set(lines(percentiles)), "the budget nearest to 10 %"
     np.testing.assert_allclose(xy(means, "H2O, 10 %"), [[2, 3], [10, 20]])
     np.testing.assert_allclose(xy(percentiles, "INT8, 53 %"), [[2, 3], [20, 40]])
     assert means.get_yscale() == "log" and "one standard error over windows" in note(figure)
 
 
-def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(results, tmp_path) -> None:
+def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_budget(results, tmp_path) -> None:
     recall, kl = draw("fig13", results).axes
     assert bar_heights(recall) == {"InfiniGen": [80, 80], "InfiniGen without skewing": [60, 60]}
-    assert tick_labels(recall) == [f"{task}\nsize 20 / 21 %\nn = 48" for task in ("kv_recall", "passkey")]
+    assert tick_labels(recall) == [f"{task}\nread 20 / 21 %\nn = 48" for task in ("kv_recall", "passkey")]
     assert levels(recall) == [85, 85] and bar_heights(kl) == {"InfiniGen": [0.1], "InfiniGen without skewing": [0.3]}
-    row = {"task": "passkey", "metric": "acc", "size": 0.2, "value": 0.6}
+    row = {"task": "passkey", "metric": "acc", "budget": 0.2, "value": 0.6}
     rows = [row | {"label": "InfiniGen without skewing"}, row | {"label": "InfiniGen", "num_samples": 8}]
     (axes, *_) = drawn("fig13", tmp_path, rows).axes
     assert list(bar_heights(axes)) == ["InfiniGen without skewing"], "no partner, a gap"
@@ -475,12 +475,12 @@ def test_fig17_has_two_axes_a_setting_and_draws_what_there_is(results, tmp_path)
     assert legend(drawn("fig17", tmp_path, ROWS["fig17"])) == ["Full cache", "accuracy", "chance"]
 
 
-def test_fig19_has_sizes_and_lengths_apart_and_says_where_a_bar_is_missing(results) -> None:
+def test_fig19_has_budgets_and_lengths_apart_and_says_where_a_bar_is_missing(results) -> None:
     figure = draw("fig19", results)
     assert legend(figure) == ["Full cache", "InfiniGen", "H2O", "INT4"]
-    sizes, lengths = figure.axes
-    np.testing.assert_allclose(xy(sizes, "H2O"), [[10, 20, 40], [50, 30, 16]])
-    assert set(levels(sizes)) == {10} and sizes.get_yscale() == "linear"
+    budgets, lengths = figure.axes
+    np.testing.assert_allclose(xy(budgets, "H2O"), [[10, 20, 40], [50, 30, 16]])
+    assert set(levels(budgets)) == {10} and budgets.get_yscale() == "linear"
     np.testing.assert_allclose(xy(lengths, "Full cache"), [[1024, 8192], [14, 8]])
     np.testing.assert_allclose(xy(lengths, "InfiniGen"), [[1024, 8192], [28, 16]])
     assert lengths.get_yscale() == "log" and tick_labels(lengths) == ["1,024\nn = 8", "8,192\nn = 1"]
@@ -505,7 +505,7 @@ def test_choices_have_a_bar_each(results) -> None:
     kl, perplexity = figure.axes
     assert bar_heights(kl) == {"InfiniGen": [0.06, 0.07]} and bar_heights(perplexity) == {"InfiniGen": [12, 14]}
     assert tick_labels(kl) == tick_labels(perplexity) == ["default", "pool_frac=0.5,\neviction=artifact"]
-    assert levels(perplexity) == [10] and "size 20 %" in note(figure)
+    assert levels(perplexity) == [10] and "budget 20 %" in note(figure)
 
 
 def test_an_index_is_drawn_at_its_size_on_the_device(results) -> None:
@@ -541,7 +541,7 @@ def test_needles_say_share_and_number_and_few_questions_are_pale(results, monkey
     monkeypatch.setattr("plots.accuracy.FEWEST", 1)
     figure = draw("ruler", results)
     panels = [axes for axes in figure.axes if axes.images]
-    assert [axes.get_title() for axes in panels[:2]] == ["Full cache\nsize 100 %", "H2O\nsize 16 %"]
+    assert [axes.get_title() for axes in panels[:2]] == ["Full cache\nbudget 100 %", "H2O\nbudget 16 %"]
     words = [axes.get_ylabel() for axes in panels]
     assert words == ["depth (%)", "", "prefill=dense\ndepth (%)", "", "prefill=question\ndepth (%)", ""]
     full, nothing, _, h2o, *_ = panels
@@ -642,7 +642,7 @@ def test_modelled_figures_have_their_own_rows_and_the_published_numbers(tmp_path
     tables = data.Tables(tmp_path / "tables")
     for name in costmodel.FIGURES:
         assert "source: modelled" in note(draw(f"{name}-modelled", tmp_path))
-        assert DRAWINGS[name](tables, name) is None, "a prediction is no timed cell"
+        assert DRAWINGS[name](tables, name) is None, "a prediction is no timed run"
     kinds = [f"{style.OF_PAPER}, {kind}" for kind in ("derived", "approximate")]
     assert legend(draw("fig14-modelled", tmp_path))[-2:] == kinds
     speedup, decode = draw("fig16b-modelled", tmp_path).axes

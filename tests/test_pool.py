@@ -92,11 +92,11 @@ class PooledReference(plain.Reference):
             pool.enter(token)
         return pool
 
-    def _select(self, layer, position, rehearsed, queries) -> list[set[int]]:
+    def _select(self, layer, position, predicted, queries) -> list[set[int]]:
         relative = []
         for g, (head, pool) in enumerate(zip(self.heads[layer], self.pools[layer], strict=True)):
             best = dict.fromkeys(sorted(pool.tokens), -math.inf)
-            for query in rehearsed[g * self.family.group : (g + 1) * self.family.group]:
+            for query in predicted[g * self.family.group : (g + 1) * self.family.group]:
                 scores = {j: self.family.scale * (query @ head.columns) @ (head.keys[j] @ head.columns) for j in best}
                 highest = max(scores.values())
                 best = {j: max(best[j], score - highest) for j, score in scores.items()}
@@ -110,17 +110,17 @@ class PooledReference(plain.Reference):
 
 
 LIMITED = {
-    "fifo": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo"),
-    "lru": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2),
-    "counter": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2),
-    "counter-alpha": InfiniGenPool(alpha=0.5, max_fetch_frac=0.6, pool_tokens=14, protect_recent=0.0),
+    "fifo": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="fifo"),
+    "lru": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2),
+    "counter": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, protect_recent=0.2),
+    "counter-alpha": InfiniGenPool(alpha=0.5, budget=0.6, pool_tokens=14, protect_recent=0.0),
     "fixed": InfiniGenPool(fixed_fetch=5, pool_tokens=11, pool_policy="lru", protect_recent=0.3),
-    "fills": InfiniGenPool(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85),
-    "tie": InfiniGenPool(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0),
+    "fills": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.85),
+    "tie": InfiniGenPool(alpha=inf, budget=0.2, pool_tokens=4, protect_recent=0.0),
     "one": InfiniGenPool(pool_tokens=1),
     "saturates": InfiniGenPool(fixed_fetch=4, pool_tokens=12, protect_recent=0.3),
 }
-ARTIFACT = {"alpha": inf, "max_fetch_frac": 0.3, "eviction": "artifact"}
+ARTIFACT = {"alpha": inf, "budget": 0.3, "eviction": "artifact"}
 SIMULATED = {
     "artifact-fifo": InfiniGenPool(pool_tokens=14, pool_policy="fifo", **ARTIFACT),
     "artifact-lru": InfiniGenPool(pool_frac=0.6, pool_policy="lru", **ARTIFACT),
@@ -150,7 +150,7 @@ def test_replay_is_the_reference(name, family, monkeypatch):
             traces.append(model.run(row[-final:]))
         assert traces[-1].margin > 1e-6, "these ids make a choice that rounding decides"
         assert largest_difference(logits[1:], traces[-1].logits) <= TOLERANCE
-    assert got.size == pytest.approx(plain.size(traces))
+    assert got.budget == pytest.approx(plain.budget(traces))
 
 
 def test_the_artifacts_eviction_is_not_decoded_live():

@@ -21,7 +21,7 @@ from harness.errors import BugError, UserError
 from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
 from harness.results import record as records
-from harness.run import cells, runner
+from harness.run import all_runs, runner
 from harness.run.runner import Run, run
 from tests.composed import load
 from tests.dying import linger
@@ -43,7 +43,7 @@ def tables() -> dict[str, str]:
 
 def whole_grid(configs) -> list[Path]:
     """A sweep as the command line runs and reports it."""
-    paths = list(cells.run_cells(configs))
+    paths = list(all_runs.run_all(configs))
     runner.report(paths)
     return paths
 
@@ -108,7 +108,7 @@ def test_processes_on_one_grid_end_with_the_tables_of_one(runs, configs):
         each.start()
     for each in together:
         each.join()
-    assert Counter(config.method_name for config in runs.configs) == Counter(METHODS), "each cell once"
+    assert Counter(config.method_name for config in runs.configs) == Counter(METHODS), "each run once"
     assert [sorted(paths) for paths in found] == 3 * [sorted(alone)] and tables() == expected
 
 
@@ -150,7 +150,7 @@ def launched(launcher: str, folder: Path, *words: str) -> subprocess.CompletedPr
     byte_tokenizer().save_pretrained(folder / "model")
     text = folder / "text.txt"
     text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
-    toy = [f"model.path={folder / 'model'}", "size=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
+    toy = [f"model.path={folder / 'model'}", "budget=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
     toy += [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(folder / "cache")}
     environment["PYTHONPATH"] = str(ROOT)
@@ -160,16 +160,17 @@ def launched(launcher: str, folder: Path, *words: str) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_shares_of_a_grid_run_as_jobs(launcher, tmp_path):
-    """One cell of conf/experiment/choices.yaml exempts all four layers of a tiny model, which no other job notices."""
+    """One run of conf/experiment/choices.yaml makes all four layers of a tiny model dense, which no other job
+    notices."""
     done = launched(launcher, tmp_path, "experiment=choices", "sweep.share=1/2,2/2")
     found = records.read_records(tmp_path / "outputs", "choices")
     statuses = {record["config"]["label"]: record["status"] for record in found}
     (failed,) = (label for label, status in statuses.items() if status != "finished")
-    assert failed == "InfiniGen, num_exempt_layers=4" and len(statuses) == 7
+    assert failed == "InfiniGen, dense_layers=4" and len(statuses) == 7
     with (tmp_path / "outputs/tables/choices.csv").open(newline="") as stream:
         own = {row["label"] for row in csv.DictReader(stream) if not row["shipped"]}
     assert own == set(statuses) - {failed}, "of both jobs"
-    said = f"error: 1 of [34] cells failed; the first, choices {failed}: .*must be < 4 layers"
+    said = f"error: 1 of [34] runs failed; the first, choices {failed}: .*must be < 4 layers"
     assert done.returncode == 2 and re.match(said, done.stderr.splitlines()[-1]), done.stderr
     assert re.search(r"\[HYDRA\]\s+#1 : ", done.stdout), "which jobs began"
 
@@ -188,7 +189,7 @@ class State(PromptEvictingState):
 
 @dataclass(frozen=True)
 class Once(PromptEvicting):
-    kept_frac: float = 0.5
+    budget: float = 0.5
     title = "Once"
     state = State
 """
@@ -265,7 +266,7 @@ def at_write(number: int, after: bool, happens) -> None:
 
 
 WRITES = 1 + 2 * 2 + 2
-"""Of two cells: their list, of each a record as it begins and as it ends, and the two files of the table."""
+"""Of two runs: their list, of each a record as it begins and as it ends, and the two files of the table."""
 
 
 @pytest.mark.parametrize("strike", ["full disk", "kill before", "kill after"])
@@ -300,15 +301,15 @@ def test_a_grid_that_ends_at_any_write_goes_on_to_the_same_tables(strike, runs, 
         assert len(runs.configs) == len(pair) - finished, "what was finished is kept"
 
 
-# the child of timed cells
+# the child of timed runs
 
 
 def test_a_child_heeds_no_signal_and_ends_with_its_parent(monkeypatch, tmp_path):
-    monkeypatch.setattr(cells, "_child", linger)
+    monkeypatch.setattr(all_runs, "_child", linger)
     receiving, sending = os.pipe()
 
     def act():
-        for pid, blocked in cells.run_apart(["short", "long"], time.time()):
+        for pid, blocked in all_runs.run_apart(["short", "long"], time.time()):
             os.write(sending, f"{pid} {sorted(blocked)}\n".encode())
 
     parent = forked(act)
@@ -327,7 +328,7 @@ def test_a_child_heeds_no_signal_and_ends_with_its_parent(monkeypatch, tmp_path)
 
 def test_a_process_that_memory_ended_is_said_so():
     timed = Run.of(load(["experiment=latency"]))
-    said = str(cells.why_it_died(timed, -signal.SIGKILL))
+    said = str(all_runs.why_it_died(timed, -signal.SIGKILL))
     assert said.startswith("its process was killed (exit code -9, SIGKILL, as systems do where memory runs out)")
     assert "lower batch_size" in said
-    assert "SIGSEGV)" in str(cells.why_it_died(timed, -signal.SIGSEGV))
+    assert "SIGSEGV)" in str(all_runs.why_it_died(timed, -signal.SIGSEGV))

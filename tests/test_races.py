@@ -36,7 +36,7 @@ RUNS = [
     *((name, 1, True) for name, case in LINKED.items() if case.method.names_rows and name in WIDE),
     *((name, 0, False) for name in ("full", "h2o", "quest", "infinigen")),
 ]
-"""With rows that stay a fetch brings the missing ones: a case of each method, and where slots are used again.
+"""With a GPU cache a fetch brings the missing ones: a case of each method, and where slots are used again.
 Without overlap a transfer waits at its place whatever the method: one for each time at which rows are chosen."""
 
 
@@ -130,12 +130,12 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def decode(name: str, *, device_rows: float = 0, overlap: bool = True) -> tuple[Tensor, Accesses, set[int]]:
+def decode(name: str, *, gpu_cache: float = 0, overlap: bool = True) -> tuple[Tensor, Accesses, set[int]]:
     """Logits of a prompt and forced steps through the real link, what was accessed, and the storages of host memory."""
     accesses = Accesses()
     with attach(tiny("gqa")) as attached:
         link = CudaLink(attached.device, overlap=overlap)
-        session = open_live(attached, CASES[name], steps=STEPS, placement="host", link=link, device_rows=device_rows)
+        session = open_live(attached, CASES[name], steps=STEPS, placement="host", link=link, gpu_cache=gpu_cache)
         with closing(session), accesses:
             logits = force(session, PROMPTS["padded"], STEPS)
             return logits, accesses, {_storage(store.slots) for store in session.stores}
@@ -146,13 +146,13 @@ def on_device(name: str) -> Tensor:
         return force(session, PROMPTS["padded"], STEPS)
 
 
-@pytest.mark.parametrize(("name", "device_rows", "overlap"), RUNS)
-def test_no_access_overtakes_another(name, device_rows, overlap):
+@pytest.mark.parametrize(("name", "gpu_cache", "overlap"), RUNS)
+def test_no_access_overtakes_another(name, gpu_cache, overlap):
     with fake_streams():
-        logits, accesses, host = decode(name, device_rows=device_rows, overlap=overlap)
+        logits, accesses, host = decode(name, gpu_cache=gpu_cache, overlap=overlap)
         assert accesses.races() == [] and accesses.unrecorded(host) == []
         assert bool(accesses.shared()) == overlap
-    if device_rows:  # rows lie in another order
+    if gpu_cache:  # rows lie in another order
         assert largest_difference(logits, on_device(name)) <= TOLERANCE
     else:
         assert torch.equal(logits, on_device(name))

@@ -81,7 +81,7 @@ def test_generated_texts_are_ids(folder, capsys):
     assert prompt["text"] == " ".join(map(str, prompt["tokens"]))
 
 
-def test_timed_cells_and_analyses_run(folder):
+def test_timed_runs_and_analyses_run(folder):
     shape = ["batch_size=2", "prompt_len=40", "gen_len=12", "timed_steps=4"]
     assert main(["experiment=latency", "method=infinigen", *shape, *settings(folder)]) == 0
     assert main(["experiment=fig5", "analysis.num_tokens=64", *settings(folder)]) == 0

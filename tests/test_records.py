@@ -70,7 +70,7 @@ def edit(file, text):
         ("method=int4", "group_size=32", False),
         ("experiment=fig5", "seq_len=99", True),
         ("experiment=fig5", "analysis.num_tokens=99", False),
-        ("", "size=0.2", False),
+        ("", "budget=0.2", False),
         ("", "model=opt-125m", False),
         ("", "calibration.num_tokens=512", False),
         *((f"experiment={kind}", "platform=cuda", False) for kind in ("perplexity", "tasks", "fig5")),
@@ -206,6 +206,7 @@ DAMAGED = {
     "without digest": lambda text: text.replace('"digest": "', '"other": "'),
     "not a number": lambda text: text.replace('"nll": 2.5', '"nll": NaN'),
     "an unknown status": rewritten(status="fine"),
+    "of another version": rewritten(schema=records.SCHEMA - 1),
 }
 
 
@@ -235,7 +236,7 @@ def test_a_finished_run_is_recorded_whole_skipped_after_and_renamed(runs, capsys
     record = records.read_record(path)
     assert record.items() >= asdict(outcome(config)).items()
     assert record["config"]["method"] == {
-        "num_exempt_layers": 0, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
+        "dense_layers": 0, "heavy_frac": 0.05, "recent_frac": 0.1, "kept_tokens": None,
     }  # fmt: skip
     assert record["settings"] == {"heavy_frac": 0.05}
     assert record["config"]["label"] == "H2O" and record["seconds"] > 0 and record["error"] is None
@@ -401,7 +402,7 @@ def test_a_method_that_read_the_whole_cache_says_so(words, shares, said, runs, c
     def measure(config):
         measured = outcome(config)
         for task, entries in measured.metrics.items():
-            measured.metrics[task] = entries | dict(zip(("size", "device_frac"), shares, strict=True))
+            measured.metrics[task] = entries | dict(zip(("budget", "device_frac"), shares, strict=True))
         return measured
 
     runs.measure = measure

@@ -128,7 +128,7 @@ def test_the_reference_of_full_is_the_model_itself(model):
 
 
 @every_referenced_case
-def test_sizes_and_recall_are_the_plain_ones(tiny_gqa, name):
+def test_budgets_and_recall_are_the_plain_ones(tiny_gqa, name):
     case = CASES[name]
     multiplicity = [2, 1, 3]
     reads = run_ragged(tiny_gqa, case, multiplicity=torch.tensor(multiplicity), measure_recall=True).reads
@@ -139,10 +139,10 @@ def test_sizes_and_recall_are_the_plain_ones(tiny_gqa, name):
     ]
     bits = 16 if case.codec is None else 4 + 32 / 16  # head_dim 16
     assert reads.rows == sum(len(each.rows) for each in traces)
-    assert reads.size == pytest.approx(plain.size(traces, bits), abs=1e-9)
+    assert reads.budget == pytest.approx(plain.budget(traces, bits), abs=1e-9)
     code_bits = 16 if case.codec is None else 4
     # Below the root, rounding of the sums counts by its square root.
-    assert reads.size_artifact == pytest.approx(plain.size_artifact(traces, code_bits), abs=1e-7)
+    assert reads.budget_artifact == pytest.approx(plain.budget_artifact(traces, code_bits), abs=1e-7)
     if case.codec is None:
         assert reads.attention_recall == pytest.approx(plain.attention_recall(traces), abs=1e-5)
     else:
@@ -168,7 +168,7 @@ def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
     got = run_ragged(tiny_gqa, CASES[name], measure_recall=True)
     for rows, wanted in zip(got.logits, expected.logits, strict=True):
         assert_close(rows, wanted)
-    assert got.reads.size == pytest.approx(expected.reads.size)
+    assert got.reads.budget == pytest.approx(expected.reads.budget)
     assert got.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-5)
 
 
@@ -265,12 +265,12 @@ def test_a_fork_is_each_continuation_alone(tiny_gqa, name):
     together = root.reads + trunk.reads + tips.reads
     separate = sum(alone[1:], alone[0])
     assert together.rows == separate.rows
-    assert together.size == pytest.approx(separate.size)
+    assert together.budget == pytest.approx(separate.budget)
     assert together.device_frac == pytest.approx(separate.device_frac)
     # These keep as much of a sequence as a batch's longest needs.
     if not isinstance(case.method, Quest | Twilight | ShadowKV | RetroInfer | RocketKV):
         assert together.resident_frac == pytest.approx(separate.resident_frac)
-    assert together.size_artifact == pytest.approx(separate.size_artifact)
+    assert together.budget_artifact == pytest.approx(separate.budget_artifact)
     assert together.attention_recall == pytest.approx(separate.attention_recall, abs=1e-5)
 
 
@@ -279,16 +279,16 @@ def test_a_fork_is_each_continuation_alone(tiny_gqa, name):
 
 LIMITS = {
     "h2o-halves": H2O(heavy_frac=0.5, recent_frac=0.5),
-    "streaming": Streaming(kept_frac=1.0),
-    "oracle": Oracle(alpha=inf, max_fetch_frac=1.0),
-    "infinigen-skew": InfiniGen(alpha=inf, max_fetch_frac=1.0),
-    "infinigen-pool": InfiniGenPool(alpha=inf, max_fetch_frac=1.0, pool_frac=1.0),
-    "quest": Quest(read_frac=1.0, page_size=5),
-    "snapkv": SnapKV(kept_frac=1.0),
-    "sparq": SparQ(read_tokens=None, read_frac=1.0),
+    "streaming": Streaming(budget=1.0),
+    "oracle": Oracle(alpha=inf, budget=1.0),
+    "infinigen-skew": InfiniGen(alpha=inf, budget=1.0),
+    "infinigen-pool": InfiniGenPool(alpha=inf, budget=1.0, pool_frac=1.0),
+    "quest": Quest(budget=1.0, page_size=5),
+    "snapkv": SnapKV(budget=1.0),
+    "sparq": SparQ(read_tokens=None, budget=1.0),
     "rkv-late": RKV(kept_tokens=PROMPT, divide_length=LENGTH),
     "duo-window": DuoAttention(),
-    "shadowkv": ShadowKV(read_frac=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
+    "shadowkv": ShadowKV(budget=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
 }
 
 
@@ -300,18 +300,18 @@ def test_limit_cases_are_the_full_cache(tiny_gqa, name):
         assert_close(got, expected, 2e-5 if name != "shadowkv" else TOLERANCE)
     if name == "shadowkv":  # what stays on the device counts as read of an index
         return
-    assert limit.reads.size == limit.reads.size_artifact == 1
+    assert limit.reads.budget == limit.reads.budget_artifact == 1
     assert limit.reads.attention_recall == pytest.approx(1, abs=1e-6)
 
 
 # Prompts that runs share
 
 
-class Unsized(KVzip):
-    """A method that rereads and has no size."""
+class WithoutBudget(KVzip):
+    """A method that rereads and has no budget."""
 
-    def with_size(self, frac):
-        return Method.with_size(self, frac)
+    def with_budget(self, frac):
+        return Method.with_budget(self, frac)
 
 
 def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(monkeypatch):
@@ -335,13 +335,13 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
         assert torch.equal(replayed(CASES[name], prompts), expected), name
     dense = sum(shape == (2, max(PROMPTS["padded"])) for shape in passes)
     assert dense == 1
-    for name in ("kvzip", "kvzip-plus"):  # of another size, and with other exempt layers: what was reread holds
-        case = Case(replace(CASES[name].method.with_size(0.7), num_exempt_layers=1))
+    for name in ("kvzip", "kvzip-plus"):  # of another budget, and with other dense layers: what was reread holds
+        case = Case(replace(CASES[name].method.with_budget(0.7), dense_layers=1))
         expected = replayed(case, None)
         del passes[:]
         assert torch.equal(replayed(case, prompts), expected), name
         assert len(passes) == 1, "the decode rows alone"
-    case = Case(Unsized(kept_frac=0.5, num_sinks=2, chunk_size=9, **ASKED))
+    case = Case(WithoutBudget(budget=0.5, num_sinks=2, chunk_size=9, **ASKED))
     assert torch.equal(replayed(case, prompts), replayed(case, None))
     full = DensePrompts(1000)
     assert torch.equal(replayed(CASES["quest"], full), alone["quest"])

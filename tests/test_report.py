@@ -34,7 +34,7 @@ from harness.report.sections import (
     side_by_side,
 )
 from harness.results import write as tables
-from harness.results.board_rows import OWN_SIZE
+from harness.results.board_rows import OWN_BUDGET
 from harness.results.columns import ACCURACY, TableRow, names
 from harness.results.metrics import MISSING
 from plots import drawing
@@ -53,21 +53,21 @@ SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width=
 def place(label: str, **fields: Any) -> TableRow:
     """A row of the board."""
     common = {
-        "over": "tiny", "model": "tiny", "method": label.lower(), "family": "evicts", "asked_size": 0.16,
+        "over": "tiny", "model": "tiny", "method": label.lower(), "family": "evicts", "asked_budget": 0.16,
         "seq_len": 1024,
         "kl_nats": 0.5, "ratio": 2.0, "ratio_low": 1.5, "ratio_high": 3.0, "rank": 1, "rank_low": 1, "rank_high": 1,
-        "num_compared": 2, "size_low": 0.16, "size_high": 0.16, "device_frac_low": 0.3, "device_frac_high": 0.4,
-        "resident_frac_low": 0.1, "resident_frac_high": 0.2, "exempt_numbers": "2", "apart": "", "source": "measured",
+        "num_compared": 2, "budget_low": 0.16, "budget_high": 0.16, "device_frac_low": 0.3, "device_frac_high": 0.4,
+        "resident_frac_low": 0.1, "resident_frac_high": 0.2, "dense_numbers": "2", "apart": "", "source": "measured",
         "answers_difference": -0.05, "step_s": 0.25, "step_source": "emulated", "step_on": "tiny", "front": "",
         "num_models": 1, "num_windows": 8, "num_places": 4,
     }  # fmt: skip
     return common | {"label": label} | fields
 
 
-def score(label: str, size: float, value: float, **fields: Any) -> TableRow:
+def score(label: str, budget: float, value: float, **fields: Any) -> TableRow:
     """A row of an accuracy table."""
     common = {"model": "tiny", "task": "passkey", "metric": "acc", "stderr": 0.05, "source": "measured"}
-    return common | {"label": label, "size": size, "value": value} | fields
+    return common | {"label": label, "budget": budget, "value": value} | fields
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,10 +80,10 @@ def no_library():
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """Records of three experiments, one run failed and one cell not run; their tables and figures, a board, and
+    """Records of three experiments, one run failed and one not begun; their tables and figures, a board, and
     the report."""
     folder = tmp_path_factory.mktemp("results")
-    save_task(folder, "method=full", size=1.0, **RAN)
+    save_task(folder, "method=full", budget=1.0, **RAN)
     save_task(folder, "method=h2o", **RAN)
     save_task(folder, "method=streaming", f"label='{INJECTED}'", **RAN)
     save_task(folder, "method=infinigen", **RAN | {"status": "failed", "error": "UserError: out of memory"})
@@ -92,7 +92,7 @@ def results(tmp_path_factory) -> Path:
         save(folder, ["experiment=latency", f"system={label}"], LATENCY_METRICS, text=label, **RAN)
     for experiment in ("fig11", "perplexity", "latency"):
         tables.update(folder, experiment)
-    write(folder, "board-methods", [place("A"), place(HOSTILE, asked_size=0.2)])
+    write(folder, "board-methods", [place("A"), place(HOSTILE, asked_budget=0.2)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(published, "FIGURES", {name: published.FIGURES[name] for name in ("fig14", "fig15")})
         published.write_tables(folder)
@@ -190,11 +190,12 @@ def test_the_catalogue_has_every_figure_once():
 def test_a_section_says_what_there_is(page):
     text = page.text("main-results")
     assert (
-        "tiny: closest to the full cache at a size of 16 %" in text and "A 1 (1 to 1) 2.00 (1.50 to 3.00) -5.0" in text
+        "tiny: closest to the full cache at a budget of 16 %" in text
+        and "A 1 (1 to 1) 2.00 (1.50 to 3.00) -5.0" in text
     )
     assert "offload opt-13b, batch 20, 1,920 + 128 tokens, modelled 360.7 1.0" in text and FINDING in text
     text = page.text("fig11")
-    assert text.startswith("fig11: Accuracy against size measured make accuracy H2O reads")
+    assert text.startswith("fig11: Accuracy against budget measured make accuracy H2O reads")
     assert "smollm2-135m" in text and "75.0 ± 6.2" in text and "Also from table perplexity" in text
     text = page.text("fig15-modelled")
     assert "modelled python -m harness.paper.costmodel --write" in text and "opt-13b on a6000-pcie3, modelled" in text
@@ -250,10 +251,10 @@ def test_main_results_are_the_closest_methods_and_those_of_the_paper():
     rows = [place(f"m{number}", ratio=number) for number in range(1, 10)]
     oracle = place("Oracle", ratio=1)
     rows = [place("coded", method="oracle", ratio=0.5), rows[0], oracle, *rows[1:], place("H2O", ratio=20)]
-    rows += [place("long", ratio=0.1, seq_len=4096), place("small", asked_size=0.01), place("m0", apart="lacks x")]
-    rows += [place("other model", over="large", ratio=0.1, asked_size=0.1)]
+    rows += [place("long", ratio=0.1, seq_len=4096), place("small", asked_budget=0.01), place("m0", apart="lacks x")]
+    rows += [place("other model", over="large", ratio=0.1, asked_budget=0.1)]
     sheet = main_scores(rows)
-    assert sheet.title == "tiny: closest to the full cache at a size of 16 %"
+    assert sheet.title == "tiny: closest to the full cache at a budget of 16 %"
     assert [line[0] for line in sheet.lines] == ["m1", "Oracle", "m2", "m3", "m4", "m5", "H2O"]
     assert main_scores([place("A", apart="lacks x")]) is None
     times = {"label": "offload", "total_s": 9.0, "model": "m", "batch_size": 1, "prompt_len": 8, "gen_len": 2}
@@ -264,24 +265,24 @@ def test_main_results_are_the_closest_methods_and_those_of_the_paper():
 
 def test_the_explorer_has_every_row_as_a_point_and_says_what_it_is():
     rows = [place("A", front="link, step time"), place("A", seq_len=4096, step_s=None), place("Full", kl_nats=None)]
-    for size in (0.16, 0.05):  # it stands beside both sizes
-        codes = {"family": "codes", "apart": OWN_SIZE, "rank": None, "asked_size": size}
+    for budget in (0.16, 0.05):  # it stands beside both budgets
+        codes = {"family": "codes", "apart": OWN_BUDGET, "rank": None, "asked_budget": budget}
         rows.append(place("B", **codes, step_source="modelled"))
     found = explorer(rows, REGISTRY["families"])
     first, longer, second = found["points"]
-    assert (first["size"], first["traffic"], first["kl_nats"], first["step_s"]) == (16, 51, 0.5, 250)
+    assert (first["budget"], first["traffic"], first["kl_nats"], first["step_s"]) == (16, 51, 0.5, 250)
     assert (first["resident_frac"], first["resident_frac_low"], first["ratio"], first["ratio_high"]) == (20, 10, 2, 3)
     assert first["kl_nats_low"] is None and longer["step_s"] is None and longer["text_step_s"] == MISSING
     said = {title: first[field] for field, title in found["tooltip"].items()}
-    assert said["method"] == "A" and said["asked size"] == "16 %" and said["KL (nats)"] == "0.5000"
-    assert said["KL / oracle's"] == "2.00 (1.50 to 3.00)" and said["kept on device (%)"] == "10.0 to 20.0"
+    assert said["method"] == "A" and said["asked budget"] == "16 %" and said["KL (nats)"] == "0.5000"
+    assert said["KL / oracle's"] == "2.00 (1.50 to 3.00)" and said["resident (%)"] == "10.0 to 20.0"
     assert said["windows"] == "1,024 tokens" and said["over"] == said["step timed on"] == "tiny"
     assert (first["label"], second["label"], second["asked"]) == ("A 16 %", "B", "of its own")
-    assert found["choices"]["size"] == {"": "all", "16 %": "16 %", "of its own": "of its own"}
+    assert found["choices"]["budget"] == {"": "all", "16 %": "16 %", "of its own": "of its own"}
     assert [*found["choices"]["windows"]] == ["1,024 tokens", "4,096 tokens"] and [*found["choices"]["over"]] == [
         "tiny"
     ]
-    costs = {"size": "link", "traffic": "link + device", "resident_frac": "kept on device", "step_s": "step time"}
+    costs = {"budget": "link", "traffic": "link + device", "resident_frac": "resident", "step_s": "step time"}
     assert found["fronts"] == costs and second["modelled"] and first["front"] == "link, step time"
     assert {*costs, "kl_nats", "ratio", "answers_difference"} == set(found["axes"])
     assert explorer([], REGISTRY["families"]) is None

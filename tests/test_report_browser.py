@@ -32,10 +32,10 @@ def report(tmp_path_factory) -> Path:
         boards.append(
             place("Full", **common, method="full", kl_nats=None, ratio=None, apart="itself", family="reads all")
         )
-        for size, kl in ((0.1, 0.5), (0.25, 0.25)):
-            sized = common | {"asked_size": size, "size_low": size, "size_high": size}
-            boards.append(place(HOSTILE, **sized, kl_nats=kl, ratio=10 * kl, family="retrieves", front="link"))
-            boards.append(place("B", **sized, kl_nats=2 * kl, step_source="modelled"))
+        for budget, kl in ((0.1, 0.5), (0.25, 0.25)):
+            at_budget = common | {"asked_budget": budget, "budget_low": budget, "budget_high": budget}
+            boards.append(place(HOSTILE, **at_budget, kl_nats=kl, ratio=10 * kl, family="retrieves", front="link"))
+            boards.append(place("B", **at_budget, kl_nats=2 * kl, step_source="modelled"))
     boards.append(place("long", over="first", seq_len=4096))
     boards.append(place("unanswered", over="first", answers_difference=None))
     write(folder, "board-methods", boards)
@@ -60,7 +60,7 @@ def report(tmp_path_factory) -> Path:
                 "predicted_text": method,
             }
             samples.append(known | texts)
-        metrics = {"passkey": {"acc": sum(right) / 3, "size": 0.1, "num_samples": 3, "num_fewshot": 0}}
+        metrics = {"passkey": {"acc": sum(right) / 3, "budget": 0.1, "num_samples": 3, "num_fewshot": 0}}
         save(folder, ["experiment=fig11", f"method={method}"], metrics, samples={"passkey": samples})
     return write_report(folder)
 
@@ -111,8 +111,8 @@ const column = table => [...table.tBodies[0].rows].map(row => row.cells[3].textC
   await wait(1);
   seen.pale = points().filter(point => point.getAttribute("opacity") < 0.5).length;
   seen.named = named();
-  seen.sized = await choose("size", "10 %");
-  seen.all = await choose("size", "");
+  seen.at_budget = await choose("budget", "10 %");
+  seen.all = await choose("budget", "");
   seen.answers = await choose("y", "answers_difference");
   seen.axes = [...explorer.querySelectorAll(".role-axis-title text")].map(text => text.textContent);
   seen.step = await choose("x", "step_s");
@@ -182,13 +182,13 @@ def test_the_explorer_answers_and_nothing_else_happens(report, profile, tmp_path
     seen = json.loads(unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL).group(1)))
     assert isinstance(seen, dict), seen
     assert seen["troubles"] == []
-    assert (seen["first"], seen["sized"], seen["all"]) == (4, 2, 4), "without the full cache, whose KL is 0"
+    assert (seen["first"], seen["at_budget"], seen["all"]) == (4, 2, 4), "without the full cache, whose KL is 0"
     assert (seen["answers"], seen["step"], seen["model"], seen["windows"]) == (4, 4, 4, 1)
     assert set(seen["labels"]) >= {"B 10 %", "B 25 %"}, "names that have room"
     answer = dict(seen["shown"])
-    assert answer["method"] == answer["step timed on"] == HOSTILE and answer["asked size"] == "25 %"
+    assert answer["method"] == answer["step timed on"] == HOSTILE and answer["asked budget"] == "25 %"
     assert answer["KL (nats)"] == "0.2500" and answer["family"] == "retrieves"
-    assert seen["pale"] == 2 and seen["named"] == [f"{HOSTILE} 10 %", f"{HOSTILE} 25 %"], "the chosen method's sizes"
+    assert seen["pale"] == 2 and seen["named"] == [f"{HOSTILE} 10 %", f"{HOSTILE} 25 %"], "the chosen method's budgets"
     assert "answers minus full cache (points)" in seen["axes"]
     assert (seen["pages"], seen["broken"], seen["elements"]) == (1, 0, 0)
     assert seen["scripts"] == len(page.scripts) + len(page.packed) + 3

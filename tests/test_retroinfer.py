@@ -21,11 +21,11 @@ from methods.retroinfer import RetroInfer
 SMALL = {"num_sinks": 1, "num_recent": 3, "cluster_size": 2, "update": 4}
 METHODS = {
     "clusters": RetroInfer(retrieval_frac=0.3, estimation_frac=0.4, **SMALL),
-    "one": RetroInfer(estimation_frac=0.5, iterations=3, num_exempt_layers=0, **SMALL),
+    "one": RetroInfer(estimation_frac=0.5, iterations=3, dense_layers=0, **SMALL),
     "none-estimated": RetroInfer(retrieval_frac=0.4, estimation_frac=0.0, **SMALL | {"num_sinks": 0}),
-    "share": RetroInfer(read_frac=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update": 6}),
-    "segments": RetroInfer(read_frac=0.6, **SMALL | {"segment": 4, "num_recent": 1}),
-    "no-update": RetroInfer(read_frac=0.4, estimation_frac=1.0, **SMALL | {"update": 100}),
+    "share": RetroInfer(budget=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update": 6}),
+    "segments": RetroInfer(budget=0.6, **SMALL | {"segment": 4, "num_recent": 1}),
+    "no-update": RetroInfer(budget=0.4, estimation_frac=1.0, **SMALL | {"update": 100}),
 }
 
 
@@ -82,13 +82,13 @@ def plain_row(method: RetroInfer, query, key, value, prompt: int, t: int) -> tup
     ranked = [held[i] for i in sorted(range(len(held)), key=lambda i: -score[i])]
     estimate = math.floor(method.estimation_frac * len(clusters))
     estimated: list[tuple[int, Cluster]] = []
-    if method.read_frac is None:
+    if method.budget is None:
         best = max(1, math.floor(method.retrieval_frac * len(clusters)))
         stop = math.floor((method.retrieval_frac + method.estimation_frac) * len(clusters))
         read = read + [token for cluster in ranked[:best] for token in cluster.tokens]
         estimated = [(len(cluster.tokens), cluster) for cluster in ranked[best : max(best, stop)]]
     else:
-        free = max(1, math.floor(method.read_frac * t) - len(read))
+        free = max(1, math.floor(method.budget * t) - len(read))
         reached = 0
         for number, cluster in enumerate(ranked):
             taken = cluster.tokens[:free]
@@ -164,11 +164,11 @@ def test_sizes_by_hand():
     assert method.num_clusters(4 + 64 + 20_000) == 2 * (10_000 // 16)
     assert (method.steady(row), method.steady(later)) == (4 + 64 + 24, 4 + 64 + 5)
     assert method.tokens_read(row, 2) is None and method.max_tokens_read(row, 2) == 1024
-    sized = method.with_size(0.25)
-    assert sized.tokens_read(row, 2) == 256 and sized.tokens_read(later, 2) == int(0.25 * 2029)
-    assert method.with_size(0.01).tokens_read(row, 2) == 4 + 64 + 24 + 1
-    assert method.min_size(TokenCounts(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
-    assert method.with_size(1.0).tokens_read(row, 2) == 1024
+    with_quarter = method.with_budget(0.25)
+    assert with_quarter.tokens_read(row, 2) == 256 and with_quarter.tokens_read(later, 2) == int(0.25 * 2029)
+    assert method.with_budget(0.01).tokens_read(row, 2) == 4 + 64 + 24 + 1
+    assert method.min_budget(TokenCounts(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
+    assert method.with_budget(1.0).tokens_read(row, 2) == 1024
 
 
 @pytest.mark.parametrize(("final", "updates"), [(1100, 0), (2100, 1)])
@@ -191,7 +191,7 @@ def test_what_stays_on_the_device_by_hand(final, updates):
 
 def test_a_long_answer_is_clustered_live_as_in_replay():
     """More than two updates, which end inside and between the calls of replay."""
-    method = RetroInfer(retrieval_frac=0.3, num_exempt_layers=1, **SMALL | {"update": 7, "cluster_size": 3})
+    method = RetroInfer(retrieval_frac=0.3, dense_layers=1, **SMALL | {"update": 7, "cluster_size": 3})
     with attached_with_link() as (attached, link):
         expected = replay(attached, Case(method), (20, 13), steps=40)
         found = live(attached, Case(method), (20, 13), steps=40, placement="host", link=link)
@@ -200,7 +200,7 @@ def test_a_long_answer_is_clustered_live_as_in_replay():
 
 
 def test_settings_are_checked():
-    for field, value in (("retrieval_frac", 0.0), ("estimation_frac", -0.1), ("read_frac", 1.5), ("segment", 15)):
+    for field, value in (("retrieval_frac", 0.0), ("estimation_frac", -0.1), ("budget", 1.5), ("segment", 15)):
         with pytest.raises(ValueError, match=f"method.{field}={value}: must be "):
             replace(RetroInfer(), **{field: value})
     lengths = Lengths(torch.tensor([68]), torch.tensor([80]))

@@ -128,7 +128,7 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
             columns = slice(PROMPT - prompt, PROMPT - prompt + length)  # padded before the prompt and behind the rows
             own = [part[b][:, columns].numpy() for part in (query * geometry.scale, key, value, output)]
             found.setdefault(layer, []).append(Sequence(*own, read, num_read, sides, rest))
-    assert sorted(found) == list(range(case.method.num_exempt_layers, 4))
+    assert sorted(found) == list(range(case.method.dense_layers, 4))
     return geometry, found
 
 
@@ -186,8 +186,8 @@ def quest(method: Quest, of: Of):
         queries = of.query[:, t - (method.when == "previous_step")]
         bounds = np.array([[np.maximum(q * keys.min(0), q * keys.max(0)).sum() for keys in pages] for q in queries])
         others = len(pages)
-        if method.read_frac < 1:
-            others = min(others, max(3, math.floor(method.read_frac * t / page)) - 1)
+        if method.budget < 1:
+            others = min(others, max(3, math.floor(method.budget * t / page)) - 1)
         if method.group == "sum_probs":
             recent = t - math.floor(method.recent_frac * (others * page + t % page))
             competing = [i for i in range(len(pages)) if i * page >= method.num_sinks and (i + 1) * page <= recent]
@@ -226,7 +226,7 @@ def pqcache(method: PQCache, of: Of):
     coded = np.concatenate(parts, axis=1)
 
     def row(t: int) -> set[int]:
-        size = max(1, int(method.read_frac * t))
+        size = max(1, int(method.budget * t))
         recent = int(method.recent_frac * max(0, size - method.num_sinks))
         competing = range(min(t, method.num_sinks), t - recent)
         probs = np.full(t, np.inf)
@@ -275,7 +275,7 @@ def pariskv(method: ParisKV, of: Of):
         return found
 
     def row(t: int) -> set[int]:
-        size = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
+        size = min(t, method.read_tokens or max(1, math.floor(method.budget * t)))
         recent = math.floor(method.recent_frac * size)
         zone = range(min(t, method.num_sinks), max(min(t, method.num_sinks), t - recent))
         others = size - (t - len(zone))
@@ -310,7 +310,7 @@ def socket(method: Socket, geometry: Geometry, layer: int, sequence: Sequence, p
                     by_corner = {tuple(corner): prob for corner, prob in zip(corners, probs, strict=True)}
                     score += [by_corner[tuple(side)] for side in of_table[:t]]
             score *= lengths[:t] if method.value_weighted else 1
-            size = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
+            size = min(t, method.read_tokens or max(1, math.floor(method.budget * t)))
             score[: method.num_sinks] = np.inf
             score[t - math.floor(method.recent_frac * size) :] = np.inf
             of_head.append(set(best(score.round(12), size)))  # equal hashes tie
@@ -321,7 +321,7 @@ def socket(method: Socket, geometry: Geometry, layer: int, sequence: Sequence, p
 def rocketkv(method: RocketKV, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
     """SnapKV's tokens, and then chunks of them by one bound in each of the query's largest channels."""
     size = geometry.head_dim
-    budget = method.budget_tokens or math.floor(method.budget_frac * prompt)
+    budget = method.budget_tokens or math.floor(method.budget * prompt)
     first = max(1, prompt / budget)
     kept = math.floor(prompt / first ** min(0.2 + 0.06 * math.log2(first), 0.8))
     second = max(1, kept / budget)
@@ -372,7 +372,7 @@ def shadowkv(method: ShadowKV, of: Of):
 
     def row(t: int) -> set[int]:
         probs = np.max([softmax(np.array([*landmarks.values()]) @ query) for query in of.query[:, t]], axis=0)
-        budget = int(method.read_frac * t) if method.read_tokens is None else min(method.read_tokens, t)
+        budget = int(method.budget * t) if method.read_tokens is None else min(method.read_tokens, t)
         chunks = [[*landmarks][index] for index in best(probs, max(1, budget // method.page_size))]
         return {token for token in range(of.prompt) if token // method.page_size in chunks}
 
@@ -447,9 +447,9 @@ def check_mean_value(method: SparQ, geometry: Geometry, layer: int, sequence: Se
 def projected(method, of: Of):
     def row(t: int) -> set[int]:
         if isinstance(method, InfiniGen | InfiniGen2):
-            count = max(1, math.floor(method.max_fetch_frac * t))
+            count = max(1, math.floor(method.budget * t))
         else:
-            count = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
+            count = min(t, method.read_tokens or max(1, math.floor(method.budget * t)))
         scores = partial_scores(method, of, t)
         score = scores.sum(0) if method.group == "sum_logits" else (scores - scores.max(1, keepdims=True)).max(0)
         recent = math.floor(method.recent_frac * count)
@@ -481,7 +481,7 @@ def twilight(method: Twilight, of: Of):
         return found
 
     def row(t: int) -> set[int]:
-        cap, of_heads, probs = max(1, math.floor(method.max_fetch_frac * t)), candidates(t), []
+        cap, of_heads, probs = max(1, math.floor(method.budget * t)), candidates(t), []
         for allowed, query in zip(of_heads, of.query[:, t], strict=True):
             hidden = [token not in allowed for token in range(t)]
             probs.append(softmax(np.where(hidden, -np.inf, keys[:t] @ query)))
@@ -532,7 +532,7 @@ def sampled(method: VAttention, of: Of, t: int) -> tuple[set[int], list[int], in
             found = head[base_order[:base]]
             total = head[[*fixed, t]].sum() + number * found.mean()
             wanted = max(wanted, int((z * found.std(ddof=1) * number / (method.epsilon * total)) ** 2))
-    cap = min(t, max(1, math.floor(method.max_fetch_frac * t)))
+    cap = min(t, max(1, math.floor(method.budget * t)))
     return fixed, others[: min(number, wanted, cap - len(fixed))], number
 
 
@@ -598,11 +598,11 @@ def once(score_of):
     def rule(method: PromptEvicting, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
         found = score_of(method, geometry, sequence, prompt)
         score, of_equals = found if isinstance(found, tuple) else (found, np.zeros_like(found))
-        size = math.floor(method.kept_frac * prompt) if method.kept_tokens is None else method.kept_tokens
+        size = math.floor(method.budget * prompt) if method.kept_tokens is None else method.kept_tokens
         tokens = range(method.num_sinks, prompt - method.window)
-        share, selecting = size - method.num_sinks - method.window, geometry.num_layers - method.num_exempt_layers
+        share, selecting = size - method.num_sinks - method.window, geometry.num_layers - method.dense_layers
         if method.layers == "pyramid":
-            share = pyramid_shares(share, len(tokens), selecting)[layer - method.num_exempt_layers]
+            share = pyramid_shares(share, len(tokens), selecting)[layer - method.dense_layers]
         shares = [share] * len(score)
         if method.heads == "adaptive":
             pairs = sorted((-score[head, token], head) for head in range(len(score)) for token in tokens)
@@ -625,7 +625,7 @@ def once(score_of):
 
 def tova(method: TOVA, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
     length = sequence.key.shape[1]
-    budget = method.kept_tokens or max(1, math.floor(method.kept_frac * length))
+    budget = method.kept_tokens or max(1, math.floor(method.budget * length))
 
     def evict(row: int, tokens: list[int]) -> set[int]:
         attention = sum(
@@ -645,7 +645,7 @@ def tova(method: TOVA, geometry: Geometry, layer: int, sequence: Sequence, promp
 
 def now_and_then(method, of: Of, score: Callable[[list[int], list[int]], list[float]]):
     """A rule that compresses. score(tokens, competing): of each competing one of the tokens that are held."""
-    budget = method.kept_tokens or math.floor(method.kept_frac * len(of.key))
+    budget = method.kept_tokens or math.floor(method.budget * len(of.key))
 
     def compress(tokens: list[int]) -> set[int]:
         if len(tokens) <= budget:
@@ -724,7 +724,7 @@ def triattention(method: TriAttention, of: Of):
 def duo(method: DuoAttention, of: Of):
     gates = calibration(of.geometry.num_kv_heads, of.geometry.head_dim)["gates"].tolist()
     heads = [(gate, i, head) for i, row in enumerate(gates) for head, gate in enumerate(row)]
-    selecting = sorted(each for each in heads if each[1] >= method.num_exempt_layers)
+    selecting = sorted(each for each in heads if each[1] >= method.dense_layers)
     streaming = [each[1:] for each in selecting[: round(method.sparsity * len(selecting))]]
 
     def row(t: int) -> set[int]:
@@ -734,7 +734,7 @@ def duo(method: DuoAttention, of: Of):
     return row
 
 
-INDEX = {"alpha": math.inf, "max_fetch_frac": 0.3, "when": "own_query"}
+INDEX = {"alpha": math.inf, "budget": 0.3, "when": "own_query"}
 PLAIN = {
     Quest: of_heads(quest), PQCache: of_heads(pqcache), ShadowKV: of_heads(shadowkv), SnapKV: once(snapkv),
     Knorm: once(knorm), KeyDiff: once(keydiff), ExpectedAttention: once(expected), TOVA: tova, RKV: of_heads(rkv),
@@ -744,33 +744,33 @@ PLAIN = {
 }  # fmt: skip
 """The rule of each method; others score on a few numbers per key."""
 RULES = {
-    "quest": Quest(read_frac=0.4, page_size=3),
-    "quest-token": Quest(read_frac=0.3, page_size=1, num_exempt_layers=0),
-    "freekv": Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=3, recent_frac=0.25),
+    "quest": Quest(budget=0.4, page_size=3),
+    "quest-token": Quest(budget=0.3, page_size=1, dense_layers=0),
+    "freekv": Quest(budget=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=3, recent_frac=0.25),
     "freekv-forced": Quest(
-        read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=6, recent_frac=0.9
+        budget=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=6, recent_frac=0.9
     ),
-    "pqcache": PQCache(read_frac=0.5, num_sinks=2, recent_frac=0.3, bits=3, iterations=4),
-    "pqcache-fine": PQCache(read_frac=0.3, num_sinks=1, sub_vectors=4, bits=2, iterations=0, num_exempt_layers=0),
-    "pariskv": ParisKV(read_frac=0.4, num_sinks=1),
-    "pariskv-few": ParisKV(read_frac=0.3, num_sinks=2, recent_frac=0.2, collision_frac=0.3, candidate_frac=0.4, seed=1),
-    "pariskv-as-read": ParisKV(read_frac=0.6, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, num_exempt_layers=0),
+    "pqcache": PQCache(budget=0.5, num_sinks=2, recent_frac=0.3, bits=3, iterations=4),
+    "pqcache-fine": PQCache(budget=0.3, num_sinks=1, sub_vectors=4, bits=2, iterations=0, dense_layers=0),
+    "pariskv": ParisKV(budget=0.4, num_sinks=1),
+    "pariskv-few": ParisKV(budget=0.3, num_sinks=2, recent_frac=0.2, collision_frac=0.3, candidate_frac=0.4, seed=1),
+    "pariskv-as-read": ParisKV(budget=0.6, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, dense_layers=0),
     "pariskv-probs": ParisKV(read_tokens=6, num_sinks=0, group="sum_probs"),
-    "socket": Socket(read_frac=0.3, num_sinks=2, recent_frac=0.3, tables=9, planes=4),
-    "socket-fine": Socket(read_tokens=5, num_sinks=0, tables=3, planes=7, tau=0.1, seed=5, num_exempt_layers=0),
-    "socket-bits": Socket(read_frac=0.3, num_sinks=0, tables=20, planes=3, value_weighted=False),
-    "rocketkv": RocketKV(budget_frac=0.4, window=4, kernel=3),
-    "rocketkv-chunks": RocketKV(budget_tokens=6, window=2, kernel=5, num_exempt_layers=0),
+    "socket": Socket(budget=0.3, num_sinks=2, recent_frac=0.3, tables=9, planes=4),
+    "socket-fine": Socket(read_tokens=5, num_sinks=0, tables=3, planes=7, tau=0.1, seed=5, dense_layers=0),
+    "socket-bits": Socket(budget=0.3, num_sinks=0, tables=20, planes=3, value_weighted=False),
+    "rocketkv": RocketKV(budget=0.4, window=4, kernel=3),
+    "rocketkv-chunks": RocketKV(budget_tokens=6, window=2, kernel=5, dense_layers=0),
     "rocketkv-one": RocketKV(budget_tokens=2, window=2, kernel=3),
     "rocketkv-sinks": RocketKV(budget_tokens=7, window=1, num_sinks=2),
-    "rocketkv-wide": RocketKV(budget_frac=1.5, window=3, kernel=3),
-    "shadowkv": ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2),
-    "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=3, local_chunks=0, outlier_frac=0.0, num_exempt_layers=0),
-    "doublesparsity": DoubleSparsity(read_frac=0.4, rank=0.25),
-    "doublesparsity-coded": DoubleSparsity(read_frac=0.3, rank=0.5, channels="k", index_bits=2),
-    "loki": Loki(read_tokens=7, rank=0.3, num_exempt_layers=0),
-    "loki-coded": Loki(read_frac=0.3, rank=0.5, index_bits=4),
-    "sparq": SparQ(read_tokens=None, read_frac=0.4),
+    "rocketkv-wide": RocketKV(budget=1.5, window=3, kernel=3),
+    "shadowkv": ShadowKV(budget=0.3, page_size=2, local_chunks=1, outlier_frac=0.2),
+    "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=3, local_chunks=0, outlier_frac=0.0, dense_layers=0),
+    "doublesparsity": DoubleSparsity(budget=0.4, rank=0.25),
+    "doublesparsity-coded": DoubleSparsity(budget=0.3, rank=0.5, channels="k", index_bits=2),
+    "loki": Loki(read_tokens=7, rank=0.3, dense_layers=0),
+    "loki-coded": Loki(budget=0.3, rank=0.5, index_bits=4),
+    "sparq": SparQ(read_tokens=None, budget=0.4),
     "sparq-best": SparQ(read_tokens=9, rank=0.1, recent_frac=0.5, group="best"),
     "infinigen-coded": InfiniGen(partial_weight_ratio=1.0, index_bits=4, **INDEX),
     "balanced": preset("infinigen-balanced", **INDEX),
@@ -778,26 +778,26 @@ RULES = {
     "balanced-text": preset("infinigen-balanced", statistics="calibration", **INDEX),
     "balanced-pair": preset("infinigen-balanced", projection_bits=4, **INDEX),
     "balanced-pair-text": preset("infinigen-balanced", statistics="calibration", projection_bits=2, **INDEX),
-    "snapkv": SnapKV(kept_frac=0.5, window=4, kernel=3),
-    "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0),
+    "snapkv": SnapKV(budget=0.5, window=4, kernel=3),
+    "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", dense_layers=0),
     "snapkv-peak": SnapKV(kept_tokens=6, window=4, kernel=7),
     "snapkv-sinks": SnapKV(kept_tokens=8, num_sinks=3, window=2),
-    "pyramid": SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", num_exempt_layers=1),
-    "adaptive": SnapKV(kept_frac=0.5, window=3, heads="adaptive"),
+    "pyramid": SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", dense_layers=1),
+    "adaptive": SnapKV(budget=0.5, window=3, heads="adaptive"),
     "both": SnapKV(kept_tokens=9, window=2, layers="pyramid", heads="adaptive"),
-    "knorm": Knorm(kept_frac=0.4),
-    "keydiff": KeyDiff(kept_tokens=6, num_sinks=2, window=1, num_exempt_layers=0),
-    "expected": ExpectedAttention(kept_frac=0.5),
+    "knorm": Knorm(budget=0.4),
+    "keydiff": KeyDiff(kept_tokens=6, num_sinks=2, window=1, dense_layers=0),
+    "expected": ExpectedAttention(budget=0.5),
     "expected-adaptive": ExpectedAttention(kept_tokens=8, num_sinks=1, epsilon=0.02, heads="adaptive"),
-    "tova": TOVA(kept_frac=0.3),
-    "tova-last": TOVA(kept_tokens=6, protect_last=True, num_exempt_layers=0),
+    "tova": TOVA(budget=0.3),
+    "tova-last": TOVA(kept_tokens=6, protect_last=True, dense_layers=0),
     "tova-one": TOVA(kept_tokens=1),
     "rkv": RKV(kept_tokens=8, divide_length=3, window=2, kernel=3),
-    "rkv-share": RKV(kept_frac=0.3, divide_length=5, window=1, mix_lambda=0.7, num_exempt_layers=0),
-    "rkv-prompt": RKV(kept_frac=0.6, divide_length=4, window=2, kernel=3, protect_prompt=True),
-    "random": RandomAttention(kept_tokens=None, kept_frac=0.6, divide_length=4),
+    "rkv-share": RKV(budget=0.3, divide_length=5, window=1, mix_lambda=0.7, dense_layers=0),
+    "rkv-prompt": RKV(budget=0.6, divide_length=4, window=2, kernel=3, protect_prompt=True),
+    "random": RandomAttention(kept_tokens=None, budget=0.6, divide_length=4),
     "random-all": RandomAttention(kept_tokens=9, divide_length=3, window=2, protect_prompt=False, seed=5),
-    "triattention": TriAttention(kept_tokens=None, kept_frac=0.6, divide_length=5),
+    "triattention": TriAttention(kept_tokens=None, budget=0.6, divide_length=5),
     "triattention-all": TriAttention(
         kept_tokens=8,
         divide_length=3,
@@ -805,17 +805,17 @@ RULES = {
         protect_prompt=False,
         normalize_scores=False,
         offset_max_length=100,
-        num_exempt_layers=0,
+        dense_layers=0,
     ),
     "duo": DuoAttention(num_sinks=2, num_recent=4),
     "twilight": Twilight(p=0.6, page_size=3),
-    "twilight-all": Twilight(p=0.9, candidate_frac=None, index_bits=2, num_exempt_layers=0),
+    "twilight-all": Twilight(p=0.9, candidate_frac=None, index_bits=2, dense_layers=0),
     "twilight-union": Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union"),
-    "twilight-first": Twilight(p=0.5, candidate_frac=None, num_sinks=2, recent_frac=0.2, max_fetch_frac=0.4),
-    "twilight-cap": Twilight(candidate_frac=0.7, page_size=2).with_size(0.3),
+    "twilight-first": Twilight(p=0.5, candidate_frac=None, num_sinks=2, recent_frac=0.2, budget=0.4),
+    "twilight-cap": Twilight(candidate_frac=0.7, page_size=2).with_budget(0.3),
     "vattention": VAttention(epsilon=0.4, delta=0.2, num_sinks=2, fixed_frac=0.2, recent_frac=0.3),
-    "vattention-cap": VAttention(num_sinks=1, seed=7, num_exempt_layers=0).with_size(0.4),
-    "vattention-capped": VAttention(max_fetch_frac=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
+    "vattention-cap": VAttention(num_sinks=1, seed=7, dense_layers=0).with_budget(0.4),
+    "vattention-capped": VAttention(budget=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
     "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
 }
 OPT = ("quest", "pqcache", "shadowkv", "doublesparsity", "loki", "sparq", "balanced", "both", "expected", "tova", "rkv",
@@ -854,7 +854,7 @@ def test_a_method_reads_what_its_plain_rule_reads(name, model, monkeypatch):
 
 @pytest.mark.parametrize("model", ["gqa", "opt"])
 def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
-    method = ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2, rank_frac=0.2)
+    method = ShadowKV(budget=0.3, page_size=2, local_chunks=1, outlier_frac=0.2, rank_frac=0.2)
     _, found = replayed(tiny(model), Case(method))
     query, key, value, output, *_ = found[3][0]
     with attach(tiny(model)) as attached:

@@ -1,4 +1,4 @@
-"""The bytes over the link have one meaning: a timed cell, `experiment=generate` and `attach` count one decode alike.
+"""The bytes over the link have one meaning: a timed run, `experiment=generate` and `attach` count one decode alike.
 
 The text ends before `max_new_tokens`, so rows are under way for a step that never comes. They are in no count.
 """
@@ -74,24 +74,24 @@ def bytes_of_generate(case: Case, end: int, steps: int, options: dict[str, objec
     return made.h2d_bytes, made.d2h_bytes
 
 
-def bytes_of_cell(case: Case, ids: torch.Tensor, steps: int, options: dict[str, object]) -> tuple[int, int]:
+def bytes_of_timed_run(case: Case, ids: torch.Tensor, steps: int, options: dict[str, object]) -> tuple[int, int]:
     shape = LatencyConfig(1, ids.shape[1], gen_len=NEW, warmup_steps=0, timed_steps=steps, repeats=1)
-    cell = TimedRun(case.method, shape, codec=case.codec, **options)
+    timed_run = TimedRun(case.method, shape, codec=case.codec, **options)
     with attached_with_link() as (attached, link):
-        metrics, samples = time_run(attached, ids, cell, link=link, calibration=calibration_of(attached))
+        metrics, samples = time_run(attached, ids, timed_run, link=link, calibration=calibration_of(attached))
     assert metrics["h2d_bytes"] == round(samples["timed_h2d_bytes"] * (NEW - 1) / steps)
     return samples["timed_h2d_bytes"], samples["timed_d2h_bytes"]
 
 
-@pytest.mark.parametrize(("name", "device_rows", "prefetch"), WITH_ROWS)
-def test_a_cell_generate_and_usage_count_alike(name, device_rows, prefetch, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("name", "gpu_cache", "prefetch"), WITH_ROWS)
+def test_a_timed_run_generate_and_usage_count_alike(name, gpu_cache, prefetch, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    case, options = CASES[name], {"device_rows": device_rows, "prefetch": prefetch}
+    case, options = CASES[name], {"gpu_cache": gpu_cache, "prefetch": prefetch}
     ids = torch.tensor([byte_tokenizer()(PROMPT)["input_ids"]])
     tokens = first_tokens(case, ids, options)
     steps = max(step for step, token in enumerate(tokens[: NEW - 2]) if token not in tokens[:step])
     assert steps > 0, "a text that ends in its first token has no step"
-    of_cell = bytes_of_cell(case, ids, steps, options)
-    assert min(of_cell) > 0
-    assert bytes_of_usage(case, ids, tokens[steps], steps, options) == of_cell
-    assert bytes_of_generate(case, tokens[steps], steps, options, monkeypatch) == of_cell
+    of_timed_run = bytes_of_timed_run(case, ids, steps, options)
+    assert min(of_timed_run) > 0
+    assert bytes_of_usage(case, ids, tokens[steps], steps, options) == of_timed_run
+    assert bytes_of_generate(case, tokens[steps], steps, options, monkeypatch) == of_timed_run

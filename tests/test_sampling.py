@@ -132,7 +132,7 @@ def test_a_coded_distance_is_within_half_a_step():
 @pytest.mark.parametrize("covers", ["kv_head", "layer"])
 def test_a_selection_samples_by_the_sum_of_probabilities(covers, far):
     """Of every row by itself, tokens in any slot, some of them hidden; `far`: times the distances of their values."""
-    method = OracleSampled(max_fetch_frac=0.25, seed=5, covers=covers)
+    method = OracleSampled(budget=0.25, seed=5, covers=covers)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randperm(SLOTS, generator=generator).view(1, 1, -1)
     tokens[..., 7] = EMPTY
@@ -170,8 +170,8 @@ def test_a_sampled_rest_is_nearer_to_all_attention_than_a_dropped_one():
     scores = of_tokens + 0.3 * torch.randn(1, 1, HEADS, num_rows, slots, generator=generator)
     values = of_tokens[:, None] + torch.randn(slots, 8, generator=generator)
     methods = {
-        "dropped": Oracle(max_fetch_frac=0.1, alpha=math.inf, group="sum_probs"),
-        "sampled": OracleSampled(max_fetch_frac=0.1),
+        "dropped": Oracle(budget=0.1, alpha=math.inf, group="sum_probs"),
+        "sampled": OracleSampled(budget=0.1),
     }
     errors = {}
     for rest, method in methods.items():

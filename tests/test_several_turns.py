@@ -72,7 +72,7 @@ def test_a_further_turn_is_its_tokens_decoded_one_by_one(name, batch):
         logits = [cached(final[:, : TURNS[0]], past_key_values=one_by_one).logits[:, -1]]
         for column in final[:, TURNS[0] : -1].unbind(1):
             logits.append(cached(column[:, None], past_key_values=one_by_one).logits[:, -1])
-        assert one_by_one.usage.size == usage.size and one_by_one.usage.h2d_bytes == usage.h2d_bytes > 0
+        assert one_by_one.usage.budget == usage.budget and one_by_one.usage.h2d_bytes == usage.h2d_bytes > 0
     found = torch.stack(logits, 1).argmax(-1)
     for sequences in turns:
         new = slice(sequences.shape[1] - NEW, sequences.shape[1])
@@ -93,7 +93,7 @@ def test_windows_and_recurrent_states_go_on(family):
     network = tiny_family(family)
     network.generation_config.eos_token_id = None
     expected = talked(network.generate, DynamicCache(config=network.config))
-    with attach(network) as attached, CachedModel(attached, Full(num_exempt_layers=0)) as cached:
+    with attach(network) as attached, CachedModel(attached, Full(dense_layers=0)) as cached:
         assert torch.equal(talked(cached.generate, cached.new_cache(ROOM))[-1], expected[-1])
 
 

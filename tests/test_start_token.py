@@ -71,7 +71,7 @@ def test_windows_and_calibration(model, prompts):
 
 
 def test_generate(model, prompts):
-    made = model.generate("A cache", method="infinigen", size=0.7, max_new_tokens=4)
+    made = model.generate("A cache", method="infinigen", budget=0.7, max_new_tokens=4)
     assert_started(prompts)
     assert made.num_prompt_tokens == 1 + len("A cache") and str(made).startswith(f"A cache{made.text}")
     assert model.generate("<s>A cache", method="full", max_new_tokens=4).num_prompt_tokens == made.num_prompt_tokens
@@ -94,7 +94,7 @@ def test_long_decoding(model, prompts):
     }  # fmt: skip
 
 
-def test_a_timed_cell(model, prompts):
+def test_a_timed_run(model, prompts):
     config = model.configured(experiment="latency", method="keydiff", prompt_len=24, gen_len=20, batch_size=2)
     run_latency(config, model.loaded)
     assert_started(prompts)
@@ -102,7 +102,7 @@ def test_a_timed_cell(model, prompts):
     assert whole == {(START, *text_from(64, 23)), (START, *text_from(64 + 23, 23))}
 
 
-@pytest.mark.parametrize("size", [0.5, "50%"])
-def test_a_size_is_of_the_layers_that_see_every_token(model, size):
-    frame = model.perplexity(methods=["streaming"], size=size, **{"method.num_exempt_layers": 0})
-    assert abs(frame["size"][0] - 0.5) < 0.01
+@pytest.mark.parametrize("budget", [0.5, "50%"])
+def test_a_budget_is_of_the_layers_that_see_every_token(model, budget):
+    frame = model.perplexity(methods=["streaming"], budget=budget, **{"method.dense_layers": 0})
+    assert abs(frame["budget"][0] - 0.5) < 0.01

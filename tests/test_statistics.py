@@ -131,7 +131,7 @@ def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows
 
 # The full cache's run
 
-TASK = {"acc_stderr": 0.1, "num_samples": 4, "num_fewshot": 0, "size": 0.2}
+TASK = {"acc_stderr": 0.1, "num_samples": 4, "num_fewshot": 0, "budget": 0.2}
 HITS = {"method=full": "1110", "method=h2o": "1001", "method=int4": "1110"}
 
 
@@ -164,7 +164,7 @@ def test_a_run_is_compared_with_the_full_cache_whatever_code_made_it(tmp_path):
             (f"method=h2o {change}", "method=full", None)
             for change in ("num_samples=8", "prefill=dense", "scoring=mean", "model=opt-125m", "seed=1")
         ),
-        ("method=infinigen codec=int4 size=nearest:0.2", "method=full tasks=[kv_recall,passkey]", -0.25),
+        ("method=infinigen codec=int4 budget=nearest:0.2", "method=full tasks=[kv_recall,passkey]", -0.25),
         ("method=full codec=int4", "method=full", -0.25),
         ("method=full label=mine", "method=full", None),
     ],
@@ -245,7 +245,7 @@ def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_p
     pairs = [{"nll": 2.5, "nll_full": 2.0}, {"nll": 3.0, "nll_full": 2.2}]
     values = {"perplexity": 9.0, "perplexity_stderr": 1.0}
     chunks = [{"first": 256, "stop": 512, "metrics": values, "windows": pairs[:1]}]
-    metrics = {"offline": TEXT_METRICS | {"size": 0.2}}
+    metrics = {"offline": TEXT_METRICS | {"budget": 0.2}}
     for name in ("full", "h2o"):
         measured = {"samples": {"windows": pairs}, "chunks": chunks}
         save(tmp_path, ["experiment=perplexity", f"method={name}"], metrics, **measured)

@@ -13,7 +13,7 @@ from fake_cuda import CUDA, Event, Stream, fake_streams
 from living import attached_with_link, calibration_of
 
 from harness.api.cached_model import CachedModel
-from harness.decode.hot_rows import HotFetcher
+from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.links import CudaLink, LinkUse
 from harness.decode.session import LiveSession
 from harness.decode.timeline import StepClock
@@ -152,18 +152,18 @@ def test_a_clock_counts_from_the_end_of_what_came_before(monkeypatch):
 def counted_rows(monkeypatch) -> dict[str, int]:
     """Rows that selections read and that their layer's buffer holds before, counted one by one."""
     counts = {"read": 0, "found": 0}
-    request = HotFetcher.request_selected
+    request = GpuCacheFetcher.request_selected
 
     def request_selected(self, mask, most):
         for sequence, of_sequence in enumerate(mask.tolist()):
             for head, of_head in enumerate(of_sequence):
-                there = set(self.hot.slots[sequence, head].tolist()) - {-1}
+                there = set(self.gpu_cache.slots[sequence, head].tolist()) - {-1}
                 wanted = {slot for slot, is_read in enumerate(of_head) if is_read}
                 counts["read"] += len(wanted)
                 counts["found"] += len(wanted & there)
         return request(self, mask, most)
 
-    monkeypatch.setattr(HotFetcher, "request_selected", request_selected)
+    monkeypatch.setattr(GpuCacheFetcher, "request_selected", request_selected)
     return counts
 
 
@@ -175,7 +175,7 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, pref
         real = torch.arange(24) >= 24 - torch.tensor(lengths)[:, None]
         ids = torch.randint(3, 200, real.shape)
         session = LiveSession(
-            attached, case.method, max_new_tokens=steps + 1, placement="host", link=link, device_rows=1,
+            attached, case.method, max_new_tokens=steps + 1, placement="host", link=link, gpu_cache=1,
             prefetch=prefetch, calibration=calibration_of(attached),
         )  # fmt: skip
         logits = session.prefill(ids, real)
@@ -184,12 +184,12 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, pref
         stats = stats_of(session)
         loaded = session.rows_loaded
         session.close()
-    exempt = sum(length + step for length in lengths for step in range(steps))
-    exempt *= case.method.num_exempt_layers * attached.geometry.num_kv_heads
+    read_densely = sum(length + step for length in lengths for step in range(steps))
+    read_densely *= case.method.dense_layers * attached.geometry.num_kv_heads
     assert 0 < counts["found"] < counts["read"]
-    assert stats.hit_rate == pytest.approx(counts["found"] / (counts["read"] + exempt))
+    assert stats.hit_rate == pytest.approx(counts["found"] / (counts["read"] + read_densely))
     if not prefetch and len(lengths) == 1:
-        assert loaded == counts["read"] + exempt - counts["found"], "what is not there crosses the link"
+        assert loaded == counts["read"] + read_densely - counts["found"], "what is not there crosses the link"
 
 
 # One definition, wherever it is read

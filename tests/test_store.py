@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from living import CPU, PROMPTS, Crossed, LatestLink, attached_with_link, live, make_store
 
 from harness.decode import store as rows_module
-from harness.decode.hot_rows import HotRows, missing_rows, rooms
+from harness.decode.gpu_cache import GpuCache, missing_rows, rooms
 from harness.decode.links import EmulatedLink
 from harness.decode.memory import Tuning
 from harness.decode.store import chosen
@@ -264,7 +264,7 @@ def test_rows_leave_by_least_recent_use(data):
     """Against lists of tokens in the order of their use, each sequence with room of its own."""
     slots, steps = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
     rooms = data.draw(st.lists(st.integers(1, slots), min_size=1, max_size=2))
-    hot, recent = HotRows(rooms, 2, torch.device("cpu")), [[[], []] for _ in rooms]
+    gpu_cache, recent = GpuCache(rooms, 2, torch.device("cpu")), [[[], []] for _ in rooms]
     for _ in range(steps):
         choices = [st.sets(st.integers(0, slots - 1), max_size=room) for room in rooms for _ in range(2)]
         wanted = [data.draw(each) for each in choices]
@@ -277,16 +277,16 @@ def test_rows_leave_by_least_recent_use(data):
             expected.append(len(asked - {*there}))
             there[:] = ([slot for slot in there if slot not in asked] + sorted(asked))[-rooms[sequence] :]
         most = max(1, *map(len, wanted))
-        fetch, present = hot.request(mask, torch.arange(slots).expand(len(rooms), 1, -1).int(), most)
+        fetch, present = gpu_cache.request(mask, torch.arange(slots).expand(len(rooms), 1, -1).int(), most)
         assert (fetch.slots >= 0).sum(-1).flatten().tolist() == expected
-        for number, kept in enumerate(hot.slots.flatten(0, 1).tolist()):
+        for number, kept in enumerate(gpu_cache.slots.flatten(0, 1).tolist()):
             sequence, head = divmod(number, 2)
             there = recent[sequence][head]
             assert sorted(slot for slot in kept if slot >= 0) == sorted(slot for slot in there if slot is not None)
         assert present.sum(-1).flatten().tolist() == [*map(len, wanted)]
         if data.draw(st.booleans()):  # a slot is written anew
             written = data.draw(st.integers(0, slots - 1))
-            hot.forget(torch.full((len(rooms), 2, 1), written))
+            gpu_cache.forget(torch.full((len(rooms), 2, 1), written))
             for there in (head for sequence in recent for head in sequence):
                 there[:] = [None if slot == written else slot for slot in there]  # its row leaves in its turn
 
@@ -301,14 +301,14 @@ def test_room_is_rounded_up_and_never_more_than_the_sequence():
 
 
 def test_a_fork_keeps_the_rows_and_ages_of_its_own_sequences():
-    def ask(rows: HotRows, *slots: int) -> list[bool]:
+    def ask(rows: GpuCache, *slots: int) -> list[bool]:
         """Whether each sequence's slot must be fetched."""
         mask = torch.zeros(len(slots), 1, 4, dtype=torch.bool)
         mask[range(len(slots)), 0, slots] = True
         fetch, _ = rows.request(mask, torch.arange(4).expand(len(slots), 1, -1).int(), 1)
         return (fetch.slots >= 0).flatten().tolist()
 
-    trunk = HotRows([2, 2], 1, torch.device("cpu"))
+    trunk = GpuCache([2, 2], 1, torch.device("cpu"))
     for slots in ((0, 0), (1, 1), (1, 0)):  # slot 0 is the older one in the first sequence, slot 1 in the second
         ask(trunk, *slots)
     child = trunk.fork(torch.tensor([1, 0]))
@@ -321,14 +321,14 @@ def test_a_fork_keeps_the_rows_and_ages_of_its_own_sequences():
 
 
 @pytest.mark.parametrize(
-    ("name", "device_rows"),
+    ("name", "gpu_cache"),
     [("int4", 0), ("h2o-fills", 0), ("infinigen", 0), ("infinigen-union", 1), ("pool-lru", 2)],
 )
-def test_rows_are_neither_read_too_early_nor_overwritten_too_early(name, device_rows):
+def test_rows_are_neither_read_too_early_nor_overwritten_too_early(name, gpu_cache):
     """Under a link at its latest, one without overlap, and one that is slow."""
     prompts = PROMPTS["padded"]
-    with attached_with_link() as (attached, link), EmulatedLink(2e7, overlap=bool(device_rows)) as slow:
-        expected = live(attached, CASES[name], prompts, placement="host", link=link, device_rows=device_rows)
+    with attached_with_link() as (attached, link), EmulatedLink(2e7, overlap=bool(gpu_cache)) as slow:
+        expected = live(attached, CASES[name], prompts, placement="host", link=link, gpu_cache=gpu_cache)
         for other in (LatestLink(), slow):
-            got = live(attached, CASES[name], prompts, placement="host", link=other, device_rows=device_rows)
+            got = live(attached, CASES[name], prompts, placement="host", link=other, gpu_cache=gpu_cache)
             assert torch.equal(got.logits, expected.logits)

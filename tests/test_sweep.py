@@ -33,7 +33,7 @@ def main(argv):
 
 
 def made(sweep, *overrides):
-    return read_plan(OmegaConf.create({"sweep": sweep}).sweep, overrides).cells
+    return read_plan(OmegaConf.create({"sweep": sweep}).sweep, overrides).runs
 
 
 def read(*overrides) -> Plan:
@@ -102,9 +102,9 @@ def test_the_command_line_wins_over_what_the_grid_does_not_vary():
 
 def test_a_method_limits_a_grid_of_methods_to_itself():
     named = made(SWEEP, "method=int4")
-    assert [(cell.method_name, cell.seq_len) for cell in named] == [("int4", 2048)]
-    cells = [{"method": ["full", "h2o"]}, {"method": "infinigen", "method.alpha": [4, 5]}]
-    assert [cell.method_name for cell in made({"runs": cells}, "method=quest")] == ["quest"]
+    assert [(config.method_name, config.seq_len) for config in named] == [("int4", 2048)]
+    entries = [{"method": ["full", "h2o"]}, {"method": "infinigen", "method.alpha": [4, 5]}]
+    assert [config.method_name for config in made({"runs": entries}, "method=quest")] == ["quest"]
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_every_sweep_composes_and_repeats_nothing(name, monkeypatch):
     root = ["sweep.data_root=hub"] if "data_root" in SWEEPS[name] else []
     texts = ["sweep.texts=[README.md]"] if name == "confirm" else []  # files of its own
     plan = read(f"experiment={name}", "data=hub", "data.root=null", *root, *texts)
-    digests = digests_of(plan.cells[0])
-    ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.cells)
+    digests = digests_of(plan.runs[0])
+    ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.runs)
     assert max(ids.values()) == 1 and not any("is not given" in reason for _, reason in plan.left_out)
 
 
@@ -154,9 +154,9 @@ OPT = [(2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6)], [(2048, 4)]
 
 @pytest.mark.parametrize(("model", "expected"), [("llama2-7b", LLAMA), ("pythia-1.4b", OPT)])
 def test_paper_grid_follows_the_family(model, expected):
-    every = read("experiment=accuracy-paper", f"model={model}", "data=hub").cells
+    every = read("experiment=accuracy-paper", f"model={model}", "data=hub").runs
     chosen = [c for c in every if c.method_name == "infinigen"]
-    fig11 = [(c.method.alpha, c.method.max_fetch_frac) for c in chosen if c.experiment == "fig11"]
+    fig11 = [(c.method.alpha, c.method.budget) for c in chosen if c.experiment == "fig11"]
     fig12 = [(c.seq_len, c.method.alpha) for c in chosen if c.experiment == "fig12"]
     assert (fig11, fig12) == expected
 
@@ -175,9 +175,9 @@ def test_a_sweep_may_consist_of_sweeps(library):
     library("outer", "runs: [{method: oracle}]\nexperiments: [inner, other]\nalpha: 5")
     for given, alpha in ([], 5), (["sweep.alpha=9"], 9):
         plan = read("experiment=outer", "seed=3", *given)
-        assert [config.method_name for config in plan.cells] == ["oracle", "infinigen", "full", "h2o"]
-        assert plan.cells[1].method.alpha == alpha and {config.seed for config in plan.cells} == {3}
-        assert [config.num_windows for config in plan.cells[2:]] == [2, 2]
+        assert [config.method_name for config in plan.runs] == ["oracle", "infinigen", "full", "h2o"]
+        assert plan.runs[1].method.alpha == alpha and {config.seed for config in plan.runs} == {3}
+        assert [config.num_windows for config in plan.runs[2:]] == [2, 2]
     library("snake", "experiments: [snake]")
     with pytest.raises(UserError, match="sweep.experiments=snake: contains itself"):
         read("experiment=snake")
@@ -198,11 +198,11 @@ def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_p
     library("needy", NEEDY)
     library("outer", "experiments: [needy]\ndata_root: null")
     plan = read("experiment=outer")
-    assert [config.method_name for config in plan.cells] == ["int4"]
-    gap = "left out, as sweep.data_root is not given: cells of fig11 (2)"
+    assert [config.method_name for config in plan.runs] == ["int4"]
+    gap = "left out, as sweep.data_root is not given: runs of fig11 (2)"
     assert plan.gaps() == [gap]
     given = read("experiment=outer", "sweep.data_root=DIR")
-    assert [config.method_name for config in given.cells] == ["full", "h2o", "int4"] and not given.gaps()
+    assert [config.method_name for config in given.runs] == ["full", "h2o", "int4"] and not given.gaps()
     assert main(["experiment=outer"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
@@ -216,17 +216,17 @@ def test_the_outer_sweep_says_how_many_minutes(library):
 
 
 def test_shares_are_disjoint_and_make_the_whole():
-    cells = [{"method": ["full", "h2o", "int4", "oracle", "infinigen"]}]
-    shares = [[c.method_name for c in made({"runs": cells, "share": f"{k}/3"})] for k in (1, 2, 3)]
+    entries = [{"method": ["full", "h2o", "int4", "oracle", "infinigen"]}]
+    shares = [[c.method_name for c in made({"runs": entries, "share": f"{k}/3"})] for k in (1, 2, 3)]
     assert shares == [["full", "oracle"], ["h2o", "infinigen"], ["int4"]]
-    assert made({"runs": cells, "share": "7/7"}) == []
+    assert made({"runs": entries, "share": "7/7"}) == []
     entry = {"experiment": "latency", "system": ["ideal", "offload"], "batch_size": [1, 2, 3]}
     for k in (1, 2):
         labels = Counter(config.latency.batch_size for config in made({"runs": [entry], "share": f"{k}/2"}))
-        assert set(labels.values()) == {2}, "cells timed at one shape stay in one share"
+        assert set(labels.values()) == {2}, "runs timed at one shape stay in one share"
 
 
-def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, monkeypatch, capsys):
+def test_runs_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, monkeypatch, capsys):
     now = [0.0]
 
     def last_a_minute(config):
@@ -234,15 +234,15 @@ def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, 
         return outcome(config)
 
     runs.measure = last_a_minute
-    monkeypatch.setattr("harness.run.cells.time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
+    monkeypatch.setattr("harness.run.all_runs.time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
     library("timed", "runs: [{experiment: [fig11, fig12], method: [full, h2o, int4]}]\nminutes: {fig11: 1.5}")
     assert main(["experiment=timed"]) == UNFINISHED
     ran = [(config.experiment, config.method_name) for config in runs.configs]
     every = [(figure, method) for figure in ("fig11", "fig12") for method in ("full", "h2o", "int4")]
-    assert ran == [cell for cell in every if cell != ("fig11", "int4")]
+    assert ran == [config for config in every if config != ("fig11", "int4")]
     printed = capsys.readouterr()
     assert "put off: fig11 INT4\n" in printed.out
-    said = "unfinished: put off, as their minutes are spent: cells of fig11 (1); the same command goes on\n"
+    said = "unfinished: put off, as their minutes are spent: runs of fig11 (1); the same command goes on\n"
     assert printed.err.endswith(said)
     assert "H2O" in Path("outputs/tables/fig11.md").read_text(), "what ran is in the tables"
     runs.configs.clear()
@@ -259,7 +259,7 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     assert {config.num_windows for config in runs.configs} == {2}
     printed = capsys.readouterr()
     assert printed.err.startswith("experiment=accuracy: composing its runs\n"), "which takes seconds"
-    assert printed.out.count("size (%)") == 1
+    assert printed.out.count("budget (%)") == 1
     assert printed.out.endswith("\n1 files of figures are in outputs/figures\n")
     assert "3/3" in printed.err, "the progress bar"
     assert Path("outputs/tables/fig12.csv").exists()
@@ -287,14 +287,14 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     assert statuses == {"finished": 1, "interrupted": 1}
     assert main(["status=true"]) == 0
     text = capsys.readouterr().out
-    assert row(text, "fig12")[:-1] == ["1", "0", "0", "1", "1"], "INT4's cell was never begun"
+    assert row(text, "fig12")[:-1] == ["1", "0", "0", "1", "1"], "INT4's run was never begun"
     runs.measure = outcome
     runs.configs.clear()
     assert main(["experiment=accuracy"]) == 0
     assert [config.method_name for config in runs.configs] == ["h2o", "int4"]
     assert list(Path("outputs/runs").glob("sweeps/*")) == []
     printed = capsys.readouterr().out
-    assert "1 of 3 cells were finished before, skipped" in printed and "interrupted before, run again" in printed
+    assert "1 of 3 runs were finished before, skipped" in printed and "interrupted before, run again" in printed
     assert "Full cache" in printed
 
 
@@ -305,7 +305,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
         (KeyError("a"), 1, "the first bug, fig12 INT4: 'a' (KeyError, a bug) (HYDRA_FULL_ERROR=1 shows where)\n"),
     ],
 )
-def test_a_failing_cell_does_not_stop_the_grid_and_is_named(error, code, end, runs, small, capsys):
+def test_a_failing_run_does_not_stop_the_grid_and_is_named(error, code, end, runs, small, capsys):
     def fail(config):
         if config.method_name == "full":
             return outcome(config)
@@ -317,13 +317,13 @@ def test_a_failing_cell_does_not_stop_the_grid_and_is_named(error, code, end, ru
     failed = ["failed: fig12 H2O: h2o is not well", f"failed: fig12 INT4: {describe(error)}"]
     said = [line for line in printed.out.splitlines() if line.startswith("failed")]
     assert said == [*failed, *failed], "when it happens, and at the end"
-    assert printed.err.endswith(f"error: 2 of 3 cells failed; {end}")
+    assert printed.err.endswith(f"error: 2 of 3 runs failed; {end}")
     assert "Full cache" in printed.out and "files of figures" in printed.out
     ends = {record["error"] for record in records.read_records("outputs", "fig12")}
     assert ends == {None, "UserError: h2o is not well", f"{type(error).__name__}: {error}{' (a bug)' * (code == 1)}"}
 
 
-# how far its cells are
+# how far its runs are
 
 
 @pytest.fixture
@@ -356,7 +356,7 @@ def test_every_state_is_counted_and_named(some):
     assert text.splitlines()[0].split() == ["experiment", *status.STATES, "time", "left"]
     assert row(text)[:-1] == ["1", "1", "1", "1", "1"]
     hours, minutes, seconds = map(int, row(text)[-1].split(":"))
-    assert 3 * 90 < 3600 * hours + 60 * minutes + seconds <= 4 * 90, "of four cells, one of which has begun"
+    assert 3 * 90 < 3600 * hours + 60 * minutes + seconds <= 4 * 90, "of four runs, one of which has begun"
     named = text.split("\n\n")[1].splitlines()
     assert named[0].startswith("running for 0:00:") and named[0].endswith(": perplexity INT8")
     assert named[1:] == ["failed: perplexity H2O: UserError: not well", "interrupted: perplexity INT4"]

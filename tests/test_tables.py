@@ -35,7 +35,7 @@ LATENCY_METRICS = {
     "platform": "cpu", "source": "emulated", "batch_size": 4, "prompt_len": 1024, "gen_len": 8,
     "ttft_s": 2.0, "decode_s": 0.5, "total_s": 2.5, "tokens_per_s": 12.8, "tpot_p50_s": 0.0625, "tpot_p95_s": 0.07,
     "h2d_bytes": 2**31, "d2h_bytes": 2**20, "device_read_bytes": 2**29, "device_kv_bytes": 2**22,
-    "exposed_transfer_s": 0.25, "link_bytes_per_s": None, "peak_device_bytes": 2**30, "size": 0.2,
+    "exposed_transfer_s": 0.25, "link_bytes_per_s": None, "peak_device_bytes": 2**30, "budget": 0.2,
 }  # fmt: skip
 TITLES = {"full": "Full cache", "h2o": "H2O", "infinigen": "InfiniGen", "streaming": "Streaming", "int4": "INT4"}
 SHAPES = {"latency": "latency", "analysis": "analysis", "table1": "analysis"}
@@ -64,16 +64,16 @@ def answers(values: Sequence[Any], metric: str = "acc", per_context: int = 2, fi
     return [{"question": first + at, "context": at // per_context, metric: value} for at, value in enumerate(values)]
 
 
-def sizes(size: float) -> dict[str, float]:
-    return {"size": size, "size_artifact": 0.1, "device_frac": size + 0.05, "resident_frac": 0.02}
+def shares(budget: float) -> dict[str, float]:
+    return {"budget": budget, "budget_artifact": 0.1, "device_frac": budget + 0.05, "resident_frac": 0.02}
 
 
-def save_task(results: Path, *overrides: str, size: float = 0.16, **fields: Any) -> dict[str, Any]:
-    return save(results, ["experiment=fig11", *overrides], {"passkey": TASK_METRICS | sizes(size)}, **fields)
+def save_task(results: Path, *overrides: str, budget: float = 0.16, **fields: Any) -> dict[str, Any]:
+    return save(results, ["experiment=fig11", *overrides], {"passkey": TASK_METRICS | shares(budget)}, **fields)
 
 
-def save_text(results: Path, *overrides: str, size: float = 0.16, **fields: Any) -> dict[str, Any]:
-    metrics = TEXT_METRICS | sizes(size) | {"size_stderr": 0.001}
+def save_text(results: Path, *overrides: str, budget: float = 0.16, **fields: Any) -> dict[str, Any]:
+    metrics = TEXT_METRICS | shares(budget) | {"budget_stderr": 0.001}
     return save(results, ["experiment=perplexity", *overrides], {"offline": metrics}, **fields)
 
 
@@ -129,13 +129,14 @@ def test_runs_on_a_text_have_a_table_by_layer(tmp_path):
 
 
 def test_a_task_row_is_exact(tmp_path):
-    record = save_task(tmp_path, "method=h2o", size=0.1 + 0.2)
+    record = save_task(tmp_path, "method=h2o", budget=0.1 + 0.2)
     (row,) = update(tmp_path, "fig11")
     assert list(row.items()) == list({
         "experiment": "fig11", "model": "smollm2-135m", "method": "h2o", "label": "H2O", "settings": "",
         "task": "passkey", "metric": "acc", "value": "0.75", "stderr": "0.0625", "difference": "",
         "difference_stderr": "", "mcnemar_p": "", "gained": "", "lost": "", "detectable": "",
-        "num_samples": "48", "num_fewshot": "0", "seq_len": "", "size": "0.30000000000000004", "size_artifact": "0.1",
+        "num_samples": "48", "num_fewshot": "0", "seq_len": "", "budget": "0.30000000000000004",
+        "budget_artifact": "0.1",
         "device_frac": "0.35000000000000003", "resident_frac": "0.02", "source": "measured", "shipped": "",
         "run_id": record["run_id"],
     }.items())  # fmt: skip
@@ -163,7 +164,7 @@ def test_a_metric_is_one_declaration_and_its_number(tmp_path, monkeypatch, caplo
     """Heading, unit, digits and range follow; a number that is out of its range is no number."""
     monkeypatch.setitem(METRICS, "coverage", Metric("coverage", "coverage of words", SHARE, 1, "more"))
     for coverage in (0.5, 1.5):
-        own = TEXT_METRICS | sizes(0.16) | {"coverage": coverage, "coverage_stderr": 0.125}
+        own = TEXT_METRICS | shares(0.16) | {"coverage": coverage, "coverage_stderr": 0.125}
         save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": own})
         found = {row["metric"]: row["value"] for row in update(tmp_path, "perplexity")}
         assert found.get("coverage") == ("0.5" if coverage <= 1 else None)
@@ -175,7 +176,7 @@ def test_a_metric_is_one_declaration_and_its_number(tmp_path, monkeypatch, caplo
 
 def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):
     samples = [{"length": 512, "512": float(depth < 0.5), "depth": depth} for depth in (0.0, 0.1, 0.45, 0.55, 1.0)]
-    metrics = {"niah_single_1": {"512": 0.6, "num_samples": 5, "size": 0.2}}
+    metrics = {"niah_single_1": {"512": 0.6, "num_samples": 5, "budget": 0.2}}
     save(tmp_path, ["experiment=fig11"], metrics, samples={"niah_single_1": samples})
     found = {row["task"]: (row["metric"], row["value"], row["num_samples"]) for row in update(tmp_path, "fig11")}
     assert found == {
@@ -185,16 +186,16 @@ def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):
     assert "512 tokens, 40-60 %" in page(tmp_path, "fig11")
 
 
-def test_a_timed_cell_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path):
+def test_a_timed_run_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path):
     segments = {"attention_s": 1, "ffn_s": 2, "prediction_s": None, "transfer_s": 4, "other_s": 0}
     save(tmp_path, ["experiment=latency", "system=offload"], LATENCY_METRICS | segments)
     (row,) = update(tmp_path, "latency")
     assert tuple(row) == tuple(name for name in names(LATENCY) if name not in OPTIONAL), "without empty new columns"
-    shown = ("label", "ttft_s", "h2d_bytes", "link_bytes_per_s", "source", "attention_s", "prediction_s", "size")
+    shown = ("label", "ttft_s", "h2d_bytes", "link_bytes_per_s", "source", "attention_s", "prediction_s", "budget")
     assert [row[name] for name in shown] == ["offload", "2.0", str(2**31), "", "emulated", "1", "", "0.2"]
     (line,) = sheet(tmp_path / "tables" / "latency.csv")
     expected = {"TTFT (ms)": "2000.0", "TPOT p50 (ms)": "62.50", "to device (GiB)": "2.000", "tokens/s": "12.80"}
-    assert expected.items() <= line.items() and line["size (%)"] == "20.0"
+    assert expected.items() <= line.items() and line["budget (%)"] == "20.0"
     assert "link (GiB/s)" not in line, "a column without a number"
 
 
@@ -224,16 +225,16 @@ def test_tables_and_records_of_former_columns_are_read_under_the_present_names(t
     assert lines["infinigen \\*"]["link busy (%)"] == "50.0" and lines["offload"]["TPOT p99 (ms)"] == "-"
 
 
-def test_a_size_that_was_not_met_has_a_column(tmp_path):
-    asked = "size=nearest:0.1"
-    save_text(tmp_path, "method=h2o", asked, size=0.12)
-    save_text(tmp_path, "method=quest", asked, size=0.109)
+def test_a_budget_that_was_not_met_has_a_column(tmp_path):
+    asked = "budget=nearest:0.1"
+    save_text(tmp_path, "method=h2o", asked, budget=0.12)
+    save_text(tmp_path, "method=quest", asked, budget=0.109)
     rows = update(tmp_path, "perplexity")
-    assert {(row["method"], row["unmet_size"]) for row in rows} == {("h2o", "0.1"), ("quest", "")}
-    assert "size asked for (%)" in page(tmp_path, "perplexity")
+    assert {(row["method"], row["unmet_budget"]) for row in rows} == {("h2o", "0.1"), ("quest", "")}
+    assert "budget asked for (%)" in page(tmp_path, "perplexity")
     save(tmp_path, ["experiment=latency", "system=infinigen", asked], LATENCY_METRICS)  # ran at .2
     (row,) = update(tmp_path, "latency")
-    assert row["unmet_size"] == "0.1" and "size asked for (%)" in page(tmp_path, "latency")
+    assert row["unmet_budget"] == "0.1" and "budget asked for (%)" in page(tmp_path, "latency")
 
 
 def test_order_depends_on_the_records_alone(tmp_path):
@@ -252,7 +253,7 @@ def test_records_without_numbers_or_with_odd_ones_have_no_row(tmp_path, caplog):
     failed = save_task(tmp_path, "method=full", status="failed")
     save_task(tmp_path, "method=h2o", status="interrupted")
     good, cut = save_task(tmp_path, "method=infinigen"), save_task(tmp_path, "method=int4")
-    odd = save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | {"size": "much"}})
+    odd = save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | {"budget": "much"}})
     records.record_path(tmp_path, "fig11", cut["run_id"]).write_text(json.dumps(cut)[:-40])
     (row,) = update(tmp_path, "fig11")
     assert row["run_id"] == good["run_id"] and tables.summary([failed]) == ""
@@ -266,9 +267,11 @@ def test_settings_are_those_that_differ_from_the_defaults(tmp_path):
         "method=infinigen": "",
         "method=infinigen-coded": "",
         "method=infinigen method.alpha=4 method.skew=true": "alpha=4.0",
+        "method=quest method.budget=0.3": "method.budget=0.3",  # `budget` is a setting of the run as well
+        "method=quest budget=0.3": "budget=0.3",
         "method=h2o prefill_len=960": "",  # as it follows from the length
         "method=h2o prefill_len=256": "prefill_len=256",
-        "method=h2o size=0.2 seq_len=512 num_windows=3": "size=0.2, seq_len=512, num_windows=3",
+        "method=h2o budget=0.2 seq_len=512 num_windows=3": "budget=0.2, seq_len=512, num_windows=3",
         f"method=h2o codec=int4 corpus.path={__file__}": "codec=int4",
         "method=int4": "",
         "method=int4 prefill_len=256": "prefill_len=256",
@@ -291,9 +294,9 @@ def test_two_weights_of_one_model_are_told_apart(tmp_path):
 
 @pytest.fixture
 def shipped(tmp_path) -> Path:
-    """Results with a table of H2O at two sizes and the full cache, shipped without its records."""
-    for overrides, size in (("method=full", 1.0), ("method=h2o size=0.1", 0.1), ("method=h2o size=0.2", 0.2)):
-        save_task(tmp_path, *overrides.split(), size=size)
+    """Results with a table of H2O at two budgets and the full cache, shipped without its records."""
+    for overrides, budget in (("method=full", 1.0), ("method=h2o budget=0.1", 0.1), ("method=h2o budget=0.2", 0.2)):
+        save_task(tmp_path, *overrides.split(), budget=budget)
     tables.update(tmp_path, "fig11")
     tables.ship(tmp_path)
     shutil.rmtree(tmp_path / "runs")
@@ -305,7 +308,7 @@ def values(results: Path) -> list[tuple[str, str, str, str]]:
 
 
 SHIPPED = [
-    ("Full cache", "", "0.75", "yes"), ("H2O", "size=0.1", "0.75", "yes"), ("H2O", "size=0.2", "0.75", "yes"),
+    ("Full cache", "", "0.75", "yes"), ("H2O", "budget=0.1", "0.75", "yes"), ("H2O", "budget=0.2", "0.75", "yes"),
 ]  # fmt: skip
 
 
@@ -314,10 +317,10 @@ def test_a_run_of_ones_own_stands_beside_the_shipped_rows_and_replaces_the_one_i
     before = path.read_bytes()
     assert values(shipped) == SHIPPED and path.read_bytes() == before
     assert "own run" not in page(shipped, "fig11")
-    metrics = {"passkey": TASK_METRICS | {"acc": 0.5, "size": 0.2}}
-    for overrides in ("method=h2o size=0.2", "method=infinigen", "method=h2o size=0.1 label=Mine"):
+    metrics = {"passkey": TASK_METRICS | {"acc": 0.5, "budget": 0.2}}
+    for overrides in ("method=h2o budget=0.2", "method=infinigen", "method=h2o budget=0.1 label=Mine"):
         save(shipped, ["experiment=fig11", *overrides.split()], metrics)
-    own = [("H2O", "size=0.2", "0.5", ""), ("InfiniGen", "", "0.5", ""), ("Mine", "size=0.1", "0.5", "")]
+    own = [("H2O", "budget=0.2", "0.5", ""), ("InfiniGen", "", "0.5", ""), ("Mine", "budget=0.1", "0.5", "")]
     assert values(shipped) == [*SHIPPED[:2], *own]
     assert [line["label"] for line in sheet(path)] == ["Full cache", "H2O", "H2O \\*", "InfiniGen \\*", "Mine \\*"]
     assert "\\* One's own run; the other rows are shipped with the project." in page(shipped, "fig11")
@@ -426,8 +429,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def test_a_page_has_units_and_errors(tmp_path):
     save_text(tmp_path, "method=h2o")
     assert sheet(tables.update(tmp_path, "perplexity")) == [{
-        "label": "H2O", "settings": MISSING, "size (%)": "16.0", "read on device (%)": "21.0",
-        "kept on device (%)": "2.0", "offline perplexity": "12.500 ± 0.250",
+        "label": "H2O", "settings": MISSING, "budget (%)": "16.0", "read on device (%)": "21.0",
+        "resident (%)": "2.0", "offline perplexity": "12.500 ± 0.250",
         "offline full cache's perplexity": "11.000 ± 0.200",
         "offline KL (nats)": "0.0625 ± 0.0100", "offline top-1 agreement (%)": "87.5 ± 1.0",
     }]  # fmt: skip
@@ -440,9 +443,9 @@ def test_a_line_joins_runs_of_a_method_and_settings_on_texts_and_tasks(tmp_path)
     for skew in ("true", "false"):
         method = ["experiment=fig13", "method=infinigen", f"method.skew={skew}", "method.alpha=9", f"label=skew {skew}"]
         local = ["data=local", f"data.root={tmp_path}", "num_samples=100"]
-        save(tmp_path, [*method, "tasks=[copa]", *local], {"copa": TASK_METRICS | {"size": 0.2, "num_samples": 100}})
-        save(tmp_path, [*method, "tasks=[passkey]"], {"passkey": TASK_METRICS | {"size": 0.2}})
-        save(tmp_path, [*method, "kind=perplexity"], {"offline": TEXT_METRICS | {"size": 0.2}})
+        save(tmp_path, [*method, "tasks=[copa]", *local], {"copa": TASK_METRICS | {"budget": 0.2, "num_samples": 100}})
+        save(tmp_path, [*method, "tasks=[passkey]"], {"passkey": TASK_METRICS | {"budget": 0.2}})
+        save(tmp_path, [*method, "kind=perplexity"], {"offline": TEXT_METRICS | {"budget": 0.2}})
     first, second = sheet(tables.update(tmp_path, "fig13"))
     assert [(line["label"], line["settings"]) for line in (first, second)] == [
         ("skew false", "skew=False"), ("skew true", MISSING),
@@ -454,7 +457,7 @@ def test_a_line_joins_runs_of_a_method_and_settings_on_texts_and_tasks(tmp_path)
 
 def test_a_terminal_has_a_line_per_method_and_settings_and_hides_no_run(tmp_path):
     chosen = [save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}") for alpha in (4, 6)]
-    chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", "prefill_len=256", size=0.12)]
+    chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", "prefill_len=256", budget=0.12)]
     text = tables.summary(chosen)
     of_four, of_six, of_text = sorted(text.splitlines()[-3:], key=lambda line: "prefill_len" in line)
     assert of_four.startswith("InfiniGen  alpha=4.0") and of_six.startswith("InfiniGen  alpha=6.0")
@@ -469,9 +472,14 @@ def test_a_terminal_has_a_line_per_method_and_settings_and_hides_no_run(tmp_path
 
 
 def test_a_terminal_shows_whatever_lm_eval_measured_in_parts_that_fit(tmp_path):
-    generated = {"exact_match,strict-match": 0.5, "exact_match,strict-match_stderr": 0.1, "size": 0.2, "num_samples": 8}
-    lengths = {"512": 0.25, "2048": 0.5, "2048_stderr": None, "size": 0.2, "num_samples": 8}
-    group = {"acc": 0.75, "tasks": ["a", "b"], "size": 0.2, "num_samples": 16}
+    generated = {
+        "exact_match,strict-match": 0.5,
+        "exact_match,strict-match_stderr": 0.1,
+        "budget": 0.2,
+        "num_samples": 8,
+    }
+    lengths = {"512": 0.25, "2048": 0.5, "2048_stderr": None, "budget": 0.2, "num_samples": 8}
+    group = {"acc": 0.75, "tasks": ["a", "b"], "budget": 0.2, "num_samples": 16}
     metrics = {"gsm8k": generated, "mmlu": group, "ruler_vt": lengths, "qa": {"f1": 0.5, "acc_norm": 0.5}}
     shown = " ".join(tables.summary([save(tmp_path, ["experiment=tasks"], metrics)]).split())
     assert all(word in shown for word in ("strict-match", "512", "2,048", "f1", "50.0 ± 10.0")) and "norm" not in shown
@@ -489,7 +497,7 @@ def test_answers_of_several_repeats_have_their_own_error_and_pass_at_k(tmp_path)
     passed = {"exact_match_pass@2,strict-match": 0.75, "exact_match_pass@2,strict-match_stderr": 0.05}
     lengths = {"generated_tokens": 120.5, "generated_tokens_stderr": 3.0, "at_limit": 0.25}
     sampled = ["temperature=0.6", "repeats=2"]
-    save(tmp_path, ["experiment=tasks", *sampled], {"gsm8k": of_filter | passed | lengths | sizes(0.2)})
+    save(tmp_path, ["experiment=tasks", *sampled], {"gsm8k": of_filter | passed | lengths | shares(0.2)})
     rows = {row["metric"]: row for row in read_table(tables.update(tmp_path, "tasks"))}
     assert [*rows] == [name, "generated_tokens", "at_limit", "exact_match_pass@2,strict-match"]
     assert (rows[name]["stderr"], rows[name]["repeats_stderr"]) == (0.1, 0.02)
@@ -531,8 +539,8 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path):
 # Figures of speed
 
 
-def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
-    def save_cells(*shapes: tuple[int, int], model: str = "smollm2-135m", **fields: str) -> None:
+def test_each_figure_of_speed_has_its_rows_of_the_timed_runs(tmp_path):
+    def save_timed(*shapes: tuple[int, int], model: str = "smollm2-135m", **fields: str) -> None:
         for batch, prompt in shapes:
             for label in ("ideal", "offload"):
                 given = [f"system={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"model={model}"]
@@ -544,8 +552,8 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
         assert page(tmp_path, figure).startswith(f"# {figure}\n") and {row["experiment"] for row in rows} == {figure}
         return [(row["source"], row["batch_size"], row["prompt_len"]) for row in rows if row["label"] == "ideal"]
 
-    save_cells((1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048))
-    save_cells((2, 64), platform="cuda", source="measured")
+    save_timed((1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048))
+    save_timed((2, 64), platform="cuda", source="measured")
     assert len(update(tmp_path, "latency")) == 12
     expected = {
         "fig15": [(1, 1024), (4, 1024), (8, 1024)], "fig14": [(8, 1024)],  # its largest batch
@@ -554,7 +562,7 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
     for figure, found in expected.items():
         assert sorted(shapes(figure)) == sorted([*(("emulated", *shape) for shape in found), ("measured", 2, 64)])
     assert not (tmp_path / "tables" / "fig16b.csv").exists(), "one model is no comparison"
-    save_cells((4, 1024), model="opt-125m")
+    save_timed((4, 1024), model="opt-125m")
     tables.update(tmp_path, "latency")
     assert shapes("fig16b") == [("emulated", 4, 1024)] * 2
     for path in tmp_path.glob("runs/latency/*/record.json"):
@@ -569,7 +577,7 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
     [
         ("perplexity", "detectable", "-1"), ("perplexity", "resident_frac", "-0.1"), ("fig11", "num_contexts", "-1"),
         ("board-steps", "step_s", "-1"), ("board-steps", "link_bytes", "-1"), ("board-methods", "step_s", "-1"),
-        ("board-methods", "size_low", "-0.1"), ("board-methods", "ratio", "-1"), ("board-models", "count", "-1"),
+        ("board-methods", "budget_low", "-0.1"), ("board-methods", "ratio", "-1"), ("board-models", "count", "-1"),
         ("capacity", "largest_batch", "-1"), ("disk", "read_amplification", "-1"), ("attention_error", "value", "-1"),
     ],
 )  # fmt: skip

@@ -110,7 +110,7 @@ def test_a_longer_context_has_the_same_facts_among_so_many_sentences(task, monke
         generated.load(task, config)
 
 
-@pytest.mark.parametrize(("method", "codec"), [(Full(), None), (InfiniGen(max_fetch_frac=0.2), None), (Full(), "int2")])
+@pytest.mark.parametrize(("method", "codec"), [(Full(), None), (InfiniGen(budget=0.2), None), (Full(), "int2")])
 def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", refuse)
@@ -120,8 +120,8 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
     assert list(outcome.metrics) == ["kv_recall", "passkey"]
     for task, metrics in outcome.metrics.items():
         samples = outcome.samples[task]
-        sizes = {"size", "size_artifact", "device_frac", "resident_frac"}
-        assert set(metrics) == {"acc", "acc_stderr", "num_samples", "num_fewshot"} | sizes
+        shares = {"budget", "budget_artifact", "device_frac", "resident_frac"}
+        assert set(metrics) == {"acc", "acc_stderr", "num_samples", "num_fewshot"} | shares
         assert (metrics["num_samples"], metrics["num_fewshot"]) == (12, 0)
         hits = [float(sample["predicted"] == sample["gold"]) for sample in samples]
         assert metrics["acc"] == sum(hits) / 12
@@ -135,7 +135,7 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
             assert loaded.tokenizer.decode(ids[: sample["prefill_len"]]) == context[:-1]
             scores = sample["log_likelihoods"]
             assert len(scores) == 4 and sample["predicted"] == scores.index(max(scores))
-        assert metrics["size"] == 1 if (method, codec) == (Full(), None) else metrics["size"] < 0.8
+        assert metrics["budget"] == 1 if (method, codec) == (Full(), None) else metrics["budget"] < 0.8
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_mean_scoring(loaded):
     ("changes", "max_length", "message"),
     [
         ({"num_fewshot": 2}, MAX_LENGTH, "num_fewshot=2: task kv_recall takes no examples"),
-        ({"prefill": "artifact", "size": 0.5}, MAX_LENGTH, "size=0.5: not with prefill=artifact"),
+        ({"prefill": "artifact", "budget": 0.5}, MAX_LENGTH, "budget=0.5: not with prefill=artifact"),
         ({}, 64, r"task kv_recall, question 0: context and answer have \d+ tokens, .* takes 64;"),
     ],
 )
@@ -252,10 +252,10 @@ def test_local_rows_under_lm_evals_prompts(name, root, monkeypatch):
 @pytest.mark.parametrize("name", ["openbookqa", "lambada"])
 def test_local_tasks_run(name, root, loaded):
     outcome = run_tasks(
-        settings(name, method=H2O(num_exempt_layers=2), root=root, num_samples=3, prefill="artifact"), loaded
+        settings(name, method=H2O(dense_layers=2), root=root, num_samples=3, prefill="artifact"), loaded
     )
     metrics, samples = outcome.metrics[name], outcome.samples[name]
-    assert metrics["num_samples"] == 3 and 0.5 < metrics["size"] < 1
+    assert metrics["num_samples"] == 3 and 0.5 < metrics["budget"] < 1
     assert metrics["num_fewshot"] == (5 if name in PAPER_TASKS else 0)
     assert ("acc_norm" in metrics) == (name == "openbookqa")
     for sample in samples:

@@ -63,35 +63,35 @@ OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
 
 
 @pytest.mark.parametrize("method", OF_OFFICIAL_CODE)
-def test_a_method_exempts_as_many_layers_as_its_official_code(method):
-    default, given = (load([f"method={method}", *more]) for more in ([], ["method.num_exempt_layers=3"]))
-    assert default.method.num_exempt_layers == OF_OFFICIAL_CODE.get(method, 0)
-    assert given.method.num_exempt_layers == 3, "the command line wins"
+def test_a_method_has_as_many_dense_layers_as_its_official_code(method):
+    default, given = (load([f"method={method}", *more]) for more in ([], ["method.dense_layers=3"]))
+    assert default.method.dense_layers == OF_OFFICIAL_CODE.get(method, 0)
+    assert given.method.dense_layers == 3, "the command line wins"
 
 
-def test_a_method_without_a_size_runs_once_a_number_of_exempt_layers(plan):
-    cells = [(cell.method_name, cell.size, cell.method.num_exempt_layers) for cell in plan.cells]
-    sized = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
-    assert cells == [("full", None, 0), *product(["int4"], [None], range(3)), *sized]
-    assert {cell.kind for cell in plan.cells} == {"perplexity"}
+def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers(plan):
+    configs = [(config.method_name, config.budget, config.method.dense_layers) for config in plan.runs]
+    with_budget = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
+    assert configs == [("full", None, 0), *product(["int4"], [None], range(3)), *with_budget]
+    assert {config.kind for config in plan.runs} == {"perplexity"}
 
 
-def scored(method: str, asked: float, dense: int | None, kl: float, **cells: Any) -> TableRow:
+def scored(method: str, asked: float, dense: int | None, kl: float, **columns: Any) -> TableRow:
     """A KL in the table of `experiment=tune`; dense: None where it is the number of the method's file."""
-    words = "" if dense is None else f"num_exempt_layers={dense}, "
-    common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "size": asked, "experiment": "tune"}
-    row = common | {"method": method, "label": method, "settings": f"{words}size={asked}, num_windows=4", "value": kl}
-    return row | {"source": "measured"} | cells
+    words = "" if dense is None else f"dense_layers={dense}, "
+    common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "budget": asked, "experiment": "tune"}
+    row = common | {"method": method, "label": method, "settings": f"{words}budget={asked}, num_windows=4", "value": kl}
+    return row | {"source": "measured"} | columns
 
 
-def test_dense_layers_are_the_best_of_each_model_and_size(monkeypatch, tmp_path):
-    """Those with the least KL of the numbers with which a method has the size; of a codec's rows none."""
+def test_dense_layers_are_the_best_of_each_model_and_budget(monkeypatch, tmp_path):
+    """Those with the least KL of the numbers with which a method has the budget; of a codec's rows none."""
     rows = [scored("quest", 0.1, 0, 0.2), scored("quest", 0.1, 1, 0.1), scored("quest", 0.1, None, 0.3)]
     rows += [scored("quest", 0.05, None, 0.1), scored("quest", 0.05, 1, 0.2)]  # 2 are of its file
     rows += [scored("quest", 0.1, 0, 0.01, model="gemma3-270m"), scored("quest", 0.1, 0, 0.01, metric="perplexity")]
-    coded = "num_exempt_layers=0, codec=int8, size=0.1"
+    coded = "dense_layers=0, codec=int8, budget=0.1"
     rows += [scored("quest", 0.1, 0, 0.01, settings=coded), scored("./mine.py", 0.1, None, 0.01)]
-    rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), size=0.3) for layers in (0, 1, 2)]
+    rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), budget=0.3) for layers in (0, 1, 2)]
     other = tmp_path / "other"
     (other / "tables").mkdir(parents=True)
     (other / "tables" / "tune.csv").write_text(columns.render_csv(columns.ACCURACY, rows))
@@ -121,28 +121,29 @@ def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
     asked += ["sweep.long.methods=[quest]", "sweep.over_int8=[oracle,quest]", "sweep.long_over_int8=[quest]"]
     asked += ["sweep.tasks_over_int8=[oracle]"]
     with choosing("full", "quest", "int4", "sparq"):
-        cells = read_plan(compose(asked).sweep, asked).cells
+        configs = read_plan(compose(asked).sweep, asked).runs
     quest = [("quest", 0.05, 2), ("quest", 0.1, 1)]
     oracle = [("oracle", 0.05, 0), ("oracle", 0.1, 0)]
     plain = [*quest, ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
     full = ("full", None, 0)
-    expected = [("code", 1024, *cell) for cell in [full, *plain, *oracle, *quest]]
+    expected = [("code", 1024, *config) for config in [full, *plain, *oracle, *quest]]
     for of_length in ([full], plain, [*oracle, *quest]):
-        expected += [(text, 1024, *cell) for text in ("book", "wikitext2") for cell in of_length]
-    expected += [("tasks", 1024, *cell) for cell in [full, *quest, *oracle]]
+        expected += [(text, 1024, *config) for text in ("book", "wikitext2") for config in of_length]
+    expected += [("tasks", 1024, *config) for config in [full, *quest, *oracle]]
     at_10 = [("quest", 0.1, 1), ("int4", None, 0), ("sparq", 0.1, 0), ("quest", 0.1, 1)]
-    expected += [("latency", 1024, *cell) for cell in [full, *at_10]]
-    expected += [("code", 4096, *cell) for cell in [full, *quest, *quest]]
+    expected += [("latency", 1024, *config) for config in [full, *at_10]]
+    expected += [("code", 4096, *config) for config in [full, *quest, *quest]]
     for of_length in ([full], quest, quest):
-        expected += [(text, 4096, *cell) for text in ("book", "wikitext2") for cell in of_length]
-    assert [what_runs(cell) for cell in cells] == expected
-    coded = [what_runs(cell)[2:] for cell in cells if cell.codec == "int8"]
+        expected += [(text, 4096, *config) for text in ("book", "wikitext2") for config in of_length]
+    assert [what_runs(config) for config in configs] == expected
+    coded = [what_runs(config)[2:] for config in configs if config.codec == "int8"]
     assert coded == [*oracle, *quest] * 3 + oracle + quest[1:] + quest * 3, "the number of the plain row"
-    assert {cell.group_size for cell in cells if cell.codec == "int8"} == {16}
-    assert {cell.task.num_sentences for cell in cells} == {40}, "as long as the shorter windows"
-    timed = [cell.latency for cell in cells if cell.kind == "latency"]
-    assert {(cell.batch_size, cell.prompt_len, cell.gen_len) for cell in timed} == {(4, 1024, 24)}
-    assert all(cell.corpus.spread for cell in cells) and {cell.seq_len - cell.prefill_len for cell in cells} == {64}
+    assert {config.group_size for config in configs if config.codec == "int8"} == {16}
+    assert {config.task.num_sentences for config in configs} == {40}, "as long as the shorter windows"
+    timed = [config.latency for config in configs if config.kind == "latency"]
+    assert {(config.batch_size, config.prompt_len, config.gen_len) for config in timed} == {(4, 1024, 24)}
+    assert all(config.corpus.spread for config in configs)
+    assert {config.seq_len - config.prefill_len for config in configs} == {64}
 
 
 def test_the_shipped_numbers_are_those_of_the_shipped_scores():
@@ -155,24 +156,26 @@ def test_the_shipped_numbers_are_those_of_the_shipped_scores():
 
 
 def test_without_data_and_longer_windows_a_board_remains():
-    """As `make board` starts it. A method of one's own has its class's number of exempt layers."""
+    """As `make board` starts it. A method of one's own has its class's number of dense layers."""
     asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.longer=null"]
     asked += ["sweep.over_int8=[quest]", "sweep.tasks_over_int8=[quest]", "sweep.methods=[quest,infinigen]"]
     with choosing("full", "quest", "infinigen"):
-        cells = read_plan(compose(asked).sweep, asked).cells
+        configs = read_plan(compose(asked).sweep, asked).runs
         own = ["method=kvzip", *asked[1:]]  # takes the place of a method of one's own
-        of_own = read_plan(compose([asked[0], *own]).sweep, [asked[0], *own]).cells
-    parts = {(cell.kind, cell.seq_len, cell.corpus.name if cell.kind == "perplexity" else "") for cell in cells}
+        of_own = read_plan(compose([asked[0], *own]).sweep, [asked[0], *own]).runs
+    parts = {
+        (config.kind, config.seq_len, config.corpus.name if config.kind == "perplexity" else "") for config in configs
+    }
     assert parts == {("perplexity", 1024, "code"), ("tasks", 1024, ""), ("latency", 1024, "")}
-    numbers = {cell.method.num_exempt_layers for cell in cells}
-    assert len(numbers) > 1 and {cell.method.num_exempt_layers for cell in of_own} == {0}
-    sizes = [(cell.kind, cell.size, cell.codec) for cell in of_own]
-    assert len(sizes) == len(set(sizes)) == 13
+    numbers = {config.method.dense_layers for config in configs}
+    assert len(numbers) > 1 and {config.method.dense_layers for config in of_own} == {0}
+    found = [(config.kind, config.budget, config.codec) for config in of_own]
+    assert len(found) == len(set(found)) == 13
 
 
-def what_runs(cell: RunConfig) -> tuple[Any, ...]:
-    text = cell.corpus.name if cell.kind == "perplexity" else cell.kind
-    return text, cell.seq_len, cell.method_name, cell.size, cell.method.num_exempt_layers
+def what_runs(config: RunConfig) -> tuple[Any, ...]:
+    text = config.corpus.name if config.kind == "perplexity" else config.kind
+    return text, config.seq_len, config.method_name, config.budget, config.method.dense_layers
 
 
 @pytest.mark.parametrize(
@@ -186,25 +189,25 @@ def test_slower_models_get_fewer_windows_and_questions(model, counts):
 
 
 def test_an_entry_is_lenient_only_where_it_says_so():
-    cell = {"method": ["full", "oracle"], "experiment": "latency"}
+    entry = {"method": ["full", "oracle"], "experiment": "latency"}
     with pytest.raises(UserError, match="Oracle selects by the true scores"):
-        read_plan(OmegaConf.create({"runs": [cell]}), [])
-    unknown = cell | {"method": "full", "method.none": 1}
-    lenient = read_plan(OmegaConf.create({"runs": [each | {"where_allowed": True} for each in (cell, unknown)]}), [])
-    assert [each.method_name for each in lenient.cells] == ["full"] and len(lenient.left_out) == 2
+        read_plan(OmegaConf.create({"runs": [entry]}), [])
+    unknown = entry | {"method": "full", "method.none": 1}
+    lenient = read_plan(OmegaConf.create({"runs": [each | {"where_allowed": True} for each in (entry, unknown)]}), [])
+    assert [each.method_name for each in lenient.runs] == ["full"] and len(lenient.left_out) == 2
 
 
-def test_the_full_cache_runs_as_it_is_and_under_nearest_so_does_a_method_without_a_size():
+def test_the_full_cache_runs_as_it_is_and_under_nearest_so_does_a_method_without_a_budget():
     as_it_is = load(["method=full"])
-    for size in ("0.1", "nearest:0.1"):
-        assert load(["method=full", f"size={size}"]) == as_it_is, "one record for all sizes"
-    assert load(["method=int4", "size=nearest:0.1"]).size is None
-    assert load(["method=h2o", "size=nearest:0.1"]).size == 0.1
-    with pytest.raises(UserError, match="has no size to set"):
-        load(["method=int4", "size=0.1"])
+    for budget in ("0.1", "nearest:0.1"):
+        assert load(["method=full", f"budget={budget}"]) == as_it_is, "one record for all budgets"
+    assert load(["method=int4", "budget=nearest:0.1"]).budget is None
+    assert load(["method=h2o", "budget=nearest:0.1"]).budget == 0.1
+    with pytest.raises(UserError, match="has no budget to set"):
+        load(["method=int4", "budget=0.1"])
 
 
-def test_a_step_at_another_size_follows_from_the_timed_one():
+def test_a_step_at_another_budget_follows_from_the_timed_one():
     late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
     assert step_seconds(late, 1.0) == 3.0 and step_seconds(late, 10.0) == pytest.approx(1.1)
     metrics = dict.fromkeys(("platform", "batch_size", "prompt_len", "source"), 0)
@@ -215,7 +218,7 @@ def test_a_step_at_another_size_follows_from_the_timed_one():
     assert (larger["link_bytes"], larger["late_bytes"]) == (pytest.approx(3 * 2**20), pytest.approx(1.5 * 2**20))
     assert larger["step_s"] == pytest.approx(0.01 + 3 - 1), "all of it waits for the link"
     larger = step_at(step, 0.1, 0.3, 1)
-    assert larger["late_bytes"] == pytest.approx(2.5 * 2**20), "the exempt layer's bytes, which are hidden, do not grow"
+    assert larger["late_bytes"] == pytest.approx(2.5 * 2**20), "the dense layer's bytes, which are hidden, do not grow"
     assert step_at(step, 0.1, None, 0)["step_s"] is None and timed_step(metrics | {"h2d_bytes": None}) == {}
 
 
@@ -244,10 +247,10 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     mine = [row for row in rows if row["shipped"] != "yes"]
     assert {row["label"] for row in mine} == {label} and len({row["label"] for row in rows}) > 30
     steps = [row for row in read_table(Path("outputs/tables/board-steps.csv")) if not row["shipped"]]
-    assert {row["label"] for row in steps} == {label} and {row["asked_size"] for row in steps} == {None, 0.1}
+    assert {row["label"] for row in steps} == {label} and {row["asked_budget"] for row in steps} == {None, 0.1}
     assert all(row["step_s"] > 0 and row["codec"] == "mine" for row in steps)
     answered = [row for row in read_table(Path("outputs/tables/board-answers.csv")) if row["label"] == label]
-    assert {row["asked_size"] for row in answered} == {None, 0.05, 0.1}
+    assert {row["asked_budget"] for row in answered} == {None, 0.05, 0.1}
     page = Path("outputs/board.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
     assert len([line for line in page.splitlines() if re.match(r"\| \W*Page means \+ mine \W*\*", line)]) >= 2

@@ -114,9 +114,9 @@ def num_right(model, method, known: bool) -> int:
     ("method", "known", "unknown"),
     [
         (Full(), NUM_ITEMS, NUM_ITEMS),
-        (Oracle(num_exempt_layers=0, fixed_fetch=2), NUM_ITEMS, NUM_ITEMS),
-        (SnapKV(num_exempt_layers=0, kept_tokens=2, window=1, kernel=1), NUM_ITEMS, 2),
-        (KeyDiff(num_exempt_layers=0, kept_tokens=2), 1, 2),
+        (Oracle(dense_layers=0, fixed_fetch=2), NUM_ITEMS, NUM_ITEMS),
+        (SnapKV(dense_layers=0, kept_tokens=2, window=1, kernel=1), NUM_ITEMS, 2),
+        (KeyDiff(dense_layers=0, kept_tokens=2), 1, 2),
     ],
     ids=["full", "oracle", "snapkv", "keydiff"],
 )
@@ -206,9 +206,9 @@ def test_both_ways_of_a_task_of_choices(method, loaded):
     if isinstance(method, Full):
         for one, other in zip(likely[UNKNOWN], likely[KNOWN], strict=True):
             assert one == pytest.approx(other, abs=1e-3)
-        assert set(values[LESS]) == {0} and metrics["size"] == metrics["known_size"] == 1
+        assert set(values[LESS]) == {0} and metrics["budget"] == metrics["known_budget"] == 1
     else:
-        assert likely[UNKNOWN] != likely[KNOWN] and metrics["size"] < 0.8 and metrics["known_size"] < 0.8
+        assert likely[UNKNOWN] != likely[KNOWN] and metrics["budget"] < 0.8 and metrics["known_budget"] < 0.8
 
 
 def test_one_cache_has_one_final_length(loaded, monkeypatch):
@@ -302,7 +302,7 @@ def test_a_finished_run_is_found_again(loaded, monkeypatch, tmp_path, capsys):
     page = Path("outputs/tables/turns.md").read_text()
     headings = [f"kv_recall acc, {way} (%)" for way in ("question unknown", "question known", "unknown less known")]
     places = [page.index(heading) for heading in headings]
-    assert places == sorted(places) and "size where the question is known (%)" in page
+    assert places == sorted(places) and "budget where the question is known (%)" in page
     (of_h2o,) = [json.loads(path.read_text()) for path in records if "H2O" in path.read_text()]
     assert of_h2o["samples"]["kv_recall"][0].keys() >= {UNKNOWN, KNOWN, f"{LESS},acc"}
 
@@ -331,7 +331,7 @@ def test_turns_of_a_context_of_needles(task):
 
 
 def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_path):
-    """As the cells of a sweep do: three methods run the dense pass over a prompt once."""
+    """As the runs of a sweep do: three methods run the dense pass over a prompt once."""
     line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
     passes, run = [], Attached.forward
 

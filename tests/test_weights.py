@@ -88,7 +88,7 @@ def test_the_share_is_met_within_a_matrix(family, link):
 
 
 @pytest.mark.parametrize(("family", "least"), [("llama", 0.11), ("opt", 0.15), ("phi3", 0.23), ("gpt_neox", 0.39)])
-def test_what_a_rehearsal_reads_must_stay(family, least, link):
+def test_what_a_prediction_reads_must_stay(family, least, link):
     with attach(tiny(family)) as attached:
         message = rf"platform.weights_on_device=0.05: must be at least {least:.2f} for this {family} model"
         with pytest.raises(UserError, match=message), streamed_weights(attached, link, 0.05):

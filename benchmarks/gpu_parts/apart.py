@@ -1,7 +1,7 @@
 """Calls a function in a process of its own.
 
 After a CUDA error a process can use CUDA no more, and a kernel that does not end never lets go of its process. So each
-cell has its own: whichever way one ends, the next begins clean.
+run has its own: whichever way one ends, the next begins clean.
 """
 
 from __future__ import annotations

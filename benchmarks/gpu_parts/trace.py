@@ -55,7 +55,7 @@ def _trace_step(config: RunConfig, path: Path) -> None:
             placement=config.placement,
             link=link if config.placement in BEHIND_LINK else None,
             calibration=setup.calibration,
-            device_rows=config.device_rows,
+            gpu_cache=config.gpu_cache,
             prefetch=config.prefetch,
             pinned=config.platform.pinned,
         )

@@ -50,10 +50,10 @@ from harness.decode.links import Links
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attached import IS_COPIED, Attached, require_eager
+from harness.model.budgets import with_budget_as_stored
 from harness.model.calls import replaced_forward, replaced_method
 from harness.model.generation import Settings, require_count, short
 from harness.model.prompts import positions_of
-from harness.model.sizes import sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
@@ -79,11 +79,11 @@ GENERATED = (
 class CachedModel:
     """An attached model on a method's cache, which stands in for the model inside its `with` block.
 
-    size: share of the full cache that a step is to read, met for each call's lengths; None takes
-    the method as it is. nearest: accept the nearest possible size. max_new_tokens: tokens for which
-    a prompt's cache has room where no `generate` says it: T = prompt + max_new_tokens, at most
-    `max_length`. prefill_len: how many first tokens of a whole text are its prompt; None: whole
-    texts are refused. max_length: the model's limit in tokens; None: none. tokenizer: finds
+    budget: share of the full cache that a step is to read, met for each call's lengths; None takes
+    the method as it is. nearest: accept the nearest possible budget. max_new_tokens: tokens for
+    which a prompt's cache has room where no `generate` says it: T = prompt + max_new_tokens, at
+    most `max_length`. prefill_len: how many first tokens of a whole text are its prompt; None:
+    whole texts are refused. max_length: the model's limit in tokens; None: none. tokenizer: finds
     `stop_strings` where a call of `generate` gives none. The other fields are
     those of `LiveSession`. usage: of the last `generate` or scored text; None before the first.
 
@@ -93,13 +93,13 @@ class CachedModel:
 
     attached: Attached
     method: Method
-    size: float | None = None
+    budget: float | None = None
     nearest: bool = False
     codec: CacheCodec | None = None
     calibration: Calibration | None = None
     placement: Placement = "device"
     link: Links | None = None
-    device_rows: float = 0
+    gpu_cache: float = 0
     prefetch: bool = False
     pinned: bool = True
     max_new_tokens: int = 64
@@ -116,7 +116,7 @@ class CachedModel:
         self._is_open = False
         self._in_place = ExitStack()
         self._caches: WeakSet[MethodCache] = WeakSet()
-        self._sized: dict[tuple[tuple[int, int], ...], Method] = {}
+        self._with_budget: dict[tuple[tuple[int, int], ...], Method] = {}
 
     def __enter__(self) -> CachedModel:
         model: Any = self.attached.model
@@ -442,7 +442,7 @@ class CachedModel:
             num_columns=texts.longest,
             codec=self.codec,
             calibration=self.calibration,
-            device_rows=self.device_rows,
+            gpu_cache=self.gpu_cache,
             prefetch=self.prefetch,
         )
         dense = session.prefill(texts.tokens[:, :prompt], texts.within[:, :prompt])
@@ -452,7 +452,7 @@ class CachedModel:
         self.usage = Usage(
             steps=int(texts.lengths.sum()) - prompt * len(ids),
             score_s=time.perf_counter() - began,
-            size=session.reads.size,
+            budget=session.reads.budget,
             tokens_evicted=session.reads.tokens_evicted,
         )
         logits = texts.in_place(found, prompt)
@@ -519,30 +519,30 @@ class CachedModel:
             placement=self.placement,
             link=self.link,
             calibration=self.calibration,
-            device_rows=self.device_rows,
+            gpu_cache=self.gpu_cache,
             prefetch=self.prefetch,
             pinned=self.pinned,
         )
 
     def _method_at(self, lengths: list[tuple[int, int]]) -> Method:
-        """The method of the asked size for sequences of (prompt tokens, T)."""
-        if self.size is None:
+        """The method of the asked budget for sequences of (prompt tokens, T)."""
+        if self.budget is None:
             return self.method
         key = tuple(sorted(lengths))
-        if key not in self._sized:
+        if key not in self._with_budget:
             rows = []
             for prompt, final in lengths:
                 for cached in range(prompt, max(prompt + 1, final - 1)):
                     rows.append(TokenCounts(cached, prompt, final))
-            self._sized[key] = sized_as_stored(
+            self._with_budget[key] = with_budget_as_stored(
                 self.method,
                 self.codec,
                 self.attached.geometry,
                 rows,
-                self.size,
+                self.budget,
                 nearest=self.nearest,
             )
-        return self._sized[key]
+        return self._with_budget[key]
 
 
 class _Texts:

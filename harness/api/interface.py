@@ -2,12 +2,12 @@
 their records.
 
     model = harness.load("smollm2-135m")
-    print(model.generate(open("my.txt").read(), method="infinigen", size=0.1))
-    frame = model.ask(open("my.txt").read(), [" Who?", " Why?"], method="snapkv", size=0.1)
-    frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], size=0.16)
+    print(model.generate(open("my.txt").read(), method="infinigen", budget=0.1))
+    frame = model.ask(open("my.txt").read(), [" Who?", " Why?"], method="snapkv", budget=0.1)
+    frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], budget=0.16)
 
 Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`,
-`results_dir="mine"`. `size` is the share of the full cache that a decode step reads, as on the
+`results_dir="mine"`. `budget` is the share of the full cache that a decode step reads, as on the
 command line: 0.16 or "16%", which is refused where method and lengths do not allow it, or
 "nearest:0.16", the nearest that they do. None keeps the method's own.
 """
@@ -36,7 +36,7 @@ from harness.model.attach import attach as attach_decoder
 from harness.model.generation import Settings
 from harness.model.load import LoadedModel, from_memory
 from harness.model.resources import Resources
-from harness.replay.setup import Setup, calibrated, codec_of, sized_on_text, tokenized
+from harness.replay.setup import Setup, calibrated, codec_of, tokenized, with_budget_on_text
 from harness.results.record import read_record
 from harness.results.samples import full_runs
 from harness.results.table_rows import with_rows
@@ -111,7 +111,7 @@ SOURCES = ("model", "model.path", "model.hub_id")
 """Settings that choose a model, which `load` takes by place."""
 OF_A_COMMAND = ("sweep", "status")
 """Settings of a command line that no single run has."""
-OF_A_CALL = ("method", "size", "experiment", "prompt", "tasks")
+OF_A_CALL = ("method", "budget", "experiment", "prompt", "tasks")
 """Settings that each measurement is given anew."""
 
 
@@ -182,16 +182,16 @@ class Model:
         """The transformers model, its tokenizer and its name."""
         return self.resources.model(self.configured().model)
 
-    def configured(self, *, size: float | str | None = None, **settings: Any) -> RunConfig:
+    def configured(self, *, budget: float | str | None = None, **settings: Any) -> RunConfig:
         """The checked settings of a run. A model in memory decides model and platform."""
-        if isinstance(size, bool) or not isinstance(size, float | int | str | None):
+        if isinstance(budget, bool) or not isinstance(budget, float | int | str | None):
             raise UserError(
-                f"size={size!r}: must be a share of the full cache such as 0.16 or 16%, or "
+                f"budget={budget!r}: must be a share of the full cache such as 0.16 or 16%, or "
                 "nearest:0.16"
             )
         why = "the model is loaded; harness.load takes it"
         _refuse_given(settings, _of_model(settings), why)
-        given = self.settings | settings | {"size": size}
+        given = self.settings | settings | {"budget": budget}
         _refuse_given(given, OF_A_COMMAND, "is for the command line alone")
         words = [override(name, value) for name, value in given.items() if value is not None]
         loaded = self.resources.loaded
@@ -216,7 +216,7 @@ class Model:
         prompt: str | None = None,
         /,
         method: str = "infinigen",
-        size: float | str | None = None,
+        budget: float | str | None = None,
         quiet: bool = False,
         **settings: Any,
     ) -> Generated:
@@ -233,7 +233,7 @@ class Model:
         prompt = settings.get("prompt")
         if not isinstance(prompt, str):
             raise UserError(f"prompt={prompt!r}: must be text")
-        config = self.configured(method=method, size=size, **settings)
+        config = self.configured(method=method, budget=budget, **settings)
         with users_faults(config), quietly(quiet):
             loaded = self.resources.model(config.model)
             num_prompt = len(prompt_ids(prompt, loaded.reader))
@@ -247,7 +247,7 @@ class Model:
         context: str,
         questions: Sequence[str],
         method: str = "infinigen",
-        size: float | str | None = None,
+        budget: float | str | None = None,
         prefill: str = "question",
         quiet: bool = False,
         **settings: Any,
@@ -260,15 +260,16 @@ class Model:
 
         Args:
             context: text. questions: texts that follow it, such as "\\nQuestion: Who?\\nAnswer:".
-            method, size, settings: as of `generate`, such as max_new_tokens=32, placement="device".
-            prefill: "question": the cache is reduced before the question is known. "dense": the
+            method, budget, settings: as of `generate`, such as max_new_tokens=32,
+            placement="device". prefill: "question": the cache is reduced before the question is
+            known. "dense": the
                 question is part of the prompt, so that each runs the context anew.
             quiet: show no progress bar.
 
         Returns:
             A frame with a line for each question: question, answer, num_tokens (of the answer),
-            size (share of the full cache that a decode step read, as measured; NaN without a step),
-            ttft_s (seconds to the first token of the answer: of the question's rows, or with
+            budget (share of the full cache that a decode step read, as measured; NaN without a
+            step), ttft_s (seconds to the first token of the answer: of the question's rows, or with
             prefill="dense" of the whole prompt), decode_s (seconds of the other tokens) and
             kv_bytes (of cache, method and buffers, on the device and in host memory).
             `frame.attrs["context_s"]`: seconds of the context's pass; 0 with prefill="dense".
@@ -283,7 +284,7 @@ class Model:
         questions = _texts(questions)
         config = self.configured(
             method=method,
-            size=size,
+            budget=budget,
             **_with_given({"experiment": "generate", "prompt": context}, settings),
         )
         with users_faults(config), quietly(quiet):
@@ -306,7 +307,7 @@ class Model:
         self,
         text: str | Path | None = None,
         methods: Sequence[str] = ("full", "infinigen"),
-        size: float | str | None = None,
+        budget: float | str | None = None,
         quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
@@ -317,13 +318,13 @@ class Model:
         Returns a frame with a line for each method; see `frame`.
         """
         run = {"experiment": "perplexity", "corpus.path": text}
-        return self._measured(methods, size, run, settings, quiet)
+        return self._measured(methods, budget, run, settings, quiet)
 
     def tasks(
         self,
         tasks: Sequence[str],
         methods: Sequence[str] = ("full", "infinigen"),
-        size: float | str | None = None,
+        budget: float | str | None = None,
         quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
@@ -334,13 +335,13 @@ class Model:
         Returns a frame with a line for each method; see `frame`.
         """
         run = {"experiment": "tasks", "tasks": _names("tasks", tasks)}
-        return self._measured(methods, size, run, settings, quiet)
+        return self._measured(methods, budget, run, settings, quiet)
 
     def turns(
         self,
         tasks: Sequence[str],
         methods: Sequence[str] = ("full", "infinigen"),
-        size: float | str | None = None,
+        budget: float | str | None = None,
         quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
@@ -350,12 +351,12 @@ class Model:
         `frame`.
         """
         run = {"experiment": "turns", "tasks": _names("tasks", tasks)}
-        return self._measured(methods, size, run, settings, quiet)
+        return self._measured(methods, budget, run, settings, quiet)
 
     def _measured(
         self,
         methods: Sequence[str],
-        size: float | str | None,
+        budget: float | str | None,
         run: Mapping[str, Any],
         settings: Mapping[str, Any],
         quiet: bool,
@@ -369,7 +370,7 @@ class Model:
         runs = []
         for method in _names("methods", methods):
             settings_of_run = _with_given({"method": method, **run}, settings)
-            config = self.configured(size=size, **settings_of_run)
+            config = self.configured(budget=budget, **settings_of_run)
             runs.append(Run.of(config, self.resources))
         self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
         try:
@@ -399,9 +400,9 @@ class Model:
 def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Records of accuracy as a frame with a line for each.
 
-    Columns, named as in the tables: label, settings, size (the share of the full cache that was
+    Columns, named as in the tables: label, settings, budget (the share of the full cache that was
     read), device_frac and resident_frac (the shares that were read and that stay on the device),
-    unmet_size (the size that was asked for, where the one that was read differs by more than a
+    unmet_budget (the budget that was asked for, where the one that was read differs by more than a
     tenth), and of each metric its value (`kl_nats`), its standard error (`kl_nats_stderr`), and
     its difference to the full cache's run on the same questions or windows (`acc_difference`,
     `acc_difference_stderr`). With more than one task a metric's name follows the task's:
@@ -415,13 +416,13 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         line = {
             "label": record["config"]["label"],
             "settings": rows[0]["settings"],
-            "size": rows[0]["size"],
+            "budget": rows[0]["budget"],
             "device_frac": rows[0]["device_frac"],
             "resident_frac": rows[0]["resident_frac"],
         }
-        unmet = [row["unmet_size"] for row in rows if row["unmet_size"] is not None]
+        unmet = [row["unmet_budget"] for row in rows if row["unmet_budget"] is not None]
         if unmet:
-            line["unmet_size"] = unmet[0]
+            line["unmet_budget"] = unmet[0]
         for row in whole:
             name = f"{row['task']}_{row['metric']}" if several else row["metric"]
             line[name] = row["value"]
@@ -438,7 +439,7 @@ def attach(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     method: str = "infinigen",
-    size: float | str | None = None,
+    budget: float | str | None = None,
     max_new_tokens: int | None = None,
     prefill_len: int | None = None,
     **settings: Any,
@@ -458,7 +459,7 @@ def attach(
     Args:
         model: a loaded transformers model, or a `Model`.
         tokenizer: needed by methods that read a text; by default the one at the model's
-        `name_or_path`. method, size, settings: as of `Model.generate`. A size is met for each
+        `name_or_path`. method, budget, settings: as of `Model.generate`. A budget is met for each
         call's lengths.
         max_new_tokens: tokens for which the cache of `model(prompt)` has room. T, on which a
             method's budget depends, is the prompt and these; `generate` knows its own. None: the
@@ -482,22 +483,22 @@ def attach(
             attached = stack.enter_context(attach_decoder(model))
             model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
         settings = _with_given({"experiment": "generate", "prompt": "-"}, settings)
-        config = model.configured(method=method, size=size, **settings)
+        config = model.configured(method=method, budget=budget, **settings)
         loaded, platform = model.loaded, config.platform
         needs_tokenizer = (
             to_calibrate(config.method) is not None
             or isinstance(config.method, RereadsPrompt)
-            or config.size_is_measured
+            or config.budget_is_measured
         )
         if needs_tokenizer and loaded.reader is None:
             loaded.tokenizer = _tokenizer_of(loaded, method)
         stack.enter_context(stated_memory(platform.host_gib))
         stack.enter_context(compute_threads(attached.device))
-        chosen, size = config.method, config.size
-        if config.size_is_measured:
+        chosen, budget = config.method, config.budget
+        if config.budget_is_measured:
             # Once, on a text of which half is the prompt, instead of in each call.
-            chosen = sized_on_text(config, loaded, attached, [TokenCounts(1, 1, 2)])
-            size = None
+            chosen = with_budget_on_text(config, loaded, attached, [TokenCounts(1, 1, 2)])
+            budget = None
         if max_new_tokens is None:
             of_model = Settings(attached.model, {}).get("max_new_tokens")
             max_new_tokens = of_model or NEW_TOKENS
@@ -510,13 +511,13 @@ def attach(
         cached = CachedModel(
             attached,
             setup.method,
-            size=size,
-            nearest=config.sizing == "nearest",
+            budget=budget,
+            nearest=config.budget_rule == "nearest",
             codec=setup.codec,
             calibration=setup.calibration,
             placement=config.placement,
             link=link,
-            device_rows=config.device_rows,
+            gpu_cache=config.gpu_cache,
             prefetch=config.prefetch,
             pinned=platform.pinned,
             max_new_tokens=max_new_tokens,
@@ -580,7 +581,7 @@ def lm(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     method: str = "infinigen",
-    size: float | str | None = None,
+    budget: float | str | None = None,
     **settings: Any,
 ) -> MethodLM:
     """A model under a method for lm-eval: `lm_eval.simple_evaluate(model=lm(...), tasks=[...])`.
@@ -591,7 +592,7 @@ def lm(
     Args:
         model: a loaded transformers model, which is put into evaluation mode, or a `Model`.
         tokenizer: of a loaded transformers model; by default the one at its `name_or_path`.
-        method, size: as of `Model.tasks`; each task is sized by itself.
+        method, budget: as of `Model.tasks`; the budget is met for each task by itself.
         settings: such as prefill="question", too_long="truncate", temperature=0.6,
         `**{"method.alpha": 4}`.
 
@@ -610,7 +611,7 @@ def lm(
     else:
         model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
     settings = _with_given({"experiment": "tasks"}, settings)
-    config = model.configured(method=method, size=size, **settings)
+    config = model.configured(method=method, budget=budget, **settings)
     loaded = model.loaded
     if loaded.tokenizer is None:
         loaded.tokenizer = _tokenizer_of(loaded, method)

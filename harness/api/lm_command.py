@@ -1,9 +1,9 @@
 """lm-eval's own command line, which knows the model `kv`: any decoder under a method's cache.
 
     kv-harness lm-eval --model kv --tasks gsm8k \\
-        --model_args pretrained=smollm2-135m,method=infinigen,size=0.1
+        --model_args pretrained=smollm2-135m,method=infinigen,budget=0.1
 
-`--model_args` takes `pretrained` (as `harness.load`), `method`, `size`, and the settings of
+`--model_args` takes `pretrained` (as `harness.load`), `method`, `budget`, and the settings of
 `harness.lm`.
 """
 
@@ -62,8 +62,8 @@ class KVModel(MethodLM):
         max_length: a limit of context and answer, in tokens, below the model's own.
         batch_size, max_batch_size: play no part: replay makes batches that fit.
         trust_remote_code: as `model.trust_remote_code`.
-        settings: of `harness.lm` (method, size, ...), and of the model such as `model.gguf_file`.
-            A text is read as on the command line: `codec=null`, `device_rows=2`.
+        settings: of `harness.lm` (method, budget, ...), and of the model such as `model.gguf_file`.
+            A text is read as on the command line: `codec=null`, `gpu_cache=2`.
 
     Raises UserError in one line.
     """

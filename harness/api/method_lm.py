@@ -3,8 +3,8 @@
     lm_eval.simple_evaluate(model=harness.lm(...), tasks=[...])
 
 lm-eval asks for all requests of one type at once, of all tasks together. They are answered task by
-task, as by `experiment=tasks`: the method is sized on the task's own requests, and the dense prompt
-ends where the task's does. So log-likelihoods and texts are the same.
+task, as by `experiment=tasks`: the method's budget is met on the task's own requests, and the dense
+prompt ends where the task's does. So log-likelihoods and texts are the same.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM, CacheHook
 from transformers import PreTrainedTokenizerBase
 
+from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
-from harness.model.sizes import ReadStats
 from harness.results import inputs
 from harness.results.record import run_id
 from harness.run.runner import users_faults
@@ -55,9 +55,9 @@ class MethodLM(LM):
             cache_hook.dbdict.encode_key = lambda key: f"{run} {key}"
 
     def _identity(self) -> str:
-        """What decides an answer besides its texts: model, method, codec, size, all other settings
-        and the code. Sampled answers are never taken from a cache: lm-eval may ask for several
-        with one key."""
+        """What decides an answer besides its texts: model, method, codec, budget, all other
+        settings and the code. Sampled answers are never taken from a cache: lm-eval may ask for
+        several with one key."""
         if self.config.sampling.temperature:
             return uuid4().hex
         read = inputs.common(self.config, weights=False)
@@ -80,7 +80,7 @@ class MethodLM(LM):
         return self._by_task("generate_until", requests)
 
     def _by_task(self, request_type: str, requests: Sequence[Instance]) -> list[Any]:
-        """The answers in the order of `requests`. Prints the method's size for each task."""
+        """The answers in the order of `requests`. Prints the method's budget for each task."""
         by_task: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             by_task[request.task_name or ""].append(number)
@@ -95,8 +95,8 @@ class MethodLM(LM):
             for line in lm.notes():
                 say(line)
             self.reads[task] = self.reads.get(task, ReadStats()) + engine.reads
-            size = f"{engine.reads.size:.1%} of the cache"
-            say(f"{task}: {self.config.label} read {size}")
+            budget = f"{engine.reads.budget:.1%} of the cache"
+            say(f"{task}: {self.config.label} read {budget}")
         return answers
 
     def _replay(self, task: str, prefill: Prefill) -> tuple[ReplayLM, ReplayEngine]:
@@ -140,6 +140,6 @@ class MethodLM(LM):
         return self._prompts.apply_chat_template(chat_history, add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results: the method, and by task its sizes."""
-        sizes = {task: reads.sizes for task, reads in self.reads.items()}
-        return {"model_name": self.loaded.name, "method": self.config.label, "sizes": sizes}
+        """What lm-eval writes into its results: the method, and by task the shares that it read."""
+        shares = {task: reads.shares for task, reads in self.reads.items()}
+        return {"model_name": self.loaded.name, "method": self.config.label, "shares": shares}

@@ -22,20 +22,20 @@ class Usage(StepStats):
     """What one `generate`, or one batch of decode steps, took.
 
     steps: decode steps, one less than the new tokens of a generated sequence; of a scored text the
-    rows that the method decoded. size: share of the full cache that a step read; None without a
+    rows that the method decoded. budget: share of the full cache that a step read; None without a
     step. h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back, as
     `experiment=latency` counts them. The other numbers are those of `harness.results.step_stats`;
     a step lasts from the logits before it to its own, what the caller does in between included.
 
     Of several turns on one cache the times are those of the last turn: its TTFT is that of decoding
-    its prompt. Steps, size and bytes are of all turns.
+    its prompt. Steps, budget and bytes are of all turns.
 
-    A scored text has steps, size, tokens_evicted and score_s, the seconds of the call: replay has
+    A scored text has steps, budget, tokens_evicted and score_s, the seconds of the call: replay has
     no steps in time and moves nothing.
     """
 
     steps: int
-    size: float | None
+    budget: float | None
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     score_s: float | None = None
@@ -128,7 +128,7 @@ class MethodCache(ModelCache):
         return Usage(
             **vars(stats_of(session)),
             steps=session.steps,
-            size=session.reads.size if session.steps else None,
+            budget=session.reads.budget if session.steps else None,
             h2d_bytes=session.h2d_bytes,
             d2h_bytes=session.d2h_bytes,
         )

@@ -24,9 +24,9 @@ from harness.decode.session import LiveSession
 from harness.errors import UserError, line_in, reason
 from harness.model.attach import attach
 from harness.model.attached import Attached
+from harness.model.budgets import code_widths, expected_budget, resident_share
 from harness.model.calibration import calibrate
 from harness.model.policies import fitted, new_states, policies_of
-from harness.model.sizes import code_widths, expected_size, resident_share
 from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
 from harness.replay.session import ReplaySession
 from harness.replay.setup import CheckedCodec, Setup, codec_of
@@ -93,11 +93,11 @@ ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
 ROWS_OF_FIRST_CALL = (8, 3)
 """Rows of even and odd sequences in the first of two calls; the second call has the others."""
 NUM_CALIBRATION_TOKENS = 256
-DEVICE_ROWS = 1.5  # times what a step reads
+GPU_CACHE = 1.5  # times what a step reads
 LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
 TOLERANCE = 1e-4
 """Allowed difference of logits: live and replay sum the same products in another order."""
-SIZE_TOLERANCE = 1e-9
+BUDGET_TOLERANCE = 1e-9
 PADDING_BYTES = 4  # that a packed row may hold beyond what an element counts
 
 
@@ -119,10 +119,10 @@ class NotAskedError(Exception):
 
 class Result(NamedTuple):
     """logits [batch, 1 + steps, vocab]: of the prompt's last row and of each step. Shares:
-    `harness.model.sizes`."""
+    `harness.model.budgets`."""
 
     logits: Tensor
-    size: float
+    budget: float
     device_frac: float
     resident_frac: float
 
@@ -189,7 +189,7 @@ def result(session: ReplaySession, hidden: Tensor) -> Result:
     """Of the hidden states of all rows, [batch, 1 + steps, hidden]."""
     reads = session.reads
     return Result(
-        session.attached.logits(hidden), reads.size, reads.device_frac, reads.resident_frac
+        session.attached.logits(hidden), reads.budget, reads.device_frac, reads.resident_frac
     )
 
 
@@ -249,13 +249,13 @@ def live(
 
 
 def result_of(session: LiveSession, logits: Tensor) -> Result:
-    """Logits and sizes of a session that is not yet closed."""
-    final, exempt = session.batch.lengths.final, session.method.num_exempt_layers
+    """Logits and shares of a session that is not yet closed."""
+    final, dense_layers = session.batch.lengths.final, session.method.dense_layers
     share = next(iter(session.shares.values()))
     resident = resident_share(
-        session.states, session.codec, final, exempt, session.attached.geometry, share.rooms
+        session.states, session.codec, final, dense_layers, session.attached.geometry, share.rooms
     )
-    return Result(logits, session.reads.size, session.reads.device_frac, float(resident.mean()))
+    return Result(logits, session.reads.budget, session.reads.device_frac, float(resident.mean()))
 
 
 # The checks: each returns a line that says how well the method does, or raises BrokenError
@@ -304,7 +304,7 @@ class Trial:
 
 
 def live_is_replay(trial: Trial) -> str:
-    """Live decoding gives the logits and sizes of replay, and so does replay in small blocks of
+    """Live decoding gives the logits and shares of replay, and so does replay in small blocks of
     rows."""
     where = f"replay in blocks of {ROWS_PER_BLOCK} rows"
     try:
@@ -313,8 +313,8 @@ def live_is_replay(trial: Trial) -> str:
         error.add_note(where)
         raise
     _same_logits(in_blocks.logits, trial.replayed.logits, f"{where}: ")
-    _same_sizes(in_blocks, trial.replayed, f"{where}: ", "in one block")
-    _same_sizes(trial.on_device, trial.replayed, "", "in replay")
+    _same_shares(in_blocks, trial.replayed, f"{where}: ", "in one block")
+    _same_shares(trial.on_device, trial.replayed, "", "in replay")
     return _same_logits(trial.on_device.logits, trial.replayed.logits)
 
 
@@ -329,7 +329,7 @@ def host_is_device(trial: Trial) -> str:
 
 
 def link_carries_the_selection(trial: Trial) -> str:
-    """The selected rows and the exempt layers cross the link, and nothing else."""
+    """The selected rows and the dense layers cross the link, and nothing else."""
     trial.require_host()
     trial.require_all_coded()
     attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
@@ -348,7 +348,7 @@ def link_carries_the_selection(trial: Trial) -> str:
             # The own slot is the last. [batch, num_kv_heads or 1, rows]
             read = mask[..., :-1].sum(-1).double()
             crosses = int(read.sum())
-            if selection.mask is None and not evicts:  # as in an exempt layer: padding crosses too
+            if selection.mask is None and not evicts:  # as in a dense layer: padding crosses too
                 crosses = read.numel() * (mask.shape[-1] - 1)
             selected[layer] += crosses * (num_kv_heads // mask.shape[1])
             miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
@@ -368,26 +368,26 @@ def link_carries_the_selection(trial: Trial) -> str:
     every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
     expected = 0
     for layer, of_slot in enumerate(slot_bytes):
-        reads_all = method.reads_all or layer < method.num_exempt_layers
+        reads_all = method.reads_all or layer < method.dense_layers
         expected += of_slot * (every if reads_all else selected[layer])
     if crossed != expected:
         raise BrokenError(
-            f"{crossed} bytes crossed; the selected rows and exempt layers are {expected}"
+            f"{crossed} bytes crossed; the selected rows and dense layers are {expected}"
         )
-    if not miscounted <= SIZE_TOLERANCE * max(prompts):
+    if not miscounted <= BUDGET_TOLERANCE * max(prompts):
         raise BrokenError(f"num_read is {miscounted:g} tokens off what the mask names")
     return f"{crossed} bytes"
 
 
-def rows_that_stay_are_counted(trial: Trial) -> str:
-    """With rows that stay on the device, and rows that come early where the method tells them, the
+def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
+    """With a GPU cache, and rows that come early where the method tells them, the
     logits are the same, and as many rows cross the link as replay counts."""
     trial.require_host()
     method, attached, prompts = trial.setup.method, trial.attached, trial.prompts
     if not method.names_rows:
-        raise NotAskedError("selects no rows that could stay on the device")
+        raise NotAskedError("selects no rows that a GPU cache could hold")
     prefetch = any(policy.prefetches for policy in policies_of(attached, method, prefetch=True))
-    options: dict[str, Any] = {"device_rows": DEVICE_ROWS, "prefetch": prefetch}
+    options: dict[str, Any] = {"gpu_cache": GPU_CACHE, "prefetch": prefetch}
     ids, real = batch_on(attached.device, prompts, seed=trial.seed)
     columns = max(prompts)
     counted = open_replay(attached, trial.setup, real, **options)
@@ -397,8 +397,8 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
     with closing(opened) as session:
         logits = force(session, prompts, seed=trial.seed)
         reads = counted.reads
-        expected_sizes = Result(logits, reads.size, reads.device_frac, reads.resident_frac)
-        _same_sizes(result_of(session, logits), expected_sizes, "", "in replay")
+        expected_shares = Result(logits, reads.budget, reads.device_frac, reads.resident_frac)
+        _same_shares(result_of(session, logits), expected_shares, "", "in replay")
         crossed, num_kv_heads = int(session.loaded_bytes), session.stores[0].num_kv_heads
         every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
         expected = 0
@@ -406,7 +406,7 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
         for policy, store in zip(policies, session.stores, strict=True):
             if policy.kind == "method" and policy.names_rows:
                 expected += reads.rows_loaded[policy.number] * store.slot_bytes
-            else:  # an exempt layer, or one that reads all and chooses for others
+            else:  # a dense layer, or one that reads all and chooses for others
                 expected += every * store.slot_bytes
     _same_logits(logits, trial.on_device.logits)
     if crossed != expected:
@@ -415,34 +415,35 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
     return f"{crossed} bytes{early}; {reads.hit_frac:.0%} found on the device"
 
 
-def size_is_its_closed_form(trial: Trial) -> str:
-    """The measured size is that of `tokens_read`, where it is known, and never above
+def budget_is_its_closed_form(trial: Trial) -> str:
+    """The measured budget is that of `tokens_read`, where it is known, and never above
     `max_tokens_read`."""
     trial.require_all_coded()
     method, geometry, known = trial.setup.method, trial.attached.geometry, True
     rows: Counter[TokenCounts] = Counter()
     for prompt, step in product(trial.prompts, range(STEPS)):
         rows[TokenCounts(prompt + step, prompt, prompt + STEPS)] += 1
-    for row, layer in product(rows, range(method.num_exempt_layers, geometry.num_layers)):
+    for row, layer in product(rows, range(method.dense_layers, geometry.num_layers)):
         read, most = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
         if not (0 if read is None else read) <= most <= row.cached:
             raise BrokenError(
                 f"tokens_read={read}, max_tokens_read={most} at {row}: one must not exceed the next"
             )
         known &= read is not None
-    found = trial.replayed.size
-    if not 0 <= found <= 1 + SIZE_TOLERANCE:
+    found = trial.replayed.budget
+    if not 0 <= found <= 1 + BUDGET_TOLERANCE:
         raise BrokenError(
-            f"size is {found}: num_read must be a number of tokens from 0 to those that are cached"
+            f"budget is {found}: num_read must be a number of tokens from 0 to those that are "
+            "cached"
         )
     if not known:
         return f"reads what the data decides, here {found:.1%} of the cache"
     codec = (
         without_keys(trial.setup.codec) if isinstance(method, KeysOnDevice) else trial.setup.codec
     )
-    expected = expected_size(method, rows, geometry.num_layers, code_widths(codec, geometry))
-    if abs(found - expected) > SIZE_TOLERANCE:
-        raise BrokenError(f"size is {found:.6f}; by tokens_read it is {expected:.6f}")
+    expected = expected_budget(method, rows, geometry.num_layers, code_widths(codec, geometry))
+    if abs(found - expected) > BUDGET_TOLERANCE:
+        raise BrokenError(f"budget is {found:.6f}; by tokens_read it is {expected:.6f}")
     return f"reads {found:.1%} of the cache"
 
 
@@ -465,8 +466,8 @@ def a_fork_is_fresh(trial: Trial) -> str:
 
 def padded_is_alone(trial: Trial) -> str:
     """A sequence has the logits that it has alone, whatever lies beside it in the batch and
-    whatever padding stands before its prompt and behind its rows. The batch's sizes are the mean of
-    those of its sequences."""
+    whatever padding stands before its prompt and behind its rows. The batch's shares are the mean
+    of those of its sequences."""
     sequences = range(len(trial.prompts))
     alone = [trial.replay(only=sequence) for sequence in sequences]
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
@@ -506,7 +507,7 @@ def codec_rows_are_as_counted(trial: Trial) -> str:
                 raise BrokenError("a row's code depends on the rows beside it")
             counted = half.bits_per_element(head_dim) * head_dim / 8
             is_float = isinstance(half, FloatCodec)  # it counts 16 bits in any case
-            is_counted = counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES
+            is_counted = counted <= wanted[-1] + BUDGET_TOLERANCE <= counted + PADDING_BYTES
             if not is_float and not is_counted:
                 raise BrokenError(
                     f"a row of {head_dim} elements has {wanted[-1]} bytes; {counted:g} are counted"
@@ -529,8 +530,8 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
     "live decoding is replay": live_is_replay,
     "host placement is device placement": host_is_device,
     "the link carries what is selected": link_carries_the_selection,
-    "rows that stay on the device are counted": rows_that_stay_are_counted,
-    "the size is its closed form": size_is_its_closed_form,
+    "rows of the GPU cache are counted": rows_of_the_gpu_cache_are_counted,
+    "the budget is its closed form": budget_is_its_closed_form,
     "a fork is fresh": a_fork_is_fresh,
     "a padded sequence is itself alone": padded_is_alone,
 }
@@ -551,10 +552,10 @@ def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: 
         differs = f"the sequence with a prompt of {prompt} tokens is not what it is alone: "
         _same_logits(logits[None], own.logits, f"{where}, {differs}")
     # Not resident_frac: a state may be as large as the longest sequence needs.
-    for name in ("size", "device_frac"):
+    for name in ("budget", "device_frac"):
         together = getattr(batch, name)
         mean = sum(getattr(own, name) for own in alone) / len(alone)
-        if not abs(together - mean) <= SIZE_TOLERANCE:
+        if not abs(together - mean) <= BUDGET_TOLERANCE:
             raise BrokenError(
                 f"{where}: {name} of the batch is {together:.6f}, of its sequences alone {mean:.6f}"
             )
@@ -562,10 +563,10 @@ def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: 
     return f"largest difference {largest_difference(batch.logits, expected):.1e}"
 
 
-def _same_sizes(got: Result, expected: Result, where: str, other: str) -> None:
-    for name in ("size", "device_frac", "resident_frac"):
+def _same_shares(got: Result, expected: Result, where: str, other: str) -> None:
+    for name in ("budget", "device_frac", "resident_frac"):
         here, there = getattr(got, name), getattr(expected, name)
-        if not abs(here - there) <= SIZE_TOLERANCE:
+        if not abs(here - there) <= BUDGET_TOLERANCE:
             raise BrokenError(f"{where}{name} is {here:.6f}, and {there:.6f} {other}")
 
 

@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from harness.checks.contract import SIZE_TOLERANCE, live, replay, token_batch
+from harness.checks.contract import BUDGET_TOLERANCE, live, replay, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import attach
@@ -55,13 +55,13 @@ STEPS = 5
 """Decode steps of a method."""
 METHODS: dict[str, tuple[Method, IntegerCodec | None]] = {
     "full": (Full(), None),
-    "infinigen": (InfiniGen(alpha=0.3, max_fetch_frac=0.4), None),
+    "infinigen": (InfiniGen(alpha=0.3, budget=0.4), None),
     "h2o": (H2O(heavy_frac=0.15, recent_frac=0.1), None),
-    "quest": (Quest(read_frac=0.4, page_size=3), None),
-    "snapkv": (SnapKV(kept_frac=0.75, window=4, kernel=3), None),
+    "quest": (Quest(budget=0.4, page_size=3), None),
+    "snapkv": (SnapKV(budget=0.75, window=4, kernel=3), None),
     "int4": (Full(), IntegerCodec("int4")),
 }
-"""Each leaves one layer exempt, where the model has several under it, and each may read all."""
+"""Each leaves one layer dense, where the model has several under it, and each may read all."""
 
 
 class Finding(NamedTuple):
@@ -125,7 +125,7 @@ def check_family(name: str) -> Finding:
 def own_logits(model: Any) -> str:
     """The full cache in replay gives the model's own logits, within and beyond its window, padded
     and not. Returns why a padded batch is refused, once it is seen to be."""
-    full = Setup(Full(num_exempt_layers=0), None, None)
+    full = Setup(Full(dense_layers=0), None, None)
     for prompts, steps in (SHORT, LONG):
         ids, real = token_batch(prompts, steps)
         alone = []
@@ -142,8 +142,8 @@ def own_logits(model: Any) -> str:
                     _require_same("the full cache", got, own[-1 - steps :])
                 index = attached.geometry.index
                 is_whole = index is None or max(prompts) + steps <= index.top_k
-                if (found.size == 1) != is_whole:
-                    raise AssertionError(f"the full cache reads {found.size} of itself")
+                if (found.budget == 1) != is_whole:
+                    raise AssertionError(f"the full cache reads {found.budget} of itself")
     with attach(model) as attached:
         if attached.decoder.no_padding:
             with suppress(UserError):
@@ -156,8 +156,8 @@ def own_logits(model: Any) -> str:
 def early_queries(model: Any) -> str:
     """A query made ahead of its layer, of that layer's own input, is the layer's, bit for bit."""
     decoder = read_decoder(model)
-    if decoder.no_rehearsal:
-        return f"takes no method that rehearses: {decoder.no_rehearsal}"
+    if decoder.no_prediction:
+        return f"takes no method that predicts a query: {decoder.no_prediction}"
     off = early_difference(model, decoder, token_batch((20,))[0])
     if off:
         raise AssertionError(f"an early query is off by {off:.1e}")
@@ -169,27 +169,27 @@ def methods_agree(model: Any) -> str:
     with attach(model) as attached:
         short = attached.longest is not None and attached.longest < max(LONG[0]) + STEPS
         prompts = (10, 7) if short else LONG[0]
-        exempt = min(1, attached.geometry.num_layers - 1)
+        dense_layers = min(1, attached.geometry.num_layers - 1)
         if attached.geometry.index is not None:
-            exempt = 0  # no layer reads every token
+            dense_layers = 0  # no layer reads every token
         methods = dict(METHODS)
         if attached.geometry.index is not None:
             methods["dsa"] = Dsa(every=2), None
         for name, (method, codec) in methods.items():
-            if method.when == "previous_layer" and attached.decoder.no_rehearsal:
+            if method.when == "previous_layer" and attached.decoder.no_prediction:
                 continue
             calibration = None
             to_measure = to_calibrate(method)
             if to_measure is not None:
                 tokens, _ = token_batch((15 if short else 64,), steps=0)
                 calibration = calibrate(attached, to_measure, tokens[0].tolist())
-            setup = Setup(replace(method, num_exempt_layers=exempt), codec, calibration)
+            setup = Setup(replace(method, dense_layers=dense_layers), codec, calibration)
             for only in _batches(attached, prompts):
                 expected = replay(attached, setup, prompts, steps=STEPS, only=only)
                 got = live(attached, setup, prompts, steps=STEPS, only=only)
                 _require_same(f"{name}, live", got.logits, expected.logits)
-                if abs(got.size - expected.size) > SIZE_TOLERANCE:
-                    sizes = f"{got.size} live and {expected.size} in replay"
+                if abs(got.budget - expected.budget) > BUDGET_TOLERANCE:
+                    sizes = f"{got.budget} live and {expected.budget} in replay"
                     raise AssertionError(f"{name} reads {sizes}")
     return ""
 

@@ -72,7 +72,7 @@ def _row(cls: type[Method], names: list[str]) -> str:
             column = None
         if column is not None:
             paragraphs[column] += f" {line.strip()}"
-    shared = SHARED if issubclass(cls, Choosing) else {"num_exempt_layers"}
+    shared = SHARED if issubclass(cls, Choosing) else {"dense_layers"}
     settings = []
     for setting in settings_of(cls):
         if setting.name not in shared:

@@ -10,7 +10,7 @@ them apart, and chance is 0.25.
                sentences of the offline text
 
 `metadata.num_sentences=N` puts N sentences of the offline text among the facts of either, for a
-longer context in which small sizes can be had.
+longer context in which small budgets can be had.
 
 The sizes were tuned once on the default model and are frozen. Its full cache is right on 0.83
 (standard error 0.04) of 128 questions of kv_recall and 0.87 (0.03) of passkey, with seed 0 and the

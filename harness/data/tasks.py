@@ -52,8 +52,8 @@ from harness.data.rows import (
 )
 from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import cache_dir, replacing, text_sha256
+from harness.model.budgets import warn_once
 from harness.model.shape import read_yaml
-from harness.model.sizes import warn_once
 from harness.settings.config import (
     OFFLINE_TASKS,
     REASONING_TASKS,

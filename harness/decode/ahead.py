@@ -1,7 +1,7 @@
-"""Rows of the exempt layers, which cross the link in parts during the whole step before.
+"""Rows of the dense layers, which cross the link in parts during the whole step before.
 
-Exempt layers read more than the others. Requested one layer ahead, their rows could not be hidden,
-and the link would idle later. So each exempt layer has a buffer of its own (`AheadFetcher`), and
+Dense layers read more than the others. Requested one layer ahead, their rows could not be hidden,
+and the link would idle later. So each dense layer has a buffer of its own (`AheadFetcher`), and
 each other layer requests one part of their rows for the next step (`AheadPart`).
 """
 
@@ -16,7 +16,7 @@ from harness.decode.store import KVStore
 
 
 class AheadFetcher(Fetcher):
-    """Brings columns of an exempt layer's rows into the layer's own buffer."""
+    """Brings columns of a dense layer's rows into the layer's own buffer."""
 
     is_ahead = True
 
@@ -38,9 +38,9 @@ class AheadFetcher(Fetcher):
 
 
 class AheadPart:
-    """One of `num_parts` equal parts of the exempt layers' rows; one other layer requests it.
+    """One of `num_parts` equal parts of the dense layers' rows; one other layer requests it.
 
-    number: of the part. fetchers: of the exempt layers, in their order.
+    number: of the part. fetchers: of the dense layers, in their order.
     """
 
     def __init__(self, number: int, num_parts: int, fetchers: Sequence[AheadFetcher]) -> None:
@@ -58,7 +58,7 @@ class AheadPart:
         return AheadPart(self.number, self.num_parts, fetchers)
 
     def request(self, count: int) -> None:
-        """Request the part of the first `count` slots of all exempt layers."""
+        """Request the part of the first `count` slots of all dense layers."""
         columns = len(self.fetchers) * count  # of all layers, one after another
         first = columns * self.number // self.num_parts
         last = columns * (self.number + 1) // self.num_parts

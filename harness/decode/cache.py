@@ -11,8 +11,8 @@ A layer's `Fetcher` brings its rows. Under host placement a request starts a tra
 the device's two buffers (`harness.decode.share`), for the layer that computes and the next one.
 Under other placements whole layers are read in place. Behind a head's rows a buffer has room for
 the step's own row, so that attention finds all rows in one piece. Two other fetchers have files of
-their own: one leaves rows on the device (`harness.decode.hot_rows`), and one brings the rows of the
-exempt layers in parts (`harness.decode.ahead`).
+their own: one is the GPU cache (`harness.decode.gpu_cache`), and one brings the rows of the
+dense layers in parts (`harness.decode.ahead`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Fetcher:
     is_ahead = False
     """True if the rows cross during the whole step before."""
     keeps_rows = False
-    """True if fetched rows stay on the device."""
+    """True for the GPU cache: fetched rows stay on the device."""
 
     def __init__(self, share: DeviceShare, store: KVStore) -> None:
         self.share = share
@@ -123,19 +123,19 @@ class Fetcher:
         return self.request_slots(slots, slots >= 0, num_rows), slots
 
     def prefetch(self, mask: Tensor, most: int) -> None:
-        """Request what will probably be selected, where rows stay on the device."""
+        """Request what will probably be selected, with a GPU cache."""
 
     def note_tokens(self, tokens: Tensor, may_change: bool) -> None:
-        """Note the token of each slot before a selection, where rows stay on the device."""
+        """Note the token of each slot before a selection, with a GPU cache."""
 
     def forget(self, slots: Tensor) -> None:
-        """Drop copies of slots that are written anew, where rows stay on the device."""
+        """Drop copies of slots that are written anew, with a GPU cache."""
 
     def _load_into_buffer(self, request: int | Chosen, count: int) -> Fetch:
         """Start a request of `count` rows that comes in one piece.
 
         The shared buffer that it takes is the one that was read longest ago. Requests need not come
-        in the order of the layers: a rehearsal for the next layer comes before a layer's own.
+        in the order of the layers: a prediction for the next layer comes before a layer's own.
         """
         store, free = self.store, self.share.free
         shared = free.pop(0) if free else None
@@ -173,7 +173,7 @@ class LayerCache:
     Given: policy; share: the fields of its device; store; state: the method's, None in a layer that
     reads everything; method; fetcher.
     Derived from them: evicts: the method evicts tokens. names_rows: `select` runs before the fetch
-    and decides what is fetched. rehearses: a query of the layer is made in the previous layer.
+    and decides what is fetched. is_predicted: a query of the layer is made in the previous layer.
     is_fused: attention is one fused call over the fetched rows with the own row behind them, since
     rows are stored in the compute dtype and no method looks at their scores. attends_to_codes:
     kernels attend to the coded rows as they are stored.
@@ -201,7 +201,7 @@ class LayerCache:
         self.fetcher = fetcher
         self.evicts = isinstance(state, EvictingState)
         self.names_rows = state is not None and policy.names_rows
-        self.rehearses = self.names_rows and policy.rehearses
+        self.is_predicted = self.names_rows and policy.is_predicted
         self.appends_last = state is not None and state.selects_without_own
         sees_scores = state is not None and (not self.names_rows or isinstance(method, WeighsRest))
         hides_scores = policy.softmax.is_plain and not sees_scores
@@ -237,7 +237,7 @@ class LayerCache:
         return self.fetcher.device_bytes
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
-        """Slots that may hold a token before a later step; the step's own token comes behind
+        """Slots that may hold a token before a later step; the step's current token comes behind
         them."""
         if not self.evicts:
             return self.batch.columns + steps_ahead

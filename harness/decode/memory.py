@@ -2,7 +2,7 @@
 memory.
 
 A session asks for its memory before it allocates: the slots of all layers, the fetch buffers, the
-windows of local layers, rows that stay on the device, the peak of one layer of the prompt's dense
+windows of local layers, the GPU cache, the peak of one layer of the prompt's dense
 pass, which is above that of a decode step, and two layers' packed rows on their way to the host. A
 method's state shows what it keeps of a prompt only in its first layer; from there on that is asked
 for too. Not counted: weights, which are loaded already, a calibration, and the scratch memory of a

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from harness.decode import memory
-from harness.decode.hot_rows import rooms
+from harness.decode.gpu_cache import rooms
 from harness.decode.plan import num_slots, plan_memory
 from harness.decode.resident import LocalCache
 from harness.decode.share import BatchLengths
@@ -63,7 +63,7 @@ class DeviceNeeds(NamedTuple):
     host: slots in host memory. slots: those on the device. aligned: what the pieces of all slots
     take on the device, each at its own address. windows: of local layers. buffers: of fetched rows.
     under_way: packed rows of a prompt on their way to the host. resident: exact rows, and lists of
-    rows that stay. kept: what the state keeps of the prompt; state: all of the state, calibration
+    the GPU cache. kept: what the state keeps of the prompt; state: all of the state, calibration
     included. workspace: activations. weights: of the model.
     """
 
@@ -105,7 +105,7 @@ class Plan:
     method: Method
     codec: CacheCodec | None
     placement: Placement
-    device_rows: float = 0
+    gpu_cache: float = 0
     calibration: Calibration | None = None
     of_state: dict[tuple[tuple[int, ...], int], StateSizes] = field(
         default_factory=dict, compare=False, repr=False
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def reads_less(self) -> bool:
-        """True if layers under the method read less than exempt ones."""
+        """True if layers under the method read less than dense ones."""
         return not self.method.reads_all or mean_bits(self.coded, self.numbers) < 16
 
     @property
@@ -150,7 +150,7 @@ class Plan:
         stores = self.stores(lengths)
         policies = [layer.policy for layer in model.layers]
         pairs = [(prompt, prompt + lengths.max_new_tokens) for prompt in lengths.prompts]
-        of_rooms = rooms(method, policies, self.device_rows, pairs)
+        of_rooms = rooms(method, policies, self.gpu_cache, pairs)
         windows = 0
         for layer in model.layers:
             if layer.policy.window is not None:

@@ -12,7 +12,7 @@ from harness.decode.ahead import AheadFetcher, AheadPart
 from harness.decode.cache import Fetcher, LayerCache
 from harness.decode.disk import Disk
 from harness.decode.disk_store import DiskStore
-from harness.decode.hot_rows import HotFetcher, HotRows
+from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
 from harness.decode.links import DiskLink
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.decode.plan import num_slots, plan_memory
@@ -33,8 +33,8 @@ class Opening:
     """Opens the caches of a session, one device after another.
 
     Given: the settings of `LiveSession`; codec: of the layers under the method; exact: of the
-    exempt ones. slabs: empty ones by device; those that are made are put there.
-    Filled by `open_share`: caches: by layer. parts: the layers that request a part of the exempt
+    dense ones. slabs: empty ones by device; those that are made are put there.
+    Filled by `open_share`: caches: by layer. parts: the layers that request a part of the dense
     layers' rows. bytes_needed: memory that was asked for.
     """
 
@@ -98,7 +98,7 @@ class Opening:
         self._open_caches(share, stores, plan.num_ahead)
 
     def _new_store(self, share: DeviceShare, layer: int) -> KVStore:
-        """A layer's store, not allocated yet. Exempt layers store rows as they are, in replay and
+        """A layer's store, not allocated yet. Dense layers store rows as they are, in replay and
         here."""
         shape, policy = self.attached.layers[layer], self.policies[layer]
         is_coded = policy.kind == "method"
@@ -179,7 +179,7 @@ class Opening:
                 self.caches[layer] = self._new_cache(share, policy, store, fetcher)
                 continue
             if share.rooms is not None and policy.names_rows:
-                fetcher = HotFetcher(share, store, share.rooms)
+                fetcher = GpuCacheFetcher(share, store, share.rooms)
             else:
                 fetcher = Fetcher(share, store)
             cache = self._new_cache(share, policy, store, fetcher)
@@ -226,6 +226,6 @@ def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
             kernels.warm(store.slots, share.device, store.tuning)
     nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=share.device)
     if share.rooms is not None:
-        HotRows([1], 1, share.device).request(nothing, nothing.int(), 1)
+        GpuCache([1], 1, share.device).request(nothing, nothing.int(), 1)
     else:
         indices(nothing, 1)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from harness.decode.hot_rows import HotRows
+from harness.decode.gpu_cache import GpuCache
 from harness.decode.resident import ResidualCache, ValuesCache
 from harness.decode.share import LAYERS_UNDER_WAY, BatchLengths
 from harness.decode.store import KVStore
@@ -27,7 +27,7 @@ class MemoryPlan(NamedTuple):
     buffer of its own. shared: the largest store of the other layers and the rows of each of the two
     buffers that they use in turns; None without a link.
     Bytes: buffers: of fetched rows. under_way: packed rows of a prompt on their way to the host.
-    resident: exact rows, and lists of rows that stay.
+    resident: exact rows, and lists of the GPU cache.
     """
 
     num_ahead: int
@@ -54,7 +54,7 @@ def plan_memory(
     """The plan of the layers on one device.
 
     stores: of its layers that see every token. policies: of all layers of the model. codec: of the
-    layers under the method. rooms: rows of each sequence that stay, with `device_rows`.
+    layers under the method. rooms: rows of each sequence that stay, with `gpu_cache`.
     pass_tokens: tokens of the prompts that pass a layer together; None without a link.
     """
     numbers: list[int] = []  # of the layers under the method
@@ -103,7 +103,7 @@ def num_slots(
 def num_fetched_ahead(
     method: Method, codec: CacheCodec, num_layers: int, numbers: Sequence[int]
 ) -> int:
-    """The first layers whose rows cross a link during the whole step before: the exempt ones, where
+    """The first layers whose rows cross a link during the whole step before: the dense ones, where
     the others read less. numbers: of the layers under the method."""
     if not numbers:
         return 0
@@ -141,13 +141,13 @@ def resident_bytes(
     rooms: Sequence[int] | None,
 ) -> int:
     """Bytes of a layer that stay on the device beside slots, buffers and state: exact rows, and the
-    lists of the rows that stay (`LayerCache.device_bytes`)."""
+    lists of the GPU cache (`LayerCache.device_bytes`)."""
     codec = store.codec
     if isinstance(codec, SplitCodec) and codec.residual:
         return ResidualCache.bytes_of(store, codec)
     num_bytes = 0
     if rooms is not None and policy.names_rows:
-        num_bytes += HotRows.bytes_of(rooms, store.num_kv_heads)
+        num_bytes += GpuCache.bytes_of(rooms, store.num_kv_heads)
     if policy.kind == "method" and isinstance(method, KeysOnDevice):
         rows = lengths.rows(0)
         most = max(method.tokens_resident(row, policy.number) for row in rows)

@@ -238,7 +238,7 @@ class ResidualCache(LayerCache):
         ring.scatter_(2, _index_along(target, decoded), decoded)
 
     def _store(self, cached: Tensor) -> None:
-        """Write a finished group to the store; cached: int [batch, 1], the step's own token
+        """Write a finished group to the store; cached: int [batch, 1], the step's current token
         included."""
         stored = self.codec.stored(cached)
         tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
@@ -328,7 +328,7 @@ class LocalCache:
 
     def attend(self, query: Tensor, own: KeyValue) -> Tensor:
         """Attention of the step's row, query [batch, heads, 1, head_dim], over the window and its
-        own token: [batch, 1, heads, value_dim]. Keeps the own row."""
+        current token: [batch, 1, heads, value_dim]. Keeps the own row."""
         position = self.batch.row_positions
         seen = (self.tokens < position) & (self.tokens >= self.window.first_visible(position))
         keys = torch.cat([self.keys, own.keys], 2)

@@ -1,10 +1,10 @@
 """Live decoding: prefill, then one token a step through two memories.
 
 Under host placement the cache of every layer that sees every token lies in host memory. A layer's
-rows are requested while the previous layer computes: everything that is kept, or what a rehearsal
-there selects. A method that selects by the layer's own query requests them in the layer itself and
-waits. Rows of the exempt layers, where the others read less, cross during the step before.
-`harness.decode.step` is the page on which a step can be read.
+rows are requested while the previous layer computes: everything that is kept, or what a predicted
+query there selects. A method that selects by the layer's own query requests them in the layer
+itself and waits. Rows of the dense layers, where the others read less, cross during the step
+before. `harness.decode.step` is the page on which a step can be read.
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from harness.decode import hot_rows, memory
+from harness.decode import memory
 from harness.decode.ahead import AheadPart
 from harness.decode.cache import Fetcher, LayerCache
+from harness.decode.gpu_cache import rooms
 from harness.decode.links import Link, Links, LinkUse, leads_to_disk, link_of
 from harness.decode.memory import PinnedSlab
 from harness.decode.opening import Opening
@@ -63,13 +64,13 @@ class LiveSession:
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the
     cached rows in the layers under the method; None stores them as they are. placement: where the
     cache lies. link: moves the rows of host memory or a disk; one for all devices of a model, or
-    one for each. device_rows: rows of each layer and KV head that stay on the device, in times of
-    what a step reads at most; 0, or 1 and more. prefetch: what a query made in the layer before
-    would select crosses the link early, for methods that select by the layer's own. pinned: host
-    memory is page-locked under CUDA, so that transfers can overlap. slabs: page-locked memory by
-    device, for sessions one after another, as locking takes seconds: a session takes the slab that
-    it finds and leaves its own, and the caller closes them. timeline: marks the segments of each
-    step. Raises ValueError for combinations without meaning.
+    one for each. gpu_cache: rows of the GPU cache in each layer and KV head, as a
+    multiple of what a step reads at most; 0, or 1 and more. prefetch: what a query made in the
+    layer before would select crosses the link early, for methods that select by the layer's own.
+    pinned: host memory is page-locked under CUDA, so that transfers can overlap. slabs: page-locked
+    memory by device, for sessions one after another, as locking takes seconds: a session takes the
+    slab that it finds and leaves its own, and the caller closes them. timeline: marks the segments
+    of each step. Raises ValueError for combinations without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
     every token. reads: what the steps read on the device. bytes_needed: memory that was asked for;
@@ -88,14 +89,14 @@ class LiveSession:
         placement: Placement = "device",
         link: Links | None = None,
         calibration: Calibration | None = None,
-        device_rows: float = 0,
+        gpu_cache: float = 0,
         prefetch: bool = False,
         pinned: bool = True,
         slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         method = fitted(attached, method, codec)
-        check_combination(method, placement, device_rows, prefetch)
+        check_combination(method, placement, gpu_cache, prefetch)
         crosses = placement in BEHIND_LINK
         if crosses and link is None:
             raise ValueError(f"placement={placement}: needs a link")
@@ -121,7 +122,7 @@ class LiveSession:
         self.placement: Placement = placement
         self.link = link if crosses else None
         self.calibration = calibration
-        self.device_rows = device_rows
+        self.gpu_cache = gpu_cache
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
         self.leaves_slabs = slabs is not None
         self.slabs = {} if slabs is None else slabs
@@ -142,7 +143,7 @@ class LiveSession:
     def _new_reads(self) -> StepReads:
         return StepReads(
             self.attached.geometry,
-            self.method.num_exempt_layers,
+            self.method.dense_layers,
             self.codec,
             element_bytes=self.attached.dtype.itemsize,
             device=self.attached.devices[0],
@@ -203,7 +204,7 @@ class LiveSession:
         with sdpa_kernel(ROW_BACKENDS):
             hidden = self.attached.forward(ids[:, None], positions[:, None], step, self.model_cache)
         self.timeline.switch("other")
-        self.reads.count(positions, step.reads, step.index_reads, step.hot_reads)
+        self.reads.count(positions, step.reads, step.index_reads, step.gpu_cache_reads)
         for share in self.shares.values():
             share.batch.advance()
         logits = self.attached.logits(hidden[:, -1])
@@ -340,8 +341,8 @@ class LiveSession:
     @property
     def rows_found(self) -> float | Tensor:
         """The part of `rows_read` that was on the device when its layer selected it: fetched before
-        and kept there (`device_rows`), or prefetched."""
-        selected = self.reads.hot_tokens_read * self.attached.geometry.num_kv_heads
+        and kept in the GPU cache, or prefetched."""
+        selected = self.reads.gpu_cache_tokens_read * self.attached.geometry.num_kv_heads
         return selected - self._total([share.missed.num_rows for share in self.shares.values()])
 
     def _count_from_here(self) -> None:
@@ -377,7 +378,7 @@ class LiveSession:
     @property
     def device_bytes(self) -> int:
         """Bytes that cache and method keep on the device: stores (none under managed placement,
-        whose pages come and go), rows that stay there, windows, recurrent states, fetch buffers,
+        whose pages come and go), the GPU cache, windows, recurrent states, fetch buffers,
         and the method's states with their calibration."""
         total = self.model_cache.nbytes
         if self.placement == "device":
@@ -463,11 +464,11 @@ class LiveSession:
             batches[device] = TokenBatch(real.to(device), self.max_new_tokens)
         first = batches[attached.devices[0]]
         lengths = [(prompt, prompt + self.max_new_tokens) for prompt in first.prompts]
-        rooms = hot_rows.rooms(method, self.policies, self.device_rows, lengths)
+        room_of_sequences = rooms(method, self.policies, self.gpu_cache, lengths)
         states = new_states(attached, method, first.lengths, self.calibration)
         for device, batch in batches.items():
             link = None if self.link is None else link_of(self.link, device)
-            share = DeviceShare(device, batch, link, rooms, states.get(device))
+            share = DeviceShare(device, batch, link, room_of_sequences, states.get(device))
             self.shares[device] = share
             with launching_on(device):
                 opening.open_share(share, pass_tokens, activations)

@@ -134,7 +134,7 @@ class DeviceShare:
     """The share of a live session that lies on one device; its layers share the fields.
 
     Set by the session: device; batch; link, None but under host placement; rooms: of each sequence,
-    the rows of a KV head that stay on the device in each layer, None: no row stays; state: the
+    the rows of a KV head in the GPU cache of each layer, None: there is none; state: the
     method's, None where it reads everything.
     Set by `harness.decode.opening`: slab: the page-locked memory of the stores. file: the file of
     the stores on a disk.
@@ -142,7 +142,7 @@ class DeviceShare:
     use in turns and that hold no rows, the one that was read last at the end. loaded, written: rows
     that the decode steps took from the link and wrote back, counted in the step that waits for
     them, so that they are exact for any run of steps. late: the rows of `loaded` that a layer
-    requested by its own query, in the layer itself. missed: where rows stay on the device, those
+    requested by its own query, in the layer itself. missed: with a GPU cache, those
     that were not there when their layer selected them. block_bytes: read from a disk for the rows
     of `loaded`, in whole blocks. under_way: the transfers of the prompt's last layers to the host.
     """

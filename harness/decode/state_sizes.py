@@ -136,7 +136,7 @@ def _state_sizes(
     batch, columns = len(prompts), max(prompts)
     heads, kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     value_dim = geometry.value_dim or head_dim
-    first = method.num_exempt_layers
+    first = method.dense_layers
     prompt = torch.tensor(prompts)
     lengths = Lengths(prompt, prompt + max_new_tokens)
     real = torch.zeros(batch, columns, dtype=torch.bool)

@@ -4,8 +4,8 @@ things:
     select      the method names the rows to read, by the layer's own query here or earlier
                 (`methods.base.When`)
     fetch       these rows cross the link while an earlier layer computes; the layer waits for
-                missing ones. Rows may stay on the device, or come early because a query made in the
-                layer before would select them
+                missing ones. Rows may be in the GPU cache, or come early because a query made in
+                the layer before would select them
     attend      to the fetched rows and the step's own row, which is on the device
     write back  the own row to its slot in the store, while later layers compute
 
@@ -39,14 +39,14 @@ BIAS_ALIGNMENT = 8
 
 class DecodeStep(Handler):
     """One step. is_last: no further step follows, so nothing is requested for it. parts: the layers
-    that request a part of the exempt layers' rows for the next step.
+    that request a part of the dense layers' rows for the next step.
 
-    reads: of each layer under the method. index_reads: tokens read of an index or of rows that stay
-    on the device, [batch]. hot_reads: the tokens of `reads` in layers whose fetched rows stay on
-    the device. rest: what stands for the tokens that a layer does not read, between its selection
-    and its attention; own: there, whether it reads its own token, bool [batch, 1], where a method
-    may leave it out. bias_of_columns: of the layers that read all columns of a padded batch, by
-    device and dtype.
+    reads: of each layer under the method. index_reads: tokens read of an index or of resident
+    rows, [batch]. gpu_cache_reads: the tokens of `reads` in layers with a GPU
+    cache. rest: what stands for the tokens that a layer does not read, between its selection
+    and its attention; own: there, whether it reads its current token, bool [batch, 1], where a
+    method may leave it out. bias_of_columns: of the layers that read all columns of a padded batch,
+    by device and dtype.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DecodeStep(Handler):
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[LayerRead] = []
         self.index_reads: list[Tensor] = []
-        self.hot_reads: list[Tensor] = []
+        self.gpu_cache_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
         self.own: dict[LayerCache, Tensor] = {}
         self.bias_of_columns: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -114,7 +114,7 @@ class DecodeStep(Handler):
                 self.index_reads.append(cache.batch.positions - stored)
         return heads_last(with_rest(output, self.rest.pop(cache, None)))
 
-    # Rehearse: a layer may select in the layer before, by a query made there.
+    # Predict: a layer may select in the layer before, by a query made there.
 
     def take_index(self, layer: int, index: IndexCall) -> None:
         cache = self.caches[layer]
@@ -126,14 +126,14 @@ class DecodeStep(Handler):
     def layer_begins(self, layer: int) -> None:
         cache = self.caches[layer]
         following = cache.following if isinstance(cache, LayerCache) else None
-        rehearses = following is not None and following.rehearses
-        self.timeline.switch("prediction" if rehearses else "attention")
+        predicts = following is not None and following.is_predicted
+        self.timeline.switch("prediction" if predicts else "attention")
 
-    def rehearses(self, layer: int) -> bool:
+    def predicts(self, layer: int) -> bool:
         cache = self.caches[layer]
-        return isinstance(cache, LayerCache) and cache.rehearses
+        return isinstance(cache, LayerCache) and cache.is_predicted
 
-    def rehearse(self, layer: int, query: Tensor) -> None:
+    def predict(self, layer: int, query: Tensor) -> None:
         cache = self.caches[layer]
         assert isinstance(cache, LayerCache)
         if cache.policy.prefetches:  # a guess: the layer's own query decides what it reads
@@ -160,7 +160,7 @@ class DecodeStep(Handler):
             self.own[cache] = selection.own
         self.reads.append(LayerRead(cache.policy.number, selection.num_read[:, 0]))
         if cache.fetcher.keeps_rows:
-            self.hot_reads.append(selection.num_read[:, 0])
+            self.gpu_cache_reads.append(selection.num_read[:, 0])
         self._note_index(selection)
 
     def _note_index(self, selection: Selection) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.model.sizes import code_widths, share_beside, share_of_cache
+from harness.model.budgets import code_widths, share_beside, share_of_cache
 from methods.base import Geometry
 from methods.codecs.split import CacheCodec
 
@@ -27,15 +27,15 @@ class StepReads:
     codec: of the layers under the method. slot_bytes: of their rows by the layer's number, set once
     the stores are there.
     element_bytes: of the compute dtype. num_bytes: fp64, 0-d: rows as they are stored, index and
-    windows in the compute dtype, and the own token of every layer. tokens_read: fp64, 0-d: cached
-    tokens read, mean over KV heads, in all layers that see every token; hot_tokens_read: of them
-    those in layers whose fetched rows stay on the device. Padding is not counted.
+    windows in the compute dtype, and the current token of every layer. tokens_read: fp64, 0-d:
+    cached tokens read, mean over KV heads, in all layers that see every token;
+    gpu_cache_tokens_read: of them those in layers with a GPU cache. Padding is not counted.
     """
 
     def __init__(
         self,
         geometry: Geometry,
-        num_exempt: int,
+        dense_layers: int,
         codec: CacheCodec,
         *,
         element_bytes: int,
@@ -43,7 +43,7 @@ class StepReads:
         evicts: bool = False,
     ) -> None:
         self.geometry = geometry
-        self.num_exempt = num_exempt
+        self.dense_layers = dense_layers
         self.evicts = evicts
         self.widths = code_widths(codec, geometry)
         self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
@@ -51,18 +51,18 @@ class StepReads:
         self.rows = 0
         sums = torch.zeros(6, dtype=torch.float64, device=device)
         self.frac_sum, self.index_sum, self.num_bytes, *of_tokens = sums
-        self.tokens_read, self.hot_tokens_read, self.evicted_sum = of_tokens
+        self.tokens_read, self.gpu_cache_tokens_read, self.evicted_sum = of_tokens
 
     def count(
         self,
         cached: Tensor,
         reads: Sequence[LayerRead],
         index_reads: Sequence[Tensor],
-        hot_reads: Sequence[Tensor] = (),
+        gpu_cache_reads: Sequence[Tensor] = (),
     ) -> None:
         """Add a step. cached: tokens before it, int [batch]; reads: of each layer under the method;
-        index_reads: tokens read of an index, mean over KV heads, [batch]; hot_reads: the tokens of
-        `reads` in layers whose fetched rows stay on the device."""
+        index_reads: tokens read of an index, mean over KV heads, [batch]; gpu_cache_reads: the
+        tokens of `reads` in layers with a GPU cache."""
         geometry, num_layers = self.geometry, self.geometry.num_layers
         index_read = _sum(cached, index_reads)
         read = torch.zeros_like(index_read)
@@ -74,22 +74,24 @@ class StepReads:
             stored = stored + width * of_format
             stored_bytes = stored_bytes + slot_bytes * of_format
         self.rows += len(cached)
-        share = share_of_cache(cached, stored, self.num_exempt, num_layers)
+        share = share_of_cache(cached, stored, self.dense_layers, num_layers)
         index_share = share_beside(cached, index_read, num_layers)
-        exact = self.num_exempt * cached + index_read + num_layers
+        exact = self.dense_layers * cached + index_read + num_layers
         for window in geometry.windows:
             exact = exact + window.weight * (window.num_cached(cached) + 1)
         num_bytes = geometry.num_kv_heads * (exact * self.token_bytes + stored_bytes)
         self.frac_sum = self.frac_sum + share.sum()
         self.index_sum = self.index_sum + index_share.sum()
         self.num_bytes = self.num_bytes + num_bytes.sum()
-        tokens_read = self.num_exempt * cached + read
+        tokens_read = self.dense_layers * cached + read
         self.tokens_read = self.tokens_read + tokens_read.sum()
         if self.evicts:
-            evicted = cached - read / (num_layers - self.num_exempt)
+            evicted = cached - read / (num_layers - self.dense_layers)
             self.evicted_sum = self.evicted_sum + evicted.sum()
-        if hot_reads:
-            self.hot_tokens_read = self.hot_tokens_read + _sum(cached, hot_reads).sum()
+        if gpu_cache_reads:
+            self.gpu_cache_tokens_read = (
+                self.gpu_cache_tokens_read + _sum(cached, gpu_cache_reads).sum()
+            )
 
     def _by_format(self, reads: Sequence[LayerRead]) -> dict[tuple[float, int], list[Tensor]]:
         """The tokens read in layers whose rows have one width and one number of bytes."""
@@ -100,19 +102,19 @@ class StepReads:
         return groups
 
     @property
-    def size(self) -> float:
+    def budget(self) -> float:
         """Rows read / the full cache, mean over the steps and sequences so far."""
         return float(self.frac_sum) / self.rows
 
     @property
     def device_frac(self) -> float:
-        """Rows and index read in device memory / the full cache, mean as `size`."""
+        """Rows and index read in device memory / the full cache, mean as `budget`."""
         return float(self.frac_sum + self.index_sum) / self.rows
 
     @property
     def tokens_evicted(self) -> float | None:
-        """Cached tokens that a KV head no longer holds at a step, mean as `size`; None of a method
-        that does not evict, and before the first step."""
+        """Cached tokens that a KV head no longer holds at a step, mean as `budget`; None of a
+        method that does not evict, and before the first step."""
         return float(self.evicted_sum) / self.rows if self.evicts and self.rows else None
 
 

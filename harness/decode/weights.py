@@ -2,7 +2,7 @@
 layer ahead.
 
 Whole matrices are streamed. Biases, norms and the matrix that makes queries stay on the device,
-since a rehearsal reads the latter while the layer before computes. A layer's matrices lie side by
+since a prediction reads the latter while the layer before computes. A layer's matrices lie side by
 side in host memory and cross in one piece into one of two buffers of their device, which take
 turns: one for the layer that computes, one for the next.
 

@@ -86,11 +86,11 @@ class Handler:
         """
         raise NotImplementedError
 
-    def rehearses(self, layer: int) -> bool:
-        """Whether `rehearse` is to be called with an early query of `layer`."""
+    def predicts(self, layer: int) -> bool:
+        """Whether `predict` is to be called with an early query of `layer`."""
         return False
 
-    def rehearse(self, layer: int, query: Tensor) -> None:
+    def predict(self, layer: int, query: Tensor) -> None:
         """Take an early query of `layer`, made of the previous layer's attention input."""
 
     def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
@@ -162,7 +162,7 @@ class Attached:
         self._cache = self.new_cache()
         self._recurrent_rows: RecurrentRows | None = None
         self._made: dict[PositionSource, Any] = {}
-        self._rehearsing = False
+        self._predicting = False
 
     def _geometry(self) -> Geometry:
         """The sizes of the layers that see every token; UserError where they differ."""
@@ -215,9 +215,9 @@ class Attached:
             raise refusal(self.decoder.family, "its indexers have several shapes")
         return IndexShape(head_dims.pop(), top_ks.pop(), tuple(own))
 
-    def method_devices(self, num_exempt_layers: int) -> list[torch.device]:
+    def method_devices(self, dense_layers: int) -> list[torch.device]:
         """The devices of the layers under a method, each once."""
-        return _devices_of(self._counted[num_exempt_layers:])
+        return _devices_of(self._counted[dense_layers:])
 
     def new_cache(self) -> ModelCache:
         """The cache object for one batch, with the states of recurrent layers."""
@@ -344,12 +344,12 @@ class Attached:
                 f"lengths: {self.decoder.no_padding}; run them one by one"
             )
 
-    def require_rehearsal(self) -> None:
+    def require_prediction(self) -> None:
         """Raise UserError where the model's queries cannot be made ahead of their layer."""
-        if self.decoder.no_rehearsal:
+        if self.decoder.no_prediction:
             raise UserError(
-                f"model family {self.geometry.family!r} takes no method that rehearses a layer's "
-                f"query (method.when=previous_layer): {self.decoder.no_rehearsal}"
+                f"model family {self.geometry.family!r} takes no method that predicts a layer's "
+                f"query (method.when=previous_layer): {self.decoder.no_prediction}"
             )
 
     # Queries of a layer, outside of its own call
@@ -380,7 +380,7 @@ class Attached:
     def _query_of(self, layer: int, call: Call) -> Tensor:
         """The query of a layer for the arguments of its module, as a handler gets it."""
         wanted = self.layers[layer]
-        self._rehearsing = True
+        self._predicting = True
         try:
             with ExitStack() as stack:
                 for name, size in wanted.unused.items():
@@ -388,7 +388,7 @@ class Attached:
                     stack.enter_context(replaced_forward(unused, partial(_zeros, size)))
                 query = self.decoder.run_to_attention(wanted, call).query
         finally:
-            self._rehearsing = False
+            self._predicting = False
         return self._as_handled(layer, query)
 
     def _as_handled(self, layer: int, query: Tensor) -> Tensor:
@@ -433,7 +433,7 @@ class Attached:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     ) -> Any:
         """The attention function under the model."""
-        if self._rehearsing:
+        if self._predicting:
             raise Reached(query, key, value)
         if self._handler is None:
             raise UserError(ELSEWHERE)
@@ -465,20 +465,20 @@ class Attached:
             with launching_on(self.layers[layer].device):
                 self._handler.layer_ends(layer)
 
-    def _rehearse(
+    def _predict(
         self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Called when the mixer before `layer` has its input."""
         if self._handler is None or self.numbers[layer] is None:
             return
-        if self._handler.rehearses(layer):
+        if self._handler.predicts(layer):
             with launching_on(self.layers[layer].device):
-                self._handler.rehearse(layer, self.early_query(layer, Call(args, kwargs).hidden))
+                self._handler.predict(layer, self.early_query(layer, Call(args, kwargs).hidden))
 
     def _positions_made(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
     ) -> None:
-        """Keep the position embeddings of this pass, for rehearsals of other layers."""
+        """Keep the position embeddings of this pass, for predictions of other layers."""
         self._made[PositionSource(module, options_of(args, kwargs))] = made
 
     def _indexer_called(
@@ -488,7 +488,7 @@ class Attached:
         masks by itself."""
         arguments = indexer.with_arguments(args, kwargs)
         hidden = Call(args, kwargs).hidden
-        is_of_pass = arguments.get(CACHE) is self._cache and not self._rehearsing
+        is_of_pass = arguments.get(CACHE) is self._cache and not self._predicting
         if self._handler is not None and is_of_pass:
             with launching_on(hidden.device):
                 self._handler.take_index(layer, IndexCall(forward, arguments))
@@ -562,7 +562,7 @@ def require_codable(codec: AnyCodec, layer: int, keys: Tensor, values: Tensor) -
             raise UserError(
                 f"codec={row_codec.name}: the {what} of layer {layer} reach {largest:.3g}, and it "
                 f"stores fp16 numbers, up to {FP16_MAX:.0f}; choose codec=bf16 for this layer "
-                "(codec_layers, num_exempt_layers) or for all"
+                "(codec_layers, dense_layers) or for all"
             )
 
 
@@ -614,7 +614,7 @@ def attached_unchecked(
             ending = layer.module.register_forward_hook(partial(attached._ends, index))
             stack.callback(ending.remove)
             if layer.before is not None:
-                before(layer.before, partial(attached._rehearse, index))
+                before(layer.before, partial(attached._predict, index))
             if layer.prescales:
                 stack.callback(setattr, layer.module, "scaling", layer.module.scaling)
                 layer.module.scaling = 1.0  # type: ignore[assignment]

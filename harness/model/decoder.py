@@ -56,8 +56,8 @@ class Decoder:
     for a row. index_tensors: what layers of the trace were given as the choice of an indexer.
 
     is_checked: whether its logits were compared with the model's own. takes_rows: whether recurrent
-    modules take several rows at once after a state. no_rehearsal, no_padding: why the model takes
-    no rehearsal, or no batch with padding; None where it does.
+    modules take several rows at once after a state. no_prediction, no_padding: why the model takes
+    no prediction, or no batch with padding; None where it does.
     """
 
     def __init__(self, model: Any) -> None:
@@ -65,7 +65,7 @@ class Decoder:
         self.stack: Any = stack_of(model)
         self.is_checked = False
         self.takes_rows = True
-        self.no_rehearsal: str | None = None
+        self.no_prediction: str | None = None
         self.no_padding: str | None = None
         self.rows_at_once = ROWS_AT_ONCE
         with torch.no_grad():
@@ -108,7 +108,7 @@ class Decoder:
         raise AssertionError("an attention module calls the attention function")
 
     def query_parameters(self, layer: Layer) -> list[nn.Parameter]:
-        """The weights that make a query, which a rehearsal reads during the previous layer."""
+        """The weights that make a query, which a prediction reads during the previous layer."""
         parameters: list[nn.Parameter] = []
         for name in layer.query_modules:
             parameters += layer.module.get_submodule(name).parameters()
@@ -155,10 +155,10 @@ class Decoder:
         return found
 
     def _find_unused(self, layer: Layer) -> None:
-        """Find the submodules that the query does not depend on; a rehearsal leaves them out."""
+        """Find the submodules that the query does not depend on; a prediction leaves them out."""
         outputs: dict[str, Tensor] = {}
         leaves: dict[nn.Module, str] = {}
-        # An indexer does not run in a rehearsal.
+        # An indexer does not run in a prediction.
         indexing = set() if layer.indexer is None else set(layer.indexer.module.modules())
         for name, module in layer.module.named_modules():
             if name and not list(module.children()) and module not in indexing:

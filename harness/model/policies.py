@@ -1,6 +1,6 @@
 """The policy of each attention layer under a method, decided in this one place.
 
-A layer that sees every token is under the method, or exempt from it and reads the full cache. A
+A layer that sees every token is under the method, or dense and reads the full cache. A
 local layer reads its window, whatever the method. Recurrent layers have no cache, and so no policy:
 their states are the model's own.
 
@@ -68,7 +68,7 @@ class Policy(NamedTuple):
         return self.when in NAMES_ROWS
 
     @property
-    def rehearses(self) -> bool:
+    def is_predicted(self) -> bool:
         """True if a query of the layer is made in the layer before: to select by it, or to
         prefetch."""
         return self.when == "previous_layer" or self.prefetches
@@ -88,17 +88,17 @@ def require_layers(codec: CacheCodec | None, num_layers: int) -> None:
 def fitted(attached: Attached, method: Method, codec: CacheCodec | None = None) -> Method:
     """The method as it runs on this model (`Method.fitted`).
 
-    No layer of a model with indexers of its own reads every token, so none is exempt. Raises
+    No layer of a model with indexers of its own reads every token, so none is dense. Raises
     UserError for what such a model does not take, and for a method that cannot work on this one.
     """
     geometry = attached.geometry
     if geometry.index is not None:
         has_own = f"model family {geometry.family!r} reads what its own indexer chooses"
-        exempt = method.num_exempt_layers
+        dense_layers = method.dense_layers
         is_model = method.reads_all and codec is None
-        if exempt and not is_model:
+        if dense_layers and not is_model:
             raise UserError(
-                f"method.num_exempt_layers={exempt}: {has_own}, so that no layer reads every "
+                f"method.dense_layers={dense_layers}: {has_own}, so that no layer reads every "
                 "token; allowed: 0"
             )
         if isinstance(method, RereadsPrompt):
@@ -126,9 +126,9 @@ def policies_of(
     method allows it (`Method.prefetches`). Raises ValueError where none is, and UserError for a
     method that the model does not take.
     """
-    exempt, num_layers = method.num_exempt_layers, attached.geometry.num_layers
-    is_met = exempt < num_layers or not needs_method
-    require(is_met, "num_exempt_layers", exempt, f"< {num_layers} layers")
+    dense_layers, num_layers = method.dense_layers, attached.geometry.num_layers
+    is_met = dense_layers < num_layers or not needs_method
+    require(is_met, "dense_layers", dense_layers, f"< {num_layers} layers")
     if isinstance(method, NeedsInputs) and isinstance(method, RereadsPrompt):
         raise UserError(
             f"method {method.title}: NeedsInputs and RereadsPrompt; a method can have one of them"
@@ -143,20 +143,20 @@ def policies_of(
     ):
         if number is None:
             policies.append(Policy("local", -1, "kept", softmax, layer.window))
-        elif number < exempt:
+        elif number < dense_layers:
             policies.append(Policy("full", number, "kept", softmax, None))
         else:
-            is_first = layer.before is None  # of the model: no layer before it can rehearse
+            is_first = layer.before is None  # of the model: no layer before it can predict
             policies.append(method_policy(method, number, softmax, is_first, prefetch))
-    if any(policy.rehearses for policy in policies):
-        attached.require_rehearsal()
+    if any(policy.is_predicted for policy in policies):
+        attached.require_prediction()
     return policies
 
 
 def method_policy(
     method: Method, number: int, softmax: Softmax, is_first: bool, prefetch: bool
 ) -> Policy:
-    """The policy of a layer under the method. is_first: no layer before it can rehearse."""
+    """The policy of a layer under the method. is_first: no layer before it can predict."""
     when = method.when_of(number)
     if is_first and when == "previous_layer":
         when = "own_query"
@@ -175,12 +175,12 @@ def new_states(
     between layers and does not say what they hand on.
     """
     if isinstance(method, NeedsInputs):
-        first = attached.numbers.index(method.num_exempt_layers)
+        first = attached.numbers.index(method.dense_layers)
         method.check_inputs(*attached.example(first))
     states: dict[torch.device, State] = {}
     if method.reads_all:
         return states
-    for device in attached.method_devices(method.num_exempt_layers):
+    for device in attached.method_devices(method.dense_layers):
         on_device = Lengths(lengths.prompt.to(device), lengths.final.to(device))
         measured = None
         if calibration is not None:
@@ -210,7 +210,7 @@ def evicts(method: Method) -> bool:
 
 
 def _shares_selections(method: Method, num_layers: int) -> bool:
-    layers = range(method.num_exempt_layers, num_layers)
+    layers = range(method.dense_layers, num_layers)
     return any(method.when_of(layer) == "earlier_layer" for layer in layers)
 
 

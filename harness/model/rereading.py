@@ -109,19 +109,19 @@ def read_again(
 ) -> None:
     """Run the `planned` passes after a prompt, and give the states its score of each token.
 
-    Methods that differ in size or exempt layers alone find the same, once for a prompt that runs
+    Methods that differ in budget or dense layers alone find the same, once for a prompt that runs
     share. Raises UserError where the method needs an output projection that cannot be read.
     """
     if prompt.score is None:
         score = _score(attached, method, prompt, passes)
     else:
-        of_all = _of_all_sizes(method)
+        of_all = _of_all_budgets(method)
         key = repr(of_all)
         if key not in prompt.score:
             prompt.score[key] = _score(attached, of_all, prompt, passes)
         score = {}
         for number, of_layer in prompt.score[key].items():
-            if number >= method.num_exempt_layers:
+            if number >= method.dense_layers:
                 score[number] = of_layer
     for state in states:
         real = prompt.real.to(state.lengths.prompt.device)
@@ -129,11 +129,11 @@ def read_again(
         state.take_scores(score, PromptRows(real, real.shape[1]))
 
 
-def _of_all_sizes(method: RereadsPrompt) -> RereadsPrompt:
-    """What methods that differ in size or exempt layers alone have in common."""
-    with suppress(ValueError):  # it has no size
-        method = method.with_size(1.0)
-    return replace(method, num_exempt_layers=0)
+def _of_all_budgets(method: RereadsPrompt) -> RereadsPrompt:
+    """What methods that differ in budget or dense layers alone have in common."""
+    with suppress(ValueError):  # it has no budget
+        method = method.with_budget(1.0)
+    return replace(method, dense_layers=0)
 
 
 def _score(
@@ -144,7 +144,7 @@ def _score(
     shape = batch, attached.geometry.num_kv_heads, num_columns
     score = {}
     for layer, number in zip(attached.layers, attached.numbers, strict=True):
-        if number is not None and number >= method.num_exempt_layers:
+        if number is not None and number >= method.dense_layers:
             score[number] = torch.zeros(shape, device=layer.device)
     for at, first, ids, positions, repetition in passes:
         own = slice(at, at + 1), slice(None), slice(first, None)
@@ -213,7 +213,7 @@ class _RereadPass(Handler):
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         _, prompt_key, prompt_value = self.prompt[layer]
         softmax, number = self.attached.softmaxes[layer], self.attached.numbers[layer]
-        if number is not None and number >= self.method.num_exempt_layers:
+        if number is not None and number >= self.method.dense_layers:
             input_norms, value_norms = None, None
             if self.method.needs_norms:
                 input_norms = self.input_norms

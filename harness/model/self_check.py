@@ -1,7 +1,8 @@
 """The check of a model at its first use: our attention under it gives the model's own numbers.
 
 What `harness.model.decoder` has read off a model is not trusted, so it is compared with the model's
-own forward pass. A model that fails is refused, wholly or where it would be rehearsed or padded.
+own forward pass. A model that fails is refused, wholly or where a query would be predicted or a
+batch padded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ REMADE = {"hidden_states", "position_ids", "position_embeddings", "attention_mas
 def check_decoder(model: Any, decoder: Decoder) -> None:
     """Raise UserError where our attention under the model gives other logits than the model's own.
 
-    Where only a rehearsal or a padded batch does, the decoder notes why, and only these are
+    Where only a prediction or a padded batch does, the decoder notes why, and only these are
     refused. Where only a feed-forward network that takes some rows at a time does, it takes all.
     """
     ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
@@ -62,7 +63,7 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
         raise refusal(decoder.family, why)
     if not _is_row_wise(model, decoder, ids, expected, tolerance):
         decoder.row_wise = []
-    decoder.no_rehearsal = _why_no_rehearsal(model, decoder, ids, tolerance)
+    decoder.no_prediction = _why_no_prediction(model, decoder, ids, tolerance)
     decoder.no_padding = _why_no_padding(model, decoder, ids, tolerance)
     decoder.is_checked = True
 
@@ -95,7 +96,7 @@ def _is_row_wise(
         decoder.rows_at_once = most
 
 
-def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
+def _why_no_prediction(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
     """Why early queries are refused; None where each is the true one."""
     for layer in decoder.layers:
         if any(module in decoder.recurrent for module in layer.module.modules()):
@@ -129,7 +130,7 @@ def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
     """The largest error of early queries, each made of its layer's own input, relative to the
     largest query.
 
-    Each layer is also rehearsed in the one before, to see that this works.
+    Each layer's query is also predicted in the one before, to see that this works.
     """
     early: dict[int, Tensor] = {}
     with attached_unchecked(model, decoder) as attached, ExitStack() as hooks:
@@ -140,7 +141,7 @@ def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
         for index, layer in enumerate(decoder.layers):
             make = partial(make_early, index)
             hooks.callback(layer.module.register_forward_pre_hook(make, with_kwargs=True).remove)
-        handler = _History(attached, is_rehearsing=True)
+        handler = _History(attached, is_predicting=True)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         attached.forward(ids, positions, handler)
     return max(_relative(early[index], query) for index, query in handler.queries.items())
@@ -175,9 +176,9 @@ class _History(Handler):
     indexer chose.
     """
 
-    def __init__(self, attached: Attached, *, is_rehearsing: bool = False) -> None:
+    def __init__(self, attached: Attached, *, is_predicting: bool = False) -> None:
         self.attached = attached
-        self.is_rehearsing = is_rehearsing
+        self.is_predicting = is_predicting
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.queries: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}
@@ -194,8 +195,8 @@ class _History(Handler):
         seen = tokens <= tokens[earlier:, None]
         self.chosen = index(keep, seen[None])
 
-    def rehearses(self, layer: int) -> bool:
-        return self.is_rehearsing
+    def predicts(self, layer: int) -> bool:
+        return self.is_predicting
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if layer in self.stored:

@@ -75,7 +75,7 @@ class Layer:
     head.
 
     block: the decoder layer around it. window: the tokens that a row sees; None: all earlier ones.
-    before: the mixer of the previous block, whose input stands in for this layer's in a rehearsal;
+    before: the mixer of the previous block, whose input stands in for this layer's in a prediction;
     None in the first. positions: the source of its position embeddings; None where it gets none.
     call: its call in the trace. device: where it computes. prescales: the module multiplies its
     queries by its own `scaling` and passes a scale of 1; while attached it multiplies by 1, as

@@ -204,14 +204,14 @@ def similarity(subject: Subject) -> list[Point]:
 
     Queries and keys are the full cache's own, so only the choice of tokens is compared. Leaving
     tokens out of a softmax scales the remaining weights alike; with a the full cache's weights and
-    S the tokens read, own token included, the cosine is therefore sqrt(sum over S of a^2 / sum of
-    a^2).
+    S the tokens read, current token included, the cosine is therefore sqrt(sum over S of a^2 / sum
+    of a^2).
 
-    Raises UserError where `analysis.kept_frac` of the text is too small for the method.
+    Raises UserError where `analysis.budget` of the text is too small for the method.
     """
-    kept, num_tokens = subject.config.analysis.kept_frac, subject.num_tokens
-    method = subject.config.method.with_size(kept)
-    budget = method.tokens_read(TokenCounts(num_tokens, 1, num_tokens), method.num_exempt_layers)
+    kept, num_tokens = subject.config.analysis.budget, subject.num_tokens
+    method = subject.config.method.with_budget(kept)
+    budget = method.tokens_read(TokenCounts(num_tokens, 1, num_tokens), method.dense_layers)
     assert budget is not None, "a method that evicts has a budget"
     methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry
     layers = subject.layers(SIMILARITY_LAYERS)
@@ -221,7 +221,7 @@ def similarity(subject: Subject) -> list[Point]:
             pair = [Similarity(compared, geometry, subject.ids) for compared in methods]
             observers[layer] = pair
     except ValueError as error:  # of the method, as a session would raise it
-        raise UserError(f"analysis.kept_frac={kept}: {error}") from error
+        raise UserError(f"analysis.budget={kept}: {error}") from error
     subject.observe(observers)
     points = []
     for layer, pair in observers.items():
@@ -272,7 +272,7 @@ class Similarity:
 
 
 def key_tokens(subject: Subject) -> list[Point]:
-    """Figure 5: how many key tokens hold 0.9 of a query's attention weight, own token included.
+    """Figure 5: how many key tokens hold 0.9 of a query's attention weight, current token included.
 
     A histogram over all queries and heads, and the mean over heads at single queries: the number
     differs by layer, head and query, even from one query to the next.

@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.model.policies import Policy, evicts
-from harness.model.sizes import (
+from harness.model.budgets import (
     ReadStats,
     code_widths,
     share_beside,
     share_of_cache,
     window_share,
 )
+from harness.model.policies import Policy, evicts
 from methods.base import Geometry, Method
 from methods.codecs.split import CacheCodec
 
@@ -28,7 +28,7 @@ class PassCounts:
     under the method, fp64 of the same shape. read: tokens read. stored: the same, each token times
     the width of its layer's codec (`code_width`). index_read: tokens read of an index, or of exact
     rows beside codes. recall: share of the attention on what is read.
-    Where rows stay on the device, rows of all KV heads: selected: rows chosen. missed: chosen rows
+    With a GPU cache, rows of all KV heads: selected: rows chosen. missed: chosen rows
     that were not on the device. loaded: by layer, rows that crossed the link.
     num_selecting: layers in which the method ran. errors: where they are measured, relative errors
     of attention outputs by layer under the method, fp32 [batch, rows, heads]. needle_read: where
@@ -57,11 +57,11 @@ class PassCounts:
     def stats(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
         """Sums over the rows, each `weights` [batch, rows] times."""
         method, num_layers = self.method, self.geometry.num_layers
-        exempt = method.num_exempt_layers
-        selecting = num_layers - exempt
+        dense_layers = method.dense_layers
+        selecting = num_layers - dense_layers
         stats = self.stats_of_all(weights, measures_recall=measures_recall)
         cached = self._whole()
-        share = share_of_cache(cached, self.stored, exempt, num_layers)
+        share = share_of_cache(cached, self.stored, dense_layers, num_layers)
         index_share = share_beside(cached, self.index_read, num_layers)
         if not method.reads_all:
             pairs_read = float((weights * (self.read / selecting + 1)).sum())
@@ -113,10 +113,10 @@ class PassCounts:
         return torch.stack(shares)
 
     def with_link(self, stats: ReadStats, weights: Tensor, policies: Sequence[Policy]) -> ReadStats:
-        """`stats`, and what crosses the link where rows stay on the device. policies: of all
+        """`stats`, and what crosses the link with a GPU cache. policies: of all
         layers."""
         cached, num_kv_heads = self._whole(), self.geometry.num_kv_heads
-        crossed = self.method.num_exempt_layers * cached
+        crossed = self.method.dense_layers * cached
         rows_loaded: Counter[int] = Counter()
         for policy in policies:
             if policy.kind != "method":

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.decode.hot_rows import HotRows
+from harness.decode.gpu_cache import GpuCache
 from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
+from harness.model.budgets import ReadStats
 from harness.model.indexer import IndexCall
 from harness.model.policies import Policy, SelectErrors, check_selection
-from harness.model.sizes import ReadStats
 from harness.replay.counts import PassCounts
 from harness.replay.history import History
 from methods.attention import hide, log_sum_exp, num_true
@@ -50,7 +50,7 @@ class Session(Protocol):
     history: History
     states: dict[torch.device, State]
     rooms: list[int] | None
-    hot_rows: dict[int, HotRows]
+    gpu_caches: dict[int, GpuCache]
     measure_recall: bool
     measure_errors: bool
     needles: Tensor | None
@@ -72,7 +72,7 @@ class RowsOnDevice(NamedTuple):
 class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
-    positions, valid: [batch, rows]. counts: what the rows read. rehearsed: by layer, queries made
+    positions, valid: [batch, rows]. counts: what the rows read. predicted: by layer, queries made
     in the layer before. indexes: by layer, the call of its own indexer, until its attention.
     """
 
@@ -89,16 +89,16 @@ class DecodePass(Handler):
         self.counts = PassCounts(
             self.positions, session.attached.geometry, session.method, session.codec
         )
-        self.rehearsed: dict[int, Tensor] = {}
+        self.predicted: dict[int, Tensor] = {}
         self.indexes: dict[int, IndexCall] = {}
         self._on_device: dict[torch.device, RowsOnDevice] = {}
         self._latest: State | None = None
 
-    def rehearses(self, layer: int) -> bool:
-        return bool(self.session.states) and self.policies[layer].rehearses
+    def predicts(self, layer: int) -> bool:
+        return bool(self.session.states) and self.policies[layer].is_predicted
 
-    def rehearse(self, layer: int, query: Tensor) -> None:
-        self.rehearsed[layer] = query
+    def predict(self, layer: int, query: Tensor) -> None:
+        self.predicted[layer] = query
 
     def take_index(self, layer: int, index: IndexCall) -> None:
         self.indexes[layer] = index
@@ -125,7 +125,7 @@ class DecodePass(Handler):
             return self._attend_to_all(layer, query, self.history.kv[layer])
 
         # Select and attend, block by block.
-        guess = self.rehearsed.pop(layer) if policy.prefetches else None
+        guess = self.predicted.pop(layer) if policy.prefetches else None
         asking = self._selecting_query(layer, query)
         index = self.indexes.pop(layer, None)
         outputs: list[Tensor] = []
@@ -182,14 +182,14 @@ class DecodePass(Handler):
         for begin in range(0, num_rows, size):
             yield slice(begin, min(begin + size, num_rows))
 
-    def hot_rows(self, layer: int) -> HotRows | None:
+    def gpu_cache(self, layer: int) -> GpuCache | None:
         """The rows of a layer that would be on the device; None where none stay."""
         session, shape = self.session, self.session.attached.layers[layer]
         if session.rooms is None or not self.policies[layer].names_rows:
             return None
-        if layer not in session.hot_rows:
-            session.hot_rows[layer] = HotRows(session.rooms, shape.num_kv_heads, shape.device)
-        return session.hot_rows[layer]
+        if layer not in session.gpu_caches:
+            session.gpu_caches[layer] = GpuCache(session.rooms, shape.num_kv_heads, shape.device)
+        return session.gpu_caches[layer]
 
     def rows_on(self, device: torch.device) -> RowsOnDevice:
         """The pass's rows, copied once to each device."""
@@ -204,7 +204,7 @@ class DecodePass(Handler):
         """The queries that rows select by, shaped like their `query`."""
         before = self.history.last_queries.get(layer)
         if self.policies[layer].when != "previous_step" or before is None:
-            return self.rehearsed.pop(layer, query)
+            return self.predicted.pop(layer, query)
         shifted = torch.cat([before, query], 2)
         last = self.valid.sum(-1).to(query.device)[:, None, None, None]
         index = last.expand(*query.shape[:2], 1, query.shape[-1])
@@ -367,7 +367,7 @@ class _Block:
             recall = torch.empty_like(everything)
         own_scores = None if exact is None else self._own_scores(exact[0])
         used = _read_by_any(visible)
-        used[..., self.first_own :] = True  # also where no row reads its own token
+        used[..., self.first_own :] = True  # also where no row reads its current token
         for sequence in range(batch):
             for head in range(num_kv_heads):
                 set_of_head = min(head, visible.shape[1] - 1)
@@ -454,9 +454,9 @@ class _Block:
             selection = self._selection_of(self.state, rows)
             if selection.mask is not None:
                 asked.append(selection.mask)
-            hot = self.decode.hot_rows(self.layer)
-            if hot is not None:
-                self._count_hits(hot, asked)
+            gpu_cache = self.decode.gpu_cache(self.layer)
+            if gpu_cache is not None:
+                self._count_hits(gpu_cache, asked)
         self._add(self.counts.read, selection.num_read)
         width = self.counts.widths[self.policy.number]
         self._add(self.counts.stored, width * selection.num_read)
@@ -470,13 +470,13 @@ class _Block:
             check_selection(selection, state, rows)
         return selection
 
-    def _count_hits(self, hot: HotRows, asked: Sequence[Tensor]) -> None:
+    def _count_hits(self, gpu_cache: GpuCache, asked: Sequence[Tensor]) -> None:
         """Let the block's rows, one after another, fetch what is not on the device, and count it.
 
         asked: the masks of the guess, if any, and of the selection, bool [batch, 1 or num_kv_heads,
         rows, slots].
         """
-        num_kv_heads, real = hot.slots.shape[1], self.real[:, self.rows]
+        num_kv_heads, real = gpu_cache.slots.shape[1], self.real[:, self.rows]
         loaded = self.counts.loaded.setdefault(
             self.policy.number, torch.zeros_like(self.counts.read)
         )
@@ -487,7 +487,7 @@ class _Block:
                 of_row = mask[:, :, row] & real[:, row, None, None]
                 of_row = of_row.expand(-1, num_kv_heads, -1)
                 most = int(of_row.sum(-1).max())
-                fetch, _ = hot.request(of_row, self.tokens[:, None], most)
+                fetch, _ = gpu_cache.request(of_row, self.tokens[:, None], most)
                 missed = (fetch.slots >= 0).sum((1, 2))[:, None].to(missed)
                 loaded[:, this] += missed
             self.counts.missed[:, this] += missed  # of the selection, which comes last

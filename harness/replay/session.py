@@ -19,12 +19,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.decode.hot_rows import HotRows, rooms
+from harness.decode.gpu_cache import GpuCache, rooms
 from harness.model.attached import Attached
+from harness.model.budgets import ReadStats, SessionConstants, resident_share
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import fitted, new_states, policies_of, require_layers
 from harness.model.rereading import run_prompts
-from harness.model.sizes import ReadStats, SessionConstants, resident_share
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
 from methods.base import Calibration, Lengths, Method, PromptRows, State
@@ -40,7 +40,7 @@ class ReplaySession:
     measure_errors: also measure the errors of attention outputs, at the cost of the full cache's
     attention, and of a second cache where rows read back otherwise than they were made.
     rows_per_block: rows of a layer that select and attend together; None: as many as memory allows.
-    It changes no number. device_rows, prefetch: as in `LiveSession`; replay counts which rows would
+    It changes no number. gpu_cache, prefetch: as in `LiveSession`; replay counts which rows would
     be on the device. They change no logit. Raises ValueError where the method cannot work in so few
     layers, and in `prefill` where it cannot at these lengths.
 
@@ -63,7 +63,7 @@ class ReplaySession:
         measure_recall: bool = False,
         measure_errors: bool = False,
         rows_per_block: int | None = None,
-        device_rows: float = 0,
+        gpu_cache: float = 0,
         prefetch: bool = False,
     ) -> None:
         attached.require_length(int(final_lengths.max()))
@@ -83,9 +83,9 @@ class ReplaySession:
         self.needles: Tensor | None = None
         self.needle_read: Tensor | None = None
         self.rows_per_block = rows_per_block
-        self.device_rows = device_rows
+        self.gpu_cache = gpu_cache
         self.rooms: list[int] | None = None
-        self.hot_rows: dict[int, HotRows] = {}
+        self.gpu_caches: dict[int, GpuCache] = {}
         self.states: dict[torch.device, State] = {}
         self.prompt_rows: dict[torch.device, PromptRows] = {}
         codecs: list[AnyCodec | None] = []
@@ -117,7 +117,7 @@ class ReplaySession:
         lengths = Lengths(valid.sum(-1), self.final_lengths)
         self.states = new_states(self.attached, self.method, lengths, self.calibration)
         of_sequences = zip(lengths.prompt.tolist(), lengths.final.tolist(), strict=True)
-        self.rooms = rooms(self.method, self.policies, self.device_rows, of_sequences)
+        self.rooms = rooms(self.method, self.policies, self.gpu_cache, of_sequences)
         positions = self.history.enter(valid)
         num_columns = self.history.tokens.shape[1]
         for device in self.states:
@@ -162,7 +162,7 @@ class ReplaySession:
             list(self.states.values()),
             self.codec,
             self.final_lengths,
-            self.method.num_exempt_layers,
+            self.method.dense_layers,
             self.attached.geometry,
             self.rooms,
         )
@@ -204,9 +204,9 @@ class ReplaySession:
         for device, state in self.states.items():
             child.states[device] = state.fork(index.to(device), num_columns)
         child.history = self.history.fork(index, num_columns)
-        child.hot_rows = {}
-        for layer, hot in self.hot_rows.items():
-            child.hot_rows[layer] = hot.fork(index.to(hot.slots.device))
+        child.gpu_caches = {}
+        for layer, gpu_cache in self.gpu_caches.items():
+            child.gpu_caches[layer] = gpu_cache.fork(index.to(gpu_cache.slots.device))
         if self.rooms is not None:
             child.rooms = [self.rooms[sequence] for sequence in index.tolist()]
         child.model_cache = self.model_cache.fork(index)

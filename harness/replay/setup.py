@@ -1,4 +1,4 @@
-"""Prepares a method for its first forward: its size, its codec and its calibration."""
+"""Prepares a method for its first forward: its budget, its codec and its calibration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from harness.data.text import calibration_ids, token_ids
 from harness.errors import UserError, line_of
 from harness.files import cache_dir
 from harness.model.attached import Attached
+from harness.model.budgets import OF_A_CALL, TOLERANCE, LengthWords, with_budget_as_stored
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
-from harness.model.sizes import OF_A_CALL, TOLERANCE, LengthWords, sized_as_stored
 from harness.replay.session import ReplaySession
 from harness.settings.codecs import codec_named, is_float, is_integer
 from harness.settings.config import RunConfig, layer_formats
@@ -42,7 +42,7 @@ LENGTHS = {
 }
 """How a user sets the lengths of a run, by its kind."""
 MEASUREMENTS = 14
-"""Passes over the calibration text that look for a size, at most."""
+"""Passes over the calibration text that look for a budget, at most."""
 MAX_ROW_BYTES = 64
 """Bytes of a packed row for each element, beyond which a codec's `row_bytes` is a mistake; fp64 has
 8."""
@@ -50,13 +50,13 @@ MAX_ROW_BYTES = 64
 
 @dataclass(frozen=True)
 class Setup:
-    """method: `size` resolved, and settled by its calibration. codec: None stores rows exactly.
-    calibration: None where none is needed. device_rows, prefetch: as in `LiveSession`."""
+    """method: `budget` resolved, and settled by its calibration. codec: None stores rows exactly.
+    calibration: None where none is needed. gpu_cache, prefetch: as in `LiveSession`."""
 
     method: Method
     codec: CacheCodec | None
     calibration: Calibration | None
-    device_rows: float = 0
+    gpu_cache: float = 0
     prefetch: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Setup:
             num_columns=num_columns,
             measure_recall=measure_recall,
             measure_errors=measure_errors,
-            device_rows=self.device_rows,
+            gpu_cache=self.gpu_cache,
             prefetch=self.prefetch,
         )
 
@@ -96,20 +96,20 @@ def prepare(
 ) -> Setup:
     """Resolve a run's method on a loaded model.
 
-    decode_rows: lists the rows that `size` is to be met on; called only where it is set.
+    decode_rows: lists the rows that `budget` is to be met on; called only where it is set.
     """
-    if config.size is None:
+    if config.budget is None:
         method = config.method
-    elif config.size_is_measured:
-        method = sized_on_text(config, loaded, attached, decode_rows())
+    elif config.budget_is_measured:
+        method = with_budget_on_text(config, loaded, attached, decode_rows())
     else:
-        method = sized_as_stored(
+        method = with_budget_as_stored(
             config.method,
             codec_of(config),
             attached.geometry,
             decode_rows(),
-            config.size,
-            nearest=config.sizing == "nearest",
+            config.budget,
+            nearest=config.budget_rule == "nearest",
             preset=config.method_name,
             lengths=LENGTHS.get(config.kind, OF_A_CALL),
             warns=not find(config.kind).keeps_record,  # the runner does, of what was read
@@ -123,36 +123,36 @@ def _setup(config: RunConfig, method: Method, loaded: LoadedModel, attached: Att
         tokenized(method, loaded),
         codec_of(config),
         calibration,
-        config.device_rows,
+        config.gpu_cache,
         config.prefetch,
     )
 
 
-def sized_on_text(
+def with_budget_on_text(
     config: RunConfig, loaded: LoadedModel, attached: Attached, rows: Sequence[TokenCounts]
 ) -> Method:
-    """The method of `config`, whose reads depend on the data, with the setting whose size is
-    nearest to `config.size` on the calibration text.
+    """The method of `config`, whose reads depend on the data, with the setting whose budget is
+    nearest to `config.budget` on the calibration text.
 
-    Bisection over the number that `with_size` takes: each step replays the text and takes the size
-    that was read. Its prompt has the same share of it as the prompts of `rows` have of their
+    Bisection over the number that `with_budget` takes: each step replays the text and takes the
+    budget that was read. Its prompt has the same share of it as the prompts of `rows` have of their
     sequences. Raises UserError where nothing lands within `TOLERANCE` and `nearest` was not asked
-    for, and where the method allows no size.
+    for, and where the method allows no budget.
     """
-    target = config.size
+    target = config.budget
     assert target is not None, "asked for by the caller"
     ids = calibration_ids(config.calibration, loaded.reader)[: loaded.max_length]
     share_of_prompt = fmean(row.prompt / row.final for row in rows)
     prompt = min(max(1, round(share_of_prompt * len(ids))), len(ids) - 2)
 
     def size_of(number: float) -> float:
-        setup = _setup(config, config.method.with_size(number), loaded, attached)
-        return _size_on(ids, prompt, setup, attached)
+        setup = _setup(config, config.method.with_budget(number), loaded, attached)
+        return _budget_on(ids, prompt, setup, attached)
 
     whole = TokenCounts(prompt, prompt, len(ids))
-    what = f"size={target:g}: method={config.method_name}"
+    what = f"budget={target:g}: method={config.method_name}"
     try:
-        low, high = config.method.min_size(whole), 1.0
+        low, high = config.method.min_budget(whole), 1.0
         measured = {low: size_of(low), high: size_of(high)}
         for _ in range(MEASUREMENTS - 2):
             best = min(measured, key=lambda number: abs(measured[number] - target))
@@ -162,26 +162,26 @@ def sized_on_text(
             measured[middle] = size_of(middle)
             low, high = (middle, high) if measured[middle] < target else (low, middle)
     except ValueError as error:
-        raise UserError(f"{what} cannot be sized so: {error}") from error
+        raise UserError(f"{what} cannot have it: {error}") from error
     best = min(measured, key=lambda number: abs(measured[number] - target))
-    if abs(measured[best] - target) > TOLERANCE and config.sizing != "nearest":
+    if abs(measured[best] - target) > TOLERANCE and config.budget_rule != "nearest":
         least, most = min(measured.values()), max(measured.values())
-        found = f"the nearest size measured on the calibration text is {measured[best]:.3f}"
+        found = f"the nearest budget measured on the calibration text is {measured[best]:.3f}"
         raise UserError(
-            f"{what}: {found}, of {least:.3f} to {most:.3f}; size=nearest:{target:g} takes it"
+            f"{what}: {found}, of {least:.3f} to {most:.3f}; budget=nearest:{target:g} takes it"
         )
-    return config.method.with_size(best)
+    return config.method.with_budget(best)
 
 
 @torch.inference_mode()
-def _size_on(ids: Sequence[int], prompt: int, setup: Setup, attached: Attached) -> float:
-    """The size that a method reads in the rows of one sequence after its prompt."""
+def _budget_on(ids: Sequence[int], prompt: int, setup: Setup, attached: Attached) -> float:
+    """The budget that a method reads in the rows of one sequence after its prompt."""
     tokens = torch.tensor([ids], device=attached.device)
     real = torch.ones_like(tokens, dtype=torch.bool)
     session = setup.replay(attached, torch.tensor([len(ids)], device=attached.device), len(ids))
     session.prefill(tokens[:, :prompt], real[:, :prompt])
     session.decode(tokens[:, prompt:-1], real[:, prompt:-1])
-    return session.reads.size
+    return session.reads.budget
 
 
 def tokenized(method: Method, loaded: LoadedModel) -> Method:

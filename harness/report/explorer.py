@@ -1,4 +1,4 @@
-"""What the explorer of the board shows: a point per method, size and length of windows, over all
+"""What the explorer of the board shows: a point per method, budget and length of windows, over all
 models and of each; the quantities to choose, and the looks.
 
 `report.js` makes one Vega-Lite specification of them. Words of tables are data in it, never part of
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from harness.results import columns, metrics
 from harness.results.board_page import show_interval, show_ratio
-from harness.results.board_rows import COSTS, OWN_SIZE, TRAFFIC
+from harness.results.board_rows import COSTS, OWN_BUDGET, TRAFFIC
 from harness.results.board_sources import MODELLED
 from harness.results.columns import TableRow
 from harness.results.metrics import Metric
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 VEGA_LITE = "6.4"
 LARGEST = 1e100
-AT_OWN_SIZE = "of its own"
+AT_OWN_BUDGET = "of its own"
 OTHER = {"color": "currentColor", "shape": "cross"}
 """The look of a family that the registry does not list."""
 
@@ -48,9 +48,9 @@ def _quality(metric: Metric, *, has_ends: bool = True) -> Quantity:
 
 
 QUANTITIES = (
-    _cost(metrics.SIZE._replace(words="link"), "link", has_ends=True),
+    _cost(metrics.BUDGET._replace(words="link"), "link", has_ends=True),
     _cost(TRAFFIC, "link + device"),
-    _cost(metrics.RESIDENT_FRAC, "kept on device", has_ends=True),
+    _cost(metrics.RESIDENT_FRAC, "resident", has_ends=True),
     _cost(metrics.STEP, "step time"),
     _quality(metrics.KL, has_ends=False),
     _quality(metrics.RATIO._replace(logarithmic=True)),
@@ -60,9 +60,9 @@ QUANTITIES = (
 WORDS: Mapping[str, str] = {
     "over": "over",
     "family": "family",
-    "asked": "asked size",
+    "asked": "asked budget",
     "windows": "windows",
-    "exempt_numbers": "exempt layers",
+    "dense_numbers": "dense layers",
     "step_on": "step timed on",
     "apart": "why it is not compared",
 }
@@ -80,12 +80,12 @@ def library() -> str:
 def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]) -> Json | None:
     """What `report.js` needs of the rows of boards; None without points.
 
-    points: by field. choices: of `x`, `y`, `size`, `windows` and `over`, from a value to its words.
-    axes: title and scale of each quantity. tooltip: titles of the words that a hover answers, by
-    field. fronts: the name of the front of a cost. families: their looks, those of the figures
-    first.
+    points: by field. choices: of `x`, `y`, `budget`, `windows` and `over`, from a value to its
+    words. axes: title and scale of each quantity. tooltip: titles of the words that a hover
+    answers, by field. fronts: the name of the front of a cost. families: their looks, those of the
+    figures first.
     """
-    # A method without a size, which stands beside every size, is one point.
+    # A method without a budget, which stands beside every budget, is one point.
     by_identity: dict[tuple[str, ...], Json] = {}
     for point in map(_point, columns.having(rows, "kl_nats")):
         identity = point["over"], point["name"], point["asked"], point["windows"]
@@ -111,7 +111,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
         "choices": {
             "x": costs | qualities,
             "y": qualities | costs,
-            "size": {"": "all", **_themselves(points, "asked")},
+            "budget": {"": "all", **_themselves(points, "asked")},
             "windows": _themselves(points, "windows"),
             "over": _themselves(points, "over"),
         },
@@ -124,27 +124,27 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
 
 def _themselves(points: Sequence[Json], name: str) -> dict[str, str]:
     """The words of a field, each once, which stand for themselves: all models first, as in the
-    table, sizes and lengths in order, and last a size of a method's own."""
+    table, budgets and lengths in order, and last a budget of a method's own."""
     words = dict.fromkeys(columns.values(points, name))
     in_order = list(words)
     if name != "over":
-        in_order = sorted(words, key=lambda word: (word == AT_OWN_SIZE, len(word), word))
+        in_order = sorted(words, key=lambda word: (word == AT_OWN_BUDGET, len(word), word))
     return {word: word for word in in_order}
 
 
 def _point(row: TableRow) -> Json:
     """A row: numbers as the axes show them, words as a hover answers them."""
-    has_own_size = OWN_SIZE in (row.get("apart") or "")
-    asked = f"{metrics.ASKED_SIZE.show(row['asked_size'])} %"
+    has_own_budget = OWN_BUDGET in (row.get("apart") or "")
+    asked = f"{metrics.ASKED_BUDGET.show(row['asked_budget'])} %"
     point: Json = {
         "name": row["label"],
-        "label": row["label"] if has_own_size else f"{row['label']} {asked}",
+        "label": row["label"] if has_own_budget else f"{row['label']} {asked}",
         "front": row.get("front") or "",
         "modelled": row.get("step_source") == MODELLED,
     }
     for name in WORDS:
         point[name] = row.get(name) or metrics.MISSING
-    point["asked"] = AT_OWN_SIZE if has_own_size else asked
+    point["asked"] = AT_OWN_BUDGET if has_own_budget else asked
     point["windows"] = f"{row['seq_len']:,.0f} tokens"
     for quantity in QUANTITIES:
         name, metric = quantity.metric.name, quantity.metric

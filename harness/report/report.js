@@ -62,7 +62,7 @@ const specification = ({ points, axes, tooltip, fronts, families }, chosen, widt
   };
   const x = quantity(chosen.x), y = quantity(chosen.y);
   const values = points.filter(point => point.over === chosen.over && point.windows === chosen.windows
-    && (!chosen.size || point.asked === chosen.size)
+    && (!chosen.budget || point.asked === chosen.budget)
     && [x, y].every(({ field, least }) => point[field] !== null && point[field] > least));
   for (const { field, scale } of [x, y]) {
     const numbers = values.flatMap(point => [point[field], point[`${field}_low`], point[`${field}_high`]]);

@@ -21,7 +21,7 @@ from harness.paper.costmodel.published import PaperBar, quantity
 from harness.results import board_page, columns, metrics
 from harness.results.board_rows import ORACLES
 from harness.results.columns import TableRow, read_table
-from harness.results.metrics import ASKED_SIZE, MISSING
+from harness.results.metrics import ASKED_BUDGET, MISSING
 from harness.results.pages import is_brief, sheets_of
 from harness.results.sheet import Sheet
 from harness.settings.paths import PACKAGES_DIR, shipped_beside, tables_to_read
@@ -265,10 +265,10 @@ HEADER = (
     "model", "series", "setup", "metric", "published", "kind", "ours", "ours / published", "note",
 )  # fmt: skip
 """Headings of published numbers; a column without any number is left out."""
-MAIN_SIZE = 0.10
-"""Of the board, the size that the overview shows, or the nearest."""
+MAIN_BUDGET = 0.10
+"""Of the board, the budget that the overview shows, or the nearest."""
 BEST = 5
-"""So many methods of that size the overview shows, the closest to the full cache first; then
+"""So many methods of that budget the overview shows, the closest to the full cache first; then
 these:"""
 ALWAYS = ("infinigen", "h2o", "streaming")
 BASE = "offload"
@@ -378,24 +378,24 @@ def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
 def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
     """The overview's table of a board's rows. None without a compared method.
 
-    It has the oracle, the methods closest to the full cache at `MAIN_SIZE` and on the shortest
+    It has the oracle, the methods closest to the full cache at `MAIN_BUDGET` and on the shortest
     windows, and those of the paper.
     """
     compared = [row for row in board_page.first_board(rows) if not row["apart"]]
     if not compared:
         return None
     of_length = columns.where(compared, "seq_len", min(columns.values(compared, "seq_len")))
-    sizes = columns.values(of_length, "asked_size")
-    main_size = min(sizes, key=lambda size: abs(size - MAIN_SIZE))
+    budgets = columns.values(of_length, "asked_budget")
+    main_budget = min(budgets, key=lambda budget: abs(budget - MAIN_BUDGET))
     shown = []
     count = 0
-    for row in columns.where(of_length, "asked_size", main_size):  # the closest first
+    for row in columns.where(of_length, "asked_budget", main_budget):  # the closest first
         is_oracle = row["method"] in ORACLES
         count += not is_oracle
         is_first_oracle = row["method"] == ORACLES[0] and row["ratio"] == 1
         if is_first_oracle or (not is_oracle and (count <= BEST or row["method"] in ALWAYS)):
             shown.append(row)
-    words = f"closest to the full cache at a size of {ASKED_SIZE.show(main_size)} %"
+    words = f"closest to the full cache at a budget of {ASKED_BUDGET.show(main_budget)} %"
     return board_page.methods_sheet(f"{compared[0]['over']}: {words}", shown)
 
 

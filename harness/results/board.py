@@ -35,7 +35,7 @@ from harness.results.board_rows import (
     exponential,
     full_answers,
     gap_of,
-    has_size,
+    has_budget,
     kl_by_model,
     log_ratio,
     method_rows,
@@ -70,7 +70,7 @@ SHAPES = {
 }
 """The tables that are made here, and their shapes."""
 MEASURE = f"`{COMMAND} experiment=board` measures it."
-NOT_MEASURED, OTHER_SIZE = "not measured", "another size"
+NOT_MEASURED, OTHER_BUDGET = "not measured", "another budget"
 SAYS = Path(__file__).with_name("board.yaml")
 
 
@@ -152,7 +152,7 @@ class Claim(NamedTuple):
     of: str
     label: str
     other: str
-    sizes: Sequence[float]
+    budgets: Sequence[float]
     bound: float
 
 
@@ -164,7 +164,7 @@ def claims_of(entries: Any) -> list[Claim]:
     for entry in entries:
         try:
             fields = dict(entry)
-            sizes = list(map(float, fields.pop("sizes")))
+            budgets = list(map(float, fields.pop("budgets")))
             of = fields.pop("of")
             if of == OF_ANSWERS:
                 bound = -float(fields.pop("less", 0))
@@ -172,11 +172,11 @@ def claims_of(entries: Any) -> list[Claim]:
                 bound = float(fields.pop("at_most", 1))
             if of not in (OF_KL, OF_ANSWERS) or (of == OF_KL and bound <= 0):
                 raise ValueError(entry)
-            found.append(Claim(of=of, sizes=sizes, bound=bound, **fields))
+            found.append(Claim(of=of, budgets=budgets, bound=bound, **fields))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             allowed = (
-                "a claim has claim, of (KL or answers), label, other, sizes, and at_most > 0 of KL "
-                "or less of answers"
+                "a claim has claim, of (KL or answers), label, other, budgets, and at_most > 0 "
+                "of KL or less of answers"
             )
             raise UserError(f"claims: {str(entry)[:80]}: {allowed}") from error
     return found
@@ -185,35 +185,35 @@ def claims_of(entries: Any) -> list[Claim]:
 def claim_rows(
     entries: Any, settings: Sequence[Setting], series: Sequence[Series], models: Models
 ) -> Iterator[TableRow]:
-    """The rows of all claims: for each size and length each model, then all of them together.
+    """The rows of all claims: for each budget and length each model, then all of them together.
 
     A claim about a method that did not run has one row, which says so.
     """
     for claim in claims_of(entries):
-        for size in claim.sizes:
+        for budget in claim.budgets:
             common = {
                 "claim": claim.claim,
                 "measure": claim.of,
                 "label": claim.label,
                 "other": claim.other,
-                "asked_size": size,
+                "asked_budget": budget,
                 "bound": claim.bound,
             }
             if claim.of == OF_KL:
-                rows = list(_of_kl(claim, size, settings, models))
+                rows = list(_of_kl(claim, budget, settings, models))
             else:
-                rows = list(_of_answers(claim, size, series, models))
+                rows = list(_of_answers(claim, budget, series, models))
             for row in rows or [{"model": ALL_MODELS, "verdict": NOT_MEASURED}]:
                 yield common | row
 
 
 def _of_kl(
-    claim: Claim, size: float, settings: Iterable[Setting], models: Models
+    claim: Claim, budget: float, settings: Iterable[Setting], models: Models
 ) -> Iterator[TableRow]:
     for setting in settings:
         of_labels = {measured.series.label: measured for measured in setting.found}
         own, other = of_labels.get(claim.label), of_labels.get(claim.other)
-        if setting.asked_size != size or own is None or other is None:
+        if setting.asked_budget != budget or own is None or other is None:
             continue
         for model, windows in by_model(in_both(own.rows, other.rows), models):
             row: TableRow = {"model": model, "seq_len": setting.seq_len, "count": len(windows)}
@@ -221,8 +221,8 @@ def _of_kl(
             rows = rows_at(own.rows, windows) + rows_at(other.rows, windows)
             if estimate is None:
                 row["verdict"] = NOT_MEASURED
-            elif not has_size(rows, size):
-                row["verdict"] = OTHER_SIZE
+            elif not has_budget(rows, budget):
+                row["verdict"] = OTHER_BUDGET
             else:
                 row |= exponential("value", estimate)
                 row["verdict"] = _verdict(row["value_low"], row["value_high"], claim.bound)
@@ -239,9 +239,9 @@ def _verdict(low: float | None, high: float | None, bound: float) -> str:
 
 
 def _of_answers(
-    claim: Claim, size: float, series: Iterable[Series], models: Models
+    claim: Claim, budget: float, series: Iterable[Series], models: Models
 ) -> Iterator[TableRow]:
-    of_labels = {one.label: one for one in series if one.asked_size in (size, None)}
+    of_labels = {one.label: one for one in series if one.asked_budget in (budget, None)}
     if claim.label not in of_labels or claim.other not in of_labels:
         return
     own, other = of_labels[claim.label], of_labels[claim.other]
@@ -249,16 +249,16 @@ def _of_answers(
         found = gap_of(own.answers, other.answers, contexts)
         assert found is not None, "parts are not empty"
         row: TableRow = {"model": model, "count": found.num_questions}
-        sized = []
+        are_met = []
         for one in (own, other):
-            sized.append(has_size(rows_at(one.answers, contexts), one.asked_size))
-        if all(sized):
+            are_met.append(has_budget(rows_at(one.answers, contexts), one.asked_budget))
+        if all(are_met):
             row |= found.columns("value")
             row["verdict"] = UNSURE
             if found.low is not None and found.high is not None:  # at least the bound
                 row["verdict"] = _verdict(-found.high, -found.low, -claim.bound)
         else:
-            row["verdict"] = OTHER_SIZE
+            row["verdict"] = OTHER_BUDGET
         yield row
 
 

@@ -37,9 +37,9 @@ from harness.results.sheet import (
 )
 from harness.results.stats import Design
 
-OTHER_SIZE, LACKS, MODELLED_MARK = "§", "¶", "‡"
+OTHER_BUDGET, LACKS, MODELLED_MARK = "§", "¶", "‡"
 ANSWER_MARKS = {
-    OTHER_SIZE: "The method cannot have this size on the tasks.",
+    OTHER_BUDGET: "The method cannot have this budget on the tasks.",
     LACKS: "Some of the full cache's questions were not asked.",
 }
 
@@ -78,12 +78,16 @@ def _range(column: Metric, row: TableRow) -> str:
     return show_range(column, ends, " to ")
 
 
-def _size_words(size: float | None) -> str:
-    return "sizes of their own" if size is None else f"size {metrics.ASKED_SIZE.show(size)} %"
+def _budget_words(budget: float | None) -> str:
+    return (
+        "budgets of their own"
+        if budget is None
+        else f"budget {metrics.ASKED_BUDGET.show(budget)} %"
+    )
 
 
 def _setting_words(row: TableRow) -> str:
-    return f"{_size_words(row['asked_size'])}, windows of {row['seq_len']:,.0f} tokens"
+    return f"{_budget_words(row['asked_budget'])}, windows of {row['seq_len']:,.0f} tokens"
 
 
 # The page of the board
@@ -100,17 +104,17 @@ def page(
     """`board.md`.
 
     rows, claims, of_models: of the tables `board-methods`, `board-claims`, `board-models`. readme:
-    size and labels of README's table. left_out: models over which no mean goes.
+    budget and labels of README's table. left_out: models over which no mean goes.
     """
     first = first_board(rows)
     words = f"{note('board')} {note('board_claims')}"
     if left_out:
         few = "fewer than half of the methods ran there"
         words += f" Not in the means: {', '.join(left_out)}, since {few}."
-    sizes = {row["asked_size"] for row in first}
-    of_sizes = [claim for claim in claims if claim["asked_size"] in sizes]
+    budgets = {row["asked_budget"] for row in first}
+    of_budgets = [claim for claim in claims if claim["asked_budget"] in budgets]
     sheets = [*_readme(first, of_models, readme), *methods_sheets(first)]
-    return markdown("board", words, [*sheets, *by_memory(first), *claims_sheets(of_sizes)])
+    return markdown("board", words, [*sheets, *by_memory(first), *claims_sheets(of_budgets)])
 
 
 def first_board(rows: Sequence[TableRow]) -> list[TableRow]:
@@ -127,7 +131,7 @@ def boards(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 
 def methods_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """For each size and length the compared methods, the closest first, then the others."""
+    """For each budget and length the compared methods, the closest first, then the others."""
     marked, own_notes = mark_own(rows, "label")
     for words, of_setting in grouped(marked, _setting_words).items():
         compared = where(of_setting, "apart", "")
@@ -137,7 +141,7 @@ def methods_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
             yield sheet._replace(notes=[_counts(compared[0]), *sheet.notes, *own_notes])
         if apart:
             why, count = shown_as_is(named("apart")), shown_as_is(named("num_windows"))
-            shown = _LABEL | why | _RATIO | count | _ANSWERS | _SIZES | _step(apart)
+            shown = _LABEL | why | _RATIO | count | _ANSWERS | _SHARES_SHOWN | _step(apart)
             title = f"{words}: not compared"
             yield sheet_of(title, apart, shown, notes=_notes(apart))
 
@@ -157,8 +161,8 @@ def methods_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
 
     ranks: Shown = {f"rank of {rows[0]['num_compared']}": rank}
-    exempt = shown_as_is(named("exempt_numbers"))
-    shown = _LABEL | ranks | _RATIO | _ANSWERS | _SIZES | _step(rows) | exempt
+    dense = shown_as_is(named("dense_numbers"))
+    shown = _LABEL | ranks | _RATIO | _ANSWERS | _SHARES_SHOWN | _step(rows) | dense
     return sheet_of(title, rows, shown, notes=_notes(rows))
 
 
@@ -191,7 +195,7 @@ def _notes_on_steps(rows: Iterable[TableRow]) -> list[str]:
 
 def _marks(row: TableRow) -> list[str]:
     answers_note = row.get("answers_note") or ""
-    words = {OTHER_SIZE: "reads ", LACKS: "lacks "}
+    words = {OTHER_BUDGET: "reads ", LACKS: "lacks "}
     return [mark for mark, said in words.items() if said in answers_note]
 
 
@@ -206,8 +210,8 @@ _ANSWERS: Shown = {
     metrics.ANSWERS_DIFFERENCE.heading: _marked_difference,
     **shown_as_is(named("answers num_questions")),
 }
-_OF_SIZE = (metrics.SIZE, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
-_SIZES: Shown = {column.heading: partial(_range, column) for column in _OF_SIZE}
+_OF_BUDGET = (metrics.BUDGET, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
+_SHARES_SHOWN: Shown = {column.heading: partial(_range, column) for column in _OF_BUDGET}
 
 
 def _readme(
@@ -215,24 +219,24 @@ def _readme(
 ) -> Iterator[Sheet]:
     """README's table at each length: its methods in its order, a ratio for each model, and answers
     where questions were asked."""
-    here = where(rows, "asked_size", readme["size"])
+    here = where(rows, "asked_budget", readme["budget"])
     for seq_len, of_length in grouped(here, itemgetter("seq_len")).items():
         by_label = {row["label"]: row for row in of_length}
         compared = where(of_length, "apart", "")
         methods = [by_label[label] for label in readme["methods"] if label in by_label]
         if not methods or not compared:
             continue
-        shown = _LABEL | _SIZES | _RATIO
+        shown = _LABEL | _SHARES_SHOWN | _RATIO
         of_texts = where(of_models, "domain", ALL_TEXTS)
-        at_size = where(where(of_texts, "asked_size", readme["size"]), "seq_len", seq_len)
-        for model, of_model in grouped(at_size, itemgetter("model")).items():
+        at_budget = where(where(of_texts, "asked_budget", readme["budget"]), "seq_len", seq_len)
+        for model, of_model in grouped(at_budget, itemgetter("model")).items():
             if model != ALL_MODELS:
                 ratios = {row["label"]: row.get("versus") for row in of_model}
                 shown |= {f"on {model}": partial(_ratio_there, ratios)}
         shown |= {f"over rows of 8 bits: {metrics.RATIO.heading}": partial(_ratio_coded, by_label)}
         if having(methods, "answers"):
             shown |= {metrics.ANSWERS_DIFFERENCE.heading: _difference}
-        title = f"README rows: {_size_words(readme['size'])}, windows of {seq_len:,.0f} tokens"
+        title = f"README rows: {_budget_words(readme['budget'])}, windows of {seq_len:,.0f} tokens"
         notes = [_counts(compared[0]), _counts_of_answers(here)]
         yield sheet_of(title, methods, shown, notes=notes)
 
@@ -260,14 +264,14 @@ def _counts_of_answers(rows: Sequence[TableRow]) -> str:
 
 
 def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """At each length all methods and sizes by the bytes that a step moves, over the link and on the
-    device, with the fronts."""
+    """At each length all methods and budgets by the bytes that a step moves, over the link and on
+    the device, with the fronts."""
     whole = filter(is_whole, rows)
     for seq_len, found in grouped(whole, itemgetter("seq_len")).items():
         shown = _LABEL | {
-            "asked": lambda row: _size_words(row["asked_size"]),
+            "asked": lambda row: _budget_words(row["asked_budget"]),
             TRAFFIC.heading: lambda row: TRAFFIC.show(traffic(row)),
-            metrics.RESIDENT_FRAC.heading: _SIZES[metrics.RESIDENT_FRAC.heading],
+            metrics.RESIDENT_FRAC.heading: _SHARES_SHOWN[metrics.RESIDENT_FRAC.heading],
             **_step(found),
             **shown_as_is(named("kl_nats front")),
         }
@@ -279,7 +283,7 @@ def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 
 def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """One table: a line for each claim, size and length, with the models on which it holds."""
+    """One table: a line for each claim, budget and length, with the models on which it holds."""
     claims = []
     for of_claim in grouped(rows, _claim_of).values():
         models = [row for row in of_claim if row["model"] != ALL_MODELS] or of_claim
@@ -292,7 +296,7 @@ def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         claims.append({"seq_len": None} | of_claim[0] | together)
     shown: Shown = {
         **shown_as_is(named("claim")),
-        "size (%)": lambda row: metrics.ASKED_SIZE.show(row["asked_size"]),
+        "budget (%)": lambda row: metrics.ASKED_BUDGET.show(row["asked_budget"]),
         "windows (tokens)": lambda row: metrics.SEQ_LEN.show(row["seq_len"]),
         f"{ALL_MODELS} together": itemgetter("together"),
         "count": lambda row: column("count").show(row["count"]),
@@ -303,7 +307,7 @@ def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 
 def _claim_of(row: TableRow) -> tuple[Any, ...]:
-    return row["claim"], row["asked_size"], row.get("seq_len")
+    return row["claim"], row["asked_budget"], row.get("seq_len")
 
 
 def _models_with(verdict: str, claim: TableRow) -> str:
@@ -315,11 +319,11 @@ def _models_with(verdict: str, claim: TableRow) -> str:
 
 
 def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """For each model, size and length a line a method, the closest first, a column a domain."""
+    """For each model, budget and length a line a method, the closest first, a column a domain."""
     of_texts, of_tasks = where(rows, "measure", OF_KL), where(rows, "measure", OF_ANSWERS)
-    for (model, size, _), group in grouped(of_texts, _model_and_setting).items():
-        at_size = [row for row in of_tasks if row["asked_size"] in (size, None)]
-        answers = where(at_size, "model", model)
+    for (model, budget, _), group in grouped(of_texts, _model_and_setting).items():
+        at_budget = [row for row in of_tasks if row["asked_budget"] in (budget, None)]
+        answers = where(at_budget, "model", model)
         texts = list(dict.fromkeys(values(group, "domain")))
         tasks = list(dict.fromkeys(values(answers, "domain")))
         header = [metrics.LABEL.heading]
@@ -334,7 +338,7 @@ def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         yield Sheet(f"{model}, {_setting_words(group[0])}", header, lines)
 
 
-_model_and_setting = itemgetter("model", "asked_size", "seq_len")
+_model_and_setting = itemgetter("model", "asked_budget", "seq_len")
 
 
 def _cell(row: TableRow) -> str:
@@ -345,7 +349,7 @@ def _cell(row: TableRow) -> str:
 
 
 def pairs_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """For each size and length a line a method, the closest first: which others it is told apart
+    """For each budget and length a line a method, the closest first: which others it is told apart
     from."""
     for words, of_setting in grouped(rows, _setting_words).items():
         found = []
@@ -366,7 +370,7 @@ def pairs_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 
 def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """KL of each model at a size and a length, by text."""
+    """KL of each model at a budget and a length, by text."""
     for (model, *_), group in grouped(rows, _model_and_setting).items():
         shown = {}
         texts = grouped(group, itemgetter("text"))
@@ -380,22 +384,22 @@ def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 
 def answers_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """Right answers of each model at a size, by task."""
+    """Right answers of each model at a budget, by task."""
     shown = {}
     for task in sorted(set(values(rows, "task"))):
         shown[f"{task} (%), questions"] = partial(_mean_answers, task)
-    for (model, size), group in grouped(rows, itemgetter("model", "asked_size")).items():
-        yield sheet_of(f"{model}, {_size_words(size)}", _runs(group), _OF_RUN | shown)
+    for (model, budget), group in grouped(rows, itemgetter("model", "asked_budget")).items():
+        yield sheet_of(f"{model}, {_budget_words(budget)}", _runs(group), _OF_RUN | shown)
 
 
 def _runs(rows: Iterable[TableRow]) -> Iterable[list[TableRow]]:
-    """The rows of each run; a label may have several numbers of exempt layers."""
-    return grouped(rows, itemgetter("label", "method", "codec", "exempt_layers")).values()
+    """The rows of each run; a label may have several numbers of dense layers."""
+    return grouped(rows, itemgetter("label", "method", "codec", "dense_layers")).values()
 
 
 def _label_of_run(run: Sequence[TableRow]) -> str:
-    label, number = run[0]["label"], run[0]["exempt_layers"]
-    return str(label) if number is None else f"{label} ({number:.0f} exempt)"
+    label, number = run[0]["label"], run[0]["dense_layers"]
+    return str(label) if number is None else f"{label} ({number:.0f} dense)"
 
 
 def _mean(column: Metric, run: Sequence[TableRow]) -> str:
@@ -425,7 +429,7 @@ def _mean_answers(task: str, run: Sequence[TableRow]) -> str:
 
 _OF_RUN: dict[str, Callable[[list[TableRow]], str]] = {
     metrics.LABEL.heading: _label_of_run,
-    **{column.heading: partial(_mean, column) for column in _OF_SIZE},
+    **{column.heading: partial(_mean, column) for column in _OF_BUDGET},
 }
 
 
@@ -433,7 +437,7 @@ def steps_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """The timed decode steps of each model, the shortest first."""
     shown = shown_as_is(
         named(
-            "label exempt_layers asked_size size batch_size prompt_len compute_s link_bytes "
+            "label dense_layers asked_budget budget batch_size prompt_len compute_s link_bytes "
             "late_bytes link_bytes_per_s step_s"
         )
     )

@@ -1,7 +1,7 @@
 """Rows of the board: each method's KL beside the oracle's, and its answers.
 
-`Setting` is one asked size and one length of windows. The oracle's windows are what is compared. A
-method that lacks some of them, or cannot have the size, is shown apart and not compared.
+`Setting` is one asked budget and one length of windows. The oracle's windows are what is compared.
+A method that lacks some of them, or cannot have the budget, is shown apart and not compared.
 `harness/results/stats.py` has the statistics.
 
 A window is known by its model, text and place, a context of questions by model, task and number.
@@ -28,7 +28,7 @@ from harness.results.board_sources import (
     rows_at,
 )
 from harness.results.columns import TableRow, grouped, having, values, where
-from harness.results.metrics import CACHE, EQUAL, EXEMPT_LAYERS, SIZE, Metric
+from harness.results.metrics import BUDGET, CACHE, DENSE_LAYERS, EQUAL, Metric
 from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
 from harness.results.stats import Design, Estimate, Pair, compare_all, ranks
@@ -43,8 +43,8 @@ HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
 ORACLES = ("oracle", "oracle-infinigen")
 """Methods that select by the true scores, so they are upper bounds; the second by the paper's rule
 for a group."""
-OWN_SIZE = "reads at a size of its own"
-"""Why a method without a size is not compared."""
+OWN_BUDGET = "reads at a budget of its own"
+"""Why a method without a budget is not compared."""
 
 
 def design_of(keys: Keys, counts: Sequence[float] | None = None) -> Design:
@@ -94,21 +94,21 @@ def exponential(name: str, estimate: Estimate | None) -> TableRow:
 
 
 class Setting:
-    """A size and a length: the methods that ran there, and which of them are compared.
+    """A budget and a length: the methods that ran there, and which of them are compared.
 
-    reference: the oracle at the asked size; where it did not run, that by InfiniGen's rule.
-    windows: those of the oracle on the models of the table. compared: methods at this size with a
+    reference: the oracle at the asked budget; where it did not run, that by InfiniGen's rule.
+    windows: those of the oracle on the models of the table. compared: methods at this budget with a
     KL in all of these windows, the oracle among them. apart: the others, with the reason in words.
     """
 
     def __init__(
-        self, asked_size: float, seq_len: int, found: Sequence[Measured], models: Models
+        self, asked_budget: float, seq_len: int, found: Sequence[Measured], models: Models
     ) -> None:
-        self.asked_size = asked_size
+        self.asked_budget = asked_budget
         self.seq_len = seq_len
         self.found = found
-        with_size = [one for one in found if one.series.asked_size is not None]
-        by_method = {one.series.method: one for one in with_size[::-1] if not one.series.codec}
+        with_budget = [one for one in found if one.series.asked_budget is not None]
+        by_method = {one.series.method: one for one in with_budget[::-1] if not one.series.codec}
         self.reference = next((by_method[name] for name in ORACLES if name in by_method), None)
         of_oracle = self.reference.rows if self.reference else {}
         self.windows = on_models(of_oracle, models.together)
@@ -133,10 +133,10 @@ class Setting:
         if measured.series.is_full:
             yield "the full cache itself, whose KL is 0"
             return
-        if measured.series.asked_size is None:
-            yield OWN_SIZE
-        elif not has_size(measured.rows.values(), self.asked_size):
-            yield f"cannot have this size: reads {_size_in_words(measured.rows.values())} %"
+        if measured.series.asked_budget is None:
+            yield OWN_BUDGET
+        elif not has_budget(measured.rows.values(), self.asked_budget):
+            yield f"cannot have this budget: reads {_budget_in_words(measured.rows.values())} %"
         shared = self.shared(measured)
         if len(shared) < len(self.windows):
             missing = [window for window in self.windows if window not in measured.rows]
@@ -157,24 +157,24 @@ class Setting:
 
 
 def settings_of(series: Sequence[Series], models: Models) -> list[Setting]:
-    """Each asked size at each length, the largest size first."""
-    asked = {one.asked_size for one in series if one.asked_size is not None}
+    """Each asked budget at each length, the largest budget first."""
+    asked = {one.asked_budget for one in series if one.asked_budget is not None}
     lengths = set(itertools.chain.from_iterable(one.windows for one in series))
     found = []
-    for size, seq_len in itertools.product(sorted(asked, reverse=True), sorted(lengths)):
+    for budget, seq_len in itertools.product(sorted(asked, reverse=True), sorted(lengths)):
         here = []
         for one in series:
-            if seq_len in one.windows and one.asked_size in (size, None):
+            if seq_len in one.windows and one.asked_budget in (budget, None):
                 here.append(Measured(one, one.windows[seq_len]))
-        if any(measured.series.asked_size is not None for measured in here):
-            found.append(Setting(size, seq_len, here, models))
+        if any(measured.series.asked_budget is not None for measured in here):
+            found.append(Setting(budget, seq_len, here, models))
     return found
 
 
-def has_size(rows: Iterable[TableRow], asked: float | None) -> bool:
-    """Whether a method reads its asked size on each model, and each text or task of it."""
+def has_budget(rows: Iterable[TableRow], asked: float | None) -> bool:
+    """Whether a method reads its asked budget on each model, and each text or task of it."""
     parts = grouped(rows, lambda row: (row["model"], row.get("text") or row["task"]))
-    means = [statistics.fmean(values(of_part, "size")) for of_part in parts.values()]
+    means = [statistics.fmean(values(of_part, "budget")) for of_part in parts.values()]
     return asked is None or all(abs(mean - asked) <= EQUAL for mean in means)
 
 
@@ -185,8 +185,8 @@ def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[float | Non
     return min(means, default=None), max(means, default=None)
 
 
-def _size_in_words(rows: Iterable[TableRow]) -> str:
-    return show_range(SIZE, _range_over_models(rows, "size"), " to ")
+def _budget_in_words(rows: Iterable[TableRow]) -> str:
+    return show_range(BUDGET, _range_over_models(rows, "budget"), " to ")
 
 
 def _named(missing: Keys, every: Keys) -> str:
@@ -277,7 +277,7 @@ def pair_rows(setting: Setting, pairs: Iterable[Pair]) -> Iterator[TableRow]:
     for pair in pairs:
         yield exponential("ratio", pair.estimate) | {
             "model": ", ".join(models_at(setting.windows)),
-            "asked_size": setting.asked_size,
+            "asked_budget": setting.asked_budget,
             "seq_len": setting.seq_len,
             "label": labels[pair.first],
             "other": labels[pair.second],
@@ -291,7 +291,7 @@ def pair_rows(setting: Setting, pairs: Iterable[Pair]) -> Iterator[TableRow]:
 def method_rows(
     setting: Setting, pairs: Sequence[Pair], full: Rows, steps: BoardSteps
 ) -> list[TableRow]:
-    """The rows of a size and a length: the compared methods by their ratio, then the others."""
+    """The rows of a budget and a length: the compared methods by their ratio, then the others."""
     found = []
     for measured in setting.compared:
         row = _method_row(setting, measured, setting.windows, full, steps)
@@ -314,7 +314,7 @@ def _method_row(
     series = measured.series
     windows = shared or list(measured.rows)
     here = rows_at(measured.rows, windows)
-    numbers = sorted(set(values(here, "exempt_layers")) - {None})
+    numbers = sorted(set(values(here, "dense_layers")) - {None})
     is_shipped = all(values([*here, *series.answers.values()], "shipped"))
     estimate = setting.to_oracle(measured, shared)
     mean_kl = None
@@ -325,7 +325,7 @@ def _method_row(
         "method": series.method,
         "family": here[0].get("family"),
         "label": series.label,
-        "asked_size": setting.asked_size,
+        "asked_budget": setting.asked_budget,
         "seq_len": setting.seq_len,
         "kl_nats": mean_kl,
         "ratio": None,
@@ -333,12 +333,12 @@ def _method_row(
         "num_models": len(models_at(windows)),
         "num_windows": len(windows),
         "num_places": len({window[1:] for window in windows}),
-        "exempt_numbers": " or ".join(map(EXEMPT_LAYERS.show, numbers)),
+        "dense_numbers": " or ".join(map(DENSE_LAYERS.show, numbers)),
         "shipped": "yes" if is_shipped else "",
     } | exponential("ratio", estimate)
     if measured is setting.reference:  # 1 by its meaning
         row["ratio_low"] = row["ratio_high"] = None
-    for name in ("size", "device_frac", "resident_frac"):
+    for name in ("budget", "device_frac", "resident_frac"):
         row[f"{name}_low"], row[f"{name}_high"] = _range_over_models(here, name)
     return row | _answer_columns(series, full) | steps.step_of(measured.rows.values())
 
@@ -350,8 +350,8 @@ def _answer_columns(series: Series, full: Rows) -> TableRow:
     if found is None:
         return {"answers_note": ""}
     notes = []
-    if not has_size(own.values(), series.asked_size):
-        notes.append(f"reads {_size_in_words(own.values())} % on the tasks")
+    if not has_budget(own.values(), series.asked_budget):
+        notes.append(f"reads {_budget_in_words(own.values())} % on the tasks")
     missing = [context for context in full if context not in own]
     if missing:
         notes.append(f"lacks {_named(missing, list(full))}")
@@ -370,7 +370,7 @@ def _answer_columns(series: Series, full: Rows) -> TableRow:
 def traffic(row: TableRow) -> float:
     """Bytes that a step moves over the link and reads on the device, of the full cache's; the mean
     of the models' least and largest."""
-    return _middle(row, "size") + _middle(row, "device_frac")
+    return _middle(row, "budget") + _middle(row, "device_frac")
 
 
 def _middle(row: TableRow, name: str) -> float:
@@ -380,26 +380,26 @@ def _middle(row: TableRow, name: str) -> float:
 
 TRAFFIC = Metric("traffic", "link + device", CACHE, 1, "less", logarithmic=True)
 COSTS: Mapping[str, Callable[[TableRow], float | None]] = {
-    "link": lambda row: _middle(row, "size"),
+    "link": lambda row: _middle(row, "budget"),
     "link + device": traffic,
-    "kept on device": lambda row: row["resident_frac_high"],
+    "resident": lambda row: row["resident_frac_high"],
     "step time": lambda row: row.get("step_s"),
 }
-"""What a step of a method costs, by the name of the front. Kept on the device: on the model with
+"""What a step of a method costs, by the name of the front. Resident: on the model with
 the largest share."""
 SAME_STEP = 0.01
 """Step times that differ by at most this share count as equal."""
 
 
 def is_whole(row: TableRow) -> bool:
-    """Whether a row was measured in all windows, at its size or at one of its own."""
-    return row["apart"] in ("", None, OWN_SIZE) and row["kl_nats"] is not None
+    """Whether a row was measured in all windows, at its budget or at one of its own."""
+    return row["apart"] in ("", None, OWN_BUDGET) and row["kl_nats"] is not None
 
 
 def with_fronts(rows: Sequence[TableRow]) -> list[TableRow]:
     """The rows with `front`: the costs at which no method is closer to the full cache for no more.
 
-    Rows of one length of windows are compared, of all sizes. Oracles are on no front.
+    Rows of one length of windows are compared, of all budgets. Oracles are on no front.
     """
     rivals = [row for row in rows if is_whole(row) and row["method"] not in ORACLES]
     found = []
@@ -443,7 +443,7 @@ def kl_by_model(setting: Setting, models: Models) -> Iterator[TableRow]:
                 "model": model,
                 "method": measured.series.method,
                 "label": measured.series.label,
-                "asked_size": setting.asked_size,
+                "asked_budget": setting.asked_budget,
                 "seq_len": setting.seq_len,
                 "domain": domain,
                 "measure": OF_KL,
@@ -464,7 +464,7 @@ def answers_by_model(series: Iterable[Series], models: Models, full: Rows) -> It
                 "model": model,
                 "method": one.method,
                 "label": one.label,
-                "asked_size": one.asked_size,
+                "asked_budget": one.asked_budget,
                 "seq_len": None,
                 "domain": domain,
                 "measure": OF_ANSWERS,

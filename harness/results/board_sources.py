@@ -3,7 +3,7 @@ task, and for each timed decode step.
 
 `harness.results.board` makes the board of these alone. Results without their records
 can thus be shipped, joined and extended. `rows_of_records` makes the tables, `read` reads those of
-several results, and `series_of` parts them by method and size.
+several results, and `series_of` parts them by method and budget.
 """
 
 import itertools
@@ -71,22 +71,22 @@ def identity(shape: str, row: TableRow) -> tuple[Any, ...]:
 
 
 def ordered(rows: Sequence[TableRow]) -> list[TableRow]:
-    """The rows of a table by label, size, length, text or task, and window or context."""
+    """The rows of a table by label, budget, length, text or task, and window or context."""
     return sorted(rows, key=_order)
 
 
 def _order(row: TableRow) -> tuple[Any, ...]:
-    size, length = row["asked_size"] or 1, row.get("seq_len") or 0
+    budget, length = row["asked_budget"] or 1, row.get("seq_len") or 0
     part = row.get("text") or row.get("task") or ""
     number = row.get("window", row.get("context_id", 0))
-    exempt_layers = row["exempt_layers"] or 0
-    return row["model"], row["label"], size, length, part, exempt_layers, row["run_id"], number
+    dense_layers = row["dense_layers"] or 0
+    return row["model"], row["label"], budget, length, part, dense_layers, row["run_id"], number
 
 
 def _rows(record: Record, table: str, labels: Mapping[str, str]) -> Iterator[TableRow]:
     """The rows of a record. labels: of the runs on texts and tasks, by their method in words."""
     config = record["config"]
-    exempt_layers = config["method"].get("num_exempt_layers")
+    dense_layers = config["method"].get("dense_layers")
     of_run = {
         "experiment": record["experiment"],
         "model": config["model"]["name"],
@@ -94,8 +94,8 @@ def _rows(record: Record, table: str, labels: Mapping[str, str]) -> Iterator[Tab
         "codec": "/".join(filter(None, (config["codec"], config.get("value_codec")))),
         "label": config["label"],
         "settings": in_words(record["settings"]),
-        "asked_size": config["size"],
-        "exempt_layers": None if is_full(record) else exempt_layers,
+        "asked_budget": config["budget"],
+        "dense_layers": None if is_full(record) else dense_layers,
         "source": "measured",
         "run_id": record["run_id"],
     }
@@ -108,7 +108,7 @@ def _rows(record: Record, table: str, labels: Mapping[str, str]) -> Iterator[Tab
         if step:
             # A timed run is labelled by its system, the board by the method.
             of_run["label"] = labels.get(_method_in_words(record), of_run["label"])
-            read = picked(record["metrics"], ("gen_len", "size", "source"))
+            read = picked(record["metrics"], ("gen_len", "budget", "source"))
             yield of_run | step | read
 
 
@@ -121,7 +121,7 @@ def _windows(record: Record, of_run: TableRow) -> Iterator[TableRow]:
     common["family"] = family_of(record)
     for number, window in enumerate(windows):
         place = window.get("place", number / len(windows))
-        measured = picked(window, ("kl_nats", "size"))
+        measured = picked(window, ("kl_nats", "budget"))
         yield common | measured | {"window": number, "place": place}
 
 
@@ -129,15 +129,15 @@ def family_of(record: Record) -> str:
     """In a word, how the method of a run reads less than the full cache."""
     if record["when"] != "kept":
         return "oracle" if record["when"] == "true_scores" else "retrieves"
-    if record["config"]["size"] is not None:
+    if record["config"]["budget"] is not None:
         return "evicts"
-    sizes = set(values(record["metrics"].values(), "size"))
-    return "reads all" if sizes <= {1} else "codes"
+    read = set(values(record["metrics"].values(), "budget"))
+    return "reads all" if read <= {1} else "codes"
 
 
 def _answers(record: Record, of_run: TableRow) -> Iterator[TableRow]:
     for task, entries in record["metrics"].items():
-        sizes = picked(entries, ("size", "device_frac", "resident_frac"))
+        shares = picked(entries, ("budget", "device_frac", "resident_frac"))
         answered = columns.having(record["samples"].get(task, ()), ACC)
         by_context = grouped(answered, lambda sample: sample["context"])
         for context, questions in by_context.items():
@@ -149,7 +149,7 @@ def _answers(record: Record, of_run: TableRow) -> Iterator[TableRow]:
                 "asked": len(questions),
                 "prompt_len": max(lengths, default=None),
             }
-            yield of_run | sizes | measured
+            yield of_run | shares | measured
 
 
 def _method_in_words(record: Record) -> str:
@@ -208,12 +208,12 @@ Rows = Mapping[Key, TableRow]
 
 
 class Series(NamedTuple):
-    """A method at an asked size, on all models. method: its preset. windows: by length."""
+    """A method at an asked budget, on all models. method: its preset. windows: by length."""
 
     label: str
     method: str
     codec: str
-    asked_size: float | None
+    asked_budget: float | None
     windows: Mapping[int, Rows]
     answers: Rows
 
@@ -224,27 +224,27 @@ class Series(NamedTuple):
 
 
 def series_of(sources: Sources, models: Container[str] | None = None) -> list[Series]:
-    """The methods by label and asked size, on all models or some.
+    """The methods by label and asked budget, on all models or some.
 
-    A label that one model has with several numbers of exempt layers, at one length of windows or on
+    A label that one model has with several numbers of dense layers, at one length of windows or on
     one task, is one series of each. Raises UserError if two methods or codecs have one label.
     """
     rows = [*sources.windows, *sources.answers]
     numbers: dict[tuple[Any, ...], set[Any]] = {}
     for row in rows:
         measured_on = row["seq_len"] if "text" in row else row["task"]
-        key = row["label"], row["model"], row["asked_size"], measured_on
-        numbers.setdefault(key, set()).add(row["exempt_layers"])
+        key = row["label"], row["model"], row["asked_budget"], measured_on
+        numbers.setdefault(key, set()).add(row["dense_layers"])
     of_several = {label for (label, *_), found in numbers.items() if len(found) > 1}
 
-    def label_and_size(row: TableRow) -> tuple[str, float | None]:
+    def label_and_budget(row: TableRow) -> tuple[str, float | None]:
         label = row["label"]
         if label in of_several:
-            label += f", {row['exempt_layers'] or 0:.0f} exempt layers"
-        return label, row["asked_size"]
+            label += f", {row['dense_layers'] or 0:.0f} dense layers"
+        return label, row["asked_budget"]
 
     series = []
-    for (label, asked), of_series in grouped(rows, label_and_size).items():
+    for (label, asked), of_series in grouped(rows, label_and_budget).items():
         kinds = {(row["method"], row["codec"]) for row in of_series}
         if len(kinds) > 1:
             names = ", ".join(sorted(" ".join(filter(None, kind)) for kind in kinds))
@@ -268,8 +268,8 @@ def series_of(sources: Sources, models: Container[str] | None = None) -> list[Se
 class Models(NamedTuple):
     """The models of all results, and those over which the table's means go.
 
-    A model is among the latter if at least half as many methods ran at a size on it as on the model
-    with the most. So a method that ran on one more model stays comparable with the others.
+    A model is among the latter if at least half as many methods ran at a budget on it as on the
+    model with the most. So a method that ran on one more model stays comparable with the others.
     """
 
     all: Sequence[str]
@@ -281,7 +281,7 @@ def models_of(series: Iterable[Series]) -> Models:
     counts: dict[str, int] = {}
     for one in series:
         for model in models_at(itertools.chain.from_iterable(one.windows.values())):
-            counts[model] = counts.get(model, 0) + (one.asked_size is not None)
+            counts[model] = counts.get(model, 0) + (one.asked_budget is not None)
         for model in models_at(one.answers):  # of which there may be no windows
             counts.setdefault(model, 0)
     most = max(counts.values(), default=0)
@@ -308,14 +308,14 @@ def rows_at(rows: Rows, keys: Iterable[Key]) -> list[TableRow]:
     return [rows[key] for key in keys]
 
 
-# Seconds of a decode step: of a timed run, and a model of them at another size. Seconds of compute
-# stay as timed, bytes over the link grow with the size. As in live decoding, tokens that are
-# selected a layer ahead are transferred during compute; `late_bytes`, selected by a layer's own
+# Seconds of a decode step: of a timed run, and a model of them at another budget. Seconds of
+# compute stay as timed, bytes over the link grow with the budget. As in live decoding, tokens that
+# are selected a layer ahead are transferred during compute; `late_bytes`, selected by a layer's own
 # query, are waited for.
 
 AS_TIMED = ("platform", "batch_size", "prompt_len", "link_bytes_per_s")
 MODELLED = "modelled"
-"""`step_source` of a step that was timed at another size, or over other codes."""
+"""`step_source` of a step that was timed at another budget, or over other codes."""
 GROUP_SIZE = re.compile(r"\bgroup_size=\w+")
 
 
@@ -339,21 +339,21 @@ def timed_step(metrics: Mapping[str, Any]) -> TableRow:
 
 
 def step_at(
-    step: TableRow, timed_size: float, size: float | None, exempt_layers: int | None
+    step: TableRow, timed_budget: float, budget: float | None, dense_layers: int | None
 ) -> TableRow:
-    """A timed step at another size; its `step_s` is None if the size or the link is not known.
+    """A timed step at another budget; its `step_s` is None if the budget or the link is not known.
 
-    The bytes of the exempt layers, where there are any the only ones that a late method transfers
-    ahead, are the same at any size.
+    The bytes of the dense layers, where there are any the only ones that a late method transfers
+    ahead, are the same at any budget.
     """
     bytes_per_s = step["link_bytes_per_s"]
-    if size is None or not bytes_per_s:
+    if budget is None or not bytes_per_s:
         return step | {"step_s": None}
-    ratio = size / timed_size
+    ratio = budget / timed_budget
     link_bytes, late_bytes = step["link_bytes"] * ratio, step["late_bytes"] * ratio
-    if exempt_layers and late_bytes:
-        of_exempt_layers = step["link_bytes"] - step["late_bytes"]
-        late_bytes = max(0.0, link_bytes - of_exempt_layers)
+    if dense_layers and late_bytes:
+        of_dense_layers = step["link_bytes"] - step["late_bytes"]
+        late_bytes = max(0.0, link_bytes - of_dense_layers)
     scaled = step | {"link_bytes": link_bytes, "late_bytes": late_bytes}
     change = step_seconds(scaled, bytes_per_s) - step_seconds(step, bytes_per_s)
     return scaled | {"step_s": step["step_s"] + change}
@@ -372,7 +372,7 @@ class BoardSteps:
         setups = {setup: rows for setup, rows in by_setup.items() if setup[0] in models}
         setup: tuple[Any, ...] = max(setups, key=lambda setup: len(setups[setup]), default=())
         self.rows = grouped(setups.get(setup, ()), _METHOD)
-        """By method, codec, label and exempt layers."""
+        """By method, codec, label and dense layers."""
         self.model, self.prompt_len, self.timed_on = "", 0, ""
         if setup:
             self.model, platform, batch_size, self.prompt_len = setup
@@ -380,7 +380,7 @@ class BoardSteps:
             self.timed_on = f"{self.model} ({platform}), batch {batch_size:.0f}, {prompts}"
 
     def step_of(self, windows: Iterable[TableRow]) -> TableRow:
-        """`step_s`, `step_source` and `step_on` of a method at a size, at windows of one length.
+        """`step_s`, `step_source` and `step_on` of a method at a budget, at windows of one length.
 
         windows: its rows of `columns.BOARD_TEXTS`, of any models. {} where no step of it was
         timed, and for windows that are not as long as the timed prompts.
@@ -391,21 +391,21 @@ class BoardSteps:
         if not timed:
             return {}
         row = here[0]
-        as_timed = where(timed, "asked_size", row["asked_size"])
+        as_timed = where(timed, "asked_budget", row["asked_budget"])
         if as_timed:
             seconds, source = as_timed[0]["step_s"], as_timed[0]["source"]
             if _group_size(as_timed[0]) != _group_size(row):  # as many bytes, of other tokens
                 source = MODELLED
         else:
-            size = sum(values(here, "size")) / len(here)
-            step = step_at(timed[0], timed[0]["size"], size, row["exempt_layers"])
+            budget = sum(values(here, "budget")) / len(here)
+            step = step_at(timed[0], timed[0]["budget"], budget, row["dense_layers"])
             seconds, source = step["step_s"], MODELLED
         if seconds is None:
             return {}
         return {"step_s": seconds, "step_source": source, "step_on": self.timed_on}
 
 
-_METHOD = itemgetter("method", "codec", "label", "exempt_layers")
+_METHOD = itemgetter("method", "codec", "label", "dense_layers")
 
 
 def _group_size(row: TableRow) -> str:

@@ -61,13 +61,13 @@ def _split(shapes: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {shape: tuple(words.split()) for shape, words in shapes.items()}
 
 
-_RUN = "experiment model method codec label settings asked_size exempt_layers"
+_RUN = "experiment model method codec label settings asked_budget dense_layers"
 _TIMED = "experiment platform source model method label settings batch_size prompt_len gen_len"
 ACCURACY = (
     *named(
         "experiment model method label settings task metric value stderr difference "
         "difference_stderr mcnemar_p gained lost detectable num_samples num_contexts num_fewshot "
-        "seq_len size unmet_size size_artifact device_frac resident_frac"
+        "seq_len budget unmet_budget budget_artifact device_frac resident_frac"
     ),
     *OF_SOME_RUNS,
     *named("repeats_stderr source shipped run_id"),
@@ -78,7 +78,7 @@ questions. `shipped`: `yes` for a row that came with the project (`results/write
 LATENCY = (
     *named(_TIMED),
     *SERVING,
-    *named("size unmet_size device_frac tokens_evicted shipped run_id"),
+    *named("budget unmet_budget device_frac tokens_evicted shipped run_id"),
     *SEGMENTS,
 )
 RENAMED = {"prefill_s": "ttft_s", "step_p50_s": "tpot_p50_s", "step_p95_s": "tpot_p95_s"}
@@ -91,7 +91,7 @@ CAPACITY = (
         "model_bytes row_bytes buffer_bytes state_bytes workspace_bytes device_kv_bytes"
     ),
     Metric("host_kv_bytes", "KV on host", IN_GIB, 3),
-    *named("size unmet_size shipped run_id"),
+    *named("budget unmet_budget shipped run_id"),
 )
 """A batch of a method on a device of `memory_bytes`. `largest_batch` fits; `wall` is the bound that
 one sequence more breaks. `equal_batch` is the largest of the full cache on the device; its rate
@@ -102,43 +102,43 @@ ANALYSIS = named(
 )
 """`value` of `series` at `x`, in the unit of `metric`."""
 BOARD_TEXTS = named(
-    f"{_RUN} family seq_len text window place kl_nats size device_frac resident_frac source "
+    f"{_RUN} family seq_len text window place kl_nats budget device_frac resident_frac source "
     "shipped run_id"
 )
 """A window of a text under a method. `family`: in a word, how the method reads less than the full
 cache. `place`: the share of the text before the window; equal places are about the same words on
-every model. The sizes on the device are of all windows of its run."""
+every model. The shares on the device are of all windows of its run."""
 BOARD_ANSWERS = named(
-    f"{_RUN} task context_id right asked prompt_len size device_frac resident_frac source shipped "
-    "run_id"
+    f"{_RUN} task context_id right asked prompt_len budget device_frac resident_frac source "
+    "shipped run_id"
 )
 """The questions on one context of a task under a method. `prompt_len`: of the longest."""
 BOARD_STEPS = named(
     f"{_RUN} platform batch_size prompt_len gen_len compute_s link_bytes late_bytes "
-    "link_bytes_per_s step_s size source shipped run_id"
+    "link_bytes_per_s step_s budget source shipped run_id"
 )
 """The decode step of a method, the mean of a timed run. `label`: that of the same method's run on a
 text. Seconds and bytes are of one step (`results/board_sources.py`)."""
 BOARD = named(
-    "over model method family label asked_size seq_len rank rank.. num_compared kl_nats ratio "
+    "over model method family label asked_budget seq_len rank rank.. num_compared kl_nats ratio "
     "ratio.. degrees num_models num_windows num_places answers answers_difference "
-    "answers_difference.. num_questions num_contexts answers_note size.. device_frac.. "
-    "resident_frac.. exempt_numbers step_s step_source step_on front apart source shipped"
+    "answers_difference.. num_questions num_contexts answers_note budget.. device_frac.. "
+    "resident_frac.. dense_numbers step_s step_source step_on front apart source shipped"
 )
-"""A method at a size and a length, over `model`, the names of the models that have it. `over`: the
-board it is compared on, over all models or of one of them. `kl_nats` is the
+"""A method at a budget and a length, over `model`, the names of the models that have it. `over`:
+the board it is compared on, over all models or of one of them. `kl_nats` is the
 geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and `rank_high`
 are the places that it may have. `_low` and `_high` of `ratio` and `answers_difference` are 95 %
-intervals, of sizes the least and the largest of the models. `step_s` is of the one
+intervals, of budgets and shares the least and the largest of the models. `step_s` is of the one
 model in `step_on`; `step_source` says whether it was timed or modelled. `front`: the costs at which
 no method is closer. `apart` says why a method has no rank."""
 BOARD_PAIRS = named(
-    "model asked_size seq_len label other ratio ratio.. degrees p p_holm closer source"
+    "model asked_budget seq_len label other ratio ratio.. degrees p p_holm closer source"
 )
 """Two methods: `ratio` is that of the KL of `label` to that of `other`. `closer` is the label of
 the one that is certainly closer to the full cache; empty where they are not told apart."""
 BOARD_MODELS = named(
-    "model method label asked_size seq_len domain measure value versus versus.. count "
+    "model method label asked_budget seq_len domain measure value versus versus.. count "
     "num_contexts source"
 )
 """A method on a model (or all models) and a domain, which is a text, a task, or all of them.
@@ -146,7 +146,7 @@ BOARD_MODELS = named(
 or the difference to the full cache's answers, with its interval. `count`: windows or questions;
 `num_contexts`: places or contexts."""
 BOARD_CLAIMS = named(
-    "model claim measure label other asked_size seq_len bound value value.. count verdict source"
+    "model claim measure label other asked_budget seq_len bound value value.. count verdict source"
 )
 """A claim on a model, or on all of them together. `value`: the ratio of the two methods' KL, or the
 difference of their answers; `bound`: the largest ratio or the least difference that the claim
@@ -164,16 +164,16 @@ NEEDED = _split({
     "latency": "model label batch_size prompt_len gen_len",
     "analysis": "model series metric",
     "capacity": "model label batch_size prompt_len gen_len",
-    "board_texts": "model label seq_len text window place kl_nats size",
-    "board_answers": "model label task context_id right asked size",
-    "board_steps": "model label batch_size prompt_len step_s size",
-    "board": "model label asked_size seq_len",
-    "board_pairs": "model label other asked_size seq_len ratio",
+    "board_texts": "model label seq_len text window place kl_nats budget",
+    "board_answers": "model label task context_id right asked budget",
+    "board_steps": "model label batch_size prompt_len step_s budget",
+    "board": "model label asked_budget seq_len",
+    "board_pairs": "model label other asked_budget seq_len ratio",
     "board_models": "model label domain measure value",
-    "board_claims": "model claim measure asked_size verdict",
+    "board_claims": "model claim measure asked_budget verdict",
 })  # fmt: skip
 """By shape of table, the columns that no row of it leaves empty."""
-_OF_BOARD = "model method codec label asked_size exempt_layers"
+_OF_BOARD = "model method codec label asked_budget dense_layers"
 IDENTITY = _split({
     "accuracy": "model method label settings task",
     "latency": "model platform source method label settings batch_size prompt_len gen_len",
@@ -193,12 +193,12 @@ ONCE = {
 """By shape of table, the columns in which no two rows are equal."""
 ROUNDING = 1e-6
 """By so much a share or a KL may lie outside of its range."""
-SIZES = {"size", "device_frac", "resident_frac"}
-"""Columns that are at most 1 beside an asked size. Elsewhere a codec of more than 16 bits has
+SHARES = {"budget", "device_frac", "resident_frac"}
+"""Columns that are at most 1 beside an asked budget. Elsewhere a codec of more than 16 bits has
 more."""
 OPTIONAL = (
     *names((*OF_SOME_RUNS, *NEWER_OF_SERVING)),
-    "repeats_stderr", "unmet_size", "num_contexts", "num_windows", "family",
+    "repeats_stderr", "unmet_budget", "num_contexts", "num_windows", "family",
     ATTENTION_ERROR.name, f"{ATTENTION_ERROR.name}_stderr",
 )  # fmt: skip
 """Columns that a table may lack; an older table lacks the numbers of contexts, and what serving
@@ -361,7 +361,7 @@ def check(columns: Sequence[Metric], rows: Iterable[TableRow]) -> None:
             if column is VALUE and "metric" in row:
                 name = row["metric"]
                 unit = METRICS.get(name, column).unit
-            if name in SIZES and "asked_size" in row:
+            if name in SHARES and "asked_budget" in row:
                 unit = unit._replace(most=1)
             if not unit.least - ROUNDING <= value <= unit.most + ROUNDING:
                 limits = f"from {unit.least:g} to {unit.most:g}"

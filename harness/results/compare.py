@@ -43,13 +43,13 @@ WORDS = (
     "experiment", "settings",
 )  # fmt: skip
 """The names that people read, in their order; also the model if there are several."""
-SIZES = ("size", "device_frac", "resident_frac")
+SHARES = ("budget", "device_frac", "resident_frac")
 SPEED = [
     column.name
     for column in columns.LATENCY
     if column.digits is not None and column.name not in NAMES
 ]
-"""Numbers of a timed cell."""
+"""Numbers of a timed run."""
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
@@ -128,7 +128,7 @@ def _read(source: Path) -> pd.DataFrame:
 def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
     """Name, value and standard error of the numbers of a table row.
 
-    Each column of a timed cell, else the value and, of a whole task or text, the sizes.
+    Each column of a timed run, else the value and, of a whole task or text, the shares.
     """
     names: Iterable[str] = ()
     if "metric" not in row:
@@ -136,7 +136,7 @@ def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
     else:
         yield row["metric"], row["value"], row.get("stderr")
         if "task" in row and not columns.is_part(row):
-            names = SIZES
+            names = SHARES
     for name in names:
         yield name, row.get(name), None
 

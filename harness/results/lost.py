@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from harness.errors import shortened
 from harness.results.columns import values
-from harness.results.metrics import LABEL, MISSING, PERCENT, SIZE, WAYS, Metric
+from harness.results.metrics import BUDGET, LABEL, MISSING, PERCENT, WAYS, Metric
 from harness.results.record import Record, current, damage_told, in_words
 from harness.results.samples import Baselines, Sample, is_full
 from harness.results.sheet import Sheet, Shown, sheet_of
@@ -232,9 +232,9 @@ def _add(sets: dict[tuple[str, ...], Json], where: str, record: Record, task: Of
         own["questions"][str(answered.question)] = [text or MISSING for text in texts]
         answer, read = answered.answer or MISSING, answered.needle_read
         lost.append([answered.question, answer, read, answered.needle_read_max])
-    size = record["metrics"].get(task.task, {}).get(SIZE.name)
+    budget = record["metrics"].get(task.task, {}).get(BUDGET.name)
     settings = in_words(record["settings"])
-    label = config["label"] if size is None else f"{config['label']}, {SIZE.show(size)} %"
+    label = config["label"] if budget is None else f"{config['label']}, {BUDGET.show(budget)} %"
     own["runs"].append(
         {
             "name": f"{label} ({settings})" if settings else label,

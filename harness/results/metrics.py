@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 MISSING = "-"
 EQUAL = 0.01
-"""Sizes that differ by at most this count as equal, as when a method is sized."""
+"""Budgets that differ by at most this count as equal."""
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
@@ -78,15 +78,15 @@ class Metric(NamedTuple):
         return Metric(f"{self.name}_{name}", f"{self.words}, {words}", unit, self.digits)
 
 
-# Read, kept and moved: `harness/model/sizes.py`
+# Read, kept and moved: `harness/model/budgets.py`
 
-SIZE = Metric("size", "size", CACHE, 1, "less", logarithmic=True)
+BUDGET = Metric("budget", "budget", CACHE, 1, "less", logarithmic=True)
 """Share of the full cache that a decode step reads. Under offloading it crosses the link."""
-UNMET_SIZE = Metric("unmet_size", "size asked for", SHARE, 1)
-"""The size that was asked for, where the run's own differs from it by more than a tenth."""
-SIZE_ARTIFACT = Metric("size_artifact", "size as the artifact counts it", CACHE, 1)
+UNMET_BUDGET = Metric("unmet_budget", "budget asked for", SHARE, 1)
+"""The budget that was asked for, where the run's own differs from it by more than a tenth."""
+BUDGET_ARTIFACT = Metric("budget_artifact", "budget as the artifact counts it", CACHE, 1)
 DEVICE_FRAC = Metric("device_frac", "read on device", CACHE, 1, "less")
-RESIDENT_FRAC = Metric("resident_frac", "kept on device", CACHE, 1, "less")
+RESIDENT_FRAC = Metric("resident_frac", "resident", CACHE, 1, "less")
 TOKENS_EVICTED = Metric("tokens_evicted", "tokens evicted", POSITIVE, 1)
 """Cached tokens that a KV head no longer holds at a decode row, of a method that evicts. 0: its
 budget never bites."""
@@ -98,8 +98,8 @@ OF_SOME_RUNS = (
     Metric("recurrent_bytes", "recurrent state", IN_MIB, 2),
     Metric("latent_bytes", "latent per token", IN_KIB, 2),
 )
-"""Columns of tables with runs of a method that evicts, or in which rows stay on the device, or
-whose models have local layers, recurrent layers or latents."""
+"""Columns of tables with runs of a method that evicts, or with a GPU cache, or whose
+models have local layers, recurrent layers or latents."""
 
 # Scores of texts and tasks: `harness/scoring`, by the name in a table's column `metric`
 
@@ -111,7 +111,7 @@ SCORES = (
     Metric("acc", "acc", SHARE, 1, "more"),
     Metric("acc_norm", "acc_norm", SHARE, 1, "more"),
     Metric("exact_match", "exact_match", PERCENT, 1, "more"),
-    Metric("known_size", "size where the question is known", PERCENT, 1, "less"),
+    Metric("known_budget", "budget where the question is known", PERCENT, 1, "less"),
     Metric("generated_tokens", "generated", TOKENS, 1),
     Metric("at_limit", "answers at the limit of tokens", PERCENT, 1),
     Metric("perplexity", "perplexity", POSITIVE, 3, "less"),
@@ -247,7 +247,7 @@ NEWER_OF_SERVING = (DECODE_RATE, SEQUENCE_RATE, *OF_SPREAD, HOST_KV_BYTES, *OF_L
 
 # The board: `harness/results/board.py`
 
-ASKED_SIZE = Metric("asked_size", "asked size", SHARE, 0)
+ASKED_BUDGET = Metric("asked_budget", "asked budget", SHARE, 0)
 NUM_CONTEXTS = Metric("num_contexts", "contexts", POSITIVE, 0)
 """Windows, prompts, or contexts of questions, whose errors are independent: one more than the
 degrees of freedom of the standard errors."""
@@ -264,14 +264,14 @@ NUM_SAMPLES = Metric("num_samples", "samples", POSITIVE, 0, phrase="n = {:,.0f}"
 NUM_FEWSHOT = Metric("num_fewshot", "shots", POSITIVE, 0, phrase="{:.0f}-shot")
 SEQ_LEN = Metric("seq_len", "length", TOKENS, 0, phrase="{:,.0f} tokens")
 VALUE = Metric("value", "value", NUMBER, 3)
-EXEMPT_LAYERS = Metric("exempt_layers", "exempt layers", POSITIVE, 0)
-EXEMPT_NUMBERS = Metric("exempt_numbers", "exempt layers")
+DENSE_LAYERS = Metric("dense_layers", "dense layers", POSITIVE, 0)
+DENSE_NUMBERS = Metric("dense_numbers", "dense layers")
 """Of several models."""
 APART = Metric("apart", "why it is not compared")
 CLAIM = Metric("claim", "claim")
 OTHERS = (
     LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, VALUE,
-    EXEMPT_LAYERS, EXEMPT_NUMBERS, APART, CLAIM,
+    DENSE_LAYERS, DENSE_NUMBERS, APART, CLAIM,
     *map(Metric, (
         "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
         "wall", "step_source", "answers_note", "closer", "over", "measure", "verdict",
@@ -334,8 +334,9 @@ OTHERS = (
 COLUMNS = {
     column.name: column
     for column in (
-        *OTHERS, SIZE, UNMET_SIZE, SIZE_ARTIFACT, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, KL,
-        *SEGMENTS, *SERVING, ASKED_SIZE, NUM_CONTEXTS, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
+        *OTHERS, BUDGET, UNMET_BUDGET, BUDGET_ARTIFACT, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS,
+        KL, *SEGMENTS, *SERVING, ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS,
+        ANSWERS_DIFFERENCE,
     )
 }  # fmt: skip
 """The columns of tables by name."""

@@ -29,14 +29,14 @@ BRIEF = (
 )  # fmt: skip
 """Metrics of `METRICS` that a terminal shows."""
 BRIEF_SPEED = (
-    "batch_size", "prompt_len", "gen_len", "size", "unmet_size",
+    "batch_size", "prompt_len", "gen_len", "budget", "unmet_budget",
     "ttft_s", "tokens_per_s", "tpot_p50_s", "h2d_bytes", "peak_device_bytes",
 )  # fmt: skip
-"""Numbers of a timed cell that a terminal shows."""
+"""Numbers of a timed run that a terminal shows."""
 SHOWN_OF_CAPACITY = (
     "label", "settings",
     "largest_batch", "kv_tokens", "decode_tokens_per_s", "sequence_tokens_per_s", "equal_batch",
-    "equal_tokens_per_s", "device_kv_bytes", "host_kv_bytes", "size",
+    "equal_tokens_per_s", "device_kv_bytes", "host_kv_bytes", "budget",
 )  # fmt: skip
 """Columns of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
@@ -175,13 +175,18 @@ class _Line(NamedTuple):
 def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     by_key = grouped(rows, itemgetter("task", "metric"))
     of_key = _headings(by_key)
-    beside = (metrics.UNMET_SIZE, *metrics.OF_SOME_RUNS, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
-    sizes = [metrics.SIZE, *columns.with_values(beside, rows)]
+    beside = (
+        metrics.UNMET_BUDGET,
+        *metrics.OF_SOME_RUNS,
+        metrics.DEVICE_FRAC,
+        metrics.RESIDENT_FRAC,
+    )
+    shares = [metrics.BUDGET, *columns.with_values(beside, rows)]
     lines = []
     hidden: list[str] = []
     for line in _lines(rows, by_key):
         shown = [line.label, line.settings or MISSING]
-        for column in sizes:
+        for column in shares:
             shown.append(show_range(column, [row.get(column.name) for row in line.rows.values()]))
         for key in of_key:
             shown.append(_value(line.rows[key]) if key in line.rows else MISSING)
@@ -189,7 +194,7 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         for row in line.rows.values():
             told = pairs_of_settings({"settings": line.settings})
             hidden += [pair for pair in pairs_of_settings(row) if pair not in told]
-    header = [column.heading for column in (metrics.LABEL, metrics.SETTINGS, *sizes)]
+    header = [column.heading for column in (metrics.LABEL, metrics.SETTINGS, *shares)]
     scores = [heading for (_, metric), heading in of_key.items() if _is_among(SCORES, metric)]
     notes = _note_on_settings(hidden)
     return Sheet(title, [*header, *of_key.values()], lines, scores=scores, notes=notes)
@@ -198,7 +203,7 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
 def _lines(rows: Sequence[TableRow], by_key: Mapping[Key, Sequence[TableRow]]) -> list[_Line]:
     """A line per run; a run joins the first line of its identity that has none of its columns.
 
-    The full cache comes first, the others by label, size, length and settings.
+    The full cache comes first, the others by label, budget, length and settings.
     """
     shared = {key: _shared_settings(of_column) for key, of_column in by_key.items()}
     lines: list[_Line] = []
@@ -220,9 +225,9 @@ def _lines(rows: Sequence[TableRow], by_key: Mapping[Key, Sequence[TableRow]]) -
 
 def _order_of_line(line: _Line) -> tuple[Any, ...]:
     rows = line.rows.values()
-    size = min(row["size"] or 0 for row in rows)
+    budget = min(row["budget"] or 0 for row in rows)
     length = max(row["seq_len"] or 0 for row in rows)
-    return size < 1, line.label, size, length, line.settings
+    return budget < 1, line.label, budget, length, line.settings
 
 
 def _headings(by_key: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
@@ -261,25 +266,25 @@ def _value(row: TableRow) -> str:
     return show_difference(shown, row["value"], stderr, difference, detectable, contexts)
 
 
-# Speed: a line per timed cell
+# Speed: a line per timed run
 
 NUMBERS_OF_SPEED = [column for column in columns.LATENCY if column.digits is not None]
 
 
 def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """The full cache first, then by label and shape. A column needs a number, `size` does not."""
+    """The full cache first, then by label and shape. A column needs a number, `budget` does not."""
     own, notes = _own_settings(rows)
     words = named("label settings" if any(values(own, "settings")) else "label")
-    numbers = (metrics.UNMET_SIZE, metrics.DEVICE_FRAC, *NUMBERS_OF_SPEED)
+    numbers = (metrics.UNMET_BUDGET, metrics.DEVICE_FRAC, *NUMBERS_OF_SPEED)
     beside = columns.with_values(numbers, rows)
-    shown = shown_as_is(dict.fromkeys((*words, metrics.SIZE, *beside)))
+    shown = shown_as_is(dict.fromkeys((*words, metrics.BUDGET, *beside)))
     yield sheet_of(title, sorted(own, key=_order_of_cell), shown, notes=notes)
 
 
 def _order_of_cell(row: TableRow) -> tuple[Any, ...]:
-    size = row.get("size") or 0
+    budget = row.get("budget") or 0
     shape = row["batch_size"], row["prompt_len"], row["gen_len"]
-    return size < 1, row["label"], *shape, size, row["settings"]
+    return budget < 1, row["label"], *shape, budget, row["settings"]
 
 
 # Analyses: a table per quantity, a line per series

@@ -25,7 +25,7 @@ from harness.settings.config import RunConfig, prompt_of_window
 from harness.settings.kinds import find, foreign_settings
 from harness.settings.schema import CONF_DIR
 
-SCHEMA = 4
+SCHEMA = 5
 DIGEST = "digest"
 LOCATIONS = {
     "model": "path",
@@ -37,7 +37,7 @@ LOCATIONS = {
 """By group, the setting that says where a file lies. The sha256 of its content enters a run's
 identity instead."""
 IN_COLUMNS = {
-    "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "sizing",
+    "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "budget_rule",
     "results_dir", "tracker", "corpus.name", "corpus.path", "platform.name", "data.name",
     "data.root", "task.include_path", "latency.batch_size", "latency.prompt_len", "latency.gen_len",
 }  # fmt: skip
@@ -48,12 +48,13 @@ OF_BEFORE = frozenset(("tracker",))
 OF_SHEET = "platform.sheet."
 """The data sheet of a modelled machine, which its name stands for."""
 GROUPS = ("method", "task", "latency", "sampling")
-"""Groups whose settings are named without the group on the command line or in a table."""
+"""Groups whose settings are named without the group on the command line or in a table, but for one
+that has the name of a setting of the run, such as `method.budget`."""
 HOST_DECIDES = "capacity"
 """The kind of run of which `platform.host_gib` decides numbers: the largest batch. Elsewhere it
 decides whether a run is refused."""
-SIZED_ON = "sized on"
-"""Beside the settings of a run whose size was met by a search: on what."""
+BUDGET_MET_ON = "budget met on"
+"""Beside the settings of a run whose budget was met by a search: on what."""
 BAD_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What code raises when a record holds values that no run writes."""
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class _Config(_Part):
     method: dict[str, Any]
     model: _Model
     codec: str | None
-    size: float | None
+    budget: float | None
 
 
 class _Record(_Part):
@@ -165,6 +166,7 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     """
     left_out = foreign_settings(config.kind) | IN_COLUMNS
     defaults = _defaults(config)
+    of_run = {field.name for field in fields(config)}
     found = {}
     for name, value in flat(plain(config)).items():
         group, _, rest = name.partition(".")
@@ -176,10 +178,12 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
             continue
         if name == "platform.host_gib" and config.kind != HOST_DECIDES:
             continue
-        shown = rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")
+        shown = name.replace("own_codec.", "codec_settings.")
+        if group in GROUPS and rest not in of_run:  # else a setting of the run has this name
+            shown = rest
         found[shown] = value
-    if config.size_is_measured:
-        found[SIZED_ON] = "calibration text"
+    if config.budget_is_measured:
+        found[BUDGET_MET_ON] = "calibration text"
     return found
 
 
@@ -267,8 +271,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _damage(record: Any, run: str) -> str | None:
     """In words, the first thing wrong with a record; ValueError where a number is not finite."""
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        return f"not of schema {SCHEMA}"
+    if not isinstance(record, dict):
+        return "no record"
+    if record.get("schema") != SCHEMA:
+        return f"not of schema {SCHEMA}: another version wrote it; delete it and run again"
     if record.get(DIGEST) != _digest(record):
         return "changed since it was written"
     try:

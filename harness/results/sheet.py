@@ -40,7 +40,7 @@ NOTES = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text(encoding
 def note(name: str, **fields: object) -> str:
     """A note of `notes.yaml`. fields: what stands in it, besides the notes of several."""
     words: str = NOTES[name]
-    shared = {part: NOTES[part] for part in ("size", "difference", "interval")}
+    shared = {part: NOTES[part] for part in ("budget", "difference", "interval")}
     return words.format(**shared, **fields)
 
 

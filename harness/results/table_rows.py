@@ -1,4 +1,4 @@
-"""The table rows of records: one per timed cell, one per point of an analysis, else one per task
+"""The table rows of records: one per timed run, one per point of an analysis, else one per task
 and metric, compared with the full cache."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ Pairs = list[tuple[Record, list[TableRow]]]
 ROUND = str.maketrans("[]", "()")
 CONDITIONS = (
     "num_samples", "num_fewshot", "seq_len",
-    "size", "size_artifact", "device_frac", "resident_frac",
+    "budget", "budget_artifact", "device_frac", "resident_frac",
     *(column.name for column in OF_SOME_RUNS),
 )  # fmt: skip
 """Entries beside the metrics of a task that have columns."""
@@ -92,7 +92,7 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
         if record["table"] == "analysis":
             common["source"] = metrics["source"]
     if record["table"] != "analysis":
-        rows = [row | {"unmet_size": _unmet_size(config, row)} for row in rows]
+        rows = [row | {"unmet_budget": _unmet_budget(config, row)} for row in rows]
     return [common | row for row in rows]
 
 
@@ -100,7 +100,7 @@ def layer_rows(record: Record) -> Iterator[TableRow]:
     """The errors of attention outputs by layer, as points of an analysis; none of an older record,
     which has none.
 
-    A series is a label and its size, `H2O, 10 %`. x_name names the text.
+    A series is a label and its budget, `H2O, 10 %`. x_name names the text.
     """
     layers = record["samples"].get(LAYERS, ())
     for name, entries in record["metrics"].items():
@@ -110,7 +110,7 @@ def layer_rows(record: Record) -> Iterator[TableRow]:
                 yield value | {
                     "experiment": ATTENTION_ERROR.name,
                     "model": record["config"]["model"]["name"],
-                    "series": f"{record['config']['label']}, {100 * context['size']:.0f} %",
+                    "series": f"{record['config']['label']}, {100 * context['budget']:.0f} %",
                     "layer": None,
                     "x_name": f"{LAYER.name}, {context['task']}",
                     "x": of_layer[LAYER.name],
@@ -221,7 +221,7 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     return row
 
 
-def _unmet_size(config: Mapping[str, Any], entries: Mapping[str, Any]) -> float | None:
-    """The size that was asked for, where the one that ran is another."""
-    asked: float | None = config.get("size")
-    return asked if is_unmet(asked, entries.get("size")) else None
+def _unmet_budget(config: Mapping[str, Any], entries: Mapping[str, Any]) -> float | None:
+    """The budget that was asked for, where the one that ran is another."""
+    asked: float | None = config.get("budget")
+    return asked if is_unmet(asked, entries.get("budget")) else None

@@ -1,10 +1,10 @@
-"""Dense layers of each method that are best for a size on a model: `conf/tuned.yaml`.
+"""Dense layers of each method that are best for a budget on a model: `conf/tuned.yaml`.
 
     python -m harness.results.tuned results results/qwen2.5-coder-0.5b
 
 writes the numbers of the models of these results folders into the file. They come from
 `experiment=tune`, which scores every method with 0, 1 and 2 dense layers on `offline`, the
-calibration text. Of the numbers with which a method has the size, that with the least KL counts.
+calibration text. Of the numbers with which a method has the budget, that with the least KL counts.
 No other text is looked at, and sweeps read the file alone. So the texts of `experiment=board`
 are scored with settings that were chosen without them.
 """
@@ -29,16 +29,16 @@ from harness.settings.schema import options
 
 FILE = CONF_DIR / "tuned.yaml"
 HEADER = """\
-# Dense layers of each method at a size, by model: of 0, 1 and 2 layers with which it has the
-# size, the number with the least KL on `offline`, the calibration text. Written by `python -m
+# Dense layers of each method at a budget, by model: of 0, 1 and 2 layers with which it has the
+# budget, the number with the least KL on `offline`, the calibration text. Written by `python -m
 # harness.results.tuned RESULTS...` after `python run.py experiment=tune model=MODEL`.
 # A method or model that is not here has none.
 """
-ASKED = re.compile(r"(?:^|, )size=([\d.]+)")
-DENSE = re.compile(r"(?:^|, )num_exempt_layers=(\d+)")
+ASKED = re.compile(r"(?:^|, )budget=([\d.]+)")
+DENSE = re.compile(r"(?:^|, )dense_layers=(\d+)")
 CODEC = re.compile(r"(?:^|, )codec=")
 DenseLayers = dict[str, dict[str, dict[float, int]]]
-"""The number by model, method and size."""
+"""The number by model, method and budget."""
 
 
 def read() -> DenseLayers:
@@ -46,22 +46,22 @@ def read() -> DenseLayers:
     return yaml.safe_load(FILE.read_text(encoding="utf-8")) or {}
 
 
-def as_tuned(methods: Sequence[str], sizes: Sequence[float], model: str) -> list[list[Any]]:
-    """`${as_tuned:${sweep.methods},[0.05,0.10],${model.name}}` in a sweep: [method, size, dense
-    layers] of each method at each size."""
+def as_tuned(methods: Sequence[str], budgets: Sequence[float], model: str) -> list[list[Any]]:
+    """`${as_tuned:${sweep.methods},[0.05,0.10],${model.name}}` in a sweep: [method, budget, dense
+    layers] of each method at each budget."""
     of_model = read().get(model, {})
-    cells = []
+    found = []
     for method in methods:
-        for size in sizes:
-            number = of_model.get(method, {}).get(size, 0)
-            cells.append([method, f"nearest:{size}", number])
-    return cells
+        for budget in budgets:
+            number = of_model.get(method, {}).get(budget, 0)
+            found.append([method, f"nearest:{budget}", number])
+    return found
 
 
 def best_of(rows: Iterable[TableRow]) -> DenseLayers:
     """The numbers with the least KL of the rows of `experiment=tune`.
 
-    Rows over a codec, rows without a size, and methods at another size than asked do not count.
+    Rows over a codec, rows without a budget, and methods at another budget than asked do not count.
     """
     found: DenseLayers = {}
     by_kl = sorted(where(rows, "metric", KL.name), key=itemgetter("value"))
@@ -70,11 +70,11 @@ def best_of(rows: Iterable[TableRow]) -> DenseLayers:
         asked, given = ASKED.search(settings), DENSE.search(settings)
         if asked is None or CODEC.search(settings):
             continue
-        if abs(row["size"] - float(asked[1])) > EQUAL:
+        if abs(row["budget"] - float(asked[1])) > EQUAL:
             continue
         if given is None and row["method"] not in options("method"):
             continue  # a method of one's own, whose file is not here
-        number = given[1] if given else shipped(row["method"])[1]["num_exempt_layers"]
+        number = given[1] if given else shipped(row["method"])[1]["dense_layers"]
         of_method = found.setdefault(row["model"], {}).setdefault(row["method"], {})
         of_method.setdefault(float(asked[1]), int(number))
     return found
@@ -93,8 +93,8 @@ def write(sources: Sequence[Path]) -> Path:
             raise UserError(f"{results}: has no tables/tune.csv; run experiment=tune first")
         for model, methods in best_of(read_table(table)).items():
             of_model = numbers.setdefault(model, {})
-            for method, of_sizes in methods.items():
-                of_model[method] = of_model.get(method, {}) | of_sizes
+            for method, of_budgets in methods.items():
+                of_model[method] = of_model.get(method, {}) | of_budgets
     write_atomic(FILE, HEADER + yaml.safe_dump(numbers, default_flow_style=None, width=200))
     return FILE
 

@@ -1,7 +1,7 @@
 """The records of an experiment as one tidy table, `tables/<experiment>.csv` of a results folder,
 and a `.md` page of it for people.
 
-The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed cell, or per
+The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed run, or per
 point of an analysis. Seconds, bytes, fractions in [0, 1]; empty where nothing was measured. The
 same records give the same bytes. The project ships tables without their records; those rows have
 `shipped=yes` and stay until a run of one's own has the same identity (`columns.IDENTITY`). All
@@ -57,8 +57,8 @@ MADE = frozenset(("board", "board_claims", "board_models", "board_pairs"))
 LAYERS_TABLE = "attention_error"
 """The table that shows the runs of `experiment=perplexity` layer by layer."""
 MACHINE = ["model", "platform", "source"]
-CELL = [*MACHINE, "batch_size", "prompt_len", "gen_len"]
-"""What a timed cell is of, besides its system."""
+TIMED_RUN = [*MACHINE, "batch_size", "prompt_len", "gen_len"]
+"""What a timed run is of, besides its system."""
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
@@ -93,7 +93,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         rows = _ordered(shape, merged(path, shape, own))
         _say_what_is_gone(path, rows)
         _write(path, shape, rows)
-        if experiment == "latency":  # its records are the cells of all figures of speed
+        if experiment == "latency":  # its records are the runs of all figures of speed
             for figure, of_figure in _figures_of_speed(rows):
                 of_paths = path.with_stem(figure), path.with_stem(figure).with_suffix(".md")
                 if of_figure:
@@ -147,41 +147,41 @@ def _figures_of_speed(rows: TableRows) -> Iterator[tuple[str, TableRows]]:
     15, 18 the longest prompt of 16a. Each model and machine has a sweep of its own."""
     import pandas as pd  # here, as a command's help needs no pandas
 
-    cells = pd.DataFrame(rows, columns=CELL)
-    batches = _widest_sweep(cells, "batch_size")
-    prompts = _widest_sweep(cells, "prompt_len")
+    timed = pd.DataFrame(rows, columns=TIMED_RUN)
+    batches = _widest_sweep(timed, "batch_size")
+    prompts = _widest_sweep(timed, "prompt_len")
     for figure, found in (
         ("fig14", _largest(batches, "batch_size")),
         ("fig15", batches),
         ("fig16a", prompts),
-        ("fig16b", _widest_sweep(cells, "model", least=2)),
+        ("fig16b", _widest_sweep(timed, "model", least=2)),
         ("fig18", _largest(prompts, "prompt_len")),
     ):
         yield figure, [rows[number] | {"experiment": figure} for number in found.index]
 
 
-def _widest_sweep(cells: pd.DataFrame, axis: str, least: int = 1) -> pd.DataFrame:
-    """The cells of the setups with the most values of `axis` on their machine, and `least`.
+def _widest_sweep(timed: pd.DataFrame, axis: str, least: int = 1) -> pd.DataFrame:
+    """The runs of the setups with the most values of `axis` on their machine, and `least`.
 
-    A setup is all of a cell but `axis`.
+    A setup is all of a run but `axis`.
     """
-    setup = [name for name in CELL if name != axis]
-    machine = [cells[name] for name in MACHINE if name != axis]
-    num_values = cells.groupby(setup, dropna=False)[axis].transform("nunique")
+    setup = [name for name in TIMED_RUN if name != axis]
+    machine = [timed[name] for name in MACHINE if name != axis]
+    num_values = timed.groupby(setup, dropna=False)[axis].transform("nunique")
     most = num_values.groupby(machine, dropna=False).transform("max")
-    return cells[num_values == most.clip(lower=least)]
+    return timed[num_values == most.clip(lower=least)]
 
 
-def _largest(cells: pd.DataFrame, axis: str) -> pd.DataFrame:
-    """The cells with the largest value of `axis` in each setup."""
-    setup = [name for name in CELL if name != axis]
-    return cells[cells[axis] == cells.groupby(setup, dropna=False)[axis].transform("max")]
+def _largest(timed: pd.DataFrame, axis: str) -> pd.DataFrame:
+    """The runs with the largest value of `axis` in each setup."""
+    setup = [name for name in TIMED_RUN if name != axis]
+    return timed[timed[axis] == timed.groupby(setup, dropna=False)[axis].transform("max")]
 
 
 def _write_layers(path: Path, records: Sequence[Record]) -> None:
     """The table of the errors of attention outputs by layer; none where no record has them.
 
-    Of runs with one label and size the newest counts, since the others would share its line.
+    Of runs with one label and budget the newest counts, since the others would share its line.
     """
     by_line: dict[tuple[Any, ...], list[TableRow]] = {}
     for record in sorted(records, key=lambda record: record["started"]):
@@ -325,9 +325,9 @@ def _sort_key(row: TableRow) -> tuple[Any, ...]:
         task = str(row["platform"])
         names = ("prompt_len", "gen_len", "memory_bytes", "batch_size")
     shape = [row.get(name) or 0 for name in names]
-    size = row.get("size") or 0
+    budget = row.get("budget") or 0
     metric = rank(str(row.get("metric", "")))
-    return row["model"], row["label"], task, *shape, size, position, metric, row["run_id"]
+    return row["model"], row["label"], task, *shape, budget, position, metric, row["run_id"]
 
 
 if __name__ == "__main__":

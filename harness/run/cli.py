@@ -53,7 +53,7 @@ from harness.files import until_settled
 from harness.model.resources import Resources
 from harness.results import archive
 from harness.run import runner, status
-from harness.run.cells import run_cells
+from harness.run.all_runs import run_all
 from harness.run.compose import as_sweep, override, read_override
 from harness.run.kinds import measurement_of
 from harness.run.parse import asks_status, parse
@@ -170,13 +170,13 @@ class Jobs:
         print(f"experiment={experiment}: composing its runs", file=sys.stderr, flush=True)
         plan = read_plan(config.sweep, given)
         if asked:
-            print(status.render(status.of_runs(map(runner.Run.of, plan.cells))))
+            print(status.render(status.of_runs(map(runner.Run.of, plan.runs))))
             return
         self.draws = True
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
-        for path in run_cells(plan.cells, plan.minutes, self.resources):
+        for path in run_all(plan.runs, plan.minutes, self.resources):
             self.paths.append(path)
 
     def _swept_words(self) -> list[str]:

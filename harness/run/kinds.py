@@ -273,13 +273,13 @@ class Capacity(Measurement):
             needed = "kind=capacity needs the memory of the emulated device, in GiB"
             raise UserError(f"platform.device_gib=null: {needed}")
         has_hits = config.capacity.hit_frac is not None
-        needs_hits = platform.sheet is not None and config.device_rows > 0
+        needs_hits = platform.sheet is not None and config.gpu_cache > 0
         if needs_hits and not has_hits:
             unknown = "on a modelled machine nobody knows which rows are asked for again"
             give = "give the share that was measured (`found on device`), from 0 to below 1"
             raise UserError(f"capacity.hit_frac=null: {unknown}; {give}")
         if has_hits and not needs_hits:
-            no_rows = "is for device_rows on a modelled machine; leave it null"
+            no_rows = "is for gpu_cache on a modelled machine; leave it null"
             raise UserError(f"capacity.hit_frac={config.capacity.hit_frac:g}: {no_rows}")
 
     def needs_weights(self, config: RunConfig) -> bool:
@@ -333,7 +333,7 @@ class Contract(Measurement):
     `harness.checks.contract`."""
 
     def check(self, config: RunConfig) -> None:
-        _refuse(config, "experiment=contract", "size")
+        _refuse(config, "experiment=contract", "budget")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return False
@@ -359,7 +359,7 @@ class Analysis(Measurement):
         if config.model.device == "map":
             one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
             raise UserError(f"model.device=map: {one}")
-        _refuse(config, "kind=analysis", "codec", "size")
+        _refuse(config, "kind=analysis", "codec", "budget")
         if config.corpus.spread:
             one_part = "kind=analysis reads one part of the text; leave it out"
             raise UserError(f"corpus.spread=true: {one_part}")

@@ -63,7 +63,7 @@ class MyMethodState(RetrievingState):
 
 @dataclass(frozen=True)
 class MyMethod(RetrievingPages):
-    """Reads `read_frac` of the cached tokens in pages of `page_size`, both settings of the base."""
+    """Reads `budget` of the cached tokens in pages of `page_size`, both settings of the base."""
 
     page_size: int = 16
     # On the command line method.num_channels=8

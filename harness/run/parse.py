@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OF_THE_CODEC = ("codec", "value_codec", "codec_layers", "rotation", "key_groups")
-DEFAULTS = ("group_size", "residual", "device_rows", "prefetch")
+DEFAULTS = ("group_size", "residual", "gpu_cache", "prefetch")
 """Keys of a method's YAML for which a setting of the same name may be given."""
 OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 """Keys of a method's YAML that make it that method. They cannot be changed under its name."""
-ON_HOST = ("device_rows", "prefetch")
+ON_HOST = ("gpu_cache", "prefetch")
 """Those that need rows behind a link."""
 
 AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
@@ -115,8 +115,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         seq_len = settings.get("seq_len")
         # `build` refuses what is no number
         made["prefill_len"] = configs.prompt_of_window(seq_len) if isinstance(seq_len, int) else 0
-    sized = _size(settings.get("size"), chosen.method, cache_settings.get("codec"))
-    checked = build(RunConfig, _taken_as_written(settings) | made | cache_settings | sized)
+    with_it = _budget(settings.get("budget"), chosen.method, cache_settings.get("codec"))
+    checked = build(RunConfig, _taken_as_written(settings) | made | cache_settings | with_it)
     _check_together(checked, kind, given)
     made_label = _label(checked, kind, chosen.file)
     if kind.live:
@@ -161,7 +161,7 @@ def _at_top(cls: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _repeated(cls: type[T], settings: Mapping[str, Any], *, counts: bool) -> T:
-    """`LatencyConfig` or `SamplingConfig`. Both have `repeats`: of the timed steps of a cell, or
+    """`LatencyConfig` or `SamplingConfig`. Both have `repeats`: of the timed steps of a run, or
     answers to each question. counts: it is meant here."""
     own = _at_top(cls, settings)
     repeats = own.pop("repeats", None)
@@ -330,30 +330,33 @@ def _own_codec(codec: Any, given: Any) -> dict[str, Any]:
     return {"codec": name, "own_codec": build(cls, given, "codec_settings")}
 
 
-def _size(given: Any, method: Method, codec: Any) -> dict[str, Any]:
-    """`size` and `sizing` of what the user gave: a share of the full cache such as 0.16 or 16%, or
-    the nearest possible one, `nearest:0.16`. Empty where nothing is given.
+def _budget(given: Any, method: Method, codec: Any) -> dict[str, Any]:
+    """`budget` and `budget_rule` of what the user gave: a share of the full cache such as 0.16 or
+    16%, or the nearest possible one, `nearest:0.16`. Empty where nothing is given.
 
-    The full cache has no size to set and runs as it is, so that a sweep may name it. Under
-    `nearest` so does every method without a size, such as a codec's preset.
+    The full cache has no budget to set and runs as it is, so that a sweep may name it. Under
+    `nearest` so does every method without a budget, such as a codec's preset.
     """
     if given is None:
         return {}
-    sizing, share = "exact", given
+    budget_rule, share = "exact", given
     if isinstance(given, str):
         rule, _, words = given.rpartition(":")
         share = _share_in(words)
         if share is None or rule not in ("", "nearest"):
             allowed = "a share of the full cache such as 0.16 or 16%, or nearest:0.16"
-            raise UserError(f"size={given}: must be {allowed}")
-        sizing = rule or sizing
+            raise UserError(f"budget={given}: must be {allowed}")
+        budget_rule = rule or budget_rule
     if isinstance(share, int | float) and not 0 < share <= 1:
-        raise UserError(f"size={share}: must be above 0 and at most 1")
+        raise UserError(f"budget={share}: must be above 0 and at most 1")
     if method.reads_all and codec is None:
-        return {"size": None, "sizing": "exact"}  # the full cache: the same run at every size
-    if sizing == "nearest" and not _has_size(method):
+        return {
+            "budget": None,
+            "budget_rule": "exact",
+        }  # the full cache: the same run at every budget
+    if budget_rule == "nearest" and not _has_budget(method):
         share = None
-    return {"size": share, "sizing": sizing}
+    return {"budget": share, "budget_rule": budget_rule}
 
 
 def _share_in(words: str) -> float | None:
@@ -366,10 +369,10 @@ def _share_in(words: str) -> float | None:
     return number / 100 if is_percent else number
 
 
-def _has_size(method: Method) -> bool:
-    """Whether a method can be set to a size."""
+def _has_budget(method: Method) -> bool:
+    """Whether a method can be set to a budget."""
     try:
-        method.with_size(1.0)
+        method.with_budget(1.0)
     except ValueError:
         return False
     return True
@@ -384,8 +387,8 @@ def _tables_of(experiment: str, usual_kind: str) -> set[str]:
 def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
     """Raise UserError for settings that contradict one another, or make no sense in this
     experiment."""
-    if config.size is not None:
-        _check_given_of_sized(config.method, config.size, given)
+    if config.budget is not None:
+        _check_given_beside_budget(config.method, config.budget, given)
     usual_kind = kind_of(config.experiment)
     if usual_kind is not None and kind.table not in _tables_of(config.experiment, usual_kind):
         others = [name for name in options("experiment") if kind_of(name) == config.kind]
@@ -393,20 +396,20 @@ def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
             f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
             f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
         )
-    systems.check_hot_rows(config.method, config.device_rows, config.prefetch)
+    systems.check_gpu_cache(config.method, config.gpu_cache, config.prefetch)
     measurement_of(config.kind).check(config)
 
 
-def _check_given_of_sized(method: Method, size: float, given: set[str]) -> None:
-    """Raise UserError for a given setting of the method that `size` sets to another value."""
-    sized = method.with_size(size)
+def _check_given_beside_budget(method: Method, budget: float, given: set[str]) -> None:
+    """Raise UserError for a given setting of the method that `budget` sets to another value."""
+    with_it = method.with_budget(budget)
     for field in fields(method):
         setting = f"method.{field.name}"
         value = getattr(method, field.name)
         if setting not in given or value is None:
             continue
-        if getattr(sized, field.name) != value:
-            raise UserError(f"{setting}={value}: size={size:g} sets it; leave one of them out")
+        if getattr(with_it, field.name) != value:
+            raise UserError(f"{setting}={value}: budget={budget:g} sets it; leave one of them out")
 
 
 def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
@@ -424,6 +427,6 @@ def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
     parts: list[str | None] = [title]
     if config.codec_name != codec_of_file:
         parts.append(config.codec_name)
-    if config.device_rows != file.get("device_rows", 0):
-        parts.append(f"{config.device_rows:g}x rows on the device")
+    if config.gpu_cache != file.get("gpu_cache", 0):
+        parts.append(f"{config.gpu_cache:g}x GPU cache")
     return " + ".join(filter(None, parts))

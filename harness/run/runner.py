@@ -35,7 +35,7 @@ from harness.model.resources import Resources
 from harness.results import environment, inputs
 from harness.results import record as records
 from harness.results import write as tables
-from harness.results.metrics import DEVICE_FRAC, SIZE, TOKENS_EVICTED
+from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED
 from harness.results.samples import full_runs
 from harness.run.kinds import digests_of, measurement_of
 from harness.settings import own_method
@@ -72,11 +72,11 @@ class Run:
 
     @property
     def title(self) -> str:
-        """A few words for a progress line, in one line: experiment, shape, label, size."""
+        """A few words for a progress line, in one line: experiment, shape, label, budget."""
         config = self.config
         words = [config.experiment, measurement_of(config.kind).shape(config), config.label]
-        if config.size is not None and not config.label_given:
-            words.append(f"at {config.size:g}")
+        if config.budget is not None and not config.label_given:
+            words.append(f"at {config.budget:g}")
         return printable(" ".join(filter(None, words)))
 
     def is_finished(self) -> bool:
@@ -128,7 +128,7 @@ def run(
     """Do one run, unless its record is finished. One process at a time does. Returns the record's
     path.
 
-    since: of a cell, when its sweep began, in seconds since the epoch. Then a run in another
+    since: of a run of a sweep, when that began, in seconds since the epoch. Then a run in another
     process is not waited for, a failure there since then is a failure here, and nothing is
     printed. say: prints a line.
 
@@ -137,7 +137,7 @@ def run(
             lower), or a fault of the user's model, data or method. The record then says `failed`,
             as for any other exception; after Ctrl-C it says `interrupted`.
         BugError: a bug of ours ended it in another process.
-        HeldError: another process runs this cell.
+        HeldError: another process does this run.
     """
     if since is not None:
         say = str  # says nothing
@@ -167,8 +167,8 @@ def run(
 
 def _skip(todo: Run, say: Callable[[str], object]) -> Path:
     relabel(todo)
-    if todo.config.size is not None:
-        _warn_of_unmet_size(todo, records.read_record(todo.path)["metrics"])
+    if todo.config.budget is not None:
+        _warn_of_unmet_budget(todo, records.read_record(todo.path)["metrics"])
     say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
     return todo.path
 
@@ -227,7 +227,7 @@ def _record(todo: Run, resources: Resources) -> None:
             outcome = measurement.run(config, resources)
             records.require_finite(outcome.metrics)
             _warn_of_idle_budgets(todo, outcome.metrics)
-            _warn_of_unmet_size(todo, outcome.metrics)
+            _warn_of_unmet_budget(todo, outcome.metrics)
             devices: list[str] = []
             if measurement.needs_weights(config):
                 devices = _devices_of(resources.model(config.model).model)
@@ -259,13 +259,13 @@ def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
     numbers = f"the budget is never reached, so these are the full cache's numbers{codec}"
     if entries.get(TOKENS_EVICTED.name) == 0:
         return f"no token was evicted: {numbers}"
-    size, on_device = entries.get(SIZE.name), entries.get(DEVICE_FRAC.name)
-    if size is None or on_device is None:
+    budget, on_device = entries.get(BUDGET.name), entries.get(DEVICE_FRAC.name)
+    if budget is None or on_device is None:
         return None
-    # Tokens that stay on the device count there alone: of such a method a size of 0 says that all
+    # Tokens that stay on the device count there alone: of such a method a budget of 0 says that all
     # do, and of a codec that all are exact.
     if not config.method.reads_all:
-        if size >= 1 or (size == 0 and on_device >= 1):
+        if budget >= 1 or (budget == 0 and on_device >= 1):
             return f"every decode row read the whole cache: {numbers}"
     elif config.codec is not None and config.residual and on_device >= 1:
         return (
@@ -275,13 +275,13 @@ def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _warn_of_unmet_size(todo: Run, metrics: Mapping[str, Any]) -> None:
-    """Say of which tasks or texts another size was read than was asked for."""
-    asked = todo.config.size
+def _warn_of_unmet_budget(todo: Run, metrics: Mapping[str, Any]) -> None:
+    """Say of which tasks or texts another budget was read than was asked for."""
+    asked = todo.config.budget
     for where, entries in _parts(todo.title, metrics):
-        size = entries.get(SIZE.name)
-        if is_unmet(asked, size):
-            log.warning("%s: size=%g was asked for, %.3f was read", where, asked, size)
+        budget = entries.get(BUDGET.name)
+        if is_unmet(asked, budget):
+            log.warning("%s: budget=%g was asked for, %.3f was read", where, asked, budget)
 
 
 def _parts(title: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -1,12 +1,12 @@
 """How far runs are, by experiment: done, running, failed, interrupted, missing; and the time left.
 
     python run.py status=true                         # of all that was started there
-    python run.py experiment=board status=true        # of the cells of a command
+    python run.py experiment=board status=true        # of the runs of a command
 
-A sweep leaves a list of its cells in `runs/sweeps` until all have begun, so that after an
+A sweep leaves a list of its runs in `runs/sweeps` until all have begun, so that after an
 interruption a folder counts those that were never begun as missing, too. A run is running if a
-living process holds its lock. The time left is for one process: the mean time of the done cells of
-the same experiment, for each cell that is not done.
+living process holds its lock. The time left is for one process: the mean time of the done runs of
+the same experiment, for each run that is not done.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.results import record as records
 from harness.run.runner import Run, is_held
 
 SWEEPS = "sweeps"
-"""The folder beside those of the experiments with the lists of cells of sweeps that have not
+"""The folder beside those of the experiments with the lists of runs of sweeps that have not
 ended."""
 STATES = ("done", "running", "failed", "interrupted", "missing")
 
@@ -44,10 +44,10 @@ class Progress(NamedTuple):
 
 
 def note(runs: Sequence[Run]) -> Path:
-    """Write the list of a sweep's cells beside their records. Returns its path, which is the same
+    """Write the list of a sweep's runs beside their records. Returns its path, which is the same
     at every start of the sweep. Raises UserError where the folder cannot be written."""
-    cells = [_identity(run.path) | {"title": run.title} for run in runs]
-    text = json.dumps(cells, indent=1)
+    listed = [_identity(run.path) | {"title": run.title} for run in runs]
+    text = json.dumps(listed, indent=1)
     path = runs[0].path.parents[2] / SWEEPS / f"{text_sha256(text)[:16]}.json"
     write_atomic(path, text)
     return path
@@ -59,12 +59,12 @@ def _identity(path: Path) -> dict[str, str]:
 
 
 def _noted(results_dir: str | Path) -> Iterator[dict[str, str]]:
-    """The cells in the lists of a results folder; lists that are damaged are left out."""
+    """The runs in the lists of a results folder; lists that are damaged are left out."""
     for path in sorted((Path(results_dir) / "runs" / SWEEPS).glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            cells = json.loads(path.read_text(encoding="utf-8"))
+            listed_runs = json.loads(path.read_text(encoding="utf-8"))
             names = ("experiment", "settings_id", "title")
-            yield from [{name: str(cell[name]) for name in names} for cell in cells]
+            yield from [{name: str(listed[name]) for name in names} for listed in listed_runs]
 
 
 def of_runs(runs: Iterable[Run]) -> Iterator[Progress]:
@@ -75,7 +75,7 @@ def of_runs(runs: Iterable[Run]) -> Iterator[Progress]:
 
 def of_folder(results_dir: str | Path) -> Iterator[Progress]:
     """All that was started in a results folder: of runs that differ in code alone, the one that is
-    furthest. The cells of a sweep that has not ended are missing where they have no record."""
+    furthest. The runs of a sweep that has not ended are missing where they have no record."""
     best: dict[tuple[str, str], Progress] = {}
     for record in records.read_all(results_dir):
         path = records.record_path(results_dir, record["experiment"], record["run_id"])

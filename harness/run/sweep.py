@@ -42,7 +42,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
 from harness.results.tuned import as_tuned
-from harness.run.cells import counted, groups
+from harness.run.all_runs import counted, groups
 from harness.run.compose import Composer, compose, load, override
 from harness.run.parse import chosen_model
 from harness.settings.config import RunConfig
@@ -70,11 +70,11 @@ OmegaConf.register_new_resolver("as_tuned", as_tuned, replace=True)
 
 @dataclass
 class Plan:
-    """cells: the runs, checked, none of which has begun. left_out: experiment and reason of each
+    """runs: checked, none of which has begun. left_out: experiment and reason of each
     that `when` or `where_allowed` leaves out. minutes: by experiment, what its runs may take in one
     start; None, or not named: as long as it takes."""
 
-    cells: list[RunConfig] = field(default_factory=list)
+    runs: list[RunConfig] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     minutes: dict[str, float | None] = field(default_factory=dict)
 
@@ -110,21 +110,21 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
     plan = Plan()
     name = next((word for word in overrides if setting_of(word) == "experiment"), "")
     _read(plan, node, overrides, (name.partition("=")[2],), Composer())
-    if not plan.cells:
+    if not plan.runs:
         raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
-    known = {config.experiment: None for config in plan.cells} | dict(plan.left_out)
+    known = {config.experiment: None for config in plan.runs} | dict(plan.left_out)
     for name in plan.minutes:
         if name not in known:
             raise UserError(
                 f"sweep.minutes.{name}: no run is of that experiment; {nearest(name, known)}"
             )
     if (share := node.get("share")) is not None:
-        plan.cells = share_of(plan.cells, str(share))
+        plan.runs = share_of(plan.runs, str(share))
     return plan
 
 
-def share_of(cells: Sequence[RunConfig], share: str) -> list[RunConfig]:
-    """The K-th of N shares of cells, `share` being "K/N": their groups dealt out in turn.
+def share_of(runs: Sequence[RunConfig], share: str) -> list[RunConfig]:
+    """The K-th of N shares of runs, `share` being "K/N": their groups dealt out in turn.
 
     So neighbours, which cost about the same, go to different shares. UserError where `share` is
     none.
@@ -133,7 +133,7 @@ def share_of(cells: Sequence[RunConfig], share: str) -> list[RunConfig]:
     number, shares = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= shares:
         raise UserError(f"sweep.share={share}: must be K/N with K from 1 to N, such as 2/8")
-    own_groups = groups(cells, lambda config: config)[number - 1 :: shares]
+    own_groups = groups(runs, lambda config: config)[number - 1 :: shares]
     return list(itertools.chain.from_iterable(own_groups))
 
 
@@ -171,26 +171,26 @@ def _read(
         name = setting_of(word)
         if name.partition(".")[0] not in ("sweep", "experiment"):
             given[name] = word
-    cells: list[tuple[dict[str, Any], bool]] = []  # with whether it may be refused
+    combinations: list[tuple[dict[str, Any], bool]] = []  # with whether it may be refused
     for entry, source in zip(asked.runs, written.get("runs") or (), strict=True):
         settings = dict(entry)
         condition, where_allowed = settings.pop("when", True), settings.pop("where_allowed", False)
-        for cell in _combinations(settings):
+        for combination in _combinations(settings):
             if condition is None:
-                experiment = _experiment_of({**settings_of_all, **cell})
+                experiment = _experiment_of({**settings_of_all, **combination})
                 missing = str(source["when"]).strip("${}")
                 plan.left_out.append((experiment, f"{missing} is not given"))
             else:
-                cells.append((cell, where_allowed))
+                combinations.append((combination, where_allowed))
     if "method" in given:
-        cells = _of_method(cells, given["method"].partition("=")[2])
+        combinations = _of_method(combinations, given["method"].partition("=")[2])
     for key in given:
-        values = {str(cell[key]) for cell, _ in cells if key in cell}
+        values = {str(combination[key]) for combination, _ in combinations if key in combination}
         if len(values) > 1:
             instead = "leave it out, or sweep=null for one run"
             raise UserError(f"{given[key]}: the sweep varies {key} itself; {instead}")
-    for cell, where_allowed in cells:
-        settings = {**settings_of_all, **cell}
+    for combination, where_allowed in combinations:
+        settings = {**settings_of_all, **combination}
         for key, value in settings.items():
             if is_group(key) and not isinstance(value, str):
                 raise UserError(f"sweep.runs: {key}={value}: must be one name")
@@ -206,8 +206,8 @@ def _read(
         if not find(config.kind).keeps_record:
             no_record = f"experiment={config.experiment} writes no record"
             raise UserError(f"sweep.runs: {no_record}, so it is no run of a sweep")
-        if config not in plan.cells:
-            plan.cells.append(config)
+        if config not in plan.runs:
+            plan.runs.append(config)
 
     for name in asked.experiments:
         if name not in options("experiment"):
@@ -226,25 +226,27 @@ def _experiment_of(settings: Mapping[str, Any]) -> str:
 
 
 def _of_method(
-    cells: list[tuple[dict[str, Any], bool]], method: str
+    combinations: list[tuple[dict[str, Any], bool]], method: str
 ) -> list[tuple[dict[str, Any], bool]]:
-    """The cells of one method, of a sweep that varies it. Another method takes the place of each
-    that has no setting of its own, but for the number of exempt layers, which every method has.
+    """The combinations of one method, of a sweep that varies it. Another method takes the place of
+    each that has no setting of its own, but for the number of dense layers, which every method has.
 
-    Where each method has one number of exempt layers, its own (`as_tuned`), the other method has
+    Where each method has one number of dense layers, its own (`as_tuned`), the other method has
     that of its class.
     """
-    names = {str(cell["method"]) for cell, _ in cells if "method" in cell}
+    names = {
+        str(combination["method"]) for combination, _ in combinations if "method" in combination
+    }
     if len(names) < 2:
-        return cells
+        return combinations
     if method in names:
-        return [entry for entry in cells if entry[0].get("method") == method]
+        return [entry for entry in combinations if entry[0].get("method") == method]
     replaced: list[tuple[dict[str, Any], bool]] = []
-    for cell, where_allowed in cells:
-        if any(map(_is_of_one_method, cell)):
+    for combination, where_allowed in combinations:
+        if any(map(_is_of_one_method, combination)):
             continue
-        settings = {**cell, "method": method}
-        if not _has_several_numbers(cell, cells):
+        settings = {**combination, "method": method}
+        if not _has_several_numbers(combination, combinations):
             settings.pop(OF_EVERY_METHOD, None)
         entry = settings, where_allowed
         if entry not in replaced:
@@ -253,11 +255,12 @@ def _of_method(
 
 
 def _has_several_numbers(
-    cell: Mapping[str, Any], cells: Sequence[tuple[dict[str, Any], bool]]
+    combination: Mapping[str, Any], combinations: Sequence[tuple[dict[str, Any], bool]]
 ) -> bool:
-    """Whether a cell is there with another number of exempt layers too."""
-    for other, _ in cells:
-        if {**other, OF_EVERY_METHOD: None} == {**cell, OF_EVERY_METHOD: None} and other != cell:
+    """Whether a combination is there with another number of dense layers too."""
+    but_dense = {**combination, OF_EVERY_METHOD: None}
+    for other, _ in combinations:
+        if {**other, OF_EVERY_METHOD: None} == but_dense and other != combination:
             return True
     return False
 
@@ -267,7 +270,7 @@ def _is_of_one_method(key: str) -> bool:
 
 
 def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The cells of one entry: setting to value, for each combination of the alternatives."""
+    """Setting to value, for each combination of the alternatives of one entry."""
     axes = []
     for key, value in entry.items():
         names = key.split()
@@ -281,7 +284,7 @@ def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             axis.append(dict(zip(names, values, strict=True)))
         axes.append(axis)
     for chosen in itertools.product(*axes):
-        cell: dict[str, Any] = {}
+        combination: dict[str, Any] = {}
         for settings in chosen:
-            cell |= settings
-        yield cell
+            combination |= settings
+        yield combination

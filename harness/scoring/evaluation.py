@@ -2,8 +2,8 @@
 
 lm-eval makes the prompts, asks for log-likelihoods or text and decides what is right; replay
 answers under the method. Any task, group or tag of lm-eval runs by its name, beside the project's
-generated ones. Each leaf task is sized, run and reported on its own; a group is reported on top of
-them.
+generated ones. Each leaf task has its budget met, is run and reported on its own; a group is
+reported on top of them.
 
 `harness.scoring.metrics` makes metrics and samples of what lm-eval logs.
 
@@ -27,8 +27,8 @@ from harness.data.ruler import MARKERS
 from harness.data.tasks import COMPLAINTS, FEWSHOT_SEED, load_suite
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
-from harness.model.sizes import ReadStats
 from harness.replay.setup import prepare
 from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.lm import Prefill, ReplayLM
@@ -53,7 +53,7 @@ from harness.settings.kinds import Outcome
 from methods.base import TokenCounts
 
 ANSWER_ROWS = 16
-"""Decode rows of a generated answer, evenly spaced, on which a method is sized."""
+"""Decode rows of a generated answer, evenly spaced, on which a budget is met."""
 UNKNOWN, KNOWN, LESS = "unknown", "known", "unknown_less_known"
 """Whether the method knew the question when it reduced the cache, and the difference; see
 `run_turns`."""
@@ -99,7 +99,7 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
             num_samples += outcome.metrics[name]["num_samples"]
             all_reads += reads[name]
         found |= {"num_samples": num_samples, "tasks": names}
-        outcome.metrics[group.name] = found | all_reads.sizes
+        outcome.metrics[group.name] = found | all_reads.shares
     return outcome
 
 
@@ -114,7 +114,7 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
     Returns:
         metrics by task: for each metric of lm-eval that is a mean, `unknown,METRIC`, `known,METRIC`
         and the difference `unknown_less_known,METRIC`, paired by question; each with its standard
-        error, clustered by prompt. `SHARES` of the unknown questions, `known_size` of the others,
+        error, clustered by prompt. `SHARES` of the unknown questions, `known_budget` of the others,
         num_contexts, num_samples. samples by task: one entry a question, with its numbers and what
         `run_tasks` says of it both ways.
 
@@ -137,8 +137,8 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
         _, *of_known = _run_task(task, config, loaded, known, Prefill("dense", finder))
         contexts = _contexts(unknown.requests)
         metrics, samples = _both_ways(name, of_unknown, of_known, contexts)
-        metrics |= {"num_contexts": len({*contexts.values()})} | unknown.reads.sizes
-        metrics |= {"known_size": known.reads.sizes["size"]}
+        metrics |= {"num_contexts": len({*contexts.values()})} | unknown.reads.shares
+        metrics |= {"known_budget": known.reads.shares["budget"]}
         outcome.metrics[name], outcome.samples[name] = metrics, samples
         outcome.methods[name] = asdict(unknown.method)
     return outcome
@@ -192,7 +192,7 @@ def _both_ways(
 
 class ReplayEngine:
     """Answers the requests of one task. requests, reads: of all answers so far; method: as it was
-    sized for the last of them."""
+    given its budget for the last of them."""
 
     def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, bar_file: TextIO) -> None:
         self.config = config
@@ -274,11 +274,11 @@ def prefill_of(name: str, config: RunConfig, *, writes: bool, task: Task | None 
     """Which rows of a task's requests are dense. writes: the model writes the answers. task: None
     where lm-eval does not hand it over."""
     mode = config.prefill_of(name, writes=writes)
-    if mode == "artifact" and config.size is not None:
+    if mode == "artifact" and config.budget is not None:
         raise UserError(
-            f"size={config.size}: not with prefill=artifact (task {name}), whose decode rows "
-            "depend on the size itself; leave prefill out, which is dense with a size, or set the "
-            "method's own settings in place of size"
+            f"budget={config.budget}: not with prefill=artifact (task {name}), whose decode rows "
+            "depend on the budget itself; leave prefill out, which is dense with a budget, or set "
+            "the method's own settings in place of budget"
         )
     # Under a codec every row past the first reads coded tokens, even where none is dropped.
     coded = config.method.reads_all and config.codec is not None
@@ -352,7 +352,7 @@ def _run_task(
         metrics["num_truncated"] = len(lm.truncated)
     if lm.num_dense:
         metrics["num_dense"] = lm.num_dense
-    return for_group | {"sample_len": len(samples)}, metrics | engine.reads.sizes, samples
+    return for_group | {"sample_len": len(samples)}, metrics | engine.reads.shares, samples
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from harness.data.text import corpus_ids, first_window_offset, start_ids, text_w
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
+from harness.model.budgets import ReadStats
 from harness.model.generation import ENDLESS, GenerationRule
 from harness.model.load import LoadedModel
 from harness.model.resources import Memo
 from harness.model.sampling import Draft, write
-from harness.model.sizes import ReadStats
 from harness.replay.setup import Setup, prepare
 from harness.results.samples import EXPONENTIAL, clustered_stderr
 from harness.scoring.perplexity import FULL, as_perplexity, full_pass, score_rows
@@ -147,12 +147,12 @@ def run_long_decode(
                 nll, reference = full_pass(attached, [*prompt, *tokens.tolist()], length)
                 scores = score_rows(attached, hidden, tokens[1:], reference)
                 pairs.append(Pair(Text(tokens.tolist(), nll), other, scores.kl, scores.agrees))
-    sizes = {"seq_len": length + steps} | reads.sizes
+    shares = {"seq_len": length + steps} | reads.shares
     samples = []
     for window, pair in zip(windows, pairs, strict=True):
         samples.append({"place": window.place} | _raw(pair, loaded.reader))
     return Outcome(
-        metrics={config.corpus.title: summarize(pairs) | sizes},
+        metrics={config.corpus.title: summarize(pairs) | shares},
         samples={"prompts": samples},
         methods={config.corpus.title: asdict(setup.method)},
         chunks=list(curve(pairs, steps)),

@@ -28,9 +28,9 @@ from harness.data.text import (
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
+from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
 from harness.model.resources import Memo
-from harness.model.sizes import ReadStats
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup, prepare
 from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95
@@ -93,15 +93,15 @@ def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Window:
     """A scored window: its place as in `TextWindow`, per-row scores of the method, the full cache's
-    nll, the sizes read, and the errors of attention outputs (`ReplaySession.attention_errors`), of
-    which those of the first `exempt` layers are 0."""
+    nll, the shares read, and the errors of attention outputs (`ReplaySession.attention_errors`), of
+    which those of the first `dense_layers` layers are 0."""
 
     place: float
     scores: RowScores
     full_nll: Tensor
     reads: ReadStats
     errors: Tensor
-    exempt: int
+    dense_layers: int
 
 
 def run_perplexity(
@@ -180,8 +180,8 @@ def _window(
     window: TextWindow, session: ReplaySession, scores: RowScores, full_nll: Tensor
 ) -> Window:
     session.reads.check_fired()
-    errors, exempt = session.attention_errors, session.method.num_exempt_layers
-    return Window(window.place, scores, full_nll, session.reads, errors, exempt)
+    errors, dense_layers = session.attention_errors, session.method.dense_layers
+    return Window(window.place, scores, full_nll, session.reads, errors, dense_layers)
 
 
 def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> Reference:
@@ -248,12 +248,12 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     _add(metrics, "perplexity_full", [window.full_nll for window in windows])
     _add(metrics, "kl_nats", [window.scores.kl for window in windows])
     _add(metrics, "top1_agreement", [window.scores.agrees for window in windows])
-    for name in ("attention_recall", *reads.sizes):
+    for name in ("attention_recall", *reads.shares):
         metrics[name] = getattr(reads, name)
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
     num_layers = len(windows[0].errors)
-    exempt = min(windows[0].exempt, num_layers - 1)
-    errors = [window.errors[exempt:] for window in windows]
+    dense_layers = min(windows[0].dense_layers, num_layers - 1)
+    errors = [window.errors[dense_layers:] for window in windows]
     metrics |= error_metrics(errors)
     layers = []
     for layer in range(num_layers):
@@ -321,7 +321,7 @@ def _raw(window: Window) -> dict[str, Any]:
         "kl_nats": float(window.scores.kl.mean()),
         "top1_agreement": float(window.scores.agrees.mean()),
         "attention_recall": window.reads.attention_recall,
-        "size": window.reads.size,
+        "budget": window.reads.budget,
     }
 
 

@@ -217,7 +217,7 @@ class PlatformConfig:
 
 @dataclass(frozen=True)
 class LatencyConfig:
-    """The shape of a timed cell, and how often it is timed. These settings stand at the top.
+    """The shape of a timed run, and how often it is timed. These settings stand at the top.
 
     Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones. Of
     the gen_len - 1 decode steps, the first `warmup_steps` are not timed; then `timed_steps` are.
@@ -251,7 +251,7 @@ class CapacityConfig:
     """The bounds of `kind=capacity`, and what the cost model cannot know.
 
     max_batch: the search ends there. host_gib: host memory for the cache, in GiB; None: any. curve:
-    batches below the largest are timed too, in powers of two. hit_frac: with device_rows on a
+    batches below the largest are timed too, in powers of two. hit_frac: with gpu_cache on a
     modelled machine, the share of the selected rows that are on the device already.
     """
 
@@ -424,13 +424,13 @@ class AnalysisConfig:
     measured in it.
 
     statistic: None if the run is no analysis. layers: None takes those at the depth of the paper's.
-    kept_frac: share of `num_tokens` that the compared method keeps (`similarity`).
+    budget: share of `num_tokens` that the compared method keeps (`similarity`).
     """
 
     statistic: Statistic | None = None
     num_tokens: Annotated[int, Field(ge=2, le=MOST)] = 2048
     layers: Naturals | None = None
-    kept_frac: Share = 0.1
+    budget: Share = 0.1
 
     def layers_of(
         self, num_layers: int, paper_layers: tuple[int, ...], name: str
@@ -535,10 +535,10 @@ class RunConfig:
     shipped one. group_size: elements along head_dim that share lo and step of an integer codec;
     with key_groups=channel, of keys, consecutive tokens of one channel. rotation: applied to a
     vector before an integer codec. residual: number of last tokens that stay exact, on the device.
-    device_rows: rows of each layer and KV head that stay on the device, in times of what a
-    step reads at most. prefetch: rows that a query made in the layer before would select cross the
-    link early. size: the share of the full cache, of the layers that see every token, that a decode
-    step is to read; sizing: `nearest` for `size=nearest:SHARE`.
+    gpu_cache: rows of the GPU cache in each layer and KV head, as a multiple of what a step reads
+    at most. prefetch: rows that a query made in the layer before would select cross the
+    link early. budget: the share of the full cache, of the layers that see every token, that a
+    decode step is to read; budget_rule: `nearest` for `budget=nearest:SHARE`.
     """
 
     experiment: Text
@@ -561,8 +561,8 @@ class RunConfig:
     rotation: Literal["hadamard"] | None = None
     key_groups: Literal["token", "channel"] = "token"
     residual: Natural = 0
-    size: Share | None = None
-    sizing: Literal["exact", "nearest"] = "exact"
+    budget: Share | None = None
+    budget_rule: Literal["exact", "nearest"] = "exact"
     num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     num_fewshot: Natural | None = None
     prefill: Literal["auto", "dense", "question", "artifact"] = "auto"
@@ -573,7 +573,7 @@ class RunConfig:
     prefill_len: Natural = field(kw_only=True)
     num_windows: Count = 4
     placement: Placement = "host"
-    device_rows: Annotated[float, Field(ge=0, le=MOST)] = 0
+    gpu_cache: Annotated[float, Field(ge=0, le=MOST)] = 0
     prefetch: bool = False
     latency: LatencyConfig = LatencyConfig()
     capacity: CapacityConfig = CapacityConfig()
@@ -584,30 +584,30 @@ class RunConfig:
     results_dir: PathText = RESULTS
 
     def __post_init__(self) -> None:
-        if self.size is not None:
+        if self.budget is not None:
             try:
-                sized: object = self.method.with_size(self.size)
+                with_it: object = self.method.with_budget(self.budget)
             except ValueError as error:
-                nearest_size = f"size=nearest:{self.size} takes the nearest that it allows"
-                raise UserError(f"size={self.size}: {error}; {nearest_size}") from error
+                nearest_budget = f"budget=nearest:{self.budget} takes the nearest that it allows"
+                raise UserError(f"budget={self.budget}: {error}; {nearest_budget}") from error
             from methods.base import Method  # loaded with the method
 
-            if not isinstance(sized, Method):
-                wrong = f"with_size returned {sized!r}; allowed: the sized method"
+            if not isinstance(with_it, Method):
+                wrong = f"with_budget returned {with_it!r}; allowed: the method with this budget"
                 raise UserError(f"method={self.method_name}: {wrong}")
         self._check_codecs()
 
     @property
-    def size_is_measured(self) -> bool:
-        """Whether `size` is met by a search on the calibration text, as the method's reads depend
+    def budget_is_measured(self) -> bool:
+        """Whether `budget` is met by a search on the calibration text, as the method's reads depend
         on the data."""
-        if self.size is None:
+        if self.budget is None:
             return False
         from methods.base import TokenCounts  # loaded with the method
 
-        sized = self.method.with_size(self.size)
+        with_it = self.method.with_budget(self.budget)
         any_counts = TokenCounts(cached=1000, prompt=900, final=1100)
-        return sized.tokens_read(any_counts, sized.num_exempt_layers) is None
+        return with_it.tokens_read(any_counts, with_it.dense_layers) is None
 
     @property
     def codec_name(self) -> str | None:
@@ -660,12 +660,12 @@ class RunConfig:
         if self.codec is None:
             raise UserError(f"{listed}: needs codec=, the format of other layers; fp32 is exact")
         formats: set[str] = set()
-        exempt = self.method.num_exempt_layers
+        dense_layers = self.method.dense_layers
         for layers in layer_formats(self.codec_layers):
-            if layers.last is not None and layers.last < exempt:
-                are_exempt = f"method.num_exempt_layers={exempt} leaves these layers as they are"
+            if layers.last is not None and layers.last < dense_layers:
+                are_dense = f"method.dense_layers={dense_layers} leaves these layers as they are"
                 later = "name later ones, or set it to 0"
-                raise UserError(f"codec_layers=[{layers.words}]: {are_exempt}; {later}")
+                raise UserError(f"codec_layers=[{layers.words}]: {are_dense}; {later}")
             formats |= {layers.keys, layers.values}
         return formats
 
@@ -674,15 +674,15 @@ class RunConfig:
 
         `auto`: the prompt of a generated task ends before the question, where methods differ. A
         task whose answers the model writes decodes from the prompt's end, as in serving. Any other
-        is scored as in the artifact; with `size` it is dense too, since the artifact's decode rows
-        depend on the size itself.
+        is scored as in the artifact; with `budget` it is dense too, since the artifact's decode
+        rows depend on the budget itself.
         """
         if self.prefill != "auto":
             return self.prefill
         if task in GENERATED_TASKS:
             return "question"
-        has_size = self.size is not None or self.sizing == "nearest"
-        return "dense" if writes or has_size else "artifact"
+        has_budget = self.budget is not None or self.budget_rule == "nearest"
+        return "dense" if writes or has_budget else "artifact"
 
     def num_samples_of(self, task: str) -> int | None:
         """Questions of `task`; None is all of them. RULER's have num_samples at each of their

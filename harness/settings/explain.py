@@ -57,7 +57,7 @@ OTHER_RANGES = {
     "codec": f"{', '.join(codec_names())}, or ./FILE.py{OR_NULL}",
     "value_codec": f"as codec, but no file{OR_NULL}",
     "codec_settings": "the fields of the codec",
-    "size": f"above 0, at most 1, a percentage, or nearest:SHARE{OR_NULL}",
+    "budget": f"above 0, at most 1, a percentage, or nearest:SHARE{OR_NULL}",
     "prefill_len": f"a whole number, at least 0{OR_NULL}",
     "metadata.max_seq_lengths": f"a list of different whole numbers{OR_NULL}",
     "metadata.num_sentences": f"a whole number, at least 0{OR_NULL}",

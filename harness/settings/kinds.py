@@ -14,7 +14,7 @@ from harness.settings.config import CODEC_WORDS, RunConfig
 OF_CODECS = (*CODEC_WORDS, "own_codec", "group_size")
 COMMON = (
     "experiment", "kind", "model", "method", "method_name",
-    *OF_CODECS, "size", "sizing", "device_rows", "prefetch",
+    *OF_CODECS, "budget", "budget_rule", "gpu_cache", "prefetch",
 )  # fmt: skip
 """Settings that decide the numbers of every kind of run."""
 
@@ -23,9 +23,9 @@ COMMON = (
 class Outcome:
     """What a run measured.
 
-    metrics: by task or corpus: acc, perplexity, kl_nats, size, ...; an absent measurement is None.
-    samples: raw values behind the metrics, by task.
-    methods: the settings of the method that ran, by task, `size` resolved.
+    metrics: by task or corpus: acc, perplexity, kl_nats, budget, ...; an absent measurement is
+    None. samples: raw values behind the metrics, by task.
+    methods: the settings of the method that ran, by task, `budget` resolved.
     chunks: metrics by range of tokens: {"first", "stop", "num_tokens", "metrics"}, of the only
         text; "windows" where each window has its {"nll", "nll_full"}.
     """

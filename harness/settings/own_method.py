@@ -3,7 +3,7 @@
 A shipped one is a file of `conf/method`, which holds what it changes of its class's defaults. Any
 other is a class in a file or a package of the user's, or a press of kvpress; so is a codec.
 
-    python run.py method=./my_method.py method.kept_frac=0.3
+    python run.py method=./my_method.py method.budget=0.3
     python run.py method=my_package.my_module.MyMethod
     python run.py codec=./my_codec.py +codec_settings.levels=5
     python run.py method=kvpress:SnapKVPress method.window_size=32
@@ -102,8 +102,8 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     if when not in get_args(When):
         raise UserError(f"{setting}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
     has_state = cls.reads_all or hasattr(cls, "state")
-    has_size = cls.reads_all or cls.tokens_read is not Method.tokens_read
-    if not has_state or not has_size:
+    has_budget = cls.reads_all or cls.tokens_read is not Method.tokens_read
+    if not has_state or not has_budget:
         lacks = "tokens_read" if has_state else "state"
         raise UserError(f"{setting}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
     if not cls.reads_all:
@@ -209,7 +209,7 @@ def faults() -> Iterator[None]:
     """Raise an error in the block that comes out of a file of the user's own as a UserError that
     names its line.
 
-    What a method or codec says of itself, such as `full_title` and `with_size`, is asked while
+    What a method or codec says of itself, such as `full_title` and `with_budget`, is asked while
     settings are checked.
     """
     try:

@@ -110,12 +110,12 @@ Count = Annotated[int, Field(ge=1, le=MOST)]
 Share = Annotated[float, AfterValidator(_share)]
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 FAR = 0.1
-"""A run whose size differs from the one that was asked for by more than this share of it is said to
-have another."""
+"""A run whose budget differs from the one that was asked for by more than this share of it is said
+to have another."""
 
 
 def is_unmet(asked: float | None, ran: float | None) -> bool:
-    """Whether a run has another size than was asked for, by more than `FAR` of that; False where
+    """Whether a run has another budget than was asked for, by more than `FAR` of that; False where
     either is None."""
     return asked is not None and ran is not None and abs(ran - asked) > FAR * asked
 

@@ -28,7 +28,7 @@ class System:
     method: str
     placement: Placement = "host"
     codec: str | None = None
-    device_rows: float = 0
+    gpu_cache: float = 0
     prefetch: bool = False
     overlap: bool = True
     pinned: bool = True
@@ -43,17 +43,17 @@ LABELS = {
     "offload+int4": System("full", codec="int4"),
     "offload+h2o": System("h2o"),
     "infinigen": System("infinigen"),
-    "infinigen+reuse": System("infinigen", device_rows=1),
+    "infinigen+reuse": System("infinigen", gpu_cache=1),
     "infinigen+int4": System("infinigen", codec="int4"),
     "infinigen2": System("infinigen2"),
-    "infinigen2+rows": System("infinigen2", device_rows=2),
+    "infinigen2+rows": System("infinigen2", gpu_cache=2),
     "disk": System("full", "disk"),
     "disk+int4": System("full", "disk", codec="int4"),
     "disk+infinigen": System("infinigen", "disk"),
     "disk+infinigen2": System("infinigen2", "disk"),
-    "disk+infinigen2+rows": System("infinigen2", "disk", device_rows=2),
+    "disk+infinigen2+rows": System("infinigen2", "disk", gpu_cache=2),
 }
-OF_EVERY_METHOD = "method.num_exempt_layers"
+OF_EVERY_METHOD = "method.dense_layers"
 """The setting that every method has, which may be given beside any system."""
 LATE_LAYER = 2**30
 """Number of a layer that is none of a method's first ones."""
@@ -79,7 +79,7 @@ def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
         method,
         config.placement,
         config.codec_name,
-        config.device_rows,
+        config.gpu_cache,
         config.prefetch,
         config.platform.overlap,
         config.platform.pinned,
@@ -90,8 +90,8 @@ def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
     words = method
     if config.codec_name:
         words += f"+{config.codec_name}"
-    if config.device_rows:
-        words += f"+rows{config.device_rows:g}"
+    if config.gpu_cache:
+        words += f"+rows{config.gpu_cache:g}"
     if config.prefetch:
         words += "+prefetch"
     if not config.platform.overlap:
@@ -101,7 +101,7 @@ def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
     return f"{words} ({config.placement})"
 
 
-def check_combination(method: Method, placement: str, device_rows: float, prefetch: bool) -> None:
+def check_combination(method: Method, placement: str, gpu_cache: float, prefetch: bool) -> None:
     """Raise UserError for settings that make no sense together in live decoding."""
     if placement not in get_args(Placement):
         raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
@@ -113,22 +113,22 @@ def check_combination(method: Method, placement: str, device_rows: float, prefet
     if placement in BEHIND_LINK and method.when == "true_scores":
         scores = "selects by the true scores of all keys; use placement=device"
         raise UserError(f"placement={placement}: {method.title} {scores}")
-    check_hot_rows(method, device_rows, prefetch)
-    if device_rows and placement not in BEHIND_LINK:
+    check_gpu_cache(method, gpu_cache, prefetch)
+    if gpu_cache and placement not in BEHIND_LINK:
         no_rows = f"placement={placement} fetches no rows; needs placement=host or disk"
-        raise UserError(f"device_rows={device_rows:g}: {no_rows}")
+        raise UserError(f"gpu_cache={gpu_cache:g}: {no_rows}")
 
 
-def check_hot_rows(method: Method, device_rows: float, prefetch: bool) -> None:
-    """Raise UserError where no fetched row can stay on the device, or none can be fetched early."""
-    setting = f"device_rows={device_rows:g}"
-    if device_rows and device_rows < 1:
+def check_gpu_cache(method: Method, gpu_cache: float, prefetch: bool) -> None:
+    """Raise UserError where a method has no rows for a GPU cache, or none can be fetched early."""
+    setting = f"gpu_cache={gpu_cache:g}"
+    if gpu_cache and gpu_cache < 1:
         raise UserError(f"{setting}: must be 0, or 1 and more, times the rows that a step reads")
-    if device_rows and not method.names_rows:
+    if gpu_cache and not method.names_rows:
         retrieves = "selects no rows; needs a method that retrieves"
         raise UserError(f"{setting}: {method.title} {retrieves}")
-    if prefetch and not device_rows:
-        raise UserError("prefetch=true: needs device_rows of 1 or more, which it fetches into")
+    if prefetch and not gpu_cache:
+        raise UserError("prefetch=true: needs gpu_cache of 1 or more, which it fetches into")
     if prefetch and not method.prefetches(LATE_LAYER):
         no_rows = f"{method.title} tells no rows before its own query"
         allowed = "needs a method of method.when=own_query whose selection changes nothing"
@@ -138,7 +138,7 @@ def check_hot_rows(method: Method, device_rows: float, prefetch: bool) -> None:
 def check_live(config: RunConfig) -> None:
     """Raise UserError for a combination of settings that cannot be decoded live."""
     method, placement, platform = config.method, config.placement, config.platform
-    check_combination(method, placement, config.device_rows, config.prefetch)
+    check_combination(method, placement, config.gpu_cache, config.prefetch)
     if placement == "managed" and platform.name != "cuda":
         cuda = f"needs platform=cuda; allowed on {platform.name}: device, host"
         raise UserError(f"placement=managed: {cuda}")

@@ -48,7 +48,7 @@ LETTERS = 60
 class Answer:
     """What the model says to one question.
 
-    answer: its text; num_tokens: of it. size: share of the full cache that a decode
+    answer: its text; num_tokens: of it. budget: share of the full cache that a decode
     step read, mean over the steps of question and answer; None without a step. ttft_s: seconds from
     the question to the first token of its answer: of the question's rows, or of context and
     question where it is known. decode_s: seconds of all later tokens; None of an answer of one.
@@ -57,7 +57,7 @@ class Answer:
 
     answer: str
     num_tokens: int
-    size: float | None
+    budget: float | None
     ttft_s: float | None
     decode_s: float | None
     kv_bytes: int
@@ -179,7 +179,7 @@ def ask_all(
         answers[question] = Answer(
             answer=text,
             num_tokens=len(draft.tokens),
-            size=session.reads.size if session.steps else None,
+            budget=session.reads.budget if session.steps else None,
             ttft_s=stats.ttft_s,
             decode_s=stats.decode_s,
             kv_bytes=(stats.device_kv_bytes or 0) + (stats.host_kv_bytes or 0),

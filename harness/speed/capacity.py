@@ -84,7 +84,7 @@ def run_capacity(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None
 
 Timings = dict[int, Timing]
 """By batch."""
-TIMED = ("tpot_p50_s", "sequence_tokens_per_s", "decode_tokens_per_s", "num_timed_steps", "size")
+TIMED = ("tpot_p50_s", "sequence_tokens_per_s", "decode_tokens_per_s", "num_timed_steps", "budget")
 """Columns of a batch that are timed, as in `experiment=latency`."""
 
 
@@ -234,7 +234,7 @@ def _capacity(
         method,
         setup.codec,
         config.placement,
-        config.device_rows,
+        config.gpu_cache,
         setup.calibration,
     )
     return Capacity(
@@ -251,7 +251,7 @@ def _capacity(
 def _timed_run(config: RunConfig, setup: Setup, batch: int) -> TimedRun:
     shape = replace(config.latency, batch_size=batch)
     return TimedRun(
-        setup.method, shape, config.placement, setup.codec, config.device_rows, config.prefetch
+        setup.method, shape, config.placement, setup.codec, config.gpu_cache, config.prefetch
     )
 
 
@@ -282,7 +282,7 @@ def _session(config: RunConfig, setup: Setup, attached: Attached, link: Any) -> 
         placement=config.placement,
         link=link if config.placement == "host" else None,
         calibration=setup.calibration,
-        device_rows=config.device_rows,
+        gpu_cache=config.gpu_cache,
         prefetch=config.prefetch,
     )
 

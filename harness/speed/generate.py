@@ -40,7 +40,7 @@ class Generated(StepStats):
 
     text: without the prompt. num_tokens: new ones. rows, h2d_bytes, d2h_bytes: rows that the decode
     steps took from the link, their bytes, and the bytes written back; weight_bytes: of streamed
-    weights. All as `experiment=latency` counts them. size: share of the full cache that a decode
+    weights. All as `experiment=latency` counts them. budget: share of the full cache that a decode
     step read; None without a step. source: measured or emulated. counted: False where the driver
     moves pages. The other numbers are those of `harness.results.step_stats`, of all steps.
     """
@@ -53,7 +53,7 @@ class Generated(StepStats):
     steps: int
     h2d_bytes: int
     d2h_bytes: int
-    size: float | None
+    budget: float | None
     source: str
     counted: bool = True
     weight_bytes: int = 0
@@ -101,7 +101,7 @@ class Generated(StepStats):
             kept += f", {self.host_kv_bytes / MIB:.2f} MiB in host memory"
         if self.disk_kv_bytes:
             kept += f", {self.disk_kv_bytes / MIB:.2f} MiB on the disk"
-        read = "read nothing" if self.size is None else f"read {self.size:.1%} of the cache"
+        read = "read nothing" if self.budget is None else f"read {self.budget:.1%} of the cache"
         if self.tokens_evicted is not None:
             read += f", {self.tokens_evicted:.1f} tokens evicted (mean over steps and KV heads)"
         return f"{kept}; {read}; source: {self.source}"
@@ -158,7 +158,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                     steps=session.steps,
                     h2d_bytes=session.h2d_bytes,
                     d2h_bytes=session.d2h_bytes,
-                    size=session.reads.size if session.steps else None,
+                    budget=session.reads.budget if session.steps else None,
                     source=source_of(config),
                     counted=session.placement != "managed",
                 )
@@ -196,7 +196,7 @@ def new_session(
         placement=config.placement,
         link=link,
         calibration=setup.calibration,
-        device_rows=config.device_rows,
+        gpu_cache=config.gpu_cache,
         prefetch=config.prefetch,
         pinned=config.platform.pinned,
     )

@@ -71,7 +71,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
             shape,
             config.placement,
             setup.codec,
-            config.device_rows,
+            config.gpu_cache,
             config.prefetch,
             platform.pinned,
             platform.weights_on_device,
@@ -183,7 +183,7 @@ def require_length(shape: LatencyConfig, loaded: LoadedModel) -> None:
 
 
 def decode_rows(shape: LatencyConfig) -> list[TokenCounts]:
-    """The decode rows of a timed run, on which a size is met."""
+    """The decode rows of a timed run, on which a budget is met."""
     total = shape.prompt_len + shape.gen_len
     rows = range(shape.prompt_len, total - 1)
     return [TokenCounts(cached, shape.prompt_len, total) for cached in rows]

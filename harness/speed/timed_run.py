@@ -31,8 +31,8 @@ link_utilisation, hit_rate: of the timed steps.
 transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and
 weights included. pinned_bytes: page-locked host memory of the cache. peak_device_bytes: while
 decoding, the largest of the repeats; on the CPU the weights that are there, buffers of streamed
-ones included, and device_kv_bytes. size, device_frac: over all steps, see `harness.model.sizes`.
-tokens_evicted: of the first repeat; None of a method that does not evict.
+ones included, and device_kv_bytes. budget, device_frac: over all steps, see
+`harness.model.budgets`. tokens_evicted: of the first repeat; None of a method that does not evict.
 
     with attach(model) as attached, open_link(attached.device) as link:
         prompt = run_shared_prompt(attached, ids, shape.repeats)
@@ -80,7 +80,7 @@ class TimedRun:
     shape: LatencyConfig
     placement: Placement = "host"
     codec: CacheCodec | None = None
-    device_rows: float = 0
+    gpu_cache: float = 0
     prefetch: bool = False
     pinned: bool = True
     weights_on_device: float = 1.0
@@ -126,7 +126,7 @@ class _Repeat:
     device_kv_bytes: int
     pinned_bytes: int
     peak_device_bytes: int
-    size: float
+    budget: float
     device_frac: float
     tokens_evicted: float | None
     num_steps: int
@@ -184,7 +184,7 @@ def time_run(
             placement=run.placement,
             link=link if run.placement in BEHIND_LINK else None,
             calibration=calibration,
-            device_rows=run.device_rows,
+            gpu_cache=run.gpu_cache,
             prefetch=run.prefetch,
             pinned=run.pinned,
             slabs=slabs,
@@ -294,7 +294,7 @@ def _time_repeat(
             device_kv_bytes=session.device_bytes,
             pinned_bytes=session.pinned_bytes,
             peak_device_bytes=_peak_device_bytes(session, weights),
-            size=session.reads.size,
+            budget=session.reads.budget,
             device_frac=session.reads.device_frac,
             tokens_evicted=session.reads.tokens_evicted,
             num_steps=session.steps,
@@ -320,7 +320,7 @@ def _timing(
     step_s: list[list[float]] = []
     counts: dict[str, int | None] = dict.fromkeys(repeats[0].counts)
     timed_busy_s = timed_span_s = link_busy_s = 0.0
-    size_sum = device_frac_sum = 0.0
+    budget_sum = device_frac_sum = 0.0
     all_steps = transferred_bytes = peak_device_bytes = 0
     for repeat, of_pass in zip(repeats, dense_s, strict=True):
         timed += repeat.step_s
@@ -338,7 +338,7 @@ def _timing(
         transferred_bytes += repeat.transferred_bytes
         peak_device_bytes = max(peak_device_bytes, repeat.peak_device_bytes)
         all_steps += repeat.num_steps
-        size_sum += repeat.num_steps * repeat.size
+        budget_sum += repeat.num_steps * repeat.budget
         device_frac_sum += repeat.num_steps * repeat.device_frac
     first = repeats[0]  # all repeats keep the same bytes
     times = times_of(
@@ -371,7 +371,7 @@ def _timing(
         "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses else None,
         "link_bytes_per_s": transferred_bytes / link_busy_s if link_busy_s else None,
         "peak_device_bytes": peak_device_bytes,
-        "size": size_sum / all_steps,
+        "budget": budget_sum / all_steps,
         "device_frac": device_frac_sum / all_steps,
         "tokens_evicted": first.tokens_evicted,
     }

@@ -38,8 +38,8 @@ class RowCodec:
 
     @property
     def bits(self) -> float:
-        """Bits that an element counts in `size_artifact`, without what a row has once; sizes count
-        all of a row."""
+        """Bits that an element counts in `budget_artifact`, without what a row has once; shares
+        count all of a row."""
         raise NotImplementedError
 
     @property
@@ -60,7 +60,7 @@ class RowCodec:
         return cached
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits that an element counts in size: by default those that are stored."""
+        """Bits that an element counts in a budget: by default those that are stored."""
         return 8 * self.row_bytes(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:

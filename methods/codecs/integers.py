@@ -62,7 +62,7 @@ class IntegerCodec(RowCodec):
         return -(-head_dim // self.group_size)
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits that an element counts in size: `bits`, and 32 for each group (lo and step)."""
+        """Bits that an element counts in a budget: `bits`, and 32 for each group (lo and step)."""
         return self.bits + 32 * self.num_groups(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:

@@ -41,7 +41,7 @@ class NoCodec(RowCodec):
 
 @dataclass(frozen=True)
 class SplitCodec:
-    """Keys and values stored in different formats, the last tokens exact; sizes are means of the
+    """Keys and values stored in different formats, the last tokens exact; shares are means of the
     two.
 
     residual: number of last tokens whose values are exact, KIVI's R; 0 codes all. Their keys are

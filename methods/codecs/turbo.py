@@ -13,7 +13,7 @@ has one number in fp16, with which it reads back with its own length: `norm_corr
 corrects when it reads. A value is coded as an integer codec codes it, one group a row. Bytes at
 head_dim 64: a key 2 + 32, 24 or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The paper's second
 stage (QJL, 1 bit) is left out, as in vLLM. vLLM leaves the first two and the last two layers alone;
-here `num_exempt_layers=2` is the default of these three, and `codec_layers=[28-:fp16]` names last
+here `dense_layers=2` is the default of these three, and `codec_layers=[28-:fp16]` names last
 layers. Where head_dim is no power of two the rotation is in blocks, and coordinates are less
 normal. `codec=turbo4`, `turbo3` and `turbo2`
 are the key's format for any method, for values too where `value_codec` gives no other. No kernel

@@ -277,7 +277,7 @@ def indices(mask: Tensor, cap: int) -> tuple[Tensor, Tensor]:
 def missing_rows(
     mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `hot_rows.missing_rows`, with the number of each head's missing slots, int32 [batch,
+    """As `gpu_cache.missing_rows`, with the number of each head's missing slots, int32 [batch,
     heads]. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
     missing = kept.new_empty((batch, heads, most))

@@ -7,7 +7,7 @@ model.
 Bytes are those that a live session would have in half precision (`harness.decode.needs`). A step is
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
 ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
-for; rows of exempt layers, where others read less, cross during the whole step. Beside the counts
+for; rows of dense layers, where others read less, cross during the whole step. Beside the counts
 of `predict`, a step reads what the method's state keeps of each layer once. Coded rows are read as
 they are stored where kernels take them, and else decoded first (a write and a read in half
 precision). The efficiencies are fitted to the paper's systems on one machine. Launches of kernels,
@@ -26,10 +26,10 @@ from harness.decode.memory import GIB
 from harness.decode.needs import LayerSizes, ModelSizes, Plan
 from harness.decode.store import KVStore
 from harness.errors import UserError
+from harness.model.budgets import with_budget_as_stored
 from harness.model.policies import Policy, method_policy
 from harness.model.prompts import PassSizes, attention_elements
 from harness.model.shape import WEIGHT_BYTES, ModelShape, as_config, count_weights
-from harness.model.sizes import sized_as_stored
 from harness.paper.costmodel.predict import (
     FITTED,
     BlockTimes,
@@ -76,7 +76,7 @@ def run_modelled(config: RunConfig) -> Outcome:
     if method.tokens_read(_rows_of(lengths)[-1], shape.num_layers - 1) is None:
         raise UserError(
             f"method={config.method_name}: how many tokens it reads depends on the text, which a "
-            "modelled machine has none of; give size=, or choose another method"
+            "modelled machine has none of; give budget=, or choose another method"
         )
     host_gib = config.capacity.host_gib
     capacity = Capacity(
@@ -96,7 +96,7 @@ def run_modelled(config: RunConfig) -> Outcome:
             "tpot_p50_s": step_s,
             "sequence_tokens_per_s": 1 / step_s,
             "decode_tokens_per_s": batch / step_s,
-            "size": step.size,
+            "budget": step.budget,
         }
     marks = {"platform": platform.name, "source": "modelled"}
     rows = points(capacity, speeds, marks)
@@ -107,28 +107,28 @@ def plan_of_shape(
     config: RunConfig, shape: ModelShape, weight_bytes: int, dtype: torch.dtype = DTYPE
 ) -> Plan:
     """The session of a run, known by the model's shape alone. dtype: of weights and exact rows.
-    Raises UserError for a size that the method cannot have."""
+    Raises UserError for a budget that the method cannot have."""
     assert config.model.shape is not None, "`shape` comes from there"
     geometry = _geometry(shape, config.model.shape["model_type"])
     method, codec = config.method, codec_of(config)
-    if config.size is not None and not config.size_is_measured:
-        method = sized_as_stored(
+    if config.budget is not None and not config.budget_is_measured:
+        method = with_budget_as_stored(
             method,
             codec,
             geometry,
             _rows_of(config.latency),
-            config.size,
-            nearest=config.sizing == "nearest",
+            config.budget,
+            nearest=config.budget_rule == "nearest",
             preset=config.method_name,
             lengths=LENGTHS[config.kind],
             warns=False,
         )
     model = _model_sizes(shape, geometry, method, weight_bytes, config.prefetch)
-    return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.device_rows)
+    return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.gpu_cache)
 
 
 def _rows_of(lengths: LatencyConfig) -> list[TokenCounts]:
-    """The decode rows of a run, on which a size is met."""
+    """The decode rows of a run, on which a budget is met."""
     context = lengths.prompt_len + lengths.gen_len
     rows = []
     for cached in range(lengths.prompt_len, context - 1):
@@ -150,13 +150,13 @@ def _geometry(shape: ModelShape, family: str) -> Geometry:
 def _model_sizes(
     shape: ModelShape, geometry: Geometry, method: Method, weight_bytes: int, prefetch: bool
 ) -> ModelSizes:
-    exempt = method.num_exempt_layers
-    if exempt >= shape.num_layers:
-        raise UserError(f"method.num_exempt_layers={exempt}: must be < {shape.num_layers} layers")
+    dense_layers = method.dense_layers
+    if dense_layers >= shape.num_layers:
+        raise UserError(f"method.dense_layers={dense_layers}: must be < {shape.num_layers} layers")
     softmax = Softmax(geometry.scale)
     layers = []
     for number in range(shape.num_layers):
-        if number < exempt:
+        if number < dense_layers:
             policy = Policy("full", number, "kept", softmax, None)
         else:
             policy = method_policy(method, number, softmax, number == 0, prefetch)
@@ -192,8 +192,8 @@ class Step:
         return TokenCounts((prompt + final) // 2, prompt, final)
 
     @property
-    def size(self) -> float:
-        """Share of the full cache that the step reads, as `harness.model.sizes` counts it."""
+    def budget(self) -> float:
+        """Share of the full cache that the step reads, as `harness.model.budgets` counts it."""
         stores = self.capacity.plan.stores(self.capacity.lengths(1))
         exact = 2 * self.shape.kv_size * WEIGHT_BYTES * self.counts.cached
         total = 0.0
@@ -217,7 +217,7 @@ class Step:
         link = self.platform.link_bytes_per_s
         governed = [layer for layer in plan.model.layers if layer.policy.kind == "method"]
         reads_less = plan.reads_less
-        spread_s = 0.0  # of the exempt layers' rows, in each other layer's share of the step
+        spread_s = 0.0  # of the dense layers' rows, in each other layer's share of the step
         if on_host and reads_less:
             for index, layer in enumerate(plan.model.layers):
                 if layer.policy.kind != "method":
@@ -238,7 +238,7 @@ class Step:
                 load = row_bytes / link
                 if policy.names_rows:
                     load /= self.efficiency.row_fetch
-                    if plan.device_rows:
+                    if plan.gpu_cache:
                         load *= 1 - self.hit_frac
                 if policy.when == "own_query" and not policy.prefetches:
                     load, waited = 0.0, load

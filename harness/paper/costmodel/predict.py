@@ -111,7 +111,7 @@ class Efficiency(NamedTuple):
 FITTED = Efficiency(matmul=0.36, memory=0.81, row_fetch=0.83)
 """`published.fit` over all published numbers, to two digits."""
 
-EXEMPT_LAYERS = 2
+DENSE_LAYERS = 2
 """First layers that InfiniGen's artifact leaves to the full cache under every method (`layer_id >
 1` in `speedup/flexgen`, `i >= 2` in `accuracy/lm_eval`), whatever their own code does."""
 
@@ -146,18 +146,18 @@ class Scheme:
         return self.system.codec == "int4"
 
     @property
-    def num_exempt_layers(self) -> int:
+    def dense_layers(self) -> int:
         """First layers that read the full cache."""
         reads_all = self.system.method == "full" and not self.int4
-        return 0 if reads_all else EXEMPT_LAYERS
+        return 0 if reads_all else DENSE_LAYERS
 
     def tokens(self, cached: int, final_len: int) -> tuple[float, int]:
-        """Tokens of `cached` that a decode step reads in a non-exempt layer, and those it keeps. T:
-        `final_len`."""
+        """Tokens of `cached` that a decode step reads in a layer under the method, and those it
+        keeps. T: `final_len`."""
         from methods.base import TokenCounts  # loads torch
 
         method = _method(self.system.method)
-        row, layer = TokenCounts(cached, prompt=cached, final=final_len), EXEMPT_LAYERS
+        row, layer = TokenCounts(cached, prompt=cached, final=final_len), DENSE_LAYERS
         read = method.tokens_read(row, layer)
         if read is None:
             read = min(
@@ -256,10 +256,10 @@ class BlockWork(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """exempt: reads the full cache although others do not. predicts: chooses the tokens of the next
-    layer."""
+    """is_dense: reads the full cache although others do not. predicts: chooses the tokens of the
+    next layer."""
 
-    exempt: bool = False
+    is_dense: bool = False
     predicts: bool = False
 
 
@@ -285,13 +285,13 @@ def predict(case: Case) -> TableRow:
     """Seconds and bytes of `case`, a row of the latency table: prefill, then gen_len - 1 decode
     steps, one walk each.
 
-    The segments are of one non-exempt block in the last step; transfer is the time that compute
-    waits. Bytes over the link: prefill included. None is what the model does not know.
+    The segments are of one block under the method in the last step; transfer is the time that
+    compute waits. Bytes over the link: prefill included. None is what the model does not know.
     """
     num_layers, overlap = case.shape.num_layers, case.scheme.overlap
     vocabulary = _matmul(case.batch_size, case.shape.vocab_size * case.shape.hidden_size)
     head_s = _seconds(case, (vocabulary,))
-    # Of each decode step: the cached tokens, and how many of them a non-exempt layer reads.
+    # Of each decode step: the cached tokens, and how many of them a layer under the method reads.
     steps = [
         (at, case.scheme.tokens(at, case.final_len)[0])
         for at in range(case.prompt_len, case.final_len - 1)
@@ -318,7 +318,7 @@ def predict(case: Case) -> TableRow:
     ]
     ends = block_ends(times, overlap)
     loaded, link_s = _loaded(case, rows), sum(block.load for block in times)
-    exempt = mean(layer.exempt for layer in layers)
+    dense_share = mean(layer.is_dense for layer in layers)
     width = INT4_SHARE if case.scheme.int4 else 1.0
     ttft_s = block_ends([_times(case, work) for work in prompt], overlap)[-1] + head_s
     step_s = np.diff([0.0, *ends[num_layers - 1 :: num_layers]]).tolist()
@@ -340,7 +340,9 @@ def predict(case: Case) -> TableRow:
         "exposed_transfer_s": _exposed(ends[-1], times),
         "link_bytes_per_s": loaded / link_s if link_s else None,
         "peak_device_bytes": None,
-        "size": mean(exempt + (1 - exempt) * width * read / cached for cached, read in steps),
+        "budget": mean(
+            dense_share + (1 - dense_share) * width * read / cached for cached, read in steps
+        ),
         "run_id": "",
         "transfer_s": _exposed(ends[-2] - ends[-3], times[-2:-1]),
         **{
@@ -351,23 +353,25 @@ def predict(case: Case) -> TableRow:
 
 
 def layers_of(case: Case) -> list[Layer]:
-    """The layers of a model, first to last. A layer predicts if the next one is not exempt."""
-    exempt, num_layers = case.scheme.num_exempt_layers, case.shape.num_layers
-    predicting = range(exempt - 1, num_layers - 1) if case.scheme.predicts else ()
-    return [Layer(exempt=at < exempt, predicts=at in predicting) for at in range(num_layers)]
+    """The layers of a model, first to last. A layer predicts if the next one is not dense."""
+    dense_layers, num_layers = case.scheme.dense_layers, case.shape.num_layers
+    predicting = range(dense_layers - 1, num_layers - 1) if case.scheme.predicts else ()
+    return [
+        Layer(is_dense=at < dense_layers, predicts=at in predicting) for at in range(num_layers)
+    ]
 
 
 def decode_block(
     case: Case, layer: Layer, cached: int, read: float, *, paged: bool = False
 ) -> BlockWork:
-    """One token per sequence through a block, with `cached` tokens before it, of which a non-exempt
-    layer reads `read`.
+    """One token per sequence through a block, with `cached` tokens before it, of which a layer
+    under the method reads `read`.
 
     paged: managed memory that does not fit: every page a block touches comes in and evicts another.
     """
     scheme, shape, batch_size = case.scheme, case.shape, case.batch_size
-    tokens = batch_size * (cached if layer.exempt else read)
-    quantized = scheme.int4 and not layer.exempt
+    tokens = batch_size * (cached if layer.is_dense else read)
+    quantized = scheme.int4 and not layer.is_dense
     attention = [
         _matmul(batch_size, shape.attention_weights),
         Work(
@@ -382,7 +386,7 @@ def decode_block(
         load, store = 0.0, 0.0
     elif scheme.placement == "managed":
         load = store = paged * (fetched + shape.block_bytes)
-    by_rows = scheme.predicts and not layer.exempt
+    by_rows = scheme.predicts and not layer.is_dense
     return BlockWork(
         attention=tuple(attention),
         ffn=(_matmul(batch_size, shape.ffn_weights),),
@@ -394,8 +398,8 @@ def decode_block(
 
 
 def prefill_block(case: Case, layer: Layer, kept: float, *, paged: bool = False) -> BlockWork:
-    """The prompt through a block, dense; a non-exempt layer writes `kept` of its tokens to the
-    host.
+    """The prompt through a block, dense; a layer under the method writes `kept` of its tokens to
+    the host.
 
     With managed memory each first touch of a page crosses the link once. Where the memory does not
     fit (`paged`) the weights come in too, and as much is written back.
@@ -408,8 +412,10 @@ def prefill_block(case: Case, layer: Layer, kept: float, *, paged: bool = False)
         load = UVM_SCORE_BYTES * scores + paged * shape.block_bytes
         store = paged * load
     elif scheme.placement != "device":
-        tokens = case.batch_size * (prompt_len if layer.exempt else kept)
-        store = tokens * shape.token_bytes * (INT4_SHARE if scheme.int4 and not layer.exempt else 1)
+        tokens = case.batch_size * (prompt_len if layer.is_dense else kept)
+        store = (
+            tokens * shape.token_bytes * (INT4_SHARE if scheme.int4 and not layer.is_dense else 1)
+        )
     return BlockWork(
         attention=(
             _matmul(rows, shape.attention_weights),
@@ -458,11 +464,11 @@ def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
     return ends
 
 
-def _managed_bytes(case: Case, exempt_tokens: int, kept: int, scores_of: int = 0) -> float:
+def _managed_bytes(case: Case, dense_tokens: int, kept: int, scores_of: int = 0) -> float:
     """Bytes that managed memory must hold at once: weights, the cache (tokens of a sequence in
-    exempt and other layers), and in prefill the attention scores of `scores_of` tokens."""
+    dense and other layers), and in prefill the attention scores of `scores_of` tokens."""
     shape = case.shape
-    tokens = sum(exempt_tokens if layer.exempt else kept for layer in layers_of(case))
+    tokens = sum(dense_tokens if layer.is_dense else kept for layer in layers_of(case))
     scores = case.batch_size * shape.num_heads * scores_of**2
     return (
         shape.weight_bytes

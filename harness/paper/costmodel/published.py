@@ -105,7 +105,7 @@ def figure_rows(figure: str, platform: str) -> list[TableRow]:
     platform."""
     if figure not in FIGURES:
         raise UserError(f"figure={figure}: {nearest(figure, FIGURES)}")
-    return [_predict(cell, platform, FITTED) | {"experiment": figure} for cell in FIGURES[figure]]
+    return [_predict(bar, platform, FITTED) | {"experiment": figure} for bar in FIGURES[figure]]
 
 
 def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> list[Path]:
@@ -131,7 +131,7 @@ def calibrate(
     file."""
     compared = []
     for row in (row for row in published_rows() if row["figure"] in figures):
-        predicted = quantity(row, lambda cell: _predict(cell, PAPER_PLATFORM, efficiency))
+        predicted = quantity(row, lambda bar: _predict(bar, PAPER_PLATFORM, efficiency))
         if predicted is not None:
             names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
             compared.append(Comparison(*names, float(row["value"]), predicted))
@@ -160,7 +160,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperBar], TableRow]) -> f
     """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit;
     None if the row is not about time.
 
-    timed: returns our run of a cell of the paper, a row of a latency table. Its exceptions are
+    timed: returns our run of a bar of the paper, a row of a latency table. Its exceptions are
     passed on.
     """
     figure, series, metric = row["figure"], row["series"], row["metric"]
@@ -176,7 +176,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperBar], TableRow]) -> f
         return sum(run(label)[segment.name] or 0 for segment in SEGMENTS)
 
     if metric in ("speedup_min", "speedup_max"):
-        batches = sorted({cell.batch_size for cell in FIGURES[figure]})
+        batches = sorted({bar.batch_size for bar in FIGURES[figure]})
         speedups = [
             run(other, size)["total_s"] / run(series, size)["total_s"]
             for size in batches
@@ -195,14 +195,14 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperBar], TableRow]) -> f
 
 
 @cache
-def _predict(cell: PaperBar, platform: str, efficiency: Efficiency) -> TableRow:
+def _predict(bar: PaperBar, platform: str, efficiency: Efficiency) -> TableRow:
     sizes = {
-        "batch_size": cell.batch_size,
-        "prompt_len": cell.total_len - GEN_LEN,
+        "batch_size": bar.batch_size,
+        "prompt_len": bar.total_len - GEN_LEN,
         "gen_len": GEN_LEN,
     }
-    shape = load_shape(cell.model)
-    return predict(Case(load_platform(platform), shape, cell.label, efficiency=efficiency, **sizes))
+    shape = load_shape(bar.model)
+    return predict(Case(load_platform(platform), shape, bar.label, efficiency=efficiency, **sizes))
 
 
 def fit(

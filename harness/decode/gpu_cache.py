@@ -1,11 +1,10 @@
-"""Rows that stay on the device: in each layer those that were read last, a bounded number for each
-KV head.
+"""The GPU cache: the rows of each layer that were read last stay on the device (LRU).
 
-A method that names its rows asks again for most of those that it read in the last steps. With
-`device_rows` a layer keeps room for that many times the rows that it reads at most, and only rows
-that are not there cross the link. Rows leave by least recent use, of equally old ones the lowest
-token first. Live decoding fetches by these rules, and replay counts by them. What is read does not
-depend on them, so neither does accuracy.
+Successive steps select mostly the same tokens. So a layer keeps room for `gpu_cache` times the rows
+that it reads at most, and only missing rows cross the link. The least recently used row leaves
+first, of equally old ones the lowest token. On a CPU the device is memory, too. Live decoding
+fetches by these rules, and replay counts by them. What is read does not depend on them, so neither
+does accuracy.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ NO_ROOM = torch.iinfo(torch.int64).max
 def rooms(
     method: Method,
     policies: Iterable[Policy],
-    device_rows: float,
+    gpu_cache: float,
     lengths: Iterable[tuple[int, int]],
 ) -> list[int] | None:
-    """Of each sequence the rows that a KV head keeps on the device: `device_rows` times what it
-    reads at most; None where `device_rows` is 0.
+    """Of each sequence the rows that a KV head keeps on the device: `gpu_cache` times what it
+    reads at most; None where `gpu_cache` is 0.
 
     policies: of all layers. Only those that name their rows keep some. lengths: of each sequence,
     tokens of its prompt, and T.
     """
-    if not device_rows:
+    if not gpu_cache:
         return None
     layers = [policy.number for policy in policies if policy.names_rows]
 
@@ -53,13 +52,13 @@ def rooms(
             row = TokenCounts(cached, prompt, final)
             for layer in layers:
                 most = max(most, method.max_tokens_read(row, layer))
-        return min(math.ceil(device_rows * most), final)
+        return min(math.ceil(gpu_cache * most), final)
 
     return [room(prompt, final) for prompt, final in lengths]
 
 
-class HotRows:
-    """Which rows of one layer are on the device.
+class GpuCache:
+    """Which rows of one layer are in its cache.
 
     rooms: of each sequence, the rows that a KV head may keep. slots: int64 [batch, num_kv_heads,
     room], the slot in each row of the layer's buffer, -1 for none. age: int64 alike, by which rows
@@ -104,7 +103,7 @@ class HotRows:
         -1 for none."""
         self.slots = self.slots.masked_fill(self.slots == written, -1)
 
-    def fork(self, index: Tensor) -> HotRows:
+    def fork(self, index: Tensor) -> GpuCache:
         """A copy for sequences `index` [new_batch]."""
         child = copy(self)
         child.slots = self.slots.index_select(0, index)
@@ -112,30 +111,30 @@ class HotRows:
         return child
 
 
-class HotFetcher(Fetcher):
-    """Brings the rows of a layer that are not on the device, into a buffer in which rows stay.
+class GpuCacheFetcher(Fetcher):
+    """Brings the rows of a layer that its GPU cache lacks. The cache is the fetcher's buffer.
 
-    hot: which rows are there. tokens: the token of each slot as the last selection found it, int32
-    [batch, 1 or num_kv_heads, slots].
+    gpu_cache: which rows are there. tokens: the token of each slot as the last selection found it,
+    int32 [batch, 1 or num_kv_heads, slots].
     """
 
     keeps_rows = True
 
     def __init__(self, share: DeviceShare, store: KVStore, rooms: Sequence[int]) -> None:
         super().__init__(share, store)
-        self.hot = HotRows(rooms, store.num_kv_heads, share.device)
+        self.gpu_cache = GpuCache(rooms, store.num_kv_heads, share.device)
         self.buffer = share.new_buffer(store, max(rooms))
         self.tokens = share.batch.tokens[:, None]
 
     def fork(self, share: DeviceShare) -> Self:
         child = super().fork(share)
-        child.hot = self.hot.fork(torch.arange(self.store.batch, device=share.device))
+        child.gpu_cache = self.gpu_cache.fork(torch.arange(self.store.batch, device=share.device))
         child.tokens = share.batch.tokens[:, None]
         return child
 
     @property
     def device_bytes(self) -> int:
-        return self.hot.nbytes
+        return self.gpu_cache.nbytes
 
     def note_tokens(self, tokens: Tensor, may_change: bool) -> None:
         self.tokens = tokens.clone() if may_change else tokens
@@ -145,21 +144,21 @@ class HotFetcher(Fetcher):
         _, num_missed = fetch.moving[-1]
         self.share.missed.add(num_missed, self.store.slot_bytes)
         fetch.present = present
-        return fetch, self.hot.slots
+        return fetch, self.gpu_cache.slots
 
     def prefetch(self, mask: Tensor, most: int) -> None:
         self._request_missing(mask, most)
 
     def forget(self, slots: Tensor) -> None:
-        self.hot.forget(slots)
+        self.gpu_cache.forget(slots)
 
     def _request_missing(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
         """Request the slots of `mask` that are not on the device. Returns the fetch, and which rows
         of the buffer hold the mask's, bool [batch, num_kv_heads, room]."""
         if self.fetch is None:  # else a prefetch is under way
-            room = self.hot.slots.shape[-1]
+            room = self.gpu_cache.slots.shape[-1]
             self.fetch = Fetch(room, self.store.rows_in(self.buffer, room))
-        request, present = self.hot.request(mask, self.tokens, most)
+        request, present = self.gpu_cache.request(mask, self.tokens, most)
         self.load(self.fetch, request)
         return self.fetch, present
 
@@ -170,8 +169,8 @@ def missing_rows(
     """The slots of `mask` that a buffer lacks, and the rows that they go to: those of the lowest
     age, but for rows that hold slots of the mask.
 
-    mask, tokens, most: as in `HotRows.request`; kept, age: its `slots` and `age`; now: added to the
-    token of each slot of the mask, its age from now on. Returns int64 [batch, heads, most], a
+    mask, tokens, most: as in `GpuCache.request`; kept, age: its `slots` and `age`; now: added to
+    the token of each slot of the mask, its age from now on. Returns int64 [batch, heads, most], a
     head's missing slots first and -1 behind them; their rows in the buffer, alike; the new `kept`
     and `age`; which rows hold slots of the mask; and the number of missing slots, as in `Chosen`.
     """

@@ -1,14 +1,16 @@
-"""How large a method is, once for replay, live decoding and the cost model; and how a method is set
-to a size.
+"""What a method reads and keeps, once for replay, live decoding and the cost model; and how a
+method is set to a budget.
 
-Shares of the full cache of the layers that see every token, exempt layers included: what a method
+Shares of the full cache of the layers that see every token, dense layers included: what a method
 governs. Means over decode rows. A floating-point element counts 16 bits, an element under a codec
 its bits, an integer of a method's own its width:
-size           share of the full cache that a row reads, its own token not. Under offloading this
+budget         share of the full cache that a row reads, its current token not. Under offloading
+this
                crosses the link
-device_frac    read in device memory: size, and on top an index that is read to select (partial
-               keys, page bounds) or rows that stay on the device
-resident_frac  kept on the device by the method's state and the codec, of the full cache at T
+device_frac    read in device memory: budget, and on top an index that is read to select (partial
+               keys, page bounds) or resident rows
+resident_frac  resident on the device: held by the method's state and the codec, of the full cache
+at T
 
 A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens, on the
 device, whatever the method. It counts in none of these. It has a share of its own:
@@ -19,12 +21,12 @@ tokens_evicted  cached tokens that a KV head no longer holds at a decode row
 Recurrent layers hold no tokens; their states are reported in bytes. Where all layers are local,
 sequences stay within the windows, so that every layer sees every token.
 
-`size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key)
-pairs read over all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits /
-16.
+`budget_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key)
+pairs read over all causal pairs, prompt rows dense, mean over the layers under the method; times
+bits / 16.
 
-Methods are compared at equal size, not at equal settings: `sized_as_stored` finds the setting that
-gives a size.
+Methods are compared at equal budget, not at equal settings: `with_budget_as_stored` finds the
+setting that gives a budget.
 """
 
 from __future__ import annotations
@@ -79,20 +81,20 @@ def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
 
 
 def code_widths(codec: CacheCodec | None, geometry: Geometry) -> list[float]:
-    """`code_width` of each layer under a method, as methods count, were none exempt."""
+    """`code_width` of each layer under a method, as methods count, were none dense."""
     if codec is None:
         return [1.0] * geometry.num_layers
     layers = range(geometry.num_layers)
     return [code_width(codec_at(codec, layer), geometry) for layer in layers]
 
 
-def share_of_cache(cached: Tensor, stored: Tensor, num_exempt: int, num_layers: int) -> Tensor:
+def share_of_cache(cached: Tensor, stored: Tensor, dense_layers: int, num_layers: int) -> Tensor:
     """Elements read / elements of the full cache, per row, in the layers that see every token.
 
     cached: tokens t of each row; stored: tokens read, each times its layer's `code_width`, summed
-    over the non-exempt layers (mean over KV heads), of the same shape.
+    over the layers under the method (mean over KV heads), of the same shape.
     """
-    return (num_exempt * cached.double() + stored) / (num_layers * cached.double())
+    return (dense_layers * cached.double() + stored) / (num_layers * cached.double())
 
 
 def share_beside(cached: Tensor, read: Tensor, num_layers: int) -> Tensor:
@@ -105,11 +107,11 @@ def resident_share(
     states: Sequence[State],
     codec: CacheCodec | None,
     final: Tensor,
-    num_exempt: int,
+    dense_layers: int,
     geometry: Geometry,
     rooms: Sequence[int] | None = None,
 ) -> Tensor:
-    """Share of the full cache at T that a method and its codec keep on the device of each sequence,
+    """Share of the full cache at T that a method and its codec hold resident of each sequence,
     fp64 [batch].
 
     states: the method's, one on each device; none: it reads all, and its codec may leave the last
@@ -123,7 +125,7 @@ def resident_share(
     if states and states[0].method.when == "true_scores":
         return torch.ones(len(final), dtype=torch.float64)
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
-    layers = range(num_exempt, geometry.num_layers)
+    layers = range(dense_layers, geometry.num_layers)
     kept = torch.zeros(len(final), dtype=torch.float64)
     if not states and codec is not None:
         for layer in layers:
@@ -172,10 +174,10 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * (FLOAT_BYTES if tensor.is_floating_point() else tensor.itemsize)
 
 
-SHARES = ("size", "size_artifact", "device_frac", "resident_frac")
+SHARES = ("budget", "budget_artifact", "device_frac", "resident_frac")
 """Properties of `ReadStats` beside every score of accuracy."""
-OF_HOT_ROWS = ("link_frac", "hit_frac")
-"""Further ones, where rows stay on the device; None elsewhere."""
+OF_GPU_CACHE = ("link_frac", "hit_frac")
+"""Further ones, with a GPU cache; None elsewhere."""
 OF_EVICTING = ("tokens_evicted",)
 """A further one, of a method that evicts; None elsewhere."""
 OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
@@ -209,12 +211,12 @@ class ReadStats:
     """Sums over decode rows; add two to merge them.
 
     rows: decode rows, counted once per sequence. fired_rows: rows on which the method's selection
-    (or quantized read) ran in every non-exempt layer. frac_sum, index_sum, resident_sum,
+    (or quantized read) ran in every layer under the method. frac_sum, index_sum, resident_sum,
     window_sum: sums of the shares of the cache that were read, read of an index and kept on the
     device, and of the share that local layers hold. pairs_read, pairs: (query, key) pairs, own
-    token and prompt rows included, mean over the non-exempt layers. recall_sum: sum of
+    token and prompt rows included, mean over the layers under the method. recall_sum: sum of
     attention_recall. evicted_sum: of a method that evicts, sum of the evicted tokens, mean over its
-    layers and KV heads; None of any other. link_sum, hit_sum: where rows stay on the device, sums
+    layers and KV heads; None of any other. link_sum, hit_sum: with a GPU cache, sums
     of the share of the cache that crosses the link and of the selected rows that are there when a
     layer selects; None elsewhere. rows_loaded: rows of a KV head that crossed the link there, by
     layer, as methods count. constants: of the session, no sums.
@@ -248,15 +250,15 @@ class ReadStats:
         return ReadStats(**sums)
 
     @property
-    def sizes(self) -> dict[str, float]:
+    def shares(self) -> dict[str, float]:
         """`SHARES`, and of the others those that this run has."""
-        sizes = {}
-        for name in (*SHARES, *OF_EVICTING, *OF_HOT_ROWS, *OF_SOME_MODELS):
-            size = getattr(self, name)
-            is_absent = size is None or (name in OF_SOME_MODELS and size == 0)
+        shares = {}
+        for name in (*SHARES, *OF_EVICTING, *OF_GPU_CACHE, *OF_SOME_MODELS):
+            share = getattr(self, name)
+            is_absent = share is None or (name in OF_SOME_MODELS and share == 0)
             if not is_absent:
-                sizes[name] = size
-        return sizes
+                shares[name] = share
+        return shares
 
     @property
     def recurrent_bytes(self) -> float:
@@ -272,7 +274,7 @@ class ReadStats:
         return total / self.rows if self.rows else 0.0
 
     @property
-    def size(self) -> float:
+    def budget(self) -> float:
         """Share of the full cache that is read, mean over decode rows; 1 without rows: then only
         the full cache ran."""
         return self._mean(self.frac_sum) if self.rows else 1.0
@@ -280,11 +282,11 @@ class ReadStats:
     @property
     def device_frac(self) -> float:
         """Share that is read in device memory: rows and index."""
-        return self.size + self._mean(self.index_sum)
+        return self.budget + self._mean(self.index_sum)
 
     @property
     def resident_frac(self) -> float:
-        """Share that the method keeps on the device, of the full cache at T."""
+        """Share that is resident on the device for the method, of the full cache at T."""
         return self._mean(self.resident_sum)
 
     @property
@@ -297,7 +299,7 @@ class ReadStats:
     @property
     def link_frac(self) -> float | None:
         """Share of the full cache that crosses the link, with what is fetched in vain; None where
-        no row stays on the device: there it is what is read behind the link."""
+        there is no GPU cache: there it is what is read behind the link."""
         return None if self.link_sum is None else self._mean(self.link_sum)
 
     @property
@@ -312,14 +314,14 @@ class ReadStats:
         return self._mean(self.window_sum)
 
     @property
-    def size_artifact(self) -> float:
+    def budget_artifact(self) -> float:
         """The artifact's relative KV cache size."""
         density = min(1.0, self.pairs_read / self.pairs)
         return (1 - math.sqrt(1 - density)) * self.constants.code_bits / 16
 
     @property
     def attention_recall(self) -> float | None:
-        """Share of the attention on what was read and the own token; None where it was not
+        """Share of the attention on what was read and the current token; None where it was not
         measured."""
         return None if self.recall_sum is None else self.recall_sum / self.rows
 
@@ -334,35 +336,35 @@ class ReadStats:
         if self.rows == 0 or self.fired_rows < self.rows:
             raise UserError(
                 f"the method ran on {self.fired_rows:g} of {self.rows:g} decode rows: "
-                "nothing was measured; check prefill, prefill_len and method.num_exempt_layers"
+                "nothing was measured; check prefill, prefill_len and method.dense_layers"
             )
 
 
-def expected_size(
+def expected_budget(
     method: Method,
     rows: Mapping[TokenCounts, int],
     num_layers: int,
     widths: Sequence[float] | None = None,
 ) -> float:
-    """The size that `method` will report over `rows`, from its closed form; rows without cached
+    """The budget that `method` will report over `rows`, from its closed form; rows without cached
     tokens count nothing.
 
     rows: how many requests each row occurs in. widths: `code_width` of each layer; None: all 1.
     Raises ValueError where the method's reads depend on the data.
     """
-    exempt = min(method.num_exempt_layers, num_layers)
+    dense_layers = min(method.dense_layers, num_layers)
     total = weight = 0.0
     for row, multiplicity in rows.items():
         if not row.cached:
             continue
         read = 0.0
-        for layer in range(exempt, num_layers):
+        for layer in range(dense_layers, num_layers):
             of_layer = method.tokens_read(row, layer)
             if of_layer is None:
-                raise ValueError("the size of this method depends on the data")
+                raise ValueError("the budget of this method depends on the data")
             read += of_layer if widths is None else widths[layer] * of_layer
         whole = num_layers * row.cached
-        total += multiplicity * (exempt * row.cached + read) / whole
+        total += multiplicity * (dense_layers * row.cached + read) / whole
         weight += multiplicity
     return total / weight
 
@@ -380,7 +382,7 @@ class LengthWords(NamedTuple):
 OF_A_CALL = LengthWords("a prompt of {} tokens", "{} new tokens")
 
 
-def sized_as_stored(
+def with_budget_as_stored(
     method: Method,
     codec: CacheCodec | None,
     geometry: Geometry,
@@ -392,15 +394,15 @@ def sized_as_stored(
     lengths: LengthWords = OF_A_CALL,
     warns: bool = True,
 ) -> Method:
-    """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest
-    to `target`.
+    """`method` with the setting whose reported budget over `rows`, as `codec` stores them, is
+    nearest to `target`.
 
-    Bisection over the one number that sizes it; the reported size grows with that number in steps.
+    Bisection over the one number that sets it; the reported budget grows with that number in steps.
     nearest: take it however far it is, with a warning beyond a tenth of the target. preset: by
     which the user chose the method; messages name it, or else the method's title. lengths: how the
-    user sets those of `rows`. warns: False where the caller says that a size is not met. Raises
+    user sets those of `rows`. warns: False where the caller says that a budget is not met. Raises
     UserError where, otherwise, nothing lands within `TOLERANCE`, with what would allow it, and
-    where the method has no size to set, or allows none at these lengths.
+    where the method has no budget to set, or allows none at these lengths.
     """
     called = f"method {method.title}" if preset is None else f"method={preset}"
     counted, num_layers = Counter(rows), geometry.num_layers
@@ -409,16 +411,16 @@ def sized_as_stored(
     )
 
     def size_of(number: float) -> float:
-        return expected_size(method.with_size(number), counted, num_layers, widths)
+        return expected_budget(method.with_budget(number), counted, num_layers, widths)
 
     try:
-        least = max(method.min_size(row) for row in counted)
+        least = max(method.min_budget(row) for row in counted)
         low, high = least, 1.0
         for _ in range(24):
             middle = (low + high) / 2
             low, high = (middle, high) if size_of(middle) < target else (low, middle)
     except ValueError as error:
-        refusal = f"size={target:g}: {called} cannot be sized so: {error}"
+        refusal = f"budget={target:g}: {called} cannot have it: {error}"
         raise UserError(refusal) from error
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
     taken = size_of(best)
@@ -426,16 +428,16 @@ def sized_as_stored(
         allowed = f"{size_of(least):.3f} to {size_of(1.0):.3g}"
         ways = _ways_to(target, method, counted, num_layers, widths, lengths)
         raise UserError(
-            f"size={target}: the nearest size of {called} is {taken:.3f}; "
-            f"allowed here: {allowed} (method.num_exempt_layers={method.num_exempt_layers} of "
+            f"budget={target}: the nearest budget of {called} is {taken:.3f}; "
+            f"allowed here: {allowed} (method.dense_layers={method.dense_layers} of "
             f"{num_layers} layers read the full cache); enough would be {', or '.join(ways)}"
         )
     if warns and is_unmet(target, taken):
-        warn_once(f"{called}: asked for size {target:g}, the nearest size here is {taken:.3f}")
-    return method.with_size(best)
+        warn_once(f"{called}: asked for budget {target:g}, the nearest budget here is {taken:.3f}")
+    return method.with_budget(best)
 
 
-# What would allow a size
+# What would allow a budget
 
 
 LONGEST = 2**20
@@ -452,14 +454,14 @@ def _ways_to(
     widths: Sequence[float],
     lengths: LengthWords,
 ) -> list[str]:
-    """What would allow the size `target`, as the user sets it; the nearest size at the least.
+    """What would allow the budget `target`, as the user sets it; the nearest budget at the least.
 
     Fewer dense layers, another prompt, another number of generated tokens, or else another prompt
-    and no dense layer. The sequence whose least size is the largest decides.
+    and no dense layer. The sequence whose least budget is the largest decides.
     """
 
     def least(of: Method, prompt: int, final: int) -> float:
-        return _least_size(of, prompt, final, num_layers, widths)
+        return _least_budget(of, prompt, final, num_layers, widths)
 
     sequences = {(row.prompt, row.final) for row in rows}
     prompt, final = max(sequences, key=lambda of_sequence: least(method, *of_sequence))
@@ -472,10 +474,10 @@ def _ways_to(
 
     ways: list[str] = []
     if least(method, prompt, final) > target:
-        fewer = [replace(method, num_exempt_layers=n) for n in range(method.num_exempt_layers)]
+        fewer = [replace(method, dense_layers=n) for n in range(method.dense_layers)]
         for of in reversed(fewer):
             if least(of, prompt, final) <= target:
-                ways.append(f"method.num_exempt_layers={of.num_exempt_layers}")
+                ways.append(f"method.dense_layers={of.dense_layers}")
                 break
         none_dense = fewer[:1] if not ways else []
         for of in (method, *none_dense):
@@ -483,7 +485,7 @@ def _ways_to(
             if tokens is not None:
                 words = lengths.prompt.format(tokens)
                 has_fewer = of is not method
-                ways.append(f"{words} with method.num_exempt_layers=0" if has_fewer else words)
+                ways.append(f"{words} with method.dense_layers=0" if has_fewer else words)
                 break
         if lengths.generated is not None:
             tokens = _nearest_where(
@@ -494,20 +496,20 @@ def _ways_to(
             )
             if tokens is not None:
                 ways.append(lengths.generated.format(tokens))
-    return [*ways, f"size=nearest:{target}"]
+    return [*ways, f"budget=nearest:{target}"]
 
 
-def _least_size(
+def _least_budget(
     method: Method, prompt: int, final: int, num_layers: int, widths: Sequence[float]
 ) -> float:
-    """The least size of a method over one sequence, by some of its decode rows; infinite where it
+    """The least budget of a method over one sequence, by some of its decode rows; infinite where it
     allows none."""
     num_rows = max(1, final - 1 - prompt)
     stride = max(1, num_rows // NUM_ROWS)
     rows = [TokenCounts(prompt + at, prompt, final) for at in range(0, num_rows, stride)]
     try:
-        least = max(method.min_size(row) for row in rows)
-        return expected_size(method.with_size(least), Counter(rows), num_layers, widths)
+        least = max(method.min_budget(row) for row in rows)
+        return expected_budget(method.with_budget(least), Counter(rows), num_layers, widths)
     except ValueError:
         return math.inf
 

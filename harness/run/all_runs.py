@@ -1,12 +1,11 @@
-"""The runs of a sweep, its cells, one after another; those that are timed, in a process of their
-own.
+"""The runs of a sweep, one after another; those that are timed, in a process of their own.
 
-A cell that fails does not stop the others; one that is finished is not run again; one whose
+A run that fails does not stop the others; one that is finished is not run again; one whose
 experiment has used up its minutes is put off to the next start. Processes that run the same sweep
-share its cells: a cell that one of them runs is left to it, and waited for in the end.
+share its runs: one that another process does is left to it, and waited for in the end.
 
-Timed cells run in a child process, so that memory and threads start clean. The cells of one shape
-share a child, with its model and the prefill of the shape. A cell whose process dies has failed,
+Timed runs go in a child process, so that memory and threads start clean. The runs of one shape
+share a child, with its model and the prefill of the shape. A run whose process dies has failed,
 and those after it run in another. The child ignores Ctrl-C and SIGTERM: this process ends it, and
 where this process is killed, the child ends by itself.
 """
@@ -30,9 +29,9 @@ from tqdm import tqdm
 from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users
 from harness.files import HeldError, holding
 from harness.model.resources import Resources
-from harness.run import status
+from harness.run import runner, status
 from harness.run.kinds import measurement_of
-from harness.run.runner import Run, fail, is_held, relabel, require_devices, run
+from harness.run.runner import Run, fail, is_held, relabel, require_devices
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 
@@ -43,37 +42,37 @@ STOP_S = 5.0
 
 
 def counted(experiments: Iterable[str]) -> str:
-    """How many cells there are of each experiment, in words. experiments: of each cell."""
+    """How many runs there are of each experiment, in words. experiments: of each run."""
     counts = [f"{name} ({number})" for name, number in Counter(experiments).items()]
-    return f"cells of {', '.join(counts)}"
+    return f"runs of {', '.join(counts)}"
 
 
-def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[T]]:
-    """The cells that share a process of their own, in the order of the first of each; any other
-    cell is alone."""
+def groups(runs: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[T]]:
+    """The runs that share a process of their own, in the order of the first of each; any other
+    run is alone."""
     found: dict[Any, list[T]] = {}
-    for index, cell in enumerate(cells):
-        config = config_of(cell)
+    for index, run in enumerate(runs):
+        config = config_of(run)
         process = measurement_of(config.kind).process(config)
-        found.setdefault(index if process is None else process, []).append(cell)
+        found.setdefault(index if process is None else process, []).append(run)
     return list(found.values())
 
 
-def run_cells(
+def run_all(
     configs: Sequence[RunConfig],
     minutes: Mapping[str, float | None] | None = None,
     resources: Resources | None = None,
 ) -> Iterator[Path]:
-    """Run the cells one after another; yields the path of each finished record, those finished
+    """Do the runs one after another; yields the path of each finished record, those finished
     before first.
 
     Args:
-        configs: the cells.
-        minutes: by experiment, after which no further cell of it begins.
-        resources: what the cells of this process share.
+        configs: the runs.
+        minutes: by experiment, after which no further run of it begins.
+        resources: what the runs of this process share.
 
     Raises:
-        UserError: at the end, where cells failed: how many, and the first error. The others have
+        UserError: at the end, where runs failed: how many, and the first error. The others have
             run. At the start, where nothing can run here.
         BugError: likewise at the end, where a bug was among them.
         UnfinishedError: at the end, where none failed and some were put off; each is named.
@@ -83,55 +82,55 @@ def run_cells(
     resources.shares_prompts |= len(configs) > 1
     runs: list[Run] = []
     todo: list[Run] = []
-    for config in bar(configs, desc="looking at cells", unit="cell"):
-        cell = Run.of(config)
-        runs.append(cell)
-        if cell.is_finished():
-            relabel(cell)
-            yield cell.path
+    for config in bar(configs, desc="looking at runs", unit="run"):
+        run = Run.of(config)
+        runs.append(run)
+        if run.is_finished():
+            relabel(run)
+            yield run.path
         else:
-            todo.append(cell)
-    for cell in todo:
-        is_elsewhere = is_held(cell.path)
-        why = f"{cell.title}: another process is at it" if is_elsewhere else cell.why_again()
+            todo.append(run)
+    for run in todo:
+        is_elsewhere = is_held(run.path)
+        why = f"{run.title}: another process is at it" if is_elsewhere else run.why_again()
         if why:
             tqdm.write(why)
     num_finished = len(configs) - len(todo)
     if num_finished:
-        tqdm.write(f"{num_finished} of {len(configs)} cells were finished before, skipped")
+        tqdm.write(f"{num_finished} of {len(configs)} runs were finished before, skipped")
 
     planned = status.note(runs) if todo else None
     spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []
-    with bar(total=len(todo), unit="cell", dynamic_ncols=True, lines_every_s=0) as progress:
+    with bar(total=len(todo), unit="run", dynamic_ncols=True, lines_every_s=0) as progress:
         while todo:
             held: list[Run] = []
-            for group in groups(todo, lambda cell: cell.config):
+            for group in groups(todo, lambda run: run.config):
                 begun = []
-                for cell in group:
-                    experiment = cell.config.experiment
+                for run in group:
+                    experiment = run.config.experiment
                     limit = (minutes or {}).get(experiment)
                     has_time = limit is None or spent[experiment] < 60 * limit
-                    if has_time or cell.is_finished():
-                        begun.append(cell)
+                    if has_time or run.is_finished():
+                        begun.append(run)
                     else:
-                        put_off.append(cell)
+                        put_off.append(run)
                         progress.update()
                 outcomes = _outcomes(begun, resources, began)
-                for cell in begun:
-                    progress.set_description(cell.title)
+                for run in begun:
+                    progress.set_description(run.title)
                     start = time.perf_counter()
                     outcome = next(outcomes)
-                    spent[cell.config.experiment] += time.perf_counter() - start
+                    spent[run.config.experiment] += time.perf_counter() - start
                     if isinstance(outcome, HeldError):
-                        held.append(cell)
+                        held.append(run)
                         continue
                     progress.update()
                     if isinstance(outcome, Path):
                         yield outcome
                     else:
-                        failure = f"{cell.title}: {describe(outcome)}"
+                        failure = f"{run.title}: {describe(outcome)}"
                         failures.append((failure, outcome))
                         tqdm.write(f"failed: {failure}")
             if held:
@@ -141,13 +140,13 @@ def run_cells(
             todo = held
 
     if planned is not None and not put_off:
-        planned.unlink(missing_ok=True)  # every cell has a record now
-    for cell in put_off:
-        tqdm.write(f"put off: {cell.title}")
+        planned.unlink(missing_ok=True)  # every run has a record now
+    for run in put_off:
+        tqdm.write(f"put off: {run.title}")
     if len(failures) > 1:
         for failure, _ in failures:
             tqdm.write(f"failed: {failure}")
-    later = counted(cell.config.experiment for cell in put_off)
+    later = counted(run.config.experiment for run in put_off)
     later = f"put off, as their minutes are spent: {later}; the same command goes on"
     if failures:
         raise _first_of(failures, len(configs), f"; {later}" if put_off else "")
@@ -155,12 +154,12 @@ def run_cells(
         raise UnfinishedError(later)
 
 
-def _first_of(failures: Sequence[tuple[str, Exception]], num_cells: int, more: str) -> Exception:
-    """The error of a sweep with failed cells: it says the first bug, else the first failure."""
+def _first_of(failures: Sequence[tuple[str, Exception]], num_runs: int, more: str) -> Exception:
+    """The error of a sweep with failed runs: it says the first bug, else the first failure."""
     bugs = [failure for failure in failures if not is_users(failure[1])]
     failure, cause = (bugs or failures)[0]
     which = "first bug" if bugs else "first"
-    line = f"{len(failures)} of {num_cells} cells failed; the {which}, {failure}{more}"
+    line = f"{len(failures)} of {num_runs} runs failed; the {which}, {failure}{more}"
     error = BugError(line) if bugs else UserError(line)
     error.__cause__ = cause
     return error
@@ -169,20 +168,20 @@ def _first_of(failures: Sequence[tuple[str, Exception]], num_cells: int, more: s
 def _outcomes(
     group: Sequence[Run], resources: Resources, since: float
 ) -> Iterator[Path | Exception]:
-    """The record of each cell of a group, or why there is none."""
+    """The record of each run of a group, or why there is none."""
     if group and measurement_of(group[0].config.kind).process(group[0].config) is not None:
         yield from run_apart(group, since)
         return
-    for cell in group:
+    for run in group:
         outcome: Path | Exception
         try:
-            outcome = run(cell, resources, since=since)
+            outcome = runner.run(run, resources, since=since)
         except Exception as error:
             outcome = error
         yield outcome
 
 
-# The child process of timed cells
+# The child process of timed runs
 
 
 def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
@@ -207,14 +206,14 @@ def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             its_end.close()
             while todo and child.exitcode is None:
-                cell = todo.pop(0)
+                run = todo.pop(0)
                 try:
-                    pipe.send((cell, since))
+                    pipe.send((run, since))
                     outcome = pipe.recv()
                 except (EOFError, OSError):
                     child.join(STOP_S)
-                    outcome = why_it_died(cell, child.exitcode)
-                    fail(cell, outcome)
+                    outcome = why_it_died(run, child.exitcode)
+                    fail(run, outcome)
                 yield outcome
         finally:
             if child.pid is not None:
@@ -241,10 +240,10 @@ def _child(pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resources = Resources()
     while True:
-        cell, since = pipe.recv()
+        run, since = pipe.recv()
         outcome: Path | Exception
         try:
-            outcome = run(cell, resources, since=since)
+            outcome = runner.run(run, resources, since=since)
         except HeldError as error:
             outcome = error
         except Exception as error:  # not every exception can be sent

@@ -1,4 +1,4 @@
-"""Settings that land on a reported size."""
+"""Settings that land on a reported budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from living import PROMPT, STEPS, attached_with_link, force, live, open_live, re
 
 from harness.checks.contract import open_replay
 from harness.errors import UserError
-from harness.model.sizes import TOLERANCE, LengthWords, code_width, expected_size, sized_as_stored
+from harness.model.budgets import TOLERANCE, LengthWords, code_width, expected_budget, with_budget_as_stored
 from harness.replay.setup import LENGTHS
 from harness.run.compose import Composer, load
 from harness.settings.schema import options
@@ -59,24 +59,24 @@ decode_rows = st.builds(
 codecs = st.sampled_from([None, IntegerCodec("int2"), IntegerCodec("int1")])
 sizeable = st.sampled_from(
     [
-        H2O(num_exempt_layers=2),
-        Streaming(num_sinks=1, num_exempt_layers=2),
-        Oracle(num_exempt_layers=2),
-        InfiniGen(num_exempt_layers=1),
+        H2O(dense_layers=2),
+        Streaming(num_sinks=1, dense_layers=2),
+        Oracle(dense_layers=2),
+        InfiniGen(dense_layers=1),
         InfiniGen(cap_of="final"),
-        H2O(num_exempt_layers=0),
+        H2O(dense_layers=0),
         Quest(),
-        Quest(page_size=1, num_exempt_layers=0),
-        SnapKV(window=1, num_exempt_layers=2),
-        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive", num_exempt_layers=2),
-        TOVA(num_exempt_layers=2),
-        RKV(window=1, divide_length=3, num_exempt_layers=2),
-        RandomAttention(divide_length=3, num_exempt_layers=2),
-        DuoAttention(num_sinks=1, num_recent=1, num_exempt_layers=2),
-        ParisKV(num_sinks=0, num_exempt_layers=2),
-        Socket(num_sinks=1, num_exempt_layers=2),
-        RocketKV(window=1, num_exempt_layers=2),
-        RocketKV(window=2, num_sinks=1, num_exempt_layers=0),
+        Quest(page_size=1, dense_layers=0),
+        SnapKV(window=1, dense_layers=2),
+        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive", dense_layers=2),
+        TOVA(dense_layers=2),
+        RKV(window=1, divide_length=3, dense_layers=2),
+        RandomAttention(divide_length=3, dense_layers=2),
+        DuoAttention(num_sinks=1, num_recent=1, dense_layers=2),
+        ParisKV(num_sinks=0, dense_layers=2),
+        Socket(num_sinks=1, dense_layers=2),
+        RocketKV(window=1, dense_layers=2),
+        RocketKV(window=2, num_sinks=1, dense_layers=0),
     ]
 )
 GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, family="llama")
@@ -84,90 +84,92 @@ GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scal
 
 @settings(max_examples=40)
 @given(sizeable, decode_rows, st.integers(4, 32), st.floats(0.01, 1.0), codecs)
-def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, codec):
+def test_with_budget_lands_on_the_target_or_says_so(method, rows, num_layers, target, codec):
     counted, geometry = Counter(rows), replace(GEOMETRY, num_layers=num_layers)
     width = code_width(codec, geometry)
     try:
-        found = sized_as_stored(method, codec, geometry, rows, target, nearest=False)
+        found = with_budget_as_stored(method, codec, geometry, rows, target, nearest=False)
     except UserError as error:
-        if "cannot be sized so" in str(error):  # a prompt that is no longer than the window
+        if "cannot have it" in str(error):  # a prompt that is no longer than the window
             assert isinstance(method, SnapKV | RocketKV) and min(row.prompt for row in rows) <= method.safe, error
             return
-        assert f"size={target}" in str(error)
-        least = max(method.min_size(row) for row in rows)
-        sizes = [step / 500 for step in range(1, 501) if step / 500 >= least]
-        reached = [expected_size(method.with_size(size), counted, num_layers, [width] * num_layers) for size in sizes]
-        assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
+        assert f"budget={target}" in str(error)
+        least = max(method.min_budget(row) for row in rows)
+        budgets = [step / 500 for step in range(1, 501) if step / 500 >= least]
+        reached = [
+            expected_budget(method.with_budget(budget), counted, num_layers, [width] * num_layers) for budget in budgets
+        ]
+        assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a budget"
     else:
         prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
         if isinstance(found, Streaming | SnapKV | RKV | RandomAttention | RocketKV):
             found.new_state(GEOMETRY, Lengths(prompts, finals))  # refused nowhere
-        assert type(found) is type(method) and found.num_exempt_layers == method.num_exempt_layers
+        assert type(found) is type(method) and found.dense_layers == method.dense_layers
         total = 0.0
-        exempt = method.num_exempt_layers
+        dense_layers = method.dense_layers
         for row in rows:
-            reads = [found.tokens_read(row, layer) for layer in range(exempt, num_layers)]
-            total += (exempt + sum(width * read / row.cached for read in reads)) / num_layers
+            reads = [found.tokens_read(row, layer) for layer in range(dense_layers, num_layers)]
+            total += (dense_layers + sum(width * read / row.cached for read in reads)) / num_layers
         assert abs(total / len(rows) - target) <= TOLERANCE + 1e-9
 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
     rows, geometry = [TokenCounts(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
-    smallest = expected_size(Streaming(kept_frac=0.0501, num_exempt_layers=2), Counter(rows), 10)  # 5 of 100 tokens
-    with pytest.raises(UserError, match=f"size=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
-        sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, 0.21, nearest=False)
+    smallest = expected_budget(Streaming(budget=0.0501, dense_layers=2), Counter(rows), 10)  # 5 of 100 tokens
+    with pytest.raises(UserError, match=f"budget=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
+        with_budget_as_stored(Streaming(dense_layers=2), None, geometry, rows, 0.21, nearest=False)
     assert "\n" not in str(refusal.value)
-    found = sized_as_stored(Streaming(num_exempt_layers=2), None, geometry, rows, smallest, nearest=False)
+    found = with_budget_as_stored(Streaming(dense_layers=2), None, geometry, rows, smallest, nearest=False)
     assert found.tokens_read(TokenCounts(99, 50, 100), 2) == 5
-    with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
-        sized_as_stored(Streaming(num_sinks=100, num_exempt_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
+    with pytest.raises(UserError, match="budget=0.5: method Streaming cannot have it: method.num_sinks=100: must"):
+        with_budget_as_stored(Streaming(num_sinks=100, dense_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
 SMALL = replace(GEOMETRY, num_layers=30)
 
 
-def refusal_of(method, prompt: int, final: int, size: float, lengths: LengthWords) -> str:
-    """The refusal of a size at these lengths; "" where it is met."""
+def refusal_of(method, prompt: int, final: int, budget: float, lengths: LengthWords) -> str:
+    """The refusal of a budget at these lengths; "" where it is met."""
     rows = [TokenCounts(cached, prompt, final) for cached in range(prompt, final - 1)]
     try:
-        sized_as_stored(method, None, SMALL, rows, size, nearest=False, preset="mine", lengths=lengths)
+        with_budget_as_stored(method, None, SMALL, rows, budget, nearest=False, preset="mine", lengths=lengths)
     except UserError as refusal:
         return str(refusal)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("method", "size", "ways"),
+    ("method", "budget", "ways"),
     [
-        (SnapKV(num_exempt_layers=0), 0.1, {"prompt"}),
-        (SnapKV(num_exempt_layers=2), 0.1, {"prompt"}),
-        (SnapKV(num_exempt_layers=2), 0.05, {"prompt", "layers"}),  # both together
-        (Streaming(num_exempt_layers=9), 0.25, {"layers"}),
-        (RandomAttention(num_exempt_layers=0), 0.5, {"prompt"}),  # the prompt stays: a shorter one
+        (SnapKV(dense_layers=0), 0.1, {"prompt"}),
+        (SnapKV(dense_layers=2), 0.1, {"prompt"}),
+        (SnapKV(dense_layers=2), 0.05, {"prompt", "layers"}),  # both together
+        (Streaming(dense_layers=9), 0.25, {"layers"}),
+        (RandomAttention(dense_layers=0), 0.5, {"prompt"}),  # the prompt stays: a shorter one
     ],
 )
-def test_a_refused_size_says_what_would_allow_it(method, size, ways):
-    """At 256 dense tokens of 1,024, whoever follows the words gets the size, and no smaller change gives it."""
-    said = refusal_of(method, 256, 1024, size, LENGTHS["perplexity"])
+def test_a_refused_budget_says_what_would_allow_it(method, budget, ways):
+    """At 256 dense tokens of 1,024, whoever follows the words gets the budget, and no smaller change gives it."""
+    said = refusal_of(method, 256, 1024, budget, LENGTHS["perplexity"])
     enough = said.partition("enough would be ")[2]
-    assert said.startswith(f"size={size}: ") and enough.endswith(f"size=nearest:{size}")
+    assert said.startswith(f"budget={budget}: ") and enough.endswith(f"budget=nearest:{budget}")
     prompts = [int(number) for number in re.findall(r"prefill_len=(\d+)", enough)]
-    layers = [int(number) for number in re.findall(r"method.num_exempt_layers=(\d+)", enough)]
+    layers = [int(number) for number in re.findall(r"method.dense_layers=(\d+)", enough)]
     assert {"prompt"} & ways == ({"prompt"} if prompts else set())
     assert {"layers"} & ways == ({"layers"} if layers else set())
     for prompt in prompts:
-        followed = replace(method, num_exempt_layers=layers[0] if layers else method.num_exempt_layers)
-        assert refusal_of(followed, prompt, 1024, size, LENGTHS["perplexity"]) == ""
+        followed = replace(method, dense_layers=layers[0] if layers else method.dense_layers)
+        assert refusal_of(followed, prompt, 1024, budget, LENGTHS["perplexity"]) == ""
         less = prompt - 30 if prompt > 256 else prompt + 30
-        assert refusal_of(followed, less, 1024, size, LENGTHS["perplexity"])
+        assert refusal_of(followed, less, 1024, budget, LENGTHS["perplexity"])
     if layers and not prompts:
-        fewer = replace(method, num_exempt_layers=layers[0])
-        assert refusal_of(fewer, 256, 1024, size, LENGTHS["perplexity"]) == ""
-        assert refusal_of(replace(method, num_exempt_layers=layers[0] + 1), 256, 1024, size, LENGTHS["perplexity"])
+        fewer = replace(method, dense_layers=layers[0])
+        assert refusal_of(fewer, 256, 1024, budget, LENGTHS["perplexity"]) == ""
+        assert refusal_of(replace(method, dense_layers=layers[0] + 1), 256, 1024, budget, LENGTHS["perplexity"])
 
 
 def test_where_prompt_and_answer_have_settings_of_their_own_each_is_named():
-    method = SnapKV(num_exempt_layers=0)
+    method = SnapKV(dense_layers=0)
     said = refusal_of(method, 256, 512, 0.15, LENGTHS["latency"])
     prompt_len, gen_len = (int(number) for number in re.findall(r"(?:prompt_len|gen_len)=(\d+)", said))
     assert prompt_len > 256 and gen_len < 256
@@ -183,49 +185,49 @@ LONG_ANSWERS = {"random", "triattention"}
 
 
 def test_at_the_default_lengths_methods_can_read_a_tenth():
-    """Of conf/method, on a model of 30 layers: all that have a size and no dense part by design."""
+    """Of conf/method, on a model of 30 layers: all that have a budget and no dense part by design."""
     composed, refused = Composer(), {}
     for name in options("method"):
         try:
-            config = load([f"method={name}", "size=0.1", "method.num_exempt_layers=0"], composed)
+            config = load([f"method={name}", "budget=0.1", "method.dense_layers=0"], composed)
         except UserError as refusal:
-            assert "has no size to set" in str(refusal)
+            assert "has no budget to set" in str(refusal)
             continue
         assert (config.prefill_len, config.seq_len) == (960, 1024)
-        if config.size is not None and not config.size_is_measured:
+        if config.budget is not None and not config.budget_is_measured:
             said = refusal_of(config.method, config.prefill_len, config.seq_len, 0.1, LENGTHS["perplexity"])
             if said:
                 refused[name] = said
     assert set(refused) <= STRUCTURE | LONG_ANSWERS and "snapkv" not in refused
 
 
-def test_a_size_that_was_not_asked_for_is_told_once(caplog):
+def test_a_budget_that_was_not_asked_for_is_told_once(caplog):
     rows = [TokenCounts(cached, 50, 100) for cached in range(50, 99)]
-    geometry, method = replace(GEOMETRY, num_layers=10), Streaming(num_exempt_layers=2)
+    geometry, method = replace(GEOMETRY, num_layers=10), Streaming(dense_layers=2)
     for target in (0.211, 0.211, 0.3):  # the first cannot be: two of ten layers and five tokens are the least
-        sized_as_stored(method, None, geometry, rows, target, nearest=True)
-    sized_as_stored(method, None, geometry, rows, 0.212, nearest=True, preset="mine")
+        with_budget_as_stored(method, None, geometry, rows, target, nearest=True)
+    with_budget_as_stored(method, None, geometry, rows, 0.212, nearest=True, preset="mine")
     said = [record.message for record in caplog.records]
     assert said == [
-        "method Streaming: asked for size 0.211, the nearest size here is 0.256",
-        "method=mine: asked for size 0.212, the nearest size here is 0.256",
+        "method Streaming: asked for budget 0.211, the nearest budget here is 0.256",
+        "method=mine: asked for budget 0.212, the nearest budget here is 0.256",
     ]
 
 
 def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
-    method, width = Streaming(kept_frac=0.5, num_sinks=1, num_exempt_layers=2), 0.28125
-    one, other = (expected_size(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
+    method, width = Streaming(budget=0.5, num_sinks=1, dense_layers=2), 0.28125
+    one, other = (expected_budget(method, {row: 1}, 4) for row in (TokenCounts(6, 1, 10), TokenCounts(9, 1, 10)))
     assert one != other
-    assert expected_size(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
+    assert expected_budget(method, {TokenCounts(6, 1, 10): 3, TokenCounts(9, 1, 10): 1}, 4) == pytest.approx(
         (3 * one + other) / 4
     )
     for method, share in (
-        (Streaming(kept_frac=0.2, num_sinks=1, num_exempt_layers=2), 0.4),
-        (Full(num_exempt_layers=2), 1),
+        (Streaming(budget=0.2, num_sinks=1, dense_layers=2), 0.4),
+        (Full(dense_layers=2), 1),
     ):
         rows = {TokenCounts(100, 50, 200): 1}
-        assert expected_size(method, rows, 10, [width] * 10) == pytest.approx((2 + 8 * width * share) / 10)
-        by_layer = expected_size(method, rows, 10, [1, 1, 0.5, *[width] * 6, 0.25])
+        assert expected_budget(method, rows, 10, [width] * 10) == pytest.approx((2 + 8 * width * share) / 10)
+        by_layer = expected_budget(method, rows, 10, [1, 1, 0.5, *[width] * 6, 0.25])
         assert by_layer == pytest.approx((2 + (0.5 + 6 * width + 0.25) * share) / 10)
 
 
@@ -243,9 +245,9 @@ def test_the_bits_of_an_element_are_the_mean_over_key_and_value(codec, geometry,
     assert code_width(codec, replace(GEOMETRY, **geometry)) == bits / 16
 
 
-def test_a_size_that_depends_on_the_data_is_refused():
+def test_a_budget_that_depends_on_the_data_is_refused():
     with pytest.raises(ValueError, match="depends on the data"):
-        expected_size(InfiniGen(), {TokenCounts(5, 1, 10): 1}, 4)
+        expected_budget(InfiniGen(), {TokenCounts(5, 1, 10): 1}, 4)
 
 
 # What replay and live decoding report
@@ -274,50 +276,50 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         ),
         # and with a sample a byte a token, and the mean value
         (
-            InfiniGen2Sampled(partial_weight_ratio=0.3, index_bits=None, projection_bits=None, num_exempt_layers=2),
+            InfiniGen2Sampled(partial_weight_ratio=0.3, index_bits=None, projection_bits=None, dense_layers=2),
             mean((5.5 * t + 2 * 16 * 5 + 16) / 32 / t for t in CACHED),
         ),
         (DoubleSparsity(rank=0.25), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
         (DoubleSparsity(rank=0.25, index_bits=4), mean((4 * 12 / 16 * t + 16 * 4) / 32 / t for t in CACHED)),
-        (Loki(rank=0.3, num_exempt_layers=2), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
+        (Loki(rank=0.3, dense_layers=2), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
         # every key
-        (Oracle(num_exempt_layers=2), 0.5),
+        (Oracle(dense_layers=2), 0.5),
         # 4 of 16 channels, and half a token for the mean value
-        (SparQ(num_exempt_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
-        (SparQ(mean_value=False, num_exempt_layers=2), 4 / 32),
+        (SparQ(dense_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
+        (SparQ(mean_value=False, dense_layers=2), 4 / 32),
         # two codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
-        (PQCache(num_sinks=0, num_exempt_layers=2), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
+        (PQCache(num_sinks=0, dense_layers=2), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
         # a byte for each of two sub-vectors of a key of the zone; of half of it 3 bits for each of 16 elements, in 6
         # bytes, and two weights
         (
-            ParisKV(num_sinks=0, recent_frac=0.0, num_exempt_layers=2),
+            ParisKV(num_sinks=0, recent_frac=0.0, dense_layers=2),
             mean((t * 2 + -(-t // 2) * (6 + 4)) / (2 * 32) / t for t in CACHED),
         ),
         (
-            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01, num_exempt_layers=2),
+            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01, dense_layers=2),
             mean(((t - 6) * 2 + 2 * 10) / (2 * 32) / t for t in CACHED),
         ),
         # 60 hashes of 10 bits in 76 bytes, and the length of the value
-        (Socket(num_sinks=0, num_exempt_layers=2), (76 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, num_exempt_layers=2), (2 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, num_exempt_layers=2), 2 / (2 * 32)),
+        (Socket(num_sinks=0, dense_layers=2), (76 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, dense_layers=2), (2 + 2) / (2 * 32)),
+        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, dense_layers=2), 2 / (2 * 32)),
         # floor(24 / 2.4^0.2758) = 18 prompt tokens stay; 18 / 10 is a token a chunk, and 16 / 1.8 channels
         (
-            RocketKV(budget_tokens=10, window=2, num_exempt_layers=2),
+            RocketKV(budget_tokens=10, window=2, dense_layers=2),
             mean((18 + t - PROMPT) * 8 / 32 / t for t in CACHED),
         ),
         # 12 stay; 12 / 4 is two tokens a chunk, and 16 * 2 / 3 channels
         (
-            RocketKV(budget_tokens=4, window=2, num_exempt_layers=2),
+            RocketKV(budget_tokens=4, window=2, dense_layers=2),
             mean((12 + t - PROMPT) // 2 * 10 / 32 / t for t in CACHED),
         ),
-        (VAttention(num_sinks=0, num_exempt_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
+        (VAttention(num_sinks=0, dense_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
         # every key in 4 bits; or two vectors a full page, and in 4 bits the keys of Quest's pages
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
         (Twilight(page_size=5), mean((t // 5 + ((max(3, t // 2 // 5) - 1) * 5 + t % 5) * 6 / 32) / t for t in CACHED)),
         # two vectors a full page
         (Quest(page_size=5), mean(t // 5 / t for t in CACHED)),
-        (H2O(num_exempt_layers=2), 0),
+        (H2O(dense_layers=2), 0),
     ],
     ids=lambda value: getattr(value, "title", None),
 )
@@ -333,21 +335,21 @@ def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
     with attached_with_link() as (attached, _):
         for run in (replay, live):
             found = run(attached, Case(method), (PROMPT,))
-            assert found.device_frac - found.size == pytest.approx(tokens / 2, rel=1e-9)
+            assert found.device_frac - found.budget == pytest.approx(tokens / 2, rel=1e-9)
     assert dtypes <= {torch.float32} if getattr(method, "index_bits", None) is None else dtypes == {torch.uint8}
 
 
 EVICTED = [
-    (H2O(kept_tokens=20, num_exempt_layers=2), [t - 20 for t in CACHED]),
-    (Streaming(kept_tokens=30, num_sinks=1, num_exempt_layers=2), [max(0, t - 30) for t in CACHED]),
-    (SnapKV(kept_tokens=14, window=4, num_exempt_layers=2), [PROMPT - 14] * STEPS),
+    (H2O(kept_tokens=20, dense_layers=2), [t - 20 for t in CACHED]),
+    (Streaming(kept_tokens=30, num_sinks=1, dense_layers=2), [max(0, t - 30) for t in CACHED]),
+    (SnapKV(kept_tokens=14, window=4, dense_layers=2), [PROMPT - 14] * STEPS),
     # back to 26 tokens after every third: 27 - 26, then 29 - 26
-    (RandomAttention(kept_tokens=26, divide_length=3, num_exempt_layers=2), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
-    (RandomAttention(kept_tokens=26, num_exempt_layers=2), [0] * STEPS),  # the text ends before the first compression
+    (RandomAttention(kept_tokens=26, divide_length=3, dense_layers=2), [0, 0, 0, 1, 1, 1, 4, 4, 4, 7]),
+    (RandomAttention(kept_tokens=26, dense_layers=2), [0] * STEPS),  # the text ends before the first compression
     # of 4 KV heads in two layers 2 stream
-    (DuoAttention(num_sinks=1, num_recent=9, num_exempt_layers=2), [(t - 10) / 2 for t in CACHED]),
-    (Full(num_exempt_layers=2), None),
-    (Quest(read_frac=0.4, page_size=3), None),
+    (DuoAttention(num_sinks=1, num_recent=9, dense_layers=2), [(t - 10) / 2 for t in CACHED]),
+    (Full(dense_layers=2), None),
+    (Quest(budget=0.4, page_size=3), None),
     (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
 ]
 
@@ -366,8 +368,8 @@ def test_evicted_tokens_are_those_that_no_row_can_read_any_more(method, evicted)
         found = session.reads.tokens_evicted, steps.reads.tokens_evicted
         steps.close()
     if evicted is None:
-        assert found == (None, None) and "tokens_evicted" not in session.reads.sizes
+        assert found == (None, None) and "tokens_evicted" not in session.reads.shares
     else:
         assert found == pytest.approx((mean(evicted),) * 2, rel=1e-12)
-        assert session.reads.sizes["tokens_evicted"] == found[0]
+        assert session.reads.shares["tokens_evicted"] == found[0]
         assert (found[0] == 0) == (max(evicted) == 0), "no rounding makes it look as if a budget bit"

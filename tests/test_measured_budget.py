@@ -1,0 +1,103 @@
+"""A method of the user's own whose reads depend on the data: its budget is met by a search on the calibration text."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness
+from harness.errors import UserError
+from harness.run.cli import main
+from harness.settings.schema import options
+from tests.composed import load
+from tests.runs import reading, tiny_loaded
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+MINE = """
+from dataclasses import dataclass, replace
+from methods.infinigen import InfiniGen
+
+@dataclass(frozen=True)
+class Mine(InfiniGen):
+    dense_layers: int = 0
+    alpha: float = 4.0
+    budget: float = 1.0
+"""
+WITH_BUDGET = """
+    def with_budget(self, frac):
+        return replace(self, alpha=4 * frac)
+"""
+WITHOUT_BUDGET = """
+    def with_budget(self, frac):
+        return Method.with_budget(self, frac)
+
+from methods.base import Method
+"""
+LENGTHS = ["seq_len=160", "prefill_len=80", "num_windows=2", "platform.link_gbps=1"]
+
+
+def records(experiment: str) -> list[dict]:
+    return [json.loads(path.read_text()) for path in Path("outputs").glob(f"runs/{experiment}/*/record.json")]
+
+
+@pytest.fixture
+def texts(own_folder, monkeypatch) -> list[str]:
+    """Settings to run a tiny model, on the text that calibrates it."""
+    Path("mine.py").write_text(MINE + WITH_BUDGET)
+    words = reading(monkeypatch, own_folder, tiny_loaded())
+    return [*words[:2], "calibration.num_tokens=160", *LENGTHS]
+
+
+@pytest.mark.parametrize("budget", [0.2, 0.4])
+def test_the_budget_is_met_on_the_text_that_was_searched_and_marked(budget, texts, capsys):
+    assert main(["method=./mine.py", f"budget={budget}", *texts, "num_windows=1"]) == 0
+    (record,) = records("perplexity")
+    (metrics,) = record["metrics"].values()
+    assert metrics["budget"] == pytest.approx(budget, abs=0.01), "the first window is the calibration text"
+    (method,) = record["methods"].values()
+    assert 0 < method["alpha"] < 4 and method["alpha"] != pytest.approx(4 * budget), "searched, not set"
+    assert record["settings"]["budget met on"] == "calibration text"
+    assert "budget met on=calibration text" in Path("outputs/tables/perplexity.csv").read_text()
+    assert main(["experiment=latency", "method=./mine.py", f"budget={budget}", *texts, "batch_size=1", "prompt_len=80",
+                 "gen_len=12", "timed_steps=2"]) == 0  # fmt: skip
+
+
+def test_what_no_setting_reaches_is_refused_with_what_was_measured(texts, capsys):
+    Path("mine.py").write_text((MINE + WITH_BUDGET).replace("4 * frac", "2 + frac"))
+    assert main(["method=./mine.py", "budget=0.001", *texts]) == 2
+    said = capsys.readouterr().err
+    assert "budget=0.001: method=mine: the nearest budget measured on the calibration text is 0." in said
+    assert "budget=nearest:0.001 takes it" in said and said.count("\n") == 1
+    assert main(["method=./mine.py", "budget=nearest:0.001", *texts]) == 0
+
+
+def test_a_method_without_with_budget_is_told_what_to_write(texts, capsys):
+    Path("mine.py").write_text(MINE + WITHOUT_BUDGET)
+    assert main(["method=./mine.py", "budget=0.2", *texts]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "budget=0.2: method Mine has no budget to set: it reads the same share always; budget=nearest:0.2 runs" in said
+    )
+    assert "with_budget gives it one (CONTRIBUTING.md)" in said
+
+
+def test_attach_searches_once(texts, tmp_path):
+    loaded = tiny_loaded()
+    model = harness.load(loaded.model, loaded.tokenizer, results_dir=str(tmp_path / "attach"))
+    settings = {"calibration.path": texts[1].partition("=")[2], "calibration.num_tokens": 160, "platform.link_gbps": 1}
+    with harness.attach(model, method="./mine.py", budget=0.3, **settings) as cached:
+        assert cached.budget is None and 0 < cached.method.alpha < 4
+        cached.generate(torch.arange(3, 103)[None], max_new_tokens=20, do_sample=False)
+        assert 0.1 < cached.usage.budget < 0.6
+
+
+def test_every_shipped_method_has_a_closed_form_or_no_budget():
+    measured = []
+    for name in options("method"):
+        try:
+            measured += [name] if load([f"method={name}", "budget=0.3"]).budget_is_measured else []
+        except UserError:
+            continue
+    assert measured == []
