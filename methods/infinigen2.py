@@ -160,12 +160,12 @@ class InfiniGen2State(ProjectedState):
         partial = super().partial_key(layer, key)
         return partial - self.centre[layer] if layer in self.centre else partial
 
-    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+    def index_size(self, layer: int) -> tuple[float, float]:
         """The partial keys, the projection, and the mean that its coded index takes off."""
-        read = super().index_read(layer, positions)
+        of_token, once = super().index_size(layer)
         if layer in self.centre:
-            read = read + tokens_of(self.centre[layer][0, 0], self.geometry)
-        return read
+            once += tokens_of(self.centre[layer][0, 0], self.geometry)
+        return of_token, once
 
     def times(self, rows: Tensor, side: Tensor) -> Tensor:
         if self.projection_codec is None:
@@ -289,12 +289,13 @@ class InfiniGen2SampledState(InfiniGen2State):
         distances = decoded_distances(self.distances[layer][..., : scores.shape[-1]])
         return self.method.draw(layer, scores, rows, self.lengths.final, distances)
 
-    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+    def index_size(self, layer: int) -> tuple[float, float]:
         """The index, a byte a token, and the mean value, which a row's own value is compared
         with."""
-        of_bytes = positions.double() / (2 * self.geometry.elements)
+        of_token, once = super().index_size(layer)
+        of_byte = 1 / (2 * self.geometry.elements)
         mean = tokens_of(self.mean_value[layer][0, 0], self.geometry)
-        return super().index_read(layer, positions) + of_bytes + mean
+        return of_token + of_byte, once + mean
 
 
 def coded_distances(distances: Tensor) -> Tensor:

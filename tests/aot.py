@@ -179,10 +179,14 @@ def launch_methods() -> None:
 
 
 def launch_samples() -> None:
-    """A weighted sample and products with coded projections, in a layer of OPT-13B: of several rows, then of steps."""
+    """A weighted sample, coded partial keys, and products with coded projections, in a layer of OPT-13B: of several
+    rows, then of steps."""
+    from methods.codecs.kernels import encode
     from methods.kernels import MOST_ROWS, coded_product, log_weights, ranked
 
     codec = IntegerCodec("int4", group_size=64)
+    for num_rows in (1, 2048):
+        encode(torch.empty(2, 40, num_rows, 64, dtype=torch.float16), codec, 4, 64)
     side = torch.empty(2, 40, 128, codec.row_bytes(64), dtype=torch.uint8)
     for num_rows in (MOST_ROWS, 1, 1):
         coded_product(torch.empty(2, 40, num_rows, 128, dtype=torch.float16), side, codec)

@@ -71,10 +71,15 @@ def make(case, num_rows: int, dtype: torch.dtype) -> tuple[RowFormat, KeyValue]:
 @given(case=shapes, num_rows=st.integers(0, 3))
 def test_rows_are_packed_as_by_torch(case, num_rows):
     row_format, states = make(case, num_rows, case["dtype"])
+    codec = row_format.codec
     expected = row_format.pack(*(each.cpu() for each in states))
+    expected_keys = codec.encode(states.keys.cpu())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch, "COMPILED", {DEVICE.type})
         assert torch.equal(row_format.pack(*states).cpu(), expected)
+        assert torch.equal(codec.encode(states.keys).cpu(), expected_keys)
+        other = ChannelCodec(codec.name)  # its groups lie along other axes
+        assert not other.has_kernels(DEVICE)
 
 
 @QUICK
@@ -169,14 +174,16 @@ def test_lists_are_those_of_the_cpu(case, block):
     room = resident.shape[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK", block)
-        assert torch.equal(rows.indices(mask.to(DEVICE), room).cpu(), store.indices(mask, room))
+        listed, number = rows.indices(mask.to(DEVICE), room)
+        expected, num_listed = store.indices(mask, room)
+        assert torch.equal(listed.cpu(), expected) and int(number.sum()) == num_listed
         age = torch.rand(resident.shape, generator=torch.Generator().manual_seed(int(mask.sum()))).argsort(-1)
         tokens = torch.arange(mask.shape[-1], 0, -1).int().expand(len(mask), 1, -1)
         most = max(1, int(mask.sum(-1).max()))
         given = mask, tokens, resident, age
-        missing, targets, *after = rows.missing_rows(*(each.to(DEVICE) for each in given), 5 << 32, most)
-    expected, expected_targets, *expected_after = missing_rows(*given, 5 << 32, most)
-    assert torch.equal(missing.cpu(), expected)
+        missing, targets, *after, number = rows.missing_rows(*(each.to(DEVICE) for each in given), 5 << 32, most)
+    expected, expected_targets, *expected_after, num_missing = missing_rows(*given, 5 << 32, most)
+    assert torch.equal(missing.cpu(), expected) and int(number.sum()) == num_missing
     assert all(torch.equal(each.cpu(), other) for each, other in zip(after, expected_after, strict=True))
     fetched = missing >= 0
     assert torch.equal(targets[fetched].cpu(), expected_targets[fetched.cpu()])
@@ -224,7 +231,7 @@ def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(
         (aot.launch_lists, 2 * len(COUNTS), 2, 64),
         (aot.launch_attention, 5, 3, 128),
         (aot.launch_methods, 18, 9, 64),
-        (aot.launch_samples, 7, 3, 64),
+        (aot.launch_samples, 9, 4, 64),
     ],
 )
 def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers(compiled, launches, times, kinds, registers):

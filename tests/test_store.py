@@ -242,7 +242,8 @@ def test_missing_rows_go_where_the_oldest_give_way_and_nothing_else_moves(mask, 
     kept, age = (torch.tensor(each).view(*mask.shape[:2], room) for each in (kept, age))
     tokens = torch.arange(slots).flip(0).expand(len(mask), 1, -1).int()
     before = kept.clone(), age.clone()
-    missing, targets, *after = missing_rows(mask, tokens, kept, age, now, most)
+    missing, targets, *after, num_missing = missing_rows(mask, tokens, kept, age, now, most)
+    assert num_missing == (missing >= 0).sum()
     assert (missing >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
     assert torch.equal(kept, before[0]) and torch.equal(age, before[1]), "what is kept was changed in place"
     fetched = chosen(missing, targets).by_target(room)

@@ -106,10 +106,10 @@ class Fetcher:
         else:
             self._load_into_buffer(count, count)
 
-    def request_slots(self, slots: Tensor, present: Tensor) -> Fetch:
+    def request_slots(self, slots: Tensor, present: Tensor, num_rows: int | Tensor) -> Fetch:
         """Request slots one by one. slots: int64 [batch, num_kv_heads, n], the slot of each row;
-        present: bool of the same shape, False where the slot is -1."""
-        fetch = self._load_into_buffer(Chosen(slots, num_true(present)), slots.shape[-1])
+        present: bool of the same shape, False where the slot is -1; num_rows: as in `Chosen`."""
+        fetch = self._load_into_buffer(Chosen(slots, num_rows), slots.shape[-1])
         fetch.present = present
         return fetch
 
@@ -119,8 +119,8 @@ class Fetcher:
         Returns the fetch, and the slot of each of its rows, int64 [batch, num_kv_heads, n], -1 for
         none.
         """
-        slots = indices(mask, most)
-        return self.request_slots(slots, slots >= 0), slots
+        slots, num_rows = indices(mask, most)
+        return self.request_slots(slots, slots >= 0, num_rows), slots
 
     def prefetch(self, mask: Tensor, most: int) -> None:
         """Request what will probably be selected, with a GPU cache."""
@@ -359,7 +359,7 @@ class LayerCache:
             if len(numbers) > 1:
                 held = self.state.tokens[number][..., :count] != EMPTY
                 own_slot = torch.arange(count, device=held.device)  # the row of each slot
-                self.fetcher.request_slots(torch.where(held, own_slot, -1), held)
+                self.fetcher.request_slots(torch.where(held, own_slot, -1), held, num_true(held))
                 return
         self.fetcher.request_first(count)
 

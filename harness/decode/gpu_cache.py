@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness.decode.cache import Fetch, Fetcher
 from harness.decode.share import DeviceShare
-from harness.decode.store import Chosen, KVStore, chosen
+from harness.decode.store import Chosen, KVStore
 from harness.model.policies import Policy
 from methods.base import Method, TokenCounts
 
@@ -94,9 +94,9 @@ class GpuCache:
         """
         now = self._requests << 32
         lists = missing_rows(mask, tokens, self.slots, self.age, now, most)
-        missing, targets, self.slots, self.age, present = lists
+        missing, targets, self.slots, self.age, present, num_missing = lists
         self._requests += 1
-        return chosen(missing, targets), present
+        return Chosen(missing, num_missing, targets), present
 
     def forget(self, written: Tensor) -> None:
         """Drop the copies of slots that are written anew. written: int64 [batch, num_kv_heads, 1],
@@ -165,14 +165,14 @@ class GpuCacheFetcher(Fetcher):
 
 def missing_rows(
     mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int | Tensor]:
     """The slots of `mask` that a buffer lacks, and the rows that they go to: those of the lowest
     age, but for rows that hold slots of the mask.
 
     mask, tokens, most: as in `GpuCache.request`; kept, age: its `slots` and `age`; now: added to
     the token of each slot of the mask, its age from now on. Returns int64 [batch, heads, most], a
     head's missing slots first and -1 behind them; their rows in the buffer, alike; the new `kept`
-    and `age`; and which rows hold slots of the mask.
+    and `age`; which rows hold slots of the mask; and the number of missing slots, as in `Chosen`.
     """
     if mask.is_cuda:
         from harness.decode.kernels import rows as kernels
@@ -183,7 +183,7 @@ def missing_rows(
 
 def _missing_rows_on_cpu(
     mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int | Tensor]:
     """`missing_rows` in numpy, whose small operations and sorts are faster than torch's on a
     CPU. A head is a line of each array."""
     batch, heads, num_slots = mask.shape
@@ -226,4 +226,5 @@ def _missing_rows_on_cpu(
     def shaped(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).view(batch, heads, -1)
 
-    return shaped(missing), shaped(targets), shaped(after), shaped(age_after), shaped(present)
+    lists = (shaped(missing), shaped(targets), shaped(after), shaped(age_after), shaped(present))
+    return (*lists, len(slot))

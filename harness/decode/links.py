@@ -26,7 +26,7 @@ from torch import Tensor
 
 from harness.decode.disk import Disk
 from harness.decode.memory import DEFAULT_TUNING, Tuning
-from harness.decode.store import Chosen, KVStore, SlotRequest
+from harness.decode.store import Chosen, KVStore, Moved, SlotRequest
 from harness.errors import UserError
 from harness.settings.config import DiskLayout
 
@@ -36,7 +36,7 @@ TRANSFERS_KEPT = 256
 """Transfers that a `LinkUse` keeps before it sums the earliest."""
 
 Direction = Literal["h2d", "d2h"]
-Move = Callable[[], int | Tensor]
+Move = Callable[[], int | Moved]
 """Copies, and returns the bytes moved, under CUDA maybe as a 0-d device tensor."""
 
 

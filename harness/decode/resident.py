@@ -63,7 +63,7 @@ class ValuesCache(LayerCache):
         mask = self.holder.resident(self.policy.number)
         rows = self.batch.rows(0)
         most = max(self.sizes.tokens_resident(row, self.policy.number) for row in rows)
-        slots = indices(mask, most)
+        slots, _ = indices(mask, most)
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
         room = (0, 0, 0, self.batch.max_new_tokens)
         self.keys = pad(key.gather(2, index), room)

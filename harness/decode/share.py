@@ -102,7 +102,7 @@ class Traffic:
         self._counts: dict[int, list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
-        """num_rows: under CUDA 0-d on the device."""
+        """num_rows: under CUDA numbers on the device, to be added up."""
         if isinstance(num_rows, int):
             self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
             return
@@ -125,7 +125,8 @@ class Traffic:
 
     def _sum(self) -> None:
         for row_bytes, counts in self._counts.items():
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + torch.stack(counts).sum()
+            flat = torch.cat([count.flatten() for count in counts])
+            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + flat.sum()
         self._counts.clear()
 
 

@@ -30,7 +30,6 @@ from torch.nn.functional import pad
 from harness.decode import memory
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
-from methods import compiled
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.integers import IntegerCodec
@@ -49,8 +48,8 @@ class Chosen(NamedTuple):
     """A request for each head's own slots.
 
     slots: int64 [batch, num_kv_heads, n]; negative ones move nothing. num_rows: number of the
-    others, under CUDA 0-d on the device. targets: the buffer row of each slot, int64 like `slots`,
-    distinct in a head; None: in order.
+    others, under CUDA numbers on the device that nobody has added up. targets: the buffer row of
+    each slot, int64 like `slots`, distinct in a head; None: in order.
     """
 
     slots: Tensor
@@ -73,6 +72,17 @@ SlotRequest = int | slice | Chosen
 def chosen(slots: Tensor, targets: Tensor | None = None) -> Chosen:
     """A request for these slots."""
     return Chosen(slots, num_true(slots >= 0), targets)
+
+
+class Moved(NamedTuple):
+    """Bytes that moved, known to the device: row_bytes for each of the rows that `num_rows`, not
+    yet added up, counts."""
+
+    num_rows: Tensor
+    row_bytes: int
+
+    def __int__(self) -> int:
+        return int(self.num_rows.sum()) * self.row_bytes
 
 
 def num_true(mask: Tensor) -> int | Tensor:
@@ -119,12 +129,10 @@ class RowFormat:
         return 0 if self.values_in_keys else self.codec.values.row_bytes(self._value_size)
 
     def has_kernels(self, device: torch.device) -> TypeGuard[IntegerCodec]:
-        """True if kernels take rows of this format: keys and values coded alike, in groups along
-        head_dim, without a rotation."""
+        """True if kernels take rows of this format: keys and values coded alike."""
         codec = self.codec
-        is_plain = type(codec) is IntegerCodec and codec.rotation is None
         has_one_size = not self.values_in_keys and self._value_size == self.head_dim
-        return is_plain and has_one_size and device.type in compiled.COMPILED
+        return has_one_size and isinstance(codec, IntegerCodec) and codec.has_kernels(device)
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n,
@@ -236,12 +244,12 @@ class KVStore:
         shape = (self.batch, self.num_kv_heads, num_rows + 1, self.slot_bytes)
         return buffer[: math.prod(shape)].view(shape)
 
-    def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
+    def load(self, request: SlotRequest, rows: Tensor) -> int | Moved:
         """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], contiguous in
         a head; return the bytes moved.
 
         A negative index leaves its row alone. Under CUDA asynchronous on the current stream from
-        device and pinned memory, the count of chosen slots being a 0-d device tensor; from pageable
+        device and pinned memory, the count of chosen slots being on the device; from pageable
         memory the call waits. Raises ValueError for more slots than there are, IndexError (CPU
         only) for an index beyond the capacity.
         """
@@ -259,9 +267,9 @@ class KVStore:
             part = request if isinstance(request, slice) else slice(0, request)
             moved = rows.shape[:3].numel()
             copy_heads(self.slots[:, :, part.start : self._checked(part.stop)], rows)
-        return moved * self.slot_bytes
+        return self._bytes_of(moved)
 
-    def write(self, rows: Tensor, at: int | Chosen) -> int | Tensor:
+    def write(self, rows: Tensor, at: int | Chosen) -> int | Moved:
         """Put packed `rows` into slots; return the bytes moved.
 
         at: the column of the first row, for all heads; or the slot of each row. Asynchronous and
@@ -275,7 +283,12 @@ class KVStore:
             if rows.is_cuda and not self.is_reachable:
                 index, rows = index.cpu(), rows.cpu()
             scatter_rows(self.slots, index, rows, self.tuning)
-        return moved * self.slot_bytes
+        return self._bytes_of(moved)
+
+    def _bytes_of(self, num_rows: int | Tensor) -> int | Moved:
+        if isinstance(num_rows, int):
+            return num_rows * self.slot_bytes
+        return Moved(num_rows, self.slot_bytes)
 
     def _write_columns(self, rows: Tensor, at: int) -> None:
         """Write rows of every head from column `at` on. Short lines, such as a step's own row, are
@@ -284,6 +297,9 @@ class KVStore:
         is_long = rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes
         if rows.device == column.device or is_long:
             copy_heads(rows, column)
+        elif self.is_reachable and rows.shape[2] == 1:
+            index = torch.full(rows.shape[:3], at, device=self.device)
+            scatter_rows(self.slots, index, rows, self.tuning)
         elif self.is_reachable:
             index = torch.arange(at, at + rows.shape[2], device=self.device)
             scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
@@ -412,9 +428,9 @@ def _check(slots: Tensor, index: Tensor) -> None:
 # Lists of slots from masks, without a sync. Under CUDA each is one kernel, a program a head.
 
 
-def indices(mask: Tensor, cap: int) -> Tensor:
+def indices(mask: Tensor, cap: int) -> tuple[Tensor, int | Tensor]:
     """The first `cap` slots where `mask`, bool [batch, heads, slots], is True, in order: int64
-    [batch, heads, cap], -1 behind the last."""
+    [batch, heads, cap], -1 behind the last. And their number, as in `Chosen`."""
     if mask.is_cuda:
         from harness.decode.kernels import rows as kernels
 
@@ -422,4 +438,5 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     order = torch.where(mask, mask.cumsum(-1) - 1, cap).clamp_(max=cap)
     slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
     found = order.new_full((*mask.shape[:-1], cap + 1), -1)
-    return found.scatter_(-1, order, slots)[..., :cap]
+    found = found.scatter_(-1, order, slots)[..., :cap]
+    return found, num_true(found >= 0)

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods.codecs.base import plane_width
 from methods.codecs.integers import IntegerCodec
+from methods.codecs.kernels import pack_row, width_of
 
 ELEMENTS = 4096
 """Keys or values that an attention program has in registers at a time."""
@@ -30,10 +30,6 @@ PROGRAMS = 1024
 MAX_SPLITS = 32
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Where a running maximum begins: finite, so that its differences are numbers."""
-TO_WHOLE = tl.constexpr(1.5 * 2**23)
-"""Adding this rounds a number below 2^22 to a whole one, halves to the even neighbour."""
-
-width_of = triton.constexpr_function(plane_width)
 
 
 @triton.constexpr_function
@@ -91,40 +87,6 @@ def decoded(
     return values.reshape(values.shape[0], values.numel // values.shape[0])
 
 
-@triton.jit
-def _pack_half(
-    states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr
-):
-    groups: tl.constexpr = (HEAD_DIM + GROUP_SIZE - 1) // GROUP_SIZE
-    width: tl.constexpr = width_of(HEAD_DIM, BITS)
-    group = tl.arange(0, triton.next_power_of_2(groups))
-    member = tl.arange(0, triton.next_power_of_2(GROUP_SIZE))
-    element = group[:, None] * GROUP_SIZE + member[None, :]
-    held = (member[None, :] < GROUP_SIZE) & (element < HEAD_DIM)
-    least = tl.min(tl.load(states + element, mask=held, other=float("inf")).to(tl.float32), 1)
-    most = tl.max(tl.load(states + element, mask=held, other=float("-inf")).to(tl.float32), 1)
-    lo, step = least.to(tl.float16), tl.div_rn(most - least, 2.0**BITS - 1).to(tl.float16)
-    meta = packed.to(tl.pointer_type(tl.float16)) + group * 2
-    tl.store(meta, lo, mask=group < groups)
-    tl.store(meta + 1, step, mask=group < groups)
-    lo = lo.to(tl.float32)
-    divisor = tl.where(step == 0, 1.0, step.to(tl.float32))  # code * 0 + lo is lo
-
-    at = tl.arange(0, triton.next_power_of_2(width))
-    codes = tl.zeros((triton.next_power_of_2(width),), tl.int32)
-    for plane in tl.static_range(8 // BITS):
-        element = plane * width + at
-        held = (at < width) & (element < HEAD_DIM)
-        of_group = tl.where(held, element // GROUP_SIZE, 0)
-        above = tl.load(states + element, mask=held, other=0).to(tl.float32) - tl.gather(
-            lo, of_group, 0
-        )
-        level = tl.div_rn(above, tl.gather(divisor, of_group, 0))
-        level = tl.minimum(tl.maximum(level, 0.0), 2.0**BITS - 1) + TO_WHOLE - TO_WHOLE
-        codes |= tl.where(held, level, 0.0).to(tl.int32) << plane * BITS
-    tl.store(packed + 4 * groups + at, codes.to(tl.uint8), mask=at < width)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _pack_rows(
     keys,
@@ -153,8 +115,8 @@ def _pack_rows(
     keys += batch * key_batch_stride + head * key_head_stride + row * key_row_stride
     values += batch * value_batch_stride + head * value_head_stride + row * value_row_stride
     packed += program * SLOT_BYTES
-    _pack_half(keys, packed, HEAD_DIM, BITS, GROUP_SIZE)
-    _pack_half(values, packed + KEY_BYTES, HEAD_DIM, BITS, GROUP_SIZE)
+    pack_row(keys, packed, HEAD_DIM, BITS, GROUP_SIZE)
+    pack_row(values, packed + KEY_BYTES, HEAD_DIM, BITS, GROUP_SIZE)
     if SLOT_BYTES > 2 * KEY_BYTES:
         rest = (
             packed + 2 * KEY_BYTES + tl.arange(0, 2)

@@ -135,6 +135,7 @@ def _launch(
 def _list_slots(
     mask,
     found,
+    number,  # of each head's listed slots
     heads,
     batch_stride,
     head_stride,
@@ -152,6 +153,7 @@ def _list_slots(
         order = count + tl.cumsum(wanted) - 1
         tl.store(found + order, slot.to(tl.int64), mask=(wanted != 0) & (order < cap))
         count += tl.sum(wanted)
+    tl.store(number + head, tl.minimum(count, cap))
     for first in range(count, cap, BLOCK):
         order = first + tl.arange(0, BLOCK)
         tl.store(found + order, tl.full((BLOCK,), -1, tl.int64), mask=order < cap)
@@ -182,6 +184,7 @@ def _list_missing(
     after,
     age_after,
     present,
+    number,  # of each head's missing slots
     heads,
     batch_stride,
     head_stride,
@@ -243,20 +246,24 @@ def _list_missing(
         tl.store(age_after + target, token + now, mask=asked)
         tl.store(present + target, asked, mask=asked)
         count += tl.sum(asked.to(tl.int32))
+    tl.store(number + head, count)
     for first in range(count, most, BLOCK):
         order = first + tl.arange(0, BLOCK)
         tl.store(missing + order, tl.full((BLOCK,), -1, tl.int64), mask=order < most)
 
 
-def indices(mask: Tensor, cap: int) -> Tensor:
-    """As `harness.decode.store.indices`."""
+def indices(mask: Tensor, cap: int) -> tuple[Tensor, Tensor]:
+    """As `harness.decode.store.indices`, with the number of each head's slots, int32 [batch,
+    heads]."""
     batch, heads, num_slots = mask.shape
     found = torch.empty((batch, heads, cap), dtype=torch.int64, device=mask.device)
-    if found.numel():
+    number = torch.empty((batch, heads), dtype=torch.int32, device=mask.device)
+    if number.numel():
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         _list_slots[(batch * heads,)](
             mask,
             found,
+            number,
             heads,
             *mask.stride()[:2],
             num_slots,
@@ -264,13 +271,14 @@ def indices(mask: Tensor, cap: int) -> Tensor:
             BLOCK=BLOCK,
             num_warps=LIST_WARPS,
         )
-    return found
+    return found, number
 
 
 def missing_rows(
     mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `gpu_cache.missing_rows`. A target without a missing slot may be anything."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `gpu_cache.missing_rows`, with the number of each head's missing slots, int32 [batch,
+    heads]. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
     missing = kept.new_empty((batch, heads, most))
     targets = torch.empty_like(missing)
@@ -278,6 +286,7 @@ def missing_rows(
     present = torch.empty_like(kept, dtype=torch.bool)
     mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     tokens = tokens.expand(-1, heads, -1)
+    number = torch.empty((batch, heads), dtype=torch.int32, device=mask.device)
     wanted = torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device)
     lists = (
         mask,
@@ -291,7 +300,8 @@ def missing_rows(
         after,
         age_after,
         present,
+        number,
     )
     sizes = (heads, *mask.stride()[:2], *tokens.stride()[:2], num_slots, kept.shape[-1], most, now)
     _list_missing[(batch * heads,)](*lists, *sizes, BLOCK=BLOCK, num_warps=LIST_WARPS)
-    return missing, targets, after, age_after, present
+    return missing, targets, after, age_after, present, number
