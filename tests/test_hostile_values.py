@@ -97,17 +97,32 @@ def test_what_is_no_prompt_is_refused(given, model):
     assert "prompt" in refusal(lambda: model.generate(given, method="full", max_new_tokens=2))
 
 
+def sized_calls(model, method, size):
+    """The calls that take a size."""
+    return [
+        lambda: model.perplexity(methods=[method], size=size),
+        lambda: model.generate(PROMPT, method=method, size=size, max_new_tokens=2),
+        lambda: harness.attach(model, method=method, size=size).__enter__(),
+    ]
+
+
+SIZES = [
+    0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "\ud800",
+     "nearest:", "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:.5:.5",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SIZES)), ids=lambda number: ascii(SIZES[number])[:20])
+def test_what_is_no_size_is_refused(number, model):
+    """Each by one call and method in turn: they all read it in one place."""
+    method = ("full", "h2o")[number % 2]
+    assert "size" in refusal(sized_calls(model, method, SIZES[number])[number % 3])
+
+
 @pytest.mark.parametrize("method", ["full", "h2o"])
-@pytest.mark.parametrize(
-    "size",
-    [0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "\ud800",
-     "nearest:", "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:.5:.5"],
-    ids=lambda size: ascii(size)[:20],
-)  # fmt: skip
-def test_what_is_no_size_is_refused(size, method, model):
-    assert "size" in refusal(lambda: model.perplexity(methods=[method], size=size))
-    assert "size" in refusal(lambda: model.generate(PROMPT, method=method, size=size, max_new_tokens=2))
-    assert "size" in refusal(lambda: harness.attach(model, method=method, size=size).__enter__())
+def test_every_call_refuses_what_is_no_size(method, model):
+    for act in sized_calls(model, method, "nearest:2"):
+        assert "size" in refusal(act)
 
 
 @pytest.mark.parametrize(
