@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -388,6 +389,7 @@ WIDE = (*{type(CASES[name].method): name for name in reversed(CASES)}.values(), 
 """A case of each method: these run in every model family, the others in one."""
 
 
+@cache
 def shipped(name: str) -> Case:
     """`conf/method/<name>.yaml` with its defaults, its texts as ids of a tiny model."""
     config = load([f"method={name}"])

@@ -60,8 +60,10 @@ def decoded(model, question: str, **words) -> str:
             logits = network(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[:, -1]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("placement", ["host", "device"])
+PLACED = [(method, ("host", "device")[number % 2]) for number, method in enumerate(METHODS)]
+
+
+@pytest.mark.parametrize(("method", "placement"), [*PLACED, ("full", "device")])
 def test_each_question_is_answered_as_if_it_were_the_only_one(model, method, placement):
     words = METHODS[method] | {"method": method, "placement": placement}
     together = model.ask(CONTEXT, QUESTIONS, **words, **SHORT)

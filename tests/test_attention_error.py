@@ -11,6 +11,7 @@ from mixed_models import mixed
 from replaying import PROMPT, RAGGED, RAGGED_IDS, open_session, pad, run, run_one, token_ids, watched
 
 from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from methods.attention import Softmax
@@ -46,12 +47,9 @@ def both(model, case: Case, batch=BATCH, calls=(4,), with_recall: bool = False) 
     def note(layer, *states):
         seen.setdefault(layer, []).append(tuple(state.double().numpy().copy() for state in states))
 
-    sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(batch)]
-    prompts = [prompt for prompt, _ in batch]
-    widest = max(prompts)
+    widest = max(prompt for prompt, _ in batch)
     with attach(model) as attached, watched(note, (PromptPass, DecodePass)):
-        about = {"calls": calls, "measure_errors": True, "measure_recall": with_recall}
-        measured = run(attached, case, sequences, prompts, **about).errors
+        measured = measured_by(attached, case, batch, calls, with_recall)
     geometry = attached.geometry
     rows_of = [range(prompt, length) for prompt, length in batch]
     expected = np.zeros((geometry.num_layers, sum(map(len, rows_of)), geometry.num_heads))
@@ -76,7 +74,15 @@ def both(model, case: Case, batch=BATCH, calls=(4,), with_recall: bool = False) 
                         off = np.linalg.norm(output[b, row, head] - full)
                         expected[number, at, head] = off / np.linalg.norm(full)
                     at += 1
-    return measured.numpy(), expected
+    return measured, expected
+
+
+def measured_by(attached: Attached, case: Case, batch=BATCH, calls=(4,), with_recall: bool = False) -> np.ndarray:
+    """What the session measured."""
+    sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(batch)]
+    prompts = [prompt for prompt, _ in batch]
+    about = {"calls": calls, "measure_errors": True, "measure_recall": with_recall}
+    return run(attached, case, sequences, prompts, **about).errors.numpy()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,7 +92,8 @@ def test_errors_are_those_of_plain_loops(name):
     measured, expected = both(tiny("gqa"), case)
     assert measured.shape == expected.shape
     if case.codec is None:  # the recall's scores give the full cache's output as well
-        beside, _ = both(tiny("gqa"), case, with_recall=True)
+        with attach(tiny("gqa")) as attached:
+            beside = measured_by(attached, case, with_recall=True)
         np.testing.assert_allclose(beside, measured, rtol=1e-3, atol=2e-5)
     np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=2e-5)
     dense_layers = case.method.dense_layers

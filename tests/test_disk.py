@@ -68,8 +68,16 @@ def can_cross(method):
     return method.when != "true_scores" and why_replay_only(method) is None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in CASES if can_cross(CASES[name].method)])
+CROSSING = [name for name in CASES if can_cross(CASES[name].method)]
+TWICE = ("infinigen", "h2o", "quest", "kivi")
+"""Cases in both layouts; one case after another has the one or the other."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, LAYOUTS[number % 2]) for number, name in enumerate(CROSSING)]
+    + [(name, LAYOUTS[1 - CROSSING.index(name) % 2]) for name in TWICE],
+)
 def test_disk_is_device(name, layout, folder):
     with attached_with_disk(folder, layout=layout, gap_blocks=1) as (attached, link):
         expected = live(attached, CASES[name], PROMPTS["padded"], placement="device")

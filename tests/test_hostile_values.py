@@ -97,17 +97,32 @@ def test_what_is_no_prompt_is_refused(given, model):
     assert "prompt" in refusal(lambda: model.generate(given, method="full", max_new_tokens=2))
 
 
+def calls_with(model, method, budget):
+    """The calls that take a budget."""
+    return [
+        lambda: model.perplexity(methods=[method], budget=budget),
+        lambda: model.generate(PROMPT, method=method, budget=budget, max_new_tokens=2),
+        lambda: harness.attach(model, method=method, budget=budget).__enter__(),
+    ]
+
+
+BUDGETS = [
+    0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "\ud800",
+     "nearest:", "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:.5:.5",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(BUDGETS)), ids=lambda number: ascii(BUDGETS[number])[:20])
+def test_what_is_no_budget_is_refused(number, model):
+    """Each by one call and method in turn: they all read it in one place."""
+    method = ("full", "h2o")[number % 2]
+    assert "budget" in refusal(calls_with(model, method, BUDGETS[number])[number % 3])
+
+
 @pytest.mark.parametrize("method", ["full", "h2o"])
-@pytest.mark.parametrize(
-    "budget",
-    [0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "\ud800",
-     "nearest:", "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:.5:.5"],
-    ids=lambda budget: ascii(budget)[:20],
-)  # fmt: skip
-def test_what_is_no_budget_is_refused(budget, method, model):
-    assert "budget" in refusal(lambda: model.perplexity(methods=[method], budget=budget))
-    assert "budget" in refusal(lambda: model.generate(PROMPT, method=method, budget=budget, max_new_tokens=2))
-    assert "budget" in refusal(lambda: harness.attach(model, method=method, budget=budget).__enter__())
+def test_every_call_refuses_what_is_no_budget(method, model):
+    for act in calls_with(model, method, "nearest:2"):
+        assert "budget" in refusal(act)
 
 
 @pytest.mark.parametrize(

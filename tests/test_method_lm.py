@@ -73,9 +73,11 @@ def checkpoint(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def few_tasks(monkeypatch):
-    """lm-eval's command looks at the tasks of --include_path alone: reading all takes ten seconds."""
+def quick(monkeypatch):
+    """lm-eval's command looks at the tasks of --include_path alone, since reading all takes ten seconds, and writes
+    nothing about the machine, for which it lists all packages."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
 
 
 def project_samples(model: harness.Model, folder: Path, results: Path, **more: Any) -> dict[str, Any]:

@@ -158,11 +158,9 @@ def launched(launcher: str, folder: Path, *words: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_shares_of_a_grid_run_as_jobs(launcher, tmp_path):
-    """One run of conf/experiment/choices.yaml makes all four layers of a tiny model dense, which no other job
-    notices."""
-    done = launched(launcher, tmp_path, "experiment=choices", "sweep.share=1/2,2/2")
+def test_shares_of_a_grid_run_as_jobs(tmp_path):
+    """One run of conf/experiment/choices.yaml makes all layers of a tiny model dense, which no other job notices."""
+    done = launched("joblib", tmp_path, "experiment=choices", "sweep.share=1/2,2/2")
     found = records.read_records(tmp_path / "outputs", "choices")
     statuses = {record["config"]["label"]: record["status"] for record in found}
     (failed,) = (label for label, status in statuses.items() if status != "finished")
@@ -197,14 +195,15 @@ class Once(PromptEvicting):
 
 
 def test_a_job_whose_time_is_over_begins_again(tmp_path):
+    """Beside one that fails, which it does not notice."""
     (tmp_path / "once.py").write_text(ONCE)
-    done = launched("submitit", tmp_path, "method=./once.py")
-    assert done.returncode == 0, done.stderr
-    (log,) = tmp_path.glob("outputs/runs/.sweep/.submitit/*/*_log.out")
-    said = log.read_text()
-    assert "Requeued job" in said and "perplexity Once: interrupted before, run again" in said
-    (record,) = records.read_records(tmp_path / "outputs", "perplexity")
-    assert record["status"] == "finished"
+    done = launched("submitit", tmp_path, "method=./once.py", "method.dense_layers=1,4")
+    said = "".join(log.read_text() for log in tmp_path.glob("outputs/runs/.sweep/.submitit/*/*_log.out"))
+    assert said.count("Requeued job") == 1 and "perplexity Once: interrupted before, run again" in said
+    found = records.read_records(tmp_path / "outputs", "perplexity")
+    statuses = {record["config"]["method"]["dense_layers"]: record["status"] for record in found}
+    assert statuses == {1: "finished", 4: "failed"}
+    assert done.returncode == 2 and "must be < 4 layers" in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_a_launchers_signal_ends_a_run_before_its_handler_is_called():

@@ -25,18 +25,24 @@ from torch.utils._pytree import tree_leaves
 from harness.decode.links import CudaLink
 from harness.model.attach import attach
 
-STEPS = 4
+STEPS = 3
 LINKED = {}
 for name, case in CASES.items():
     # What keeps the whole prompt would keep these few steps, too.
     if case.method.when != "true_scores" and not getattr(case.method, "protect_prompt", False):
         LINKED[name] = case
+ALL_FETCHED = {}
+for name, case in LINKED.items():
+    kind = case.method.when, type(case.codec), getattr(case.method, "covers", None), case.method.names_rows
+    if case.method.names_rows or name not in WIDE:
+        ALL_FETCHED.setdefault(kind, name)
 RUNS = [
-    *((name, 0, True) for name in LINKED),
-    *((name, 1, True) for name, case in LINKED.items() if case.method.names_rows and name in WIDE),
+    *((name, int(case.method.names_rows), True) for name, case in LINKED.items() if name in WIDE),
+    *((name, 0, True) for name in ALL_FETCHED.values()),
     *((name, 0, False) for name in ("full", "h2o", "quest", "infinigen")),
 ]
-"""With a GPU cache a fetch brings the missing ones: a case of each method, and where slots are used again.
+"""With a GPU cache a fetch brings the missing ones: a case of each method, and where slots are used again. One of
+each time at which rows are chosen, codec and set of heads fetches all that it reads.
 Without overlap a transfer waits at its place whatever the method: one for each time at which rows are chosen."""
 
 

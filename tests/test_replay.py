@@ -79,7 +79,18 @@ TOO_SHORT += [case.method for case in CASES.values() if isinstance(case.method, 
 """Methods that refuse a prompt of one token, as the batch of `RAGGED` has."""
 BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
 
+OF_OTHER_SHAPES = (
+    "residual-groups",
+    "layers-residual",
+    "quest-union",
+    "infinigen-layer",
+    "oracle+smooth",
+    "vattention-true",
+)
+"""Cases beside one of each method whose masks are of a layer or a union, or whose last tokens are exact."""
+
 every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
+OTHER_FAMILIES = [(("llama", "opt")[number % 2], name) for number, name in enumerate(REFERENCED)]
 every_case = pytest.mark.parametrize("name", BATCHED)
 
 
@@ -102,9 +113,10 @@ def trace(model, name: str, ids=None, prompt: int = PROMPT) -> plain.Trace:
     return traced(model, name, tuple(ids or token_ids(LENGTH)), prompt)
 
 
-@every_model
-@every_referenced_case
-def test_replay_is_the_reference(model, name):
+@pytest.mark.parametrize(("family", "name"), [*(("gqa", name) for name in REFERENCED), *OTHER_FAMILIES])
+def test_replay_is_the_reference(family, name):
+    """Each in one more family beside that of grouped heads, the cases of a method in both others."""
+    model = tiny(family)
     expected = trace(model, name)
     assert expected.margin > WELL_APART, "these ids make a choice that rounding decides"
     assert_close(run_one(model, CASES[name]).logits[0], expected.logits)
@@ -172,7 +184,7 @@ def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
     assert got.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-5)
 
 
-@every_case
+@pytest.mark.parametrize("name", [name for name in BATCHED if name in WIDE or name in OF_OTHER_SHAPES])
 def test_gathered_columns_give_what_a_mask_over_all_gives(tiny_gqa, name, monkeypatch):
     """The mask is the plain path. What it hides has a weight of 0, so only the order of sums may differ."""
     case = CASES[name]

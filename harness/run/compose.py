@@ -5,8 +5,8 @@ config = load(["method=h2o", "method.heavy_frac=0.05", "experiment=tasks"])
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import cache
 from numbers import Number
 from pathlib import Path
@@ -104,7 +104,7 @@ class Composer:
     """
 
     def __init__(self) -> None:
-        self._bases: dict[tuple[str, ...], DictConfig] = {}
+        self._bases: dict[tuple[str, ...], bytes] = {}  # pickled, as deepcopy is seven times slower
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """The same as `compose(overrides)`."""
@@ -127,8 +127,8 @@ class Composer:
         method = files.pop("method", None)
         chosen = tuple(str(override.input_line) for override in files.values())
         if chosen not in self._bases:
-            self._bases[chosen] = compose(chosen)
-        config = deepcopy(self._bases[chosen])
+            self._bases[chosen] = pickle.dumps(compose(chosen))
+        config = pickle.loads(self._bases[chosen])
         if method is not None:
             config.method = method_file(method.value())
         for override in values:

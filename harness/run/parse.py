@@ -69,7 +69,10 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: a setting that is unknown, of a wrong type, out of range or contradicts another.
     """
-    settings = _plain(OmegaConf.masked_copy(config, [str(key) for key in config if key != "sweep"]))
+    if config.get("sweep") is not None:
+        config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "sweep"])
+    settings = _plain(config)
+    settings.pop("sweep", None)
     given = set(map(setting_of, overrides))
     _refuse_no_settings(settings)
     chosen_file = next((word for word in overrides if word.startswith("experiment=")), None)
