@@ -115,6 +115,16 @@ def small(monkeypatch) -> None:
 
 
 @pytest.fixture
+def one_model_of_the_contract(monkeypatch) -> None:
+    """`experiment=contract` on its model with windows and a softcap alone; with all of them it takes three times as
+    long, and shipped methods are held to it on all."""
+    from harness.checks import contract
+
+    name = "Gemma 2"
+    monkeypatch.setattr(contract, "MODELS", {name: contract.MODELS[name]})
+
+
+@pytest.fixture
 def own_folder(monkeypatch, tmp_path) -> Iterator[Path]:
     """The user's current folder, empty; what was imported from it is forgotten in the end."""
     before = set(sys.modules)

@@ -25,7 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lm_eval._cli import HarnessCLI
 
 import harness
-from harness.checks import contract, methods_page
+from harness.checks import methods_page
 from harness.model.tiny import tiny_model
 from harness.run import samples_command
 from harness.run.cli import main
@@ -214,13 +214,7 @@ def check_module(module: str, arguments: list[str]) -> None:
 
 
 NUM_LAYERS = 24
-
-
-@pytest.fixture(autouse=True)
-def one_model_of_the_contract(monkeypatch):
-    """Shipped methods are held to it on all: here on that with windows and a softcap."""
-    name = "Gemma 2"
-    monkeypatch.setattr(contract, "MODELS", {name: contract.MODELS[name]})
+pytestmark = pytest.mark.usefixtures("one_model_of_the_contract")
 
 
 @pytest.fixture(autouse=True)

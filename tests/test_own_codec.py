@@ -165,6 +165,7 @@ def test_a_right_codec_keeps_the_contract(capsys):
     assert len(of_codec) == 6 and all(line.endswith("8.667 to 9 bits an element") for line in of_codec)
 
 
+@pytest.mark.usefixtures("one_model_of_the_contract")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, own_folder, capsys):
     text, expected = MISTAKES[mistake]

@@ -244,6 +244,7 @@ def failed(capsys) -> tuple[list[str], str]:
     return [line for line in printed.out.splitlines() if line.startswith("FAILED")], printed.err
 
 
+@pytest.mark.usefixtures("one_model_of_the_contract")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, own_folder, capsys):
     body, expected = MISTAKES[mistake]
