@@ -11,7 +11,7 @@ import torch
 
 from harness.decode.links import open_link
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning
-from harness.decode.store import KVStore, RowFormat, chosen, indices
+from harness.decode.store import Chosen, KVStore, RowFormat, indices
 from harness.settings.codecs import codec_named
 from harness.speed.link_rate import idle_s
 
@@ -69,7 +69,7 @@ def gather_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterat
             kept = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
             mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, kept, True)
             rows = store.rows_in(store.new_buffer(KEPT), KEPT)[:, :, :KEPT]
-            seconds = repeated(device, partial(store.load, chosen(indices(mask, KEPT)), rows))
+            seconds = repeated(device, partial(store.load, Chosen(*indices(mask, KEPT)), rows))
             payload = heads * KEPT * store.slot_bytes
             at = f"row_bytes {store.slot_bytes}, {codec}, head_dim {head_dim}"
             yield Rate("gather", [payload / each for each in seconds], at)

@@ -35,7 +35,7 @@ class ValuesCache(LayerCache):
     and a step reads them beside the fetched rows, whose keys the state rebuilds while their values
     cross the link.
 
-    Set by the prompt: keys, values: the rows that stay, with room for generated tokens. present:
+    Set by the prompt: keys, values: the resident rows, with room for generated tokens. present:
     bool [batch, num_kv_heads, num_prompt], False in rows that hold no token. num_prompt: rows of
     the prompt. Set in each step: fetched_keys: of the fetched rows.
     """
@@ -77,7 +77,7 @@ class ValuesCache(LayerCache):
 
     @staticmethod
     def bytes_of(store: KVStore, num_prompt: int, max_new_tokens: int) -> int:
-        """Bytes of the rows that stay, with `num_prompt` of the prompt in each head."""
+        """Bytes of the resident rows, with `num_prompt` of the prompt in each head."""
         row = store.format
         elements = row.head_dim + (row.value_dim or row.head_dim)
         rows = num_prompt + max_new_tokens
