@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +37,8 @@ class Cluster(NamedTuple):
     value_sum: np.ndarray
 
 
-def plain_clusters(key, value, tokens: list[int], count: int, segments: int, iterations: int) -> list[Cluster]:
-    mean = key[tokens].mean(0)
+def plain_clusters(key, value, tokens: range, count: int, segments: int, iterations: int) -> list[Cluster]:
+    mean = key[list(tokens)].mean(0)
     points = [key[token] - mean for token in tokens]
     number = len(points)
     centroids = [points[int((i + 0.5) * number / count)] for i in range(count)]
@@ -59,23 +61,23 @@ def plain_clusters(key, value, tokens: list[int], count: int, segments: int, ite
     ]
 
 
-def clusters_at(method: RetroInfer, key, value, prompt: int, t: int) -> tuple[list[Cluster], list[int]]:
+def clusters_at(method: RetroInfer, clusters_of: Callable, prompt: int, t: int) -> tuple[list[Cluster], list[int]]:
     """The clusters that a row with `t` cached tokens sees, and the tokens that are in none."""
     first = prompt - method.num_recent
-    middle = list(range(method.num_sinks, first))
+    middle = range(method.num_sinks, first)
     segments = max(1, len(middle) // method.segment)
     count = segments * max(1, len(middle) // segments // method.cluster_size)
-    found = plain_clusters(key, value, middle, count, segments, method.iterations)
+    found = [*clusters_of(middle, count, segments, method.iterations)]
     while t - first >= method.num_recent + method.update:
-        oldest = list(range(first, first + method.update))
-        found += plain_clusters(key, value, oldest, method.update // method.cluster_size, 1, method.iterations)
+        oldest = range(first, first + method.update)
+        found += clusters_of(oldest, method.update // method.cluster_size, 1, method.iterations)
         first += method.update
     return found, [*range(method.num_sinks), *range(first, t)]
 
 
-def plain_row(method: RetroInfer, query, key, value, prompt: int, t: int) -> tuple[list[np.ndarray], set[int], int]:
-    """Attention of a row's heads, query [group, head_dim] scaled; the tokens read, and the clusters estimated."""
-    clusters, read = clusters_at(method, key, value, prompt, t)
+def plain_row(method: RetroInfer, query, key, value, clusters: list[Cluster], read: list[int], t: int):
+    """Attention of a row's heads, query [group, head_dim] scaled; the tokens read, and the clusters estimated. read:
+    tokens that are in no cluster."""
     held = [cluster for cluster in clusters if cluster.tokens]
     products = np.array([[np.exp(own @ cluster.centroid) for cluster in held] for own in query])
     score = (products / products.sum(1, keepdims=True)).sum(0)
@@ -120,14 +122,15 @@ def test_every_row_of_a_padded_batch_attends_as_the_plain_rule(name, model):
         for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
             read, sides = np.zeros(length - prompt), np.zeros(length - prompt)
             for kv, (keys, values) in enumerate(zip(sequence.key, sequence.value, strict=True)):
+                clusters_of = cache(partial(plain_clusters, keys, values))  # rows see the same ones
                 heads = slice(kv * geometry.group, (kv + 1) * geometry.group)
                 for t in range(prompt, length):
                     queries = sequence.query[heads, t]
-                    wanted, tokens, estimated = plain_row(method, queries, keys, values, prompt, t)
+                    clusters, exact = clusters_at(method, clusters_of, prompt, t)
+                    wanted, tokens, estimated = plain_row(method, queries, keys, values, clusters, exact, t)
                     difference = np.abs(sequence.output[heads, t] - wanted).max()
                     assert difference < 1e-5, f"layer {layer}, prompt {prompt}, row {t}"
-                    number = len(clusters_at(method, keys, values, prompt, t)[0])
-                    index = number * (geometry.head_dim + 32 / 16) + estimated * geometry.head_dim
+                    index = len(clusters) * (geometry.head_dim + 32 / 16) + estimated * geometry.head_dim
                     read[t - prompt] += len(tokens) / geometry.num_kv_heads
                     sides[t - prompt] += index / (2 * geometry.head_dim) / geometry.num_kv_heads
                     estimates.add(estimated)
