@@ -208,7 +208,7 @@ def test_examples_follow_lm_evals_rule(folder, root):
 def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):
     (folder / "made.py").write_text(
         "import random, numpy, datasets\n"
-        "def rows(tokenizer, budget=2, **others):\n"
+        "def rows(tokenizer, size=2, **others):\n"
         "    made = [{'q': tokenizer, 'a': f'{random.random()} {numpy.random.rand()}'} for _ in range(size)]\n"
         "    return {'test': datasets.Dataset.from_list(made)}\n"
     )

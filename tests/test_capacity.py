@@ -107,7 +107,7 @@ def test_a_modelled_step_by_hand():
     coded = capacity_of(Full(dense_layers=2), IntegerCodec("int4"), "host")
     int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT)
     share = 2 * (8 + 4) / (2 * 32)
-    assert int4.size == pytest.approx((2 + 2 * share) / 4)
+    assert int4.budget == pytest.approx((2 + 2 * share) / 4)
     expected = (2 + 2 * share) * rows + 2 * 3 * ROW * (1 + share)
     assert int4.seconds(3) == pytest.approx(expected / 1e6, rel=0.01)
 
