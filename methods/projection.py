@@ -12,8 +12,10 @@ they rank as the true scores do. The official code is `group=union`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -68,8 +70,8 @@ class PartialKeysState(State):
 
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
-        self._asked_about: Tensor | None = None
-        self._index_reads: dict[tuple[float, float], Tensor] = {}
+        self._asked_about: Callable[[], Tensor | None] = lambda: None
+        self._index_reads: WeakValueDictionary[tuple[float, float], Tensor] = WeakValueDictionary()
         bits = self.method.index_bits
         self.codec = None if bits is None else IntegerCodec(f"int{bits}")
 
@@ -124,14 +126,15 @@ class PartialKeysState(State):
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """`index_size` of `positions` [batch, rows] tokens, [batch, rows]. Layers of one size
-        share what they are told of the same rows: it would be three launches in each."""
-        if positions is not self._asked_about:
-            self._asked_about, self._index_reads = positions, {}
-        size = self.index_size(layer)
-        if size not in self._index_reads:
-            of_token, once = size
-            self._index_reads[size] = positions.double() * of_token + once
-        return self._index_reads[size]
+        share what they are told of the same rows, as long as the step holds it: it would be three
+        launches in each."""
+        if self._asked_about() is not positions:
+            self._asked_about, self._index_reads = ref(positions), WeakValueDictionary()
+        of_token, once = size = self.index_size(layer)
+        read = self._index_reads.get(size)
+        if read is None:
+            read = self._index_reads[size] = positions.double() * of_token + once
+        return read
 
 
 class ProjectedState(PartialKeysState):

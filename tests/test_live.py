@@ -166,7 +166,12 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
         (Oracle(), {"placement": "host"}, UserError, "placement=host.*Oracle.*placement=device"),
         (InfiniGen(), {"gpu_cache": 1}, UserError, "gpu_cache=1: placement=device.*placement=host"),
         (H2O(), {"placement": "host", "gpu_cache": 1}, UserError, "gpu_cache=1: H2O selects no rows"),
-        (InfiniGen(when="own_query"), {"placement": "host", "prefetch": True}, UserError, "prefetch=true: needs dev"),
+        (
+            InfiniGen(when="own_query"),
+            {"placement": "host", "prefetch": True},
+            UserError,
+            "prefetch=true: needs gpu_cache",
+        ),
         (InfiniGen(), {"placement": "host", "gpu_cache": 2, "prefetch": True}, UserError, "prefetch=true: InfiniGen"),
         (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, disk, managed"),
         (Full(), {"placement": "host", "link": None}, ValueError, "placement=host: needs a link"),

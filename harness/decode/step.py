@@ -42,7 +42,8 @@ class DecodeStep(Handler):
     that request a part of the dense layers' rows for the next step.
 
     reads: of each layer under the method. index_reads: tokens read of an index or of resident
-    rows, [batch]. gpu_cache_reads: the tokens of `reads` in layers with a GPU
+    rows, [batch]. sides: the selections' tensors that they are parts of, which a state may give to
+    several layers of the step. gpu_cache_reads: the tokens of `reads` in layers with a GPU
     cache. rest: what stands for the tokens that a layer does not read, between its selection
     and its attention; own: there, whether it reads its current token, bool [batch, 1], where a
     method may leave it out. bias_of_columns: of the layers that read all columns of a padded batch,
@@ -64,6 +65,7 @@ class DecodeStep(Handler):
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[LayerRead] = []
         self.index_reads: list[Tensor] = []
+        self.sides: list[Tensor] = []
         self.gpu_cache_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
         self.own: dict[LayerCache, Tensor] = {}
@@ -165,6 +167,7 @@ class DecodeStep(Handler):
 
     def _note_index(self, selection: Selection) -> None:
         if selection.side is not None:
+            self.sides.append(selection.side)
             self.index_reads.append(selection.side[:, 0])
 
     def _hide_unread(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
