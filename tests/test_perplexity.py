@@ -396,7 +396,7 @@ def test_budgets_are_those_of_the_decode_rows_and_their_bits(kind, method, chang
     metrics = measure(kind, loaded, text, method, **changes)
     assert metrics["budget"] == pytest.approx(expected, abs=0.01 if "budget" in changes else 1e-6)
     if kind == "perplexity":
-        assert metrics["size_stderr"] == pytest.approx(0, abs=1e-12)
+        assert metrics["budget_stderr"] == pytest.approx(0, abs=1e-12)
         if not changes:
             density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
             assert metrics["budget_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
