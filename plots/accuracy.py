@@ -39,7 +39,7 @@ SHOWN_PERCENT = 10
 """Of its budgets, a method is shown by layer at the nearest to this one."""
 SHARES = {
     "index": (RESIDENT_FRAC.name, "index on the device (% of full cache)"),
-    "ablation": (BUDGET.name, "read (% of full cache)"),
+    "ablation": (BUDGET.name, style.BUDGET_AXIS),
 }
 """Of figures by a share of the full cache: the column, and the words of the axis."""
 CHUNKED = {
@@ -390,7 +390,9 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
         for part, others in parts:
             if part and len(others) > 1:
                 words.insert(0, part)
-        line[0].set_ylabel("\n".join(words), fontsize=6)
+        # The rows of one tile are too short for words along them.
+        upright = {} if num_depths > 1 else {"rotation": 0, "ha": "right", "va": "center"}
+        line[0].set_ylabel("\n".join(words), fontsize=6, **upright)
     for label, axes in zip(labels, panels[0], strict=True):
         of_label = rows[rows.label == label]
         mark = style.OWN_MARK if of_label[data.OWN].any() else ""

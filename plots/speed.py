@@ -2,6 +2,7 @@
 The paper's numbers (RTX A6000) are hollow markers on panels of its setup, measured, or modelled for
 that machine."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -37,6 +38,8 @@ VALUE: Any = {"ha": "center", "va": "bottom", "fontsize": 6}
 """Of the number above a bar."""
 MARKER_POINTS = 3.5
 """Of a number above the paper's marker."""
+NEAR = 0.1
+"""Share of the axis within which a published value hides the number above a bar."""
 TEN = 10
 """Seconds below which a bar's number has a decimal."""
 SEGMENTS = {
@@ -58,13 +61,15 @@ def fig14(tables: data.Tables, name: str) -> Figure | None:
         style.name_bars(axes, (x[0] for x in found.values()), found)
         axes.bar([], [], label=DECODE, color=style.GREY, **style.BAR)
         totals = data.pivot(panel, "batch_size", "total_s")
-        marked = points.set_index("series").value
+        marked = points[points.series.isin(found)].set_index("series").value
+        near = NEAR * max([totals.max(axis=None), *marked])
         for label, x in found.items():
             seconds = totals[label].iloc[0]
             if not pd.isna(seconds):
                 words = f"{seconds:,.1f}" if seconds < TEN else f"{seconds:,.0f}"
-                rise = MARKER_POINTS if label in marked.index else 1.5
-                top = max(seconds, marked.get(label, 0))
+                top, rise = seconds, 1.5
+                if abs(marked.get(label, math.inf) - seconds) < near:  # it would hide the number
+                    top, rise = max(seconds, marked[label]), MARKER_POINTS
                 axes.annotate(words, (x[0], top), (0, rise), textcoords="offset points", **VALUE)
 
     return _draw_timed(_timed(tables, name), data.TIMED_SETUP, draw)

@@ -673,6 +673,14 @@ def test_published_points_only_where_the_setup_matches(name, batch, expected, tm
         assert not any(map(hollow_points, figure.axes)), change
 
 
+@pytest.mark.parametrize(("seconds", "at"), [(27.8, 27.8), (58.0, 60.97), (63.0, 63.0)])
+def test_a_bars_number_stands_above_the_bar_unless_a_published_value_hides_it_there(seconds, at, tmp_path) -> None:
+    rows = [row | {"total_s": seconds} for row in time_rows(["infinigen"])]
+    (axes,) = drawn("fig14", tmp_path, rows, **PAPER_SHAPE, batch_size=20).axes
+    (number,) = [text for text in axes.texts if text.get_text() == f"{seconds:.0f}"]
+    assert number.xy[1] == at
+
+
 # Looks, damage, files
 
 
