@@ -390,9 +390,11 @@ def eigenvectors(matrices: Tensor) -> Tensor:
     """
     num_threads = torch.get_num_threads()
     parts = matrices.cpu().flatten(0, -3).tensor_split(num_threads)
-    with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as pool:
-        found = list(pool.map(torch.linalg.eigh, parts))
-    torch.set_num_threads(num_threads)  # it is what later threads begin with
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as pool:
+            found = list(pool.map(torch.linalg.eigh, parts))
+    finally:
+        torch.set_num_threads(num_threads)  # it is what later threads begin with
     return torch.cat([each.eigenvectors for each in found]).view_as(matrices).to(matrices.device)
 
 

@@ -186,7 +186,7 @@ def launch_samples() -> None:
 
     codec = IntegerCodec("int4", group_size=64)
     for num_rows in (1, 2048):
-        encode(torch.empty(2, 40, num_rows, 64, dtype=torch.float16), codec, 4, 64)
+        encode(torch.empty(2, 40, num_rows, 64, dtype=torch.float16), codec)
     side = torch.empty(2, 40, 128, codec.row_bytes(64), dtype=torch.uint8)
     for num_rows in (MOST_ROWS, 1, 1):
         coded_product(torch.empty(2, 40, num_rows, 128, dtype=torch.float16), side, codec)

@@ -81,7 +81,7 @@ class IntegerCodec(RowCodec):
         if self.has_kernels(x.device):
             from methods.codecs import kernels
 
-            return kernels.encode(x, self, self.bits, self.group_size)
+            return kernels.encode(x, self)
         codes, lo, step = self._quantize(x)
         packed = pack_planes(self._ungrouped(codes, x.shape), self.bits)
         return torch.cat([self._pack_meta(lo, step), packed], dim=-1)

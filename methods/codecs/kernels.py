@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods.codecs.base import RowCodec, plane_width
+from methods.codecs.base import plane_width
+from methods.codecs.integers import IntegerCodec
 
 TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """Adding this rounds a number below 2^22 to a whole one, halves to the even neighbour."""
@@ -62,14 +63,19 @@ def _pack(
     pack_row(states + row * HEAD_DIM, packed + row * ROW_BYTES, HEAD_DIM, BITS, GROUP_SIZE)
 
 
-def encode(x: Tensor, codec: RowCodec, bits: int, group_size: int) -> Tensor:
+def encode(x: Tensor, codec: IntegerCodec) -> Tensor:
     """As `IntegerCodec.encode` without a rotation: rows [..., head_dim] as uint8 [..., row
     bytes]."""
     head_dim = x.shape[-1]
-    row_bytes = codec.row_bytes(head_dim)
-    packed = x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8)
+    packed = x.new_empty((*x.shape[:-1], codec.row_bytes(head_dim)), dtype=torch.uint8)
     if packed.numel():
-        sizes = {"HEAD_DIM": head_dim, "BITS": bits, "GROUP_SIZE": group_size}
-        programs = x.shape[:-1].numel()
-        _pack[(programs,)](x.contiguous(), packed, **sizes, ROW_BYTES=row_bytes, num_warps=1)
+        _pack[(x.shape[:-1].numel(),)](
+            x.contiguous(),
+            packed,
+            HEAD_DIM=head_dim,
+            BITS=codec.bits,
+            GROUP_SIZE=codec.group_size,
+            ROW_BYTES=packed.shape[-1],
+            num_warps=1,
+        )
     return packed
