@@ -181,8 +181,7 @@ def launch_methods() -> None:
 def launch_samples() -> None:
     """A weighted sample, coded partial keys, and products with coded projections, in a layer of OPT-13B: of several
     rows, then of steps."""
-    from methods.codecs.kernels import encode
-    from methods.kernels import MOST_ROWS, coded_product, log_weights, ranked
+    from methods.kernels import MOST_ROWS, coded_product, encode, log_weights, ranked
 
     codec = IntegerCodec("int4", group_size=64)
     for num_rows in (1, 2048):

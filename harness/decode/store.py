@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 from harness.decode import memory
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
+from methods import compiled
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.integers import IntegerCodec
@@ -132,7 +133,8 @@ class RowFormat:
         """True if kernels take rows of this format: keys and values coded alike."""
         codec = self.codec
         has_one_size = not self.values_in_keys and self._value_size == self.head_dim
-        return has_one_size and isinstance(codec, IntegerCodec) and codec.has_kernels(device)
+        is_plain = isinstance(codec, IntegerCodec) and codec.is_plain
+        return is_plain and has_one_size and device.type in compiled.COMPILED
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n,

@@ -28,8 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from methods import compiled
 from methods.codecs.base import RowCodec, hadamard, pack_planes, plane_width, unpack_planes
+from methods.compiled import kernels_for
 
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 Rotation = Literal["hadamard"]
@@ -68,19 +68,17 @@ class IntegerCodec(RowCodec):
     def row_bytes(self, head_dim: int) -> int:
         return self._meta_bytes(head_dim) + plane_width(head_dim, self.bits)
 
-    def has_kernels(self, device: torch.device) -> bool:
+    @property
+    def is_plain(self) -> bool:
         """True if kernels know these rows: in groups along head_dim, without a rotation."""
-        is_plain = type(self) is IntegerCodec and self.rotation is None
-        return is_plain and device.type in compiled.COMPILED
+        return type(self) is IntegerCodec and self.rotation is None
 
     def roundtrip(self, x: Tensor) -> Tensor:
         codes, lo, step = self._quantize(x)
         return self._values(codes.to(self._working(x.dtype)), lo, step, x.shape).to(x.dtype)
 
     def encode(self, x: Tensor) -> Tensor:
-        if self.has_kernels(x.device):
-            from methods.codecs import kernels
-
+        if self.is_plain and (kernels := kernels_for(x)):
             return kernels.encode(x, self)
         codes, lo, step = self._quantize(x)
         packed = pack_planes(self._ungrouped(codes, x.shape), self.bits)
