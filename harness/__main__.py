@@ -2,7 +2,7 @@
 run.py`.
 
 `kv-harness lm-eval ...` is lm-eval's own command line, with the model `kv`. `kv-harness samples
-RUN` lists the questions that a run lost.
+RUN` lists the questions that a run lost. `kv-harness advise` is short for `experiment=advise`.
 
 It lies above all other modules: it hands the figures of `plots` to `harness`, which knows none.
 """
@@ -34,7 +34,10 @@ def main() -> int:
         from harness.run import samples_command
 
         return samples_command.main(sys.argv[2:])
-    return main(sys.argv[1:], draw=draw_figures)
+    words = sys.argv[1:]
+    if words[:1] == ["advise"]:
+        words[0] = "experiment=advise"
+    return main(words, draw=draw_figures)
 
 
 def command() -> int:

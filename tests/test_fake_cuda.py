@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, WIDE
+from composed import load
 from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from living import PROMPTS
 from torch import Tensor
@@ -23,6 +24,8 @@ from harness.decode.links import CudaLink
 from harness.decode.session import LiveSession
 from harness.model import output_projection
 from harness.model.tiny import tiny_model
+from harness.replay.setup import codec_of
+from harness.run.advise import KNOWN
 from harness.settings.codecs import codec_named
 from harness.settings.systems import LABELS, ON_A_DISK, System
 from methods.base import Method
@@ -235,3 +238,20 @@ def test_a_layer_launches_few_kernels(gpu, label):
         whole, selecting = gpu.of_layer(0), gpu.of_layer(LAYERS - 2)
         budget = BUDGETS[label]
         assert whole.total() <= budget[0] and selecting.total() <= budget[1], (whole, selecting)
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "kivi4", "infinigen2", "infinigen2-sampled+int8", "shadowkv", "snapkv+int8", "vattention"]
+)
+def test_advice_counts_what_a_step_launches(gpu, name):
+    method, _, codec = name.partition("+")
+    words = ["experiment=capacity", "platform=h100-pcie5", f"method={method}", *([f"codec={codec}"] if codec else [])]
+    config = load(words)
+    model = fake_model("opt-13b", num_hidden_layers=LAYERS)
+    for placement, number in zip(("device", "host"), KNOWN["launches"][name], strict=True):
+        options = {"codec": codec_of(config), "placement": placement}
+        with opened(gpu, model, (PROMPT_LEN,) * BATCH, config.method, **options) as (session, token):
+            token = session.decode_step(token).argmax(-1)
+            gpu.restart()
+            session.decode_step(token)
+            assert gpu.of_layer(LAYERS - 2).total() == number

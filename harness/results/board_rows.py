@@ -323,6 +323,7 @@ def _method_row(
     row: TableRow = {
         "model": ", ".join(models_at(windows)),
         "method": series.method,
+        "codec": here[0].get("codec"),
         "family": here[0].get("family"),
         "label": series.label,
         "asked_budget": setting.asked_budget,

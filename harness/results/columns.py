@@ -120,8 +120,8 @@ BOARD_STEPS = named(
 """The decode step of a method, the mean of a timed run. `label`: that of the same method's run on a
 text. Seconds and bytes are of one step (`results/board_sources.py`)."""
 BOARD = named(
-    "over model method family label asked_budget seq_len rank rank.. num_compared kl_nats ratio "
-    "ratio.. degrees num_models num_windows num_places answers answers_difference "
+    "over model method codec family label asked_budget seq_len rank rank.. num_compared kl_nats "
+    "ratio ratio.. degrees num_models num_windows num_places answers answers_difference "
     "answers_difference.. num_questions num_contexts answers_note budget.. device_frac.. "
     "resident_frac.. dense_numbers step_s step_source step_on front apart source shipped"
 )

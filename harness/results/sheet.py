@@ -136,12 +136,16 @@ def markdown(title: str, words: str, sheets: Iterable[Sheet]) -> str:
     """A whole `.md` file: title, words, tables."""
     parts = [f"# {title}", words]
     for sheet in sheets:
-        lines = [list(map(_escaped, line)) for line in sheet.lines]
-        header = list(map(_escaped, sheet.header))
-        sides = _sides(sheet.header)
-        table = tabulate(lines, header, "pipe", colalign=sides, disable_numparse=True)
-        parts += [f"## {_escaped(sheet.title)}", table, *map(_escaped, sheet.notes)]
+        parts += [f"## {_escaped(sheet.title)}", pipes(sheet), *map(_escaped, sheet.notes)]
     return "\n\n".join(parts) + "\n"
+
+
+def pipes(sheet: Sheet) -> str:
+    """The headings and lines of a sheet, as a table of Markdown."""
+    lines = [list(map(_escaped, line)) for line in sheet.lines]
+    header = list(map(_escaped, sheet.header))
+    sides = _sides(sheet.header)
+    return tabulate(lines, header, "pipe", colalign=sides, disable_numparse=True)
 
 
 def _escaped(text: str) -> str:

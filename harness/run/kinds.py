@@ -328,6 +328,25 @@ class Generate(Measurement):
         return Outcome({})
 
 
+class Advise(Measurement):
+    """`kind=advise`: which method, for a machine, a model and its users."""
+
+    def check(self, config: RunConfig) -> None:
+        if config.platform.sheet is None:
+            modelled = "kind=advise needs a modelled machine of conf/platform, such as h100-pcie5"
+            raise UserError(f"platform={config.platform.name}: {modelled}")
+        _refuse(config, "kind=advise", "codec", "budget")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        return False
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.run.advise import advise
+
+        print(advise(config))
+        return Outcome({})
+
+
 class Contract(Measurement):
     """`kind=contract`: whether a method, or a codec, keeps what every one must; see
     `harness.checks.contract`."""
@@ -390,6 +409,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "long_decode": LongDecode(),
     "latency": Latency(),
     "capacity": Capacity(),
+    "advise": Advise(),
     "generate": Generate(),
     "contract": Contract(),
     "analysis": Analysis(),

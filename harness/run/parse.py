@@ -91,6 +91,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     calibration = _text("calibration", configs.CalibrationConfig, settings, model)
     analysis = build(configs.AnalysisConfig, group(settings, "analysis"), "analysis")
     capacity = build(configs.CapacityConfig, group(settings, "capacity"), "capacity")
+    advise = build(configs.AdviseConfig, group(settings, "advise"), "advise")
     chosen = _method(group(settings, "method"), given)
     cache_settings = _cache_settings(settings, chosen)
     tasks = settings.get("tasks")
@@ -108,6 +109,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         "calibration": calibration,
         "analysis": analysis,
         "capacity": capacity,
+        "advise": advise,
         "method": chosen.method,
         "method_name": chosen.name,
         "tasks": tasks,

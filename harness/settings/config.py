@@ -262,6 +262,21 @@ class CapacityConfig:
 
 
 @dataclass(frozen=True)
+class AdviseConfig:
+    """What `kind=advise` is asked for, besides the machine, the model and the lengths.
+
+    weight_bits: of a stored weight. tokens_per_s: least speed of each user; None: any. ttft_s: most
+    seconds of a prompt; None: any. answers_lost: most of the full cache's right answers that a
+    method may lose, a share.
+    """
+
+    weight_bits: Annotated[float, Field(ge=2, le=16)] = 16
+    tokens_per_s: Positive | None = None
+    ttft_s: Positive | None = None
+    answers_lost: Annotated[float, Field(ge=0, le=1)] = 0.02
+
+
+@dataclass(frozen=True)
 class TaskConfig:
     """How lm-eval's tasks are prompted. These settings stand at the top, under the names of
     lm-eval's command line.
@@ -577,6 +592,7 @@ class RunConfig:
     prefetch: bool = False
     latency: LatencyConfig = LatencyConfig()
     capacity: CapacityConfig = CapacityConfig()
+    advise: AdviseConfig = AdviseConfig()
     sampling: SamplingConfig = SamplingConfig()
     analysis: AnalysisConfig = AnalysisConfig()
     prompt: Text | None = None

@@ -44,6 +44,7 @@ GROUPS = {
     "calibration": configs.CalibrationConfig,
     "platform": configs.PlatformConfig,
     "capacity": configs.CapacityConfig,
+    "advise": configs.AdviseConfig,
     "analysis": configs.AnalysisConfig,
 }
 WITH_COMMENTS = {

@@ -94,6 +94,12 @@ KINDS = {
         live=True,
         modelled=True,
     ),
+    "advise": Kind(
+        depends_on=("platform", "latency", "capacity", "advise"),
+        code=("paper/costmodel",),
+        modelled=True,
+        keeps_record=False,
+    ),
     "generate": Kind(
         depends_on=(
             "prompt",

@@ -10,8 +10,9 @@ ahead cross the link beside the block before; rows that a layer chooses by its o
 for; rows of dense layers, where others read less, cross during the whole step. Beside the counts
 of `predict`, a step reads what the method's state keeps of each layer once. Coded rows are read as
 they are stored where kernels take them, and else decoded first (a write and a read in half
-precision). The efficiencies are fitted to the paper's systems on one machine. Launches of kernels,
-Python, and the conflicts of a batch's sequences are not counted, so small batches are optimistic.
+precision). The efficiencies are fitted to the paper's systems on one machine. The table counts
+neither launches of kernels nor Python, nor the conflicts of a batch's sequences, so its small
+batches are optimistic; `Step.host_seconds` has the launches, for `harness.run.advise`.
 """
 
 from __future__ import annotations
@@ -48,10 +49,39 @@ from methods.base import Geometry, Method, TokenCounts
 DTYPE = torch.float16
 NUM_WALKED = 3
 """Steps that are walked; the last one is steady."""
+LAUNCH_S = 55e-6
+"""Seconds of the host for one launch of a step, its Python included: the geometric mean of three
+steps of an H100 that the host limited (ideal, offload+h2o and infinigen2+rows at 8 x 1,920). Four
+others took 0.6 to 1.6 times as long as this number says (benchmarks/NOTES.md)."""
+LAUNCHES_OF_A_PASS = 86
+"""Launches of a step outside its layers and transfers (the same)."""
+PREFILL_SHARES = (FITTED.matmul, 0.85)
+"""Share of the device's products that a dense prompt reaches: as fitted to the paper's systems, and
+on an H100 (8 and 20 x 1,920)."""
 
 
 def run_modelled(config: RunConfig) -> Outcome:
-    """The largest batch of a run on a modelled machine, and its predicted speed.
+    """The largest batch of a run on a modelled machine, and its predicted speed. Raises as
+    `modelled_step`."""
+    step = modelled_step(config)
+    capacity = step.capacity
+    speeds: dict[int, dict[str, Any]] = {}
+    for batch in capacity.batches(config.capacity.curve):
+        step_s = step.seconds(batch)
+        speeds[batch] = {
+            "tpot_p50_s": step_s,
+            "sequence_tokens_per_s": 1 / step_s,
+            "decode_tokens_per_s": batch / step_s,
+            "budget": step.budget,
+        }
+    marks = {"platform": step.platform.name, "source": "modelled"}
+    rows = points(capacity, speeds, marks)
+    methods = {"capacity": asdict(capacity.plan.method)}
+    return Outcome({"source": "modelled", "points": rows}, methods=methods)
+
+
+def modelled_step(config: RunConfig, weight_bits: float = 16) -> Step:
+    """The decode step of a run on a modelled machine, and in it the run's capacity.
 
     Raises UserError for a model that the cost model does not know, sequences beyond its limit,
     weights that the machine does not hold, and a method whose reads depend on the text.
@@ -70,10 +100,9 @@ def run_modelled(config: RunConfig) -> Outcome:
             f"at most {limit} tokens"
         )
     described = as_config(shape.name, config.model.shape)
-    weight_bytes = WEIGHT_BYTES * count_weights(f"model {shape.name}", described)
-    plan = plan_of_shape(config, shape, weight_bytes)
-    method = plan.method
-    if method.tokens_read(_rows_of(lengths)[-1], shape.num_layers - 1) is None:
+    num_weights = count_weights(f"model {shape.name}", described)
+    plan = plan_of_shape(config, shape, round(num_weights * weight_bits / 8))
+    if plan.method.tokens_read(_rows_of(lengths)[-1], shape.num_layers - 1) is None:
         raise UserError(
             f"method={config.method_name}: how many tokens it reads depends on the text, which a "
             "modelled machine has none of; give budget=, or choose another method"
@@ -88,19 +117,8 @@ def run_modelled(config: RunConfig) -> Outcome:
         None if host_gib is None else int(host_gib * GIB),
         config.capacity.max_batch,
     )
-    step = Step(platform, shape, capacity, config.capacity.hit_frac or 0.0)
-    speeds: dict[int, dict[str, Any]] = {}
-    for batch in capacity.batches(config.capacity.curve):
-        step_s = step.seconds(batch)
-        speeds[batch] = {
-            "tpot_p50_s": step_s,
-            "sequence_tokens_per_s": 1 / step_s,
-            "decode_tokens_per_s": batch / step_s,
-            "budget": step.budget,
-        }
-    marks = {"platform": platform.name, "source": "modelled"}
-    rows = points(capacity, speeds, marks)
-    return Outcome({"source": "modelled", "points": rows}, methods={"capacity": asdict(method)})
+    hit_frac = config.capacity.hit_frac or 0.0
+    return Step(platform, shape, capacity, hit_frac, weight_bits=weight_bits)
 
 
 def plan_of_shape(
@@ -176,7 +194,8 @@ def _model_sizes(
 class Step:
     """Decode steps of a capacity's batches on a machine, at the mean length of the decoding.
 
-    hit_frac: the share of the selected rows that are on the device already.
+    hit_frac: the share of the selected rows that are on the device already. weight_bits: of a
+    stored weight, which is computed with in 16.
     """
 
     platform: Platform
@@ -184,6 +203,7 @@ class Step:
     capacity: Capacity
     hit_frac: float = 0.0
     efficiency: Efficiency = FITTED
+    weight_bits: float = 16
 
     @property
     def counts(self) -> TokenCounts:
@@ -207,6 +227,26 @@ class Step:
         ends = block_ends(blocks * NUM_WALKED, "block")
         return ends[-1] - ends[-1 - len(blocks)]
 
+    def host_seconds(self, dense: int, selecting: int, link: float) -> float:
+        """Seconds in which the host launches a step, at any batch.
+
+        dense, selecting: launches of a layer that reads the full cache, and of one under the
+        method. link: launches on the link's stream for a layer.
+        """
+        num_launches: float = LAUNCHES_OF_A_PASS
+        for layer in self.capacity.plan.model.layers:
+            num_launches += selecting if layer.policy.kind == "method" else dense
+            num_launches += link
+        return num_launches * LAUNCH_S
+
+    def prefill_seconds(self, share: float) -> float:
+        """Seconds of one dense prompt alone. share: of the device's products that it reaches."""
+        shape, prompt_len = self.shape, self.capacity.prompt_len
+        per_token = 2 * (shape.attention_weights + shape.ffn_weights) * shape.num_layers
+        pairs = prompt_len**2 / 2  # a token and those before it
+        flops = per_token * prompt_len + 4 * shape.query_size * pairs * shape.num_layers
+        return flops / (self.platform.flops_per_s * share)
+
     def blocks(self, batch: int) -> list[BlockTimes]:
         """The times of each block, when nothing waits."""
         plan, shape = self.capacity.plan, self.shape
@@ -227,7 +267,7 @@ class Step:
             policy, store = layer.policy, stores[index]
             row_bytes = self._row_bytes(policy, store)
             index_read = index_bytes.get(policy.number, 0) if policy.kind == "method" else 0
-            attention = [_matmul(batch, shape.attention_weights)]
+            attention = [self._matmul(batch, shape.attention_weights)]
             attention.append(self._attention(policy, store, row_bytes))
             # A state that chooses scores its index; one that evicts updates what it keeps.
             index_flops = 2 * shape.num_heads / shape.num_kv_heads * index_read / WEIGHT_BYTES
@@ -249,12 +289,12 @@ class Step:
                 BlockTimes(
                     load=load + spread,
                     attention=sum(self._seconds(work) for work in attention),
-                    ffn=self._seconds(_matmul(batch, shape.ffn_weights)),
+                    ffn=self._seconds(self._matmul(batch, shape.ffn_weights)),
                     prediction=prediction + waited,
                     store=store_s,
                 )
             )
-        head = self._seconds(_matmul(batch, shape.vocab_size * shape.hidden_size))
+        head = self._seconds(self._matmul(batch, shape.vocab_size * shape.hidden_size))
         blocks[-1] = blocks[-1]._replace(other=head)
         return blocks
 
@@ -281,12 +321,11 @@ class Step:
             num_bytes += 2 * decoded
         return Work(4 * self.shape.query_size * rows, num_bytes)
 
+    def _matmul(self, rows: int, weights: int) -> Work:
+        return Work(2 * rows * weights, self.weight_bits / 8 * weights)
+
     def _seconds(self, work: Work) -> float:
         """A kernel takes as long as the slower of its arithmetic and its memory traffic."""
         flops_per_s = self.platform.flops_per_s * self.efficiency.matmul
         bytes_per_s = self.platform.memory_bytes_per_s * self.efficiency.memory
         return max(work.flops / flops_per_s, work.bytes / bytes_per_s)
-
-
-def _matmul(rows: int, weights: int) -> Work:
-    return Work(2 * rows * weights, WEIGHT_BYTES * weights)

@@ -1,0 +1,510 @@
+"""`kv-harness advise`: which method, for a machine, a model and its users.
+
+    python run.py advise model=llama3.1-8b platform=rtx4090-pcie4 batch_size=8 prompt_len=32640
+
+A row is a method of the board at one of its budgets, with its rows on the device, in host memory,
+or in host memory behind a GPU cache. How many users fit is the arithmetic of a live session, speed
+is the cost model's (`harness.paper.costmodel.capacity`), what a method loses was measured on the
+board's models. `advise.yaml` has the worked questions of `results/advise.md`, and the serving
+engines that have a method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.decode.memory import GIB
+from harness.errors import UserError
+from harness.files import write_atomic
+from harness.model.shape import read_yaml
+from harness.results.columns import TableRow, read_table, where
+from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
+from harness.results.sheet import Sheet, pipes, sheet_of, terminal
+from harness.run.compose import Composer
+from harness.run.parse import method_file, parse
+from harness.settings.config import RunConfig
+from harness.settings.paths import COMMAND, SHIPPED
+
+if TYPE_CHECKING:
+    from harness.paper.costmodel.capacity import Step
+
+KNOWN = read_yaml(Path(__file__).with_name("advise.yaml"))
+BOARD = SHIPPED / "tables" / "board-methods.csv"
+OVER = "all models"
+ROWS = 2
+"""Rows of a GPU cache, as a multiple of what a step reads."""
+HIT_FRAC = 0.89
+"""Share of the selected rows that such a cache had, where none is given: InfiniGen2 at 10 % on
+SmolLM2, 1,024 tokens (docs/results.md)."""
+HIT_RANGE = (0.60, 0.95)
+PLACES = {
+    "device": {"placement": "device"},
+    "host": {"placement": "host", "gpu_cache": 0},
+    "host, GPU cache": {"placement": "host", "gpu_cache": ROWS},
+}
+LINK_LAUNCHES = 3
+"""Launches on the link's stream, a layer (benchmarks/NOTES.md)."""
+
+
+class LeftOutError(Exception):
+    """Why a method has no row."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A method of the board at a budget, in a place of `PLACES`, under the question's settings.
+
+    board: its row there. asked: the question. capacity, step: of the cost model.
+    """
+
+    board: TableRow
+    place: str
+    asked: RunConfig
+    config: RunConfig
+    step: Step
+
+    @property
+    def label(self) -> str:
+        """The method in words."""
+        label: str = self.board["label"]
+        return label
+
+    @property
+    def users(self) -> int:
+        """Users that fit, of more than were asked for as well."""
+        return self.step.capacity.largest
+
+    @property
+    def served(self) -> int:
+        """Users of the speed columns: those asked for, or as many as fit."""
+        return min(self.users, self.asked.latency.batch_size)
+
+    @cached_property
+    def graph_tpot_s(self) -> float:
+        """Seconds of a step by an engine whose host launches a step at once (CUDA graphs)."""
+        return self.step.seconds(self.served) if self.served else math.inf
+
+    @cached_property
+    def tpot_s(self) -> float:
+        """Seconds of a step of this project, whose host launches kernel by kernel."""
+        return max(self.graph_tpot_s, self.host_s)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds in which the host launches a step."""
+        on_device, on_host = KNOWN["launches"][self.key]
+        full_layer = KNOWN["launches"]["full"][0]
+        if self.place == "device":
+            return self.step.host_seconds(full_layer, on_device, 0)
+        return self.step.host_seconds(full_layer, on_host, LINK_LAUNCHES)
+
+    @property
+    def key(self) -> str:
+        """Method and codec, as `launches` of advise.yaml names them."""
+        return _key(self.board)
+
+    def total(self, tpot_s: float) -> float:
+        """Tokens/s of all users."""
+        return self.served / tpot_s
+
+    def at_hit_rate(self, hit_frac: float, *, by_host: bool = True) -> float:
+        """Tokens/s of all users if the GPU cache has this share of the selected rows."""
+        step = replace(self.step, hit_frac=hit_frac)
+        return self.total(max(step.seconds(self.served), self.host_s if by_host else 0))
+
+    @cached_property
+    def ttft_s(self) -> tuple[float, float]:
+        """Seconds of one prompt alone, from the least to the most."""
+        from harness.paper.costmodel.capacity import PREFILL_SHARES
+
+        least, most = sorted(map(self.step.prefill_seconds, PREFILL_SHARES))
+        return least, most
+
+    @property
+    def lost(self) -> float:
+        """Share of the full cache's right answers that are lost."""
+        lost = lost_by(self.board)
+        assert lost is not None, "looked at before"
+        return lost
+
+    @property
+    def why_not(self) -> str:
+        """What of the question it does not meet; empty where it meets all."""
+        return self.why_not_at(self.tpot_s)
+
+    def why_not_at(self, tpot_s: float) -> str:
+        """The same with steps of these seconds."""
+        asked, wanted = self.asked.advise, self.asked.latency.batch_size
+        if self.users < wanted:
+            return f"holds {self.users} users"
+        if self.lost > asked.answers_lost:
+            return f"loses {100 * self.lost:.1f} points"
+        if asked.tokens_per_s is not None and 1 / tpot_s < asked.tokens_per_s:
+            return f"{1 / tpot_s:.1f} tokens/s for a user"
+        if asked.ttft_s is not None and self.ttft_s[0] > asked.ttft_s:
+            return f"a prompt takes {self.ttft_s[0]:.1f} s"
+        return ""
+
+
+# The question
+
+
+def advise(config: RunConfig) -> str:
+    """The answer as text for a terminal: a recommendation, what would change it, tables, and where
+    the numbers come from.
+
+    Raises UserError for a model that the cost model does not know, or that the machine does not
+    hold.
+    """
+    options, left = options_of(config)
+    lines = [*recommendation(options), ""]
+    for sheet in sheets(options):
+        lines += [terminal(sheet), ""]
+    return "\n".join([*lines, *sources(config, options, left)])
+
+
+def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
+    """Every option, the best first, and why a method has none, by label."""
+    compose = Composer()
+    found: list[Option] = []
+    left: dict[str, str] = {}
+    rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
+    for row in rows:
+        if lost_by(row) is None:
+            left[row["label"]] = "nobody measured the answers that it loses"
+            continue
+        for place in PLACES:
+            if row["family"] == "evicts" and place != "device":
+                continue  # what it keeps is small
+            try:
+                option = _option(config, row, place, compose)
+            except LeftOutError as why:
+                left[row["label"]] = str(why)
+                break
+            if option is not None:
+                found.append(option)
+    for option in found:
+        left.pop(option.label, None)
+    found.sort(key=lambda option: (option.why_not != "", -option.total(option.tpot_s)))
+    return found, left
+
+
+def board_rows(context: int) -> list[TableRow]:
+    """The board's rows over all models that a live session can have, each at its longest windows
+    that are no longer than the context."""
+    longest: dict[tuple[Any, ...], TableRow] = {}
+    for row in where(read_table(BOARD), "over", OVER):
+        identity = (row["label"], row["asked_budget"] if row.get("ratio") is not None else None)
+        if row["family"] == "oracle" or row.get("apart", "").startswith("cannot have this budget"):
+            continue
+        if reads_own_budget(row):
+            identity = (row["label"], None)
+        before = longest.get(identity)
+        if before is None or before["seq_len"] < row["seq_len"] <= context:
+            longest[identity] = row
+    return list(longest.values())
+
+
+def lost_by(row: TableRow) -> float | None:
+    """Share of the full cache's right answers that a row of the board loses; None: not measured."""
+    if row["method"] == "full" and not row.get("codec"):
+        return 0.0
+    difference = row.get("answers_difference")
+    return None if difference is None else -difference
+
+
+def reads_own_budget(row: TableRow) -> bool:
+    """True for the full cache and for codecs, which have no budget to set."""
+    apart: str = row.get("apart") or ""
+    return "of its own" in apart or "full cache itself" in apart
+
+
+def _option(config: RunConfig, row: TableRow, place: str, compose: Composer) -> Option | None:
+    """None where the method has no such place. Raises LeftOutError for what cannot be known."""
+    from harness.paper.costmodel.capacity import modelled_step
+
+    if _key(row) not in KNOWN["launches"]:
+        raise LeftOutError("its launches were not counted")
+    words = ["experiment=capacity", "platform=h100-pcie5", f"method={row['method']}"]
+    words += [f"{name}={value}" for name, value in PLACES[place].items()]
+    if not reads_own_budget(row):
+        words.append(f"budget={row['asked_budget']}")
+    if "codec" not in method_file(row["method"]) and row.get("codec"):
+        words.append(f"codec={row['codec']}")
+    dense = (row.get("dense_numbers") or "0").split(" or ")[-1]
+    words.append(f"method.dense_layers={dense}")
+    hit_frac = HIT_FRAC if config.capacity.hit_frac is None else config.capacity.hit_frac
+    if PLACES[place].get("gpu_cache"):
+        words.append(f"capacity.hit_frac={hit_frac}")
+    try:
+        made = parse(compose(words), words)
+    except UserError as error:
+        if place == "host, GPU cache" and "gpu_cache" in str(error):
+            return None
+        raise LeftOutError(str(error)) from error
+    capacity = replace(config.capacity, hit_frac=made.capacity.hit_frac)
+    made = replace(
+        made,
+        model=config.model,
+        platform=config.platform,
+        latency=config.latency,
+        capacity=capacity,
+    )
+    try:
+        step = modelled_step(made, weight_bits=config.advise.weight_bits)
+    except UserError as error:
+        if "depends on the text" in str(error) or "budget" in str(error):
+            raise LeftOutError(str(error).partition(": ")[2]) from error
+        raise
+    return Option(row, place, config, made, step)
+
+
+def _key(row: TableRow) -> str:
+    method, codec = row["method"], row.get("codec")
+    own = "codec" in method_file(method) or not codec
+    return method if own else f"{method}+{codec}"
+
+
+# The answer
+
+
+def recommendation(options: Sequence[Option]) -> list[str]:
+    """One sentence, and what would change it."""
+    meeting = [option for option in options if not option.why_not]
+    if not meeting:
+        lines = ["Recommendation: none. No method that was measured meets all that is asked."]
+        by_graphs = [option for option in options if not option.why_not_at(option.graph_tpot_s)]
+        if by_graphs:
+            other = min(by_graphs, key=lambda option: option.graph_tpot_s)
+            speed = f"{1 / other.graph_tpot_s:.1f} tokens/s each"
+            lines.append(f"By an engine with CUDA graphs: {_named(other)}, {speed}.")
+        nearest = max(options, key=lambda option: (option.served, -option.lost, -option.tpot_s))
+        return [*lines, f"The nearest is {_named(nearest)}: {nearest.why_not}."]
+    best = meeting[0]
+    speed = f"{_each(best)} tokens/s for each of {best.served} and {_speed(best)} in all (modelled)"
+    first = (
+        f"Recommendation: {_named(best)}, of which {best.users} users fit, with {speed}, "
+        f"and {_points(best)} of the answers lost (measured on the board's models)."
+    )
+    changes = [f"- {line}" for line in _changes(best, options, meeting)]
+    return [first, "What would change it:", *changes]
+
+
+def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option]) -> Iterator[str]:
+    asked = best.asked.advise.answers_lost
+    on_device = [
+        option
+        for option in options
+        if option.place == "device" and option.lost <= asked and option.users
+    ]
+    most = max(on_device, key=lambda option: option.users, default=best)
+    full = [option for option in on_device if _is_full(option) and option is not most]
+    for other in (*full, most):
+        if other.users < best.served:
+            yield f"Fewer users: {_named(other)} holds {other.users}, {_each(other)} tokens/s each."
+    stricter = [option for option in meeting if option.lost <= best.lost / 2]
+    if best.lost > 0 and stricter:
+        other = stricter[0]
+        yield f"A limit of {_points(other)}: {_named(other)}, {_speed(other)} tokens/s in all."
+    looser = [
+        option
+        for option in options
+        if option.served >= best.served
+        and option.lost > best.asked.advise.answers_lost
+        and option.tpot_s < best.tpot_s
+    ]
+    if looser:
+        other = min(looser, key=lambda option: option.lost)
+        yield f"A limit of {_points(other)}: {_named(other)}, {_speed(other)} tokens/s in all."
+    graphs = min(meeting, key=lambda option: option.graph_tpot_s)
+    if graphs.graph_tpot_s < best.tpot_s:
+        speed = _speed(graphs, graphs.graph_tpot_s)
+        yield f"An engine with CUDA graphs: {_named(graphs)}, {speed} tokens/s in all."
+    if best.place == "host, GPU cache":
+        low, high = (best.at_hit_rate(hit_frac) for hit_frac in HIT_RANGE)
+        graph_low, graph_high = (best.at_hit_rate(hit, by_host=False) for hit in HIT_RANGE)
+        shares = " to ".join(f"{100 * hit_frac:.0f} %" for hit_frac in HIT_RANGE)
+        speeds = f"{low:.0f} to {high:.0f} tokens/s in all"
+        graphs_too = f"{graph_low:.0f} to {graph_high:.0f} with CUDA graphs"
+        yield f"The GPU cache: with {shares} of the rows found there {speeds}, {graphs_too}."
+        others = [option for option in meeting[1:] if option.total(option.tpot_s) > low]
+        if others:
+            yield f"At the low end {_named(others[0])} is faster, with {_speed(others[0])}."
+
+
+def _points(option: Option) -> str:
+    return f"{round(100 * option.lost, 1) + 0.0:.1f} points"  # not -0.0
+
+
+def _is_full(option: Option) -> bool:
+    return option.key == "full"
+
+
+def _named(option: Option) -> str:
+    if _is_full(option):
+        return f"{option.label} ({option.place})"
+    share = BUDGET.show(option.step.budget)
+    return f"{option.label} at {share} % ({option.place})"
+
+
+Column = Callable[[Option], str]
+
+
+def _speed(option: Option, tpot_s: float | None = None) -> str:
+    """Tokens/s of all users."""
+    return f"{option.total(tpot_s or option.tpot_s):.0f}" if option.served else MISSING
+
+
+def _each(option: Option) -> str:
+    """Tokens/s of a user."""
+    return f"{1 / option.tpot_s:.1f}" if option.served else MISSING
+
+
+def _gib(option: Option, memory: str) -> str:
+    needs = option.step.capacity.needs(max(1, option.served))
+    return f"{getattr(needs, memory) / GIB:.1f}"
+
+
+COLUMNS: dict[str, Column] = {
+    LABEL.heading: lambda option: option.label,
+    "rows lie": lambda option: option.place,
+    "budget (%)": lambda option: BUDGET.show(option.step.budget),
+    "users that fit": lambda option: str(option.users),
+    "tokens/s of a user": _each,
+    "tokens/s of all": _speed,
+    "of all, CUDA graphs": lambda option: _speed(option, option.graph_tpot_s),
+    "device (GiB)": lambda option: _gib(option, "device"),
+    "host (GiB)": lambda option: _gib(option, "host"),
+    RATIO.heading: lambda option: RATIO.show(option.board.get("ratio")),
+    "answers lost (points)": lambda option: _points(option).removesuffix(" points"),
+}
+
+
+def sheets(options: Sequence[Option]) -> list[Sheet]:
+    """What meets the question; and of each method of which nothing does, what is nearest to it."""
+    meeting = [option for option in options if not option.why_not]
+    others: dict[str, Option] = {}
+    for option in options:
+        nearest = others.get(option.label)
+        if nearest is None or (option.served, -option.lost) > (nearest.served, -nearest.lost):
+            others[option.label] = option
+    missing = [each for each in others.values() if each.label not in {one.label for one in meeting}]
+    because: dict[str, Column] = {"why not": lambda option: option.why_not}
+    found = []
+    if meeting:
+        found.append(sheet_of("Meets all that is asked", meeting, COLUMNS))
+    if missing:
+        found.append(sheet_of("Does not", missing, COLUMNS | because))
+    return found
+
+
+def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str]) -> list[str]:
+    """Where each number comes from, and what was not measured."""
+    from harness.paper.costmodel.capacity import LAUNCH_S
+
+    given = config.capacity.hit_frac
+    least, most = options[0].ttft_s
+    fields = {
+        "platform": config.platform.name,
+        "sheet": (config.platform.sheet or {})["source"],
+        "model": config.model.name,
+        "weight_bits": config.advise.weight_bits,
+        "prompt_len": config.latency.prompt_len,
+        "gen_len": config.latency.gen_len,
+        "launch_us": 1e6 * LAUNCH_S,
+        "ttft_least": least,
+        "ttft_most": most,
+        "rows": ROWS,
+        "hit": 100 * (HIT_FRAC if given is None else given),
+        "hit_source": KNOWN["hit_measured"] if given is None else "as given",
+    }
+    lines = [sentence.format(**fields) for sentence in KNOWN["sources"]]
+    for why, labels in _by_reason(left).items():
+        lines.append(f"Left out, as {why}: {', '.join(labels)}.")
+    engines = "; ".join(_engines(options))
+    return [*lines, f"Serving engines: {engines}; of the others none is known here."]
+
+
+def _by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for label, why in left.items():
+        found.setdefault(why, []).append(label)
+    return found
+
+
+def _engines(options: Iterable[Option]) -> Iterator[str]:
+    known = KNOWN["engines"]
+    labels = {option.board["method"]: option.label for option in options}
+    for method, label in labels.items():
+        if method in known:
+            yield f"{label}: {known[method]}"
+
+
+# results/advise.md
+
+
+def page() -> str:
+    """The worked questions, as Markdown."""
+    lines = [
+        "# Advice",
+        "",
+        "What `advise` answers to five questions, and how far it lies from speeds that others saw. "
+        "`python -m harness.run.advise` writes this page.",
+    ]
+    for number, asked in enumerate(KNOWN["worked"], 1):
+        words = ["experiment=advise", *asked["settings"]]
+        lines += ["", f"## {number}. {asked['asks']}", "", "```bash"]
+        lines += [f"{COMMAND} advise {' '.join(asked['settings'])}", "```", ""]
+        config = parse(Composer()(words), words)
+        try:
+            options, _ = options_of(config)
+        except UserError as error:
+            lines += [f"Refused: {error}.", "", asked["refused"]]
+            continue
+        first, *changes = recommendation(options)
+        lines += [first, "", *changes]
+        for sheet in sheets(options):
+            lines += ["", sheet.title + ":", "", pipes(sheet)]
+        if "published" in asked:
+            lines += ["", "Beside speeds that were seen:", "", pipes(_beside(asked, words))]
+    return "\n".join(lines) + "\n"
+
+
+def _beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
+    """Predicted and published speeds of a worked question."""
+    lines = []
+    for seen in asked["published"]:
+        predicted = _rate(words, seen["words"], seen["at"])
+        if "over" in seen:
+            predicted /= _rate(words, seen["over"], seen["over_at"])
+        error = 100 * (predicted / seen["value"] - 1)
+        value = f"{seen['value']:g}"
+        lines.append([seen["what"], f"{predicted:.3g}", value, f"{error:+.0f}", seen["source"]])
+    header = [LABEL.heading, "predicted, CUDA graphs", "seen", "error (%)", "source"]
+    return Sheet("", header, lines)
+
+
+def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
+    """Tokens/s of all users in a run of the worked question's machine and model."""
+    from harness.paper.costmodel.capacity import modelled_step
+
+    shared = [word for word in asked if not word.startswith(("advise", "batch_size", "experiment"))]
+    words = ["experiment=capacity", "gen_len=128", *shared, *own]
+    words = list({word.partition("=")[0]: word for word in words}.values())
+    return users / modelled_step(parse(Composer()(words), words)).seconds(users)
+
+
+def main() -> None:
+    """Write `results/advise.md`."""
+    path = SHIPPED / "advise.md"
+    write_atomic(path, page())
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

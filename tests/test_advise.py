@@ -1,0 +1,166 @@
+"""Advice: which method for a machine, a model and its users, and from where its numbers come."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from composed import load
+
+from harness.errors import UserError
+from harness.model.shape import load_shape
+from harness.paper.costmodel.capacity import LAUNCH_S, LAUNCHES_OF_A_PASS, modelled_step
+from harness.results.columns import read_table, where
+from harness.run import advise, cli
+from harness.settings.config import RunConfig
+from harness.settings.paths import PACKAGES_DIR
+
+FEW = ("Full cache", "KIVI-4", "InfiniGen2", "Quest", "Streaming", "InfiniGen2 + int8")
+SMALL = ("model=llama3.1-8b", "model.shape.num_hidden_layers=4", "prompt_len=16256", "gen_len=8")
+
+
+def question(*words: str) -> RunConfig:
+    """Of a model with few layers, which are sized quickly."""
+    return load(["experiment=advise", *SMALL, *words])
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """The board's rows of a few methods at 10 %."""
+    every = advise.board_rows
+    monkeypatch.setattr(advise, "board_rows", lambda context: list(filter(is_looked_at, every(context))))
+
+
+def is_looked_at(row: advise.TableRow) -> bool:
+    return row["label"] in FEW and (row["asked_budget"] == 0.1 or advise.reads_own_budget(row))
+
+
+def test_a_step_takes_what_its_bytes_and_its_host_take():
+    """Written out for the full cache of one user on the device."""
+    shape = load_shape("llama3.1-8b")
+    words = ["experiment=capacity", "platform=h100-pcie5", "model=llama3.1-8b", "prompt_len=8064", "gen_len=128"]
+    config = load([*words, "method=full", "placement=device"])
+    for bits in (16, 4):
+        step = modelled_step(config, weight_bits=bits)
+        head = shape.vocab_size * shape.hidden_size
+        weights = shape.num_layers * (shape.attention_weights + shape.ffn_weights) + head
+        cached = (8064 + 8192) // 2 + 1
+        cache_bytes = shape.num_layers * shape.token_bytes * cached
+        rate = 0.81 * 2.0e12
+        assert step.seconds(1) == pytest.approx((weights * bits / 8 + cache_bytes) / rate, rel=2e-3)
+        whole = shape.num_layers * (shape.attention_weights + shape.ffn_weights) + 2 * head
+        assert step.capacity.plan.model.weight_bytes == pytest.approx(whole * bits / 8, rel=1e-3)
+    launches = LAUNCHES_OF_A_PASS + shape.num_layers * 17
+    assert step.host_seconds(17, 17, 0) == pytest.approx(launches * LAUNCH_S)
+    assert step.host_seconds(17, 40, 3) == pytest.approx((launches + shape.num_layers * (23 + 3)) * LAUNCH_S)
+    products = 2 * shape.num_layers * (shape.attention_weights + shape.ffn_weights) * 8064
+    scores = 2 * shape.num_layers * shape.query_size * 8064**2
+    assert step.prefill_seconds(0.5) == pytest.approx((products + scores) / (0.5 * 7.56e14))
+
+
+def test_the_answer_joins_memory_speed_and_the_board(few):
+    config = question("platform=rtx4090-pcie4", "batch_size=100")
+    options, left = advise.options_of(config)
+    assert list(left) == ["InfiniGen2 + int8"]  # of which nobody measured answers
+    of = {(option.label, option.place): option for option in options}
+    assert ("Full cache", "host, GPU cache") not in of and ("Streaming", "host") not in of
+
+    board = where(where(read_table(advise.BOARD), "over", advise.OVER), "asked_budget", 0.1)
+    for (label, _), option in of.items():
+        row = next(row for row in board if row["label"] == label and row["seq_len"] == 4096)
+        assert option.board["ratio"] == row["ratio"]
+        assert option.lost == -(row["answers_difference"] or 0)
+        assert option.users == option.step.capacity.largest
+        assert option.step.capacity.needs(option.users).device <= 2.577e10
+    full = of["Full cache", "device"]
+    assert full.users < 100 and full.served == full.users and full.why_not == f"holds {full.users} users"
+    assert of["Quest", "host"].why_not.startswith("loses ")
+    rows = of["InfiniGen2", "host, GPU cache"]
+    assert rows.at_hit_rate(0.6, by_host=False) < rows.at_hit_rate(0.95, by_host=False)
+    assert rows.tpot_s == max(rows.graph_tpot_s, rows.host_s)
+
+    first, *changes = advise.recommendation(options)
+    best = next(option for option in options if not option.why_not)
+    assert first.startswith(f"Recommendation: {best.label}") and changes[0] == "What would change it:"
+    fastest = min((option for option in options if not option.why_not), key=lambda option: option.tpot_s)
+    assert best is fastest
+
+
+def test_what_is_asked_decides(few, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "FEW", FEW[:3])
+    plenty, _ = advise.options_of(question("platform=h100-pcie5", "batch_size=2"))
+    assert advise.recommendation(plenty)[0].startswith("Recommendation: Full cache (device)")
+    nothing, _ = advise.options_of(question("platform=rtx4090-pcie4", "batch_size=100", "advise.tokens_per_s=5000"))
+    first, *_, nearest = advise.recommendation(nothing)
+    assert first == "Recommendation: none. No method that was measured meets all that is asked."
+    assert nearest.startswith("The nearest is ")
+    alone, _ = advise.options_of(question("platform=rtx4090-pcie4", "batch_size=1", "advise.tokens_per_s=200"))
+    assert advise.recommendation(alone)[1].startswith("By an engine with CUDA graphs: Full cache (device)")
+    slow, _ = advise.options_of(question("platform=rtx4090-pcie4", "batch_size=2", "advise.ttft_s=0.1"))
+    assert all(option.why_not.startswith(("a prompt takes", "loses")) for option in slow if option.users >= 2)
+    smaller, _ = advise.options_of(question("platform=rtx4090-pcie4", "batch_size=100", "advise.weight_bits=4"))
+    largest = {(option.label, option.place): option.users for option in smaller}
+    assert all(largest[option.label, option.place] > option.users for option in nothing)
+
+
+def test_the_command_prints_it(few, capfd, tmp_path):
+    code = cli.main([f"results_dir={tmp_path}", "experiment=advise", "batch_size=100", *SMALL])
+    printed = capfd.readouterr().out
+    assert code == 0 and not list(tmp_path.iterdir())
+    assert printed.startswith("Recommendation: ") and "Meets all that is asked" in printed
+    for words in ("Machine: rtx4090-pcie4, by NVIDIA", "Not measured: this model", "Left out, as nobody measured"):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["platform=cpu"], "platform=cpu: kind=advise needs a modelled machine"),
+        (["model=qwen3-30b-a3b"], "model=qwen3-30b-a3b: the cost model knows"),
+        (["model=opt-30b", "prompt_len=1024"], "platform=rtx4090-pcie4: its 24 GiB must be above"),
+        (["prompt_len=200000"], "takes at most 131072 tokens"),
+        (["budget=0.1"], "budget=0.1: plays no part in kind=advise"),
+        (["advise.weight_bits=1"], "advise.weight_bits=1: must be"),
+    ],
+)
+def test_what_cannot_be_known_is_refused_in_one_line(words, message, capfd):
+    assert cli.main(["experiment=advise", *words]) == 2
+    error = capfd.readouterr().err.strip()
+    assert message in error and error.count("\n") == 0
+
+
+def test_the_worked_questions_stand_on_their_page_with_their_errors():
+    """The tables beside seen speeds are made anew; the answers take minutes."""
+    page = (PACKAGES_DIR / "results" / "advise.md").read_text(encoding="utf-8")
+    for asked in advise.KNOWN["worked"]:
+        words = ["experiment=advise", *asked["settings"]]
+        assert " ".join(asked["settings"]) in page
+        if "refused" in asked:
+            with pytest.raises(UserError, match="the cost model knows"):
+                advise.options_of(load(words))
+        if "published" not in asked:
+            continue
+        sheet = advise._beside(asked, words)
+        assert advise.pipes(sheet) in page
+        for what, _, _, error, _ in sheet.lines:
+            if what != "the same, a user's":  # who saw half of what the paper says
+                assert abs(float(error)) <= 20
+
+
+def test_every_option_of_the_board_has_its_launches():
+    for row in where(read_table(advise.BOARD), "over", advise.OVER):
+        is_option = row["family"] != "oracle" and advise.lost_by(row) is not None
+        if is_option:
+            assert advise._key(row) in advise.KNOWN["launches"]
+    assert all(re.fullmatch(r"[a-z0-9-]+(\+int[48])?", key) for key in advise.KNOWN["launches"])
+
+
+def test_a_users_settings_reach_every_option(few):
+    options, _ = advise.options_of(question("platform=h100-pcie5", "capacity.host_gib=1", "capacity.hit_frac=0.5"))
+    for option in options:
+        assert option.step.hit_frac == (0.5 if option.place == "host, GPU cache" else 0)
+        if option.place == "host":
+            assert option.users <= replace(option.step.capacity, host_bytes=None).largest
+            assert option.step.capacity.needs(max(1, option.users)).host <= 2**30 or option.users == 0
