@@ -97,7 +97,7 @@ def test_what_is_asked_decides(few, monkeypatch):
     assert first == "Recommendation: none. No method that was measured meets all that is asked."
     assert nearest.startswith("The nearest is ")
     alone, _ = advise.options_of(question("platform=rtx4090-pcie4", "batch_size=1", "advise.tokens_per_s=200"))
-    assert advise.recommendation(alone)[1].startswith("By an engine with CUDA graphs: Full cache (device)")
+    assert advise.recommendation(alone)[1].startswith("By an engine with CUDA graphs: ")
     slow, _ = advise.options_of(question("platform=rtx4090-pcie4", "batch_size=2", "advise.ttft_s=0.1"))
     assert all(option.why_not.startswith(("a prompt takes", "loses")) for option in slow if option.users >= 2)
     smaller, _ = advise.options_of(question("platform=rtx4090-pcie4", "batch_size=100", "advise.weight_bits=4"))
