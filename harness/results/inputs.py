@@ -61,6 +61,12 @@ def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
     return found
 
 
+def code_digest() -> str:
+    """sha256 of all code of the project."""
+    files = [*(PACKAGES_DIR / "harness").rglob("*.py"), *(PACKAGES_DIR / "methods").rglob("*.py")]
+    return _digest(sorted(files))
+
+
 def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:
     """The files, the revision, or the package of a model; {} if its settings decide everything.
 

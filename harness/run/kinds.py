@@ -364,6 +364,20 @@ class Contract(Measurement):
         return Outcome({})
 
 
+class Trust(Measurement):
+    """`kind=trust`: checks of what users of such comparisons found wrong elsewhere; see
+    `harness.run.trust`."""
+
+    def check(self, config: RunConfig) -> None:
+        _refuse(config, "kind=trust", "codec", "budget")
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.run.trust import run_trust
+
+        run_trust(config, resources)
+        return Outcome({})
+
+
 class Analysis(Measurement):
     """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7,
     20, Table 1)."""
@@ -412,6 +426,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "advise": Advise(),
     "generate": Generate(),
     "contract": Contract(),
+    "trust": Trust(),
     "analysis": Analysis(),
 }
 

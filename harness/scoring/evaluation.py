@@ -74,17 +74,15 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
             under which a task cannot be scored, a task whose code ends the process, or a method
             that never ran.
     """
-    with _lm_eval(f"tasks={','.join(config.tasks)}"):
+    with running_lm_eval(f"tasks={','.join(config.tasks)}"):
         suite = load_suite(config, loaded)
     _check_sampling(config, suite.tasks.values())
     outcome = Outcome({})
     reads, results = {}, {}
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, loaded, name, sys.stderr)
-        prefill = prefill_of(name, config, writes=_generates(task), task=task)
-        results[name], outcome.metrics[name], outcome.samples[name] = _run_task(
-            task, config, loaded, engine, prefill
-        )
+        answered = run_task(task, config, loaded, engine)
+        results[name], outcome.metrics[name], outcome.samples[name] = answered
         outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
     for group in suite.groups.values():
         if not group.has_aggregation:
@@ -120,7 +118,7 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
 
     Raises UserError as `run_tasks`, and for a task without questions.
     """
-    with _lm_eval(f"tasks={','.join(config.tasks)}"):
+    with running_lm_eval(f"tasks={','.join(config.tasks)}"):
         suite = load_suite(config, loaded)
     _check_sampling(config, suite.tasks.values())
     outcome = Outcome({})
@@ -302,6 +300,15 @@ def _finder(name: str, config: RunConfig, task: Task | None) -> QuestionFinder:
     return QuestionFinder(marker, task.doc_to_text, has_preface=has_preface)
 
 
+def run_task(
+    task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
+) -> tuple[Metrics, Metrics, Samples]:
+    """One task of a suite: its metrics under lm-eval's names, for a group, then under plain ones,
+    and its samples. engine: answers it, and notes what it was asked."""
+    prefill = prefill_of(engine.task, config, writes=_generates(task), task=task)
+    return _run_task(task, config, loaded, engine, prefill)
+
+
 def _run_task(
     task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine, prefill: Prefill
 ) -> tuple[Metrics, Metrics, Samples]:
@@ -321,7 +328,7 @@ def _run_task(
         seed=config.seed,
     )
     repeats: list[Repeat] = []
-    with _lm_eval(f"task {name}"):
+    with running_lm_eval(f"task {name}"):
         for lm.repeat in range(config.sampling.repeats if _generates(task) else 1):
             task.set_fewshot_seed(FEWSHOT_SEED + config.seed)  # the same examples in every repeat
             results = evaluate(
@@ -356,7 +363,7 @@ def _run_task(
 
 
 @contextmanager
-def _lm_eval(what: str) -> Iterator[None]:
+def running_lm_eval(what: str) -> Iterator[None]:
     """Run lm-eval and the code of tasks: without their progress bars, and with a user's mistakes as
     UserError."""
     COMPLAINTS.stream = sys.stderr

@@ -119,6 +119,11 @@ KINDS = {
         code=("checks/contract.py",),
         keeps_record=False,
     ),
+    "trust": Kind(
+        depends_on=("data", "calibration"),
+        code=("scoring",),
+        keeps_record=False,
+    ),
     "analysis": Kind(
         depends_on=(*TEXTS, "analysis"),
         table="analysis",

@@ -1,0 +1,358 @@
+"""`experiment=trust`: the faults that users of such comparisons reported in 2026, looked for here.
+
+    python run.py experiment=trust
+
+Three start tokens, a dropped answer prefix, a budget without effect, a quantizer that leaves the
+generated tokens exact, a full cache that is not the model's own, an accuracy that is not that of
+the code whose speed is measured: each is a check of the loaded model (SmolLM2 by default) that runs
+now. `trust.md` of the results folder has what each saw, with the date and the digest of the code.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from harness.data.tasks import load_suite
+from harness.data.text import corpus_ids, first_window_offset, start_ids, text_windows
+from harness.decode.session import LiveSession
+from harness.errors import UserError
+from harness.files import write_atomic
+from harness.model.attach import attach
+from harness.model.load import LoadedModel
+from harness.model.resources import Resources
+from harness.replay.session import ReplaySession
+from harness.replay.setup import prepare
+from harness.results.columns import read_table, where
+from harness.results.inputs import code_digest
+from harness.results.sheet import Sheet, markdown, terminal
+from harness.run.compose import Composer
+from harness.run.parse import parse
+from harness.scoring.answers import Request, Score
+from harness.scoring.evaluation import ReplayEngine, run_task, running_lm_eval
+from harness.scoring.perplexity import run_perplexity
+from harness.settings.config import RunConfig
+from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
+from methods.base import TokenCounts
+
+METHODS = ("infinigen2", "infinigen", "quest", "h2o", "snapkv", "streaming")
+"""Methods whose budget is looked at."""
+LIVE = ("full", "infinigen2", "infinigen", "quest", "h2o", "kivi4")
+"""Methods of which one text is decoded both ways."""
+SHARES = (0.05, 0.2)
+QUESTIONS = 2
+PROMPT, STEPS = 256, 8
+EQUAL = 1e-4
+"""Largest difference of logits or log-likelihoods that rounding makes."""
+
+
+class Seen(NamedTuple):
+    """What a check saw. holds: whether that is as it must be."""
+
+    holds: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is looked at, and the settings of its runs."""
+
+    config: RunConfig
+    loaded: LoadedModel
+
+    def run(self, *words: str) -> RunConfig:
+        """The settings of a run of this model."""
+        made = parse(Composer()(words), words)
+        return replace(made, model=self.config.model, data=self.config.data)
+
+    @cached_property
+    def asked(self) -> Asked:
+        """One task, as it is scored here and by lm-eval's own model."""
+        return _asked(self)
+
+    @cached_property
+    def text(self) -> Tensor:
+        """The first tokens of the corpus, [1, PROMPT + STEPS]."""
+        config = self.run("experiment=perplexity")
+        ids = corpus_ids(config.corpus, config.data, self.loaded.reader)
+        return torch.tensor([ids[: PROMPT + STEPS]], device=self.loaded.model.device)
+
+
+class Asked(NamedTuple):
+    """Token ids of each context and choice, their log-likelihoods, and the right answers: here, and
+    by lm-eval's HFLM."""
+
+    ids: list[list[int]]
+    scores: list[float]
+    right: float
+    own_ids: list[list[int]]
+    own_scores: list[float]
+    own_right: float
+
+
+def _asked(subject: Subject) -> Asked:
+    from lm_eval import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    task = "kv_recall"
+    config = subject.run(
+        "experiment=tasks", "method=full", f"tasks=[{task}]", f"num_samples={QUESTIONS}"
+    )
+    found = load_suite(config, subject.loaded).tasks[task]
+
+    class Noting(ReplayEngine):
+        scores: list[float]
+
+        def score(self, requests: Sequence[Request]) -> list[Score]:
+            made = super().score(requests)
+            self.scores = [score.log_likelihood for score in made]
+            return made
+
+    class NotingHFLM(HFLM):
+        ids: list[list[int]]
+        scores: list[float]
+
+        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
+            made = super()._loglikelihood_tokens(requests, **options | {"disable_tqdm": True})
+            self.ids = [[*context, *continuation] for _, context, continuation in requests]
+            self.scores = [float(score) for score, _ in made]
+            return made
+
+    engine = Noting(config, subject.loaded, task, sys.stderr)
+    _, metrics, _ = run_task(found, config, subject.loaded, engine)
+    stock = NotingHFLM(
+        pretrained=subject.loaded.model, tokenizer=subject.loaded.tokenizer, batch_size=1
+    )
+    with running_lm_eval(f"task {task}"):
+        results = evaluate(stock, {"tasks": {task: found}}, limit=QUESTIONS, bootstrap_iters=0)
+    return Asked(
+        [list(request.ids) for request in engine.requests],
+        engine.scores,
+        metrics["acc"],
+        stock.ids,
+        stock.scores,
+        results["results"][task]["acc,none"],
+    )
+
+
+# The checks
+
+
+def one_start_token(subject: Subject) -> Seen:
+    """Each prompt begins with as many start tokens as lm-eval's own model gives it, at most one."""
+    start = subject.loaded.tokenizer.bos_token_id
+    counts = set()
+    for ids in subject.asked.ids:
+        first_other = next(at for at, token in enumerate(ids) if token != start)
+        counts.add(first_other)
+    same = subject.asked.ids == subject.asked.own_ids
+    words = f"{len(subject.asked.ids)} contexts with choices, token ids {_equal(same)} HFLM's"
+    return Seen(same and max(counts) <= 1, f"{words}; start tokens: {_listed(counts)}")
+
+
+def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
+    """The prompt of a task of RULER ends with the words that begin its answer."""
+    words = ("experiment=tasks", "tasks=[ruler_vt,niah_single_1]", "num_samples=1", "method=full")
+    config = subject.run(*words, "metadata.max_seq_lengths=[1024]")
+    suite = load_suite(config, subject.loaded)
+    ends = []
+    for name, task in suite.tasks.items():
+        engine = ReplayEngine(config, subject.loaded, name, sys.stderr)
+        run_task(task, config, subject.loaded, engine)
+        [document] = list(task.eval_docs)[:1]
+        [request] = engine.requests
+        prompt = subject.loaded.tokenizer.decode(request.ids[: request.context_len])
+        ends.append(prompt.rstrip().endswith(document["gen_prefix"].rstrip()))
+    return Seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER (1,024 tokens)")
+
+
+def the_budget_bites(subject: Subject) -> Seen:
+    """A method reads what was asked for, less than the prompt has; with less it is farther off."""
+    holds, seen = True, []
+    for method in METHODS:
+        divergences = []
+        for share in SHARES:
+            config = subject.run(
+                "experiment=perplexity", f"method={method}", f"budget=nearest:{share}",
+                "num_windows=1", "method.dense_layers=0",
+            )  # fmt: skip
+            [metrics] = run_perplexity(config, subject.loaded).metrics.values()
+            divergences.append(metrics["kl_nats"])
+            holds &= metrics["budget"] <= share * 1.3
+        holds &= divergences[0] > divergences[1] > 0
+        seen.append(f"{method} {divergences[0]:.3f} and {divergences[1]:.3f}")
+    shares = " and ".join(f"{100 * share:.0f} %" for share in SHARES)
+    return Seen(holds, f"KL at {shares} of 1,024 tokens: {', '.join(seen)}")
+
+
+def generated_tokens_are_quantized(subject: Subject) -> Seen:
+    """In the first layer, whose input no codec changes, keys of decode steps are codes."""
+    stored = {}
+    for codec in (None, "int4"):
+        words = ["experiment=latency", "method=full", "placement=device"]
+        config = subject.run(*words, *([f"codec={codec}"] if codec else []))
+        with attach(subject.loaded.model) as attached:
+            setup = prepare(config, subject.loaded, attached, _rows)
+            session = LiveSession(
+                attached, setup.method, codec=setup.codec, max_new_tokens=STEPS, placement="device"
+            )
+            with closing(session):
+                _steps(session, subject.text)
+                store = session.stores[0]
+                rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS - 1])
+                stored[codec] = rows.keys.float(), setup.codec
+    exact, codec = stored[None][0], stored["int4"][1]
+    keys, coded = exact[:, :, PROMPT:], stored["int4"][0][:, :, PROMPT:]
+    assert codec is not None
+    expected = codec.roundtrip(keys)
+    error = float((coded - keys).norm() / keys.norm())
+    same = torch.allclose(coded, expected, rtol=1e-3, atol=1e-3 * float(keys.abs().max()))
+    words = f"{keys.shape[2]} tokens after the prompt under INT4: {_equal(same)} their codes"
+    return Seen(same and error > 0, f"{words}, {100 * error:.1f} % from exact")
+
+
+def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
+    """Perplexity by the model's own forward; log-likelihoods and answers by lm-eval's HFLM."""
+    loaded, asked = subject.loaded, subject.asked
+    lengths = (f"seq_len={PROMPT + STEPS}", f"prefill_len={PROMPT // 2}")
+    config = subject.run("experiment=perplexity", "method=full", "num_windows=1", *lengths)
+    [window] = text_windows(
+        corpus_ids(config.corpus, config.data, loaded.reader),
+        seq_len=config.seq_len,
+        num_windows=1,
+        offset=first_window_offset(config.corpus, config.calibration),
+        start=start_ids(loaded.reader),
+    )
+    ids = torch.tensor([list(window)], device=loaded.model.device)
+    with torch.inference_mode():
+        log_probs = loaded.model(ids).logits.float().log_softmax(-1)
+    targets = ids[:, 1:, None]
+    nll = -log_probs[:, :-1].gather(-1, targets)[0, config.prefill_len :, 0]
+    [metrics] = run_perplexity(config, loaded).metrics.values()
+    perplexity = float(nll.double().mean().exp())
+    off = abs(metrics["perplexity"] / perplexity - 1)
+    pairs = list(zip(asked.scores, asked.own_scores, strict=True))
+    apart = max(abs(own - other) for own, other in pairs)
+    holds = off < EQUAL and apart < 10 * EQUAL and asked.right == asked.own_right
+    words = (
+        f"perplexity {metrics['perplexity']:.3f}, by transformers {perplexity:.3f}; {len(pairs)} "
+        f"log-likelihoods within {apart:.0e} of HFLM's, the same answers right"
+    )
+    return Seen(holds, words)
+
+
+def live_is_replay(subject: Subject) -> Seen:
+    """Decode steps, whose speed is measured, and replay, by which accuracy is, give equal logits."""
+    apart = {}
+    for method in LIVE:
+        config = subject.run("experiment=latency", f"method={method}", "placement=device")
+        with attach(subject.loaded.model) as attached:
+            setup = prepare(config, subject.loaded, attached, _rows)
+            options: dict[str, Any] = {"codec": setup.codec, "calibration": setup.calibration}
+            steps = {"max_new_tokens": STEPS, "placement": "device"}
+            with closing(LiveSession(attached, setup.method, **options, **steps)) as session:
+                lived = _steps(session, subject.text)
+            ids, real = subject.text, torch.ones_like(subject.text, dtype=torch.bool)
+            replayed = ReplaySession(
+                attached,
+                setup.method,
+                final_lengths=real.sum(-1),
+                num_columns=ids.shape[1],
+                **options,
+            )
+            replayed.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+            hidden = replayed.decode(ids[:, PROMPT:-1], real[:, PROMPT:-1])
+            logits = attached.logits(hidden)
+        apart[method] = float((lived - logits).abs().max() / logits.abs().max())
+    worst = max(apart, key=lambda method: apart[method])
+    words = f"{STEPS - 1} steps of {', '.join(LIVE)}: logits within {apart[worst]:.0e} ({worst})"
+    return Seen(apart[worst] < EQUAL, words)
+
+
+def no_method_beats_the_full_cache(subject: Subject) -> Seen:
+    """On the board no method answers certainly more questions: a wrong full cache would show."""
+    rows = where(read_table(SHIPPED / "tables" / "board-methods.csv"), "over", "all models")
+    compared = [row for row in rows if row.get("answers_difference") is not None]
+    better = [row["label"] for row in compared if (row["answers_difference_low"] or 0) > 0]
+    words = f"{len(compared)} rows of the board: {len(better)} certainly above the full cache"
+    return Seen(not better, words)
+
+
+def nothing_was_tuned_where_it_is_scored(subject: Subject) -> Seen:
+    """Settings come from the calibration text; the board scores other texts."""
+    tuned = yaml.safe_load((CONF_DIR / "tuned.yaml").read_text(encoding="utf-8"))
+    texts = {row["text"] for row in read_table(SHIPPED / "tables" / "board-texts.csv")}
+    calibrated = subject.config.calibration.name
+    words = (
+        f"dense layers of {len(tuned)} models on {calibrated}; scored on {', '.join(sorted(texts))}"
+    )
+    return Seen(calibrated not in texts, words)
+
+
+CHECKS: dict[str, Callable[[Subject], Seen]] = {
+    "one start token": one_start_token,
+    "the answer begins as the task says": the_answer_begins_as_the_task_says,
+    "the budget bites": the_budget_bites,
+    "generated tokens are quantized": generated_tokens_are_quantized,
+    "the full cache is the model's own": the_full_cache_is_the_models_own,
+    "live decoding is replay": live_is_replay,
+    "no method beats the full cache": no_method_beats_the_full_cache,
+    "nothing was tuned where it is scored": nothing_was_tuned_where_it_is_scored,
+}
+
+
+def _rows() -> list[TokenCounts]:
+    return [TokenCounts(cached, PROMPT, PROMPT + STEPS) for cached in range(PROMPT, PROMPT + STEPS)]
+
+
+def _steps(session: LiveSession, ids: Tensor) -> Tensor:
+    """The logits of all given tokens after the prompt but the last, [1, STEPS - 1, vocab]."""
+    prompt = ids[:, :PROMPT]
+    session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
+    return torch.stack(
+        [session.decode_step(ids[:, at]) for at in range(PROMPT, PROMPT + STEPS - 1)], 1
+    )
+
+
+def _equal(same: bool) -> str:
+    return "equal to" if same else "unlike"
+
+
+def _listed(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def run_trust(config: RunConfig, resources: Resources) -> None:
+    """Make every check, print it, and write `trust.md` of the results folder.
+
+    Raises UserError where one does not hold.
+    """
+    subject = Subject(config, resources.model(config.model))
+    lines = []
+    for name, check in CHECKS.items():
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            seen = check(subject)
+        except UserError as error:
+            seen = Seen(False, str(error))
+        lines.append([name, "holds" if seen.holds else "FAILS", seen.words])
+    sheet = Sheet("Checks", ["label", "verdict", "claim"], lines)
+    print(terminal(sheet))
+    path = Path(config.results_dir) / "trust.md"
+    made = f"on {datetime.date.today()}, of {subject.loaded.name} and code {code_digest()[:12]}"
+    words = f"Checks that ran {made}. `{COMMAND} experiment=trust` makes them again."
+    write_atomic(path, markdown("trust", words, [sheet]))
+    print(path)
+    failed = [name for name, verdict, _ in lines if verdict != "holds"]
+    if failed:
+        raise UserError(f"experiment=trust: {', '.join(failed)}: does not hold")
