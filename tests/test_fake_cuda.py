@@ -187,6 +187,7 @@ BUDGETS = {
     "offload+int4": (18, 18),
     "offload+h2o": (18, 40),
     "infinigen": (18, 32),
+    "infinigen-artifact": (21, 35),
     "infinigen+reuse": (18, 32),
     "infinigen+int4": (18, 30),
     "infinigen2": (37, 34),

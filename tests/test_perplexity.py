@@ -21,7 +21,7 @@ from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.run.kinds import measurement_of
 from harness.scoring import long_decode, perplexity
-from harness.scoring.evaluation import _lm_eval
+from harness.scoring.evaluation import running_lm_eval
 from harness.scoring.long_decode import Pair, Text, curve, repetition, run_long_decode, summarize
 from harness.scoring.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig, SamplingConfig
@@ -212,7 +212,7 @@ def test_a_perplexity_that_overflows_names_its_window(text):
         with pytest.raises(UserError, match="window 2, rows 0 to 255: perplexity overflows"):
             as_perplexity(nll, "window 2, rows 0 to 255")
     overflows = "^task wikitext: a metric overflows .math range error."
-    with pytest.raises(UserError, match=overflows), _lm_eval("task wikitext"):
+    with pytest.raises(UserError, match=overflows), running_lm_eval("task wikitext"):
         math.exp(1e3)  # as lm-eval does with the mean of a text
 
 

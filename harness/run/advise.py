@@ -42,7 +42,7 @@ HIT_FRAC = 0.89
 """Share of the selected rows that such a cache had, where none is given: InfiniGen2 at 10 % on
 SmolLM2, 1,024 tokens (docs/results.md)."""
 HIT_RANGE = (0.60, 0.95)
-PLACES = {
+PLACES: dict[str, dict[str, Any]] = {
     "device": {"placement": "device"},
     "host": {"placement": "host", "gpu_cache": 0},
     "host, GPU cache": {"placement": "host", "gpu_cache": ROWS},

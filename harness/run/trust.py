@@ -35,6 +35,7 @@ from harness.replay.session import ReplaySession
 from harness.replay.setup import prepare
 from harness.results.columns import read_table, where
 from harness.results.inputs import code_digest
+from harness.results.metrics import CLAIM, LABEL
 from harness.results.sheet import Sheet, markdown, terminal
 from harness.run.compose import Composer
 from harness.run.parse import parse
@@ -51,6 +52,8 @@ LIVE = ("full", "infinigen2", "infinigen", "quest", "h2o", "kivi4")
 """Methods of which one text is decoded both ways."""
 SHARES = (0.05, 0.2)
 QUESTIONS = 2
+WINDOW = 1024
+"""Tokens of a window, and of a prompt of RULER."""
 PROMPT, STEPS = 256, 8
 EQUAL = 1e-4
 """Largest difference of logits or log-likelihoods that rounding makes."""
@@ -163,7 +166,7 @@ def one_start_token(subject: Subject) -> Seen:
 def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
     """The prompt of a task of RULER ends with the words that begin its answer."""
     words = ("experiment=tasks", "tasks=[ruler_vt,niah_single_1]", "num_samples=1", "method=full")
-    config = subject.run(*words, "metadata.max_seq_lengths=[1024]")
+    config = subject.run(*words, f"metadata.max_seq_lengths=[{WINDOW}]")
     suite = load_suite(config, subject.loaded)
     ends = []
     for name, task in suite.tasks.items():
@@ -173,7 +176,7 @@ def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
         [request] = engine.requests
         prompt = subject.loaded.tokenizer.decode(request.ids[: request.context_len])
         ends.append(prompt.rstrip().endswith(document["gen_prefix"].rstrip()))
-    return Seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER (1,024 tokens)")
+    return Seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({WINDOW:,} tokens)")
 
 
 def the_budget_bites(subject: Subject) -> Seen:
@@ -184,7 +187,7 @@ def the_budget_bites(subject: Subject) -> Seen:
         for share in SHARES:
             config = subject.run(
                 "experiment=perplexity", f"method={method}", f"budget=nearest:{share}",
-                "num_windows=1", "method.dense_layers=0",
+                "num_windows=1", f"seq_len={WINDOW}", "method.dense_layers=0",
             )  # fmt: skip
             [metrics] = run_perplexity(config, subject.loaded).metrics.values()
             divergences.append(metrics["kl_nats"])
@@ -192,7 +195,7 @@ def the_budget_bites(subject: Subject) -> Seen:
         holds &= divergences[0] > divergences[1] > 0
         seen.append(f"{method} {divergences[0]:.3f} and {divergences[1]:.3f}")
     shares = " and ".join(f"{100 * share:.0f} %" for share in SHARES)
-    return Seen(holds, f"KL at {shares} of 1,024 tokens: {', '.join(seen)}")
+    return Seen(holds, f"KL at {shares} of {WINDOW:,} tokens: {', '.join(seen)}")
 
 
 def generated_tokens_are_quantized(subject: Subject) -> Seen:
@@ -233,7 +236,7 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
         offset=first_window_offset(config.corpus, config.calibration),
         start=start_ids(loaded.reader),
     )
-    ids = torch.tensor([list(window)], device=loaded.model.device)
+    ids = torch.tensor([window.ids], device=loaded.model.device)
     with torch.inference_mode():
         log_probs = loaded.model(ids).logits.float().log_softmax(-1)
     targets = ids[:, 1:, None]
@@ -252,14 +255,14 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
 
 
 def live_is_replay(subject: Subject) -> Seen:
-    """Decode steps, whose speed is measured, and replay, by which accuracy is, give equal logits."""
+    """Decode steps, which are timed, and replay, which is scored, give equal logits."""
     apart = {}
     for method in LIVE:
         config = subject.run("experiment=latency", f"method={method}", "placement=device")
         with attach(subject.loaded.model) as attached:
             setup = prepare(config, subject.loaded, attached, _rows)
             options: dict[str, Any] = {"codec": setup.codec, "calibration": setup.calibration}
-            steps = {"max_new_tokens": STEPS, "placement": "device"}
+            steps: dict[str, Any] = {"max_new_tokens": STEPS, "placement": "device"}
             with closing(LiveSession(attached, setup.method, **options, **steps)) as session:
                 lived = _steps(session, subject.text)
             ids, real = subject.text, torch.ones_like(subject.text, dtype=torch.bool)
@@ -346,7 +349,7 @@ def run_trust(config: RunConfig, resources: Resources) -> None:
         except UserError as error:
             seen = Seen(False, str(error))
         lines.append([name, "holds" if seen.holds else "FAILS", seen.words])
-    sheet = Sheet("Checks", ["label", "verdict", "claim"], lines)
+    sheet = Sheet("Checks", [LABEL.heading, "verdict", CLAIM.heading], lines)
     print(terminal(sheet))
     path = Path(config.results_dir) / "trust.md"
     made = f"on {datetime.date.today()}, of {subject.loaded.name} and code {code_digest()[:12]}"

@@ -1,7 +1,8 @@
 """The systems that speed runs compare: `conf/system` makes them, and each has a name here.
 
 All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only
-offload-pageable runs as the InfiniGen artifact ran its FlexGen baseline, and uvm leaves the
+offload-pageable runs as the InfiniGen artifact ran its FlexGen baseline, infinigen-artifact as the
+artifact's device-wide wait after each layer has it (snu-comparch/InfiniGen#9), and uvm leaves the
 transfers to CUDA's driver. disk and what begins so read a local disk. Imports no torch.
 
     python run.py experiment=latency system=offload+int4
@@ -43,6 +44,7 @@ LABELS = {
     "offload+int4": System("full", codec="int4"),
     "offload+h2o": System("h2o"),
     "infinigen": System("infinigen"),
+    "infinigen-artifact": System("infinigen", overlap=False),
     "infinigen+reuse": System("infinigen", gpu_cache=1),
     "infinigen+int4": System("infinigen", codec="int4"),
     "infinigen2": System("infinigen2"),

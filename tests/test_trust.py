@@ -1,0 +1,88 @@
+"""The checks of `experiment=trust` hold for the code as it is, and fail where the fault is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from composed import load
+
+from harness.model.resources import Resources
+from harness.run import cli, trust
+from harness.settings.paths import PACKAGES_DIR
+from methods.codecs.integers import IntegerCodec
+
+HOLDS = re.compile(r"\|\s+holds \|")
+
+
+@pytest.fixture(scope="module")
+def subject() -> trust.Subject:
+    config = load(["experiment=trust"])
+    return trust.Subject(config, Resources().model(config.model))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Less of each check."""
+    monkeypatch.setattr(trust, "QUESTIONS", 1)
+    monkeypatch.setattr(trust, "WINDOW", 512)
+    monkeypatch.setattr(trust, "METHODS", ("quest",))
+    monkeypatch.setattr(trust, "LIVE", ("full", "h2o"))
+
+
+def test_every_check_holds_and_the_page_says_what_it_saw(few, tmp_path, capfd):
+    assert cli.main(["experiment=trust", f"results_dir={tmp_path}"]) == 0
+    page = (tmp_path / "trust.md").read_text(encoding="utf-8")
+    assert re.search(r"Checks that ran on \d{4}-\d\d-\d\d, of smollm2-135m and code [0-9a-f]{12}", page)
+    assert len(HOLDS.findall(page)) == len(trust.CHECKS) and "FAILS" not in page
+    printed = capfd.readouterr().out
+    for name in trust.CHECKS:
+        assert name in printed and name in page
+
+
+def test_a_second_start_token_is_seen(subject, few, monkeypatch):
+    start = subject.loaded.tokenizer.bos_token_id
+    asked = subject.asked
+    for added in (1, 2):
+        wrong = asked._replace(ids=[[start] * added + ids for ids in asked.ids])
+        monkeypatch.setitem(vars(subject), "asked", wrong)
+        assert not trust.one_start_token(subject).holds
+
+
+def test_exact_generated_tokens_are_seen(subject, monkeypatch):
+    monkeypatch.setattr(IntegerCodec, "encode", lambda self, x: _packed_exact(self, x))
+    monkeypatch.setattr(IntegerCodec, "decode", lambda self, rows, head_dim, dtype: _exact(rows, dtype, head_dim))
+    assert not trust.generated_tokens_are_quantized(subject).holds
+
+
+KEPT: dict[bytes, torch.Tensor] = {}
+
+
+def _packed_exact(codec: IntegerCodec, x: torch.Tensor) -> torch.Tensor:
+    """Rows of the right size that stand for exact ones."""
+    rows = torch.randint(0, 256, (*x.shape[:-1], codec.row_bytes(x.shape[-1])), dtype=torch.uint8)
+    for row, exact in zip(rows.flatten(0, -2), x.flatten(0, -2), strict=True):
+        KEPT[bytes(row.tolist())] = exact.clone()
+    return rows
+
+
+def _exact(rows: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+    found = [KEPT.get(bytes(row.tolist()), torch.zeros(head_dim)) for row in rows.flatten(0, -2)]
+    return torch.stack(found).view(*rows.shape[:-1], head_dim).to(dtype)
+
+
+def test_a_budget_without_effect_is_seen(subject, few, monkeypatch):
+    run = subject.run
+
+    def deaf(self: trust.Subject, *words: str):
+        return run(*(word for word in words if not word.startswith("budget=")))
+
+    monkeypatch.setattr(trust.Subject, "run", deaf)
+    assert not trust.the_budget_bites(subject).holds
+
+
+def test_the_shipped_page_has_every_check():
+    page = (PACKAGES_DIR / "results" / "trust.md").read_text(encoding="utf-8")
+    assert len(HOLDS.findall(page)) == len(trust.CHECKS)
+    assert all(name in page for name in trust.CHECKS)
