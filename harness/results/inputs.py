@@ -118,7 +118,7 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
 def _generated(task: str) -> str:
     if task in RULER_TASKS:
-        return ruler.digest()
+        return ruler.digest(task)
     # A reasoning task reads nothing: code makes it, which is part of every run's identity.
     return text_sha256() if task in REASONING_TASKS else text_sha256(offline_text())
 

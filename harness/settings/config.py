@@ -43,13 +43,20 @@ CPU_DTYPE: Final = "float32"
 GENERATED_TASKS = ("kv_recall", "passkey")
 RULER_TASKS = (
     "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
     "niah_multikey_2",
     "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
     "ruler_vt",
     "ruler_cwe",
     "ruler_fwe",
+    "ruler_qa_squad",
+    "ruler_qa_hotpot",
 )
-"""The tasks of RULER that lm-eval generates without any data."""
+"""RULER's thirteen tasks. Seven need the packages of `harness.data.ruler_package`."""
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
 REASONING_TASKS = ("graph_search",)
 """Tasks made from a seed whose answers need long working."""
