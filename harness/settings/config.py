@@ -60,7 +60,9 @@ RULER_TASKS = (
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
 REASONING_TASKS = ("graph_search",)
 """Tasks made from a seed whose answers need long working."""
-OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS, *REASONING_TASKS)
+AIME_TASKS = ("aime24", "aime25", "aime26")
+"""Their rows need the package of `harness.data.aime`."""
+OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS, *REASONING_TASKS, *AIME_TASKS)
 TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
 """Tasks that are known without lm-eval's index, which has thousands more."""
 GENERATED_NUM_SAMPLES = 128
