@@ -32,8 +32,15 @@ def test_a_year_has_thirty_problems_under_lm_evals_prompt(task, monkeypatch):
     boxed = rf"So $x = 5$, and the sum is \boxed{{{docs[0]['answer']}}}."
     assert made.process_results(docs[0], [boxed]) == {"exact_match": 1}
     assert made.process_results(docs[0], [r"\boxed{1000}"]) == {"exact_match": 0}
-    few = load_suite(load(["experiment=tasks", f"tasks=[{task}]", "num_samples=2"]), None).tasks[task]
-    assert list(few.eval_docs) == docs[:2]
+    shorter = ["experiment=tasks", f"tasks=[{task}]", "num_samples=2", "metadata.max_gen_toks=9"]
+    few = load_suite(load(shorter), None).tasks[task]
+    few.build_all_requests()
+    assert list(few.eval_docs) == docs[:2] and few.instances[1].args[1]["max_gen_toks"] == 9
+
+
+def test_an_answer_has_a_token():
+    with pytest.raises(UserError, match=r"^metadata\.max_gen_toks=0: must be a whole number above 0"):
+        load(["experiment=tasks", "tasks=[aime24]", "metadata.max_gen_toks=0"])
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):

@@ -70,6 +70,8 @@ RULER_NUM_SAMPLES = 32
 REASONING_NUM_SAMPLES = 32
 DEFAULT_SEQ_LENGTHS = [4096]
 """lm-eval's lengths of RULER's prompts and answers, in tokens."""
+AIME_MAX_GEN_TOKS = 32768
+"""lm-eval's."""
 PLACES = 9
 LEAST_PLACES, MOST_PLACES = 6, 80
 """Places on a map of graph_search."""
@@ -277,7 +279,7 @@ class TaskConfig:
 
     include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval,
     such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey, places of
-    graph_search. apply_chat_template: prompts are turns of the tokenizer's chat template;
+    graph_search, max_gen_toks of AIME. apply_chat_template: prompts are turns of the tokenizer's chat template;
     fewshot_as_multiturn: each example is a turn too; None: as apply_chat_template. enable_thinking:
     handed to the template; None: not. think_end_token: what ends the thinking, as text or token
     id; an answer is what follows its last occurrence. system_instruction: text before the turns.
@@ -321,6 +323,10 @@ class TaskConfig:
         if type(places) is not int or not LEAST_PLACES <= places <= MOST_PLACES:
             allowed = f"must be from {LEAST_PLACES} to {MOST_PLACES}"
             raise UserError(f"metadata.places={places}: {allowed}")
+        most: Any = self.max_gen_toks
+        if type(most) is not int or not 0 < most <= MOST:
+            allowed = "must be a whole number above 0, the most tokens of an answer of AIME"
+            raise UserError(f"metadata.max_gen_toks={most}: {allowed}")
 
     @property
     def has_example_turns(self) -> bool:
@@ -340,6 +346,11 @@ class TaskConfig:
     def places(self) -> int:
         """Places on a map of graph_search."""
         return self.metadata.get("places", PLACES)
+
+    @property
+    def max_gen_toks(self) -> int:
+        """The most tokens of an answer of AIME."""
+        return self.metadata.get("max_gen_toks", AIME_MAX_GEN_TOKS)
 
     @property
     def lengths(self) -> list[int]:
