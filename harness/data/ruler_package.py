@@ -99,15 +99,15 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
 
 
 def _settings(task: str) -> dict[str, Any]:
-    """RULER's settings of a task: the script, its arguments, and the texts around the context."""
+    """RULER's settings: `task`, the script's name, its `args`, and the texts around the context."""
     own = yaml.safe_load((_folder() / "synthetic.yaml").read_text(encoding="utf-8"))[NAMES[task]]
     constants = runpy.run_path(str(_folder() / "data/synthetic/constants.py"))
-    return own | constants["TASKS"][own["task"]] | {"script": own["task"]}
+    return own | constants["TASKS"][own["task"]]
 
 
 def _script(task: str, base: dict[str, Any], length: int, seed: int, tokenizer: Any) -> ModuleType:
     """RULER's script, loaded with the arguments of a task. It seeds the global generators."""
-    path = _folder() / "data/synthetic" / f"{base['script']}.py"
+    path = _folder() / "data/synthetic" / f"{base['task']}.py"
     arguments = {
         "save_dir": ".",
         "save_name": task,
@@ -122,7 +122,7 @@ def _script(task: str, base: dict[str, Any], length: int, seed: int, tokenizer: 
     argv = [str(path)]
     for name, value in arguments.items():
         argv += [f"--{name}", str(value)]
-    spec = importlib.util.spec_from_file_location(f"ruler_{base['script']}", path)
+    spec = importlib.util.spec_from_file_location(f"ruler_{base['task']}", path)
     assert spec is not None and spec.loader is not None, "a file of Python"
     script = importlib.util.module_from_spec(spec)
     with _loading(argv, tokenizer):
@@ -198,7 +198,7 @@ def _folder() -> Path:
 
 
 def _punkt() -> Path:
-    return _located("llama_index") / "core/_static/nltk_cache"
+    return _located("llama_index.core") / "_static/nltk_cache"
 
 
 def _located(package: str) -> Path:

@@ -281,8 +281,9 @@ class TaskConfig:
     such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey, places of
     graph_search, max_gen_toks of AIME. apply_chat_template: prompts are turns of the tokenizer's
     chat template; fewshot_as_multiturn: each example is a turn too; None: as apply_chat_template.
-    enable_thinking: handed to the template; None: not. think_end_token: what ends the thinking, as text or token
-    id; an answer is what follows its last occurrence. system_instruction: text before the turns.
+    enable_thinking: handed to the template; None: not. think_end_token: what ends the thinking, as
+    text or token id; an answer is what follows its last occurrence. system_instruction: text before
+    the turns.
     question_marker: the text with which a question starts, where prefill=question ends the prompt;
     None: the task says where. too_long: what happens to a context beyond the model's limit;
     `truncate` leaves out its beginning, as lm-eval does.
