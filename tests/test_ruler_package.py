@@ -20,7 +20,7 @@ from harness.data import ruler, ruler_package
 from harness.data.needles import needle_of
 from harness.data.ruler import MARKERS, ONE_NEEDLE, facts
 from harness.data.ruler_package import INSTALL, NAMES, QUESTIONS, make
-from harness.data.tasks import load_suite
+from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.results.inputs import tasks as identity
 from harness.settings.config import RULER_TASKS
@@ -215,6 +215,18 @@ def test_scores_are_upstreams():
         ):
             score = ours({"outputs": answers, "max_length": 1}, [text])["1"]
             assert round(100 * score, 2) == theirs([text], [answers])
+
+
+def test_the_group_of_all_tasks_has_their_mean_at_each_length(monkeypatch):
+    monkeypatch.undo()  # lm-eval's index lies in the true cache
+    found = plan(load(["experiment=ruler13", "metadata.max_seq_lengths=[512,1024]"]))
+    assert set(found.tasks) == set(RULER_TASKS)
+    scores, group = {}, found.groups["ruler"]
+    for number, task in enumerate(RULER_TASKS):
+        scores[task] = {"512,none": float(number == 0), "1024,none": 0.5, "sample_len": 1 + number}
+    monkeypatch.setattr(group, "get_all_tasks", lambda: [SimpleNamespace(task_name=task) for task in RULER_TASKS])
+    means = group.aggregate(scores)
+    assert (means["512,none"], means["1024,none"]) == (pytest.approx(1 / 13), 0.5), "each task weighs alike"
 
 
 def test_without_the_packages_one_line_says_what_to_install(monkeypatch):

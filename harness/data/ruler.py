@@ -104,6 +104,16 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     }, rows
 
 
+def name_lengths(group: Any, config: RunConfig) -> None:
+    """Let lm-eval's group of all tasks have their mean at each length of `config`. By itself it has
+    that of 4,096 tokens alone."""
+    from lm_eval.config.group import AggMetricConfig
+
+    group.aggregate_metric_list = [
+        AggMetricConfig(str(length), weight_by_size=False) for length in config.task.lengths
+    ]
+
+
 def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
     """Columns for figures of a row of a task of RULER: `length` in tokens; `depth`, the place
     in the prompt where the needle's value begins, 0 to 1, None in a task that asks for none or for

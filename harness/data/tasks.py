@@ -234,6 +234,9 @@ def plan(config: RunConfig) -> Suite:
             suite.tasks.setdefault(leaf.task_name, leaf)
         for group in [found, *found.get_all_groups()] if isinstance(found, Group) else []:
             suite.groups.setdefault(group.name, group)
+    for group in suite.groups.values():
+        if {leaf.task_name for leaf in _leaves(group)} == set(RULER_TASKS):
+            ruler.name_lengths(group, config)
     return suite
 
 
