@@ -7,6 +7,7 @@ that a command is covered from its first moment on.
 """
 
 import difflib
+import importlib.metadata
 import importlib.util
 import re
 import signal
@@ -150,6 +151,16 @@ def missing(error: ImportError) -> str:
     if package and importlib.util.find_spec(package) is None:
         return f"needs the Python package {package}, which is not installed"
     return f"needs Python code that is not here ({reason(error)})"
+
+
+def release(package: str, needed_by: str, install: str) -> str:
+    """A package and its version. UserError where it is not installed: what needs it, and the
+    command that installs it."""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError as error:
+        lacking = f"needs the Python package {package}, which is not installed"
+        raise UserError(f"{needed_by}: {lacking}: {install}") from error
 
 
 def printable(text: str) -> str:

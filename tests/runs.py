@@ -1,5 +1,6 @@
 """What tests of runs share: a model that costs nothing and experiments that return at once."""
 
+import importlib.metadata
 import random
 import shutil
 import sys
@@ -111,3 +112,15 @@ def own_experiments(monkeypatch: pytest.MonkeyPatch, conf: Path) -> Callable[[st
 def start(overrides: Sequence[str], resources: Resources | None = None) -> Path:
     """A run as the command line starts it."""
     return run(Run.of(load(overrides)), resources or Resources())
+
+
+def without(package: str) -> Callable[[str], str]:
+    """`importlib.metadata.version` where a package is not installed."""
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == package:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    return version

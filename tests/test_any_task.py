@@ -114,7 +114,7 @@ def test_the_index_is_made_once_and_a_damaged_one_anew(folder, tmp_path, monkeyp
     assert len(list(note.parent.iterdir())) == 2, "another version has an index of its own"
 
 
-OFFLINE = "data=offline has kv_recall, .*, graph_search alone; needs data=hub"
+OFFLINE = "data=offline has kv_recall, .*, aime26 alone; needs data=hub"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ OFFLINE = "data=offline has kv_recall, .*, graph_search alone; needs data=hub"
         ("broken", "hub", r"include_path=\S+: \S+broken.yaml cannot be read"),
         ("toy_meant", "hub", r"include_path=\S+: \S+broken.yaml cannot be read"),
         ("arc_easy", "offline", f"tasks=arc_easy: {OFFLINE}, or data=local data.root=DIR with test"),
-        ("niah_single_2", "offline", f"tasks=niah_single_2: {OFFLINE}(?!.*data=local)"),
+        ("graphwalks_128k", "offline", f"tasks=graphwalks_128k: {OFFLINE}(?!.*data=local)"),
         ("mmlu", "offline", "tasks=mmlu: .* data=local data.root=DIR with test.jsonl, .* in mmlu"),
     ],
 )

@@ -1,4 +1,4 @@
-"""RULER's six tasks: their rows are lm-eval's, whatever ran before; lengths that a task or the model cannot do."""
+"""RULER's six tasks without texts: rows are lm-eval's, whatever ran before; lengths that a task or model cannot do."""
 
 import contextlib
 import importlib.util
@@ -59,7 +59,7 @@ def model_of(tokenizer, max_length: int = 4096):
 # Rows
 
 
-@pytest.mark.parametrize("task", RULER_TASKS)
+@pytest.mark.parametrize("task", DATASETS)
 def test_rows_are_the_first_of_lm_evals_own(task, tokenizer, tmp_path):
     """With the seeds of its evaluator, in which it has not drawn before."""
     seeds = inspect.signature(simple_evaluate).parameters
@@ -96,7 +96,7 @@ def test_prompts_are_written_as_upstream_writes_them(tokenizer):
     assert row["gen_prefix"].startswith("Answer: According to") and row["gen_prefix"].endswith("they are: ")
 
 
-@pytest.mark.parametrize("task", RULER_TASKS)
+@pytest.mark.parametrize("task", DATASETS)
 def test_rows_depend_on_nothing_that_ran_before(task, tokenizer, capfd):
     first = make(task, LENGTH, 2, 0, tokenizer)
     make("ruler_cwe" if task == "ruler_vt" else "ruler_vt", LENGTH + 100, 1, 7, tokenizer)
@@ -137,7 +137,7 @@ def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
 # Tasks
 
 
-@pytest.mark.parametrize("task", RULER_TASKS)
+@pytest.mark.parametrize("task", DATASETS)
 def test_a_task_prompts_and_scores(task, tokenizer):
     lengths = [LENGTH, LENGTH + 100]
     config = settings(f"tasks=[{task}]", f"metadata.max_seq_lengths={lengths}", "num_samples=2")
@@ -192,7 +192,7 @@ def test_the_full_cache_writes_and_scores_as_stock_hflm():
 
 
 @pytest.mark.parametrize("length", [1, 150])
-@pytest.mark.parametrize("task", RULER_TASKS)
+@pytest.mark.parametrize("task", DATASETS)
 def test_a_length_too_short(task, length, tokenizer):
     with pytest.raises(UserError, match=rf"^metadata.max_seq_lengths: {length} is too short for {task}") as refusal:
         make(task, length, 3, 0, tokenizer)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.errors import UserError
@@ -489,6 +490,42 @@ def test_a_terminal_shows_whatever_lm_eval_measured_in_parts_that_fit(tmp_path):
     assert all(part.count("InfiniGen") == 1 for part in (first, *others))
     assert "".join((first, *others)).count("75.0 ± 6.2") == 40
     assert "continued" not in first and all("continued" in part for part in others)
+
+
+def save_group(folder: Path, *answers: list[list[int]], metric: str = "acc", mean: float | None = None) -> None:
+    """The full cache, which answers all, and H2O on tasks of one group; answers: H2O's, by task."""
+    for method, right in (("full", [[1] * len(task) for task in answers]), ("h2o", answers)):
+        samples = {}
+        metrics = {}
+        for number, task in enumerate(right):
+            samples[f"t{number}"] = [{"question": at, "context": at, metric: one} for at, one in enumerate(task)]
+            metrics[f"t{number}"] = {metric: sum(task) / len(task), "num_samples": len(task)} | shares(0.2)
+        own = sum(entries[metric] for entries in metrics.values()) / len(answers)
+        group = {metric: own if mean is None or method == "full" else mean, "tasks": [*metrics], "num_samples": 9}
+        metrics["group"] = group | shares(0.2)
+        save(folder, ["experiment=fig11", f"method={method}"], metrics, samples=samples)
+
+
+def of_group(folder: Path) -> dict[str, Any]:
+    rows = read_table(tables.update(folder, "fig11"))
+    (row,) = (row for row in rows if row["task"] == "group" and row["method"] == "h2o")
+    return row
+
+
+def test_a_groups_difference_is_the_mean_of_its_tasks_as_strata(tmp_path):
+    save_group(tmp_path / "two", [1, 0, 1, 1], [0, 0, 1, 0])
+    row = of_group(tmp_path / "two")
+    stderrs = [np.std(task, ddof=1) / 2 for task in ([0, -1, 0, 0], [-1, -1, 0, -1])]
+    assert row["difference"] == -0.5 and row["difference_stderr"] == pytest.approx(np.hypot(*stderrs) / 2)
+    assert row["num_contexts"] == 4 + 4 - 2 + 1, "six degrees of freedom"
+    assert row["detectable"] == pytest.approx((2.4469 + 0.9057) * row["difference_stderr"], rel=1e-3)
+    save_group(tmp_path / "one", [1], [0], [0])  # where tasks stand for one another
+    row = of_group(tmp_path / "one")
+    assert row["difference"] == pytest.approx(-2 / 3) and row["num_contexts"] == 3
+    assert row["difference_stderr"] == pytest.approx(np.std([0, -1, -1], ddof=1) / 3**0.5)
+    save_group(tmp_path / "unequal", [1, 0, 1], [0])
+    save_group(tmp_path / "weighted", [1, 0], [0, 0], mean=0.4)
+    assert of_group(tmp_path / "unequal")["difference"] is of_group(tmp_path / "weighted")["difference"] is None
 
 
 def test_answers_of_several_repeats_have_their_own_error_and_pass_at_k(tmp_path):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.data.ruler import NEEDLE, NEEDLES
+from harness.data.ruler import NEEDLE, ONE_NEEDLE
 from harness.settings.config import GENERATED_TASKS
 
-WITH_NEEDLES = (*GENERATED_TASKS, *NEEDLES)
+WITH_NEEDLES = (*GENERATED_TASKS, *ONE_NEEDLE)
 
 
 def needle_of(task: str | None, doc: Any) -> str | None:

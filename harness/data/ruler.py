@@ -1,11 +1,12 @@
-"""RULER's six tasks that need no data (Hsieh et al., COLM 2024).
+"""RULER's thirteen tasks (Hsieh et al., COLM 2024).
 
-docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER.
-lm-eval's own functions make the rows: 500 a length, from Python's and numpy's global generators.
-Here a length has only the rows that are asked for, the first of lm-eval's 500, and begins with
-fresh generators: its rows depend on the task, the length, the seed and the tokenizer alone, which
-measures the prompts. `as_upstream` then puts back what lm-eval leaves out of RULER's own text. Rows
-are kept in the cache folder.
+docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER. Seven
+need texts: RULER's own scripts make their rows (`ruler_package`). Of the six others lm-eval's own
+functions make the rows: 500 a length, from Python's and numpy's global generators. Here a length
+has only the rows that are asked for, the first of lm-eval's 500, and begins with fresh generators:
+its rows depend on the task, the length, the seed and the tokenizer alone, which measures the
+prompts. `as_upstream` then puts back what lm-eval leaves out of RULER's own text. Rows are kept in
+the cache folder.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.data import ruler_package
+from harness.data.ruler_package import QUESTIONS, TaskRow, restored
 from harness.errors import UserError
 from harness.files import cache_dir, replacing, text_sha256
 from harness.settings.config import RULER_TASKS, RunConfig
@@ -28,16 +31,14 @@ from harness.settings.config import RULER_TASKS, RunConfig
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
 
-TaskRow = dict[str, Any]
-"""lm-eval's: input, gen_prefix (how the answer begins), outputs (right answers), max_length,
-length, index."""
-
 NEEDLES = {
     "niah_single_1": ("repeat", "words", "numbers"),
     "niah_multikey_2": ("needle", "words", "numbers"),
     "niah_multikey_3": ("needle", "uuids", "uuids"),
 }
-"""Haystack, keys and values of the tasks that hide one needle."""
+"""Haystack, keys and values of the tasks of lm-eval's functions that hide one needle."""
+ONE_NEEDLE = (*NEEDLES, "niah_single_2", "niah_single_3", "niah_multikey_1")
+"""Tasks that ask for one needle, which is one sentence."""
 NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
 """The key and the value of a needle."""
 TURNS = 8
@@ -48,7 +49,15 @@ FWE_LEAST_TOKENS = 200
 """ruler_fwe has a coded word for every 50 tokens: noise, and the three that are asked for."""
 FORM = "as upstream"
 """Part of the identity of rows, for a change of their text."""
-MARKERS = {task: "\nWhat" if task in NEEDLES else "\nQuestion:" for task in RULER_TASKS}
+
+
+def _marker(task: str) -> str:
+    if task in QUESTIONS:
+        return "\nAnswer the question based"  # with what the answer must be, as kvpress cuts it
+    return "\nWhat" if task.startswith("niah") else "\nQuestion:"
+
+
+MARKERS = {task: _marker(task) for task in RULER_TASKS}
 """Text with which the question of a prompt starts, at its last occurrence."""
 
 
@@ -78,14 +87,14 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     for length in lengths:
         wanted = count // len(lengths)
         of_length = _rows_that_fit(task, length, wanted, config.seed, loaded, max_gen_toks)
-        if config.kind == "turns" and task in NEEDLES:
+        if config.kind == "turns" and task in ONE_NEEDLE:
             contexts, of_length = of_length, []
             for number, row in enumerate(contexts):
                 of_length += turns(row, f"{config.seed}/{number}")
         rows += of_length[:wanted]
     return settings | {
         "task": task,
-        "process_results": _score,
+        "process_results": _score_any if task in QUESTIONS else _score_all,
         "metric_list": [
             {"metric": str(length), "aggregation": "mean", "higher_is_better": True}
             for length in lengths
@@ -95,13 +104,25 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     }, rows
 
 
+def name_lengths(group: Any, config: RunConfig) -> None:
+    """Let lm-eval's group of all tasks have their mean at each length of `config`. By itself it has
+    that of 4,096 tokens alone."""
+    from lm_eval.config.group import AggMetricConfig
+
+    group.aggregate_metric_list = [
+        AggMetricConfig(str(length), weight_by_size=False) for length in config.task.lengths
+    ]
+
+
 def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
-    """Columns for figures of a row of one of the six tasks: `length` in tokens; `depth`, the place
-    in the prompt where the needle's value begins, 0 to 1, None in a task that hides none. {} of any
-    other task."""
+    """Columns for figures of a row of a task of RULER: `length` in tokens; `depth`, the place
+    in the prompt where the needle's value begins, 0 to 1, None in a task that asks for none or for
+    several. {} of any other task."""
     if task not in RULER_TASKS:
         return {}
-    depth = row["input"].index(row["outputs"][0]) / len(row["input"]) if task in NEEDLES else None
+    depth = None
+    if task in ONE_NEEDLE:
+        depth = row["input"].index(row["outputs"][0]) / len(row["input"])
     return {"length": row["max_length"], "depth": depth}
 
 
@@ -148,7 +169,7 @@ def turns(row: TaskRow, key: str) -> list[TaskRow]:
     return made
 
 
-def _score(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
+def _score_all(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
     """The share of the right answers that the text holds, as lm-eval and RULER have it, under the
     row's length."""
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
@@ -158,13 +179,28 @@ def _score(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
     }
 
 
+def _score_any(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
+    """1 if the text holds any of the right answers, as RULER's string_match_part has it.
+
+    lm-eval 0.4.13 scores the share of them, and so punishes a question with several wordings.
+    """
+    held = [_score_all(row | {"outputs": [answer]}, answers) for answer in row["outputs"]]
+    length = str(row["max_length"])
+    return {length: max(score[length] for score in held)}
+
+
 # Rows
 
 
-def digest() -> str:
-    """Identity of the rows besides settings and model: their form, and the versions of lm-eval and
-    of its list of words."""
-    packages = (f"{package} {version(package)}" for package in ("lm_eval", "wonderwords"))
+def digest(task: str) -> str:
+    """Identity of the rows of a task besides settings and model: their form, and the versions of
+    the packages that make them.
+
+    Raises UserError where a package is not installed.
+    """
+    packages = [f"{package} {version(package)}" for package in ("lm_eval", "wonderwords")]
+    if task in ruler_package.NAMES:
+        packages += ruler_package.packages(task)
     return text_sha256(FORM, *packages)
 
 
@@ -181,7 +217,7 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
         else json.dumps(tokenizer.get_vocab())
     )
     of_tokenizer = text_sha256(whole, str(tokenizer("").input_ids))
-    key = text_sha256("rows", digest(), task, str(length), str(seed), of_tokenizer)
+    key = text_sha256("rows", digest(task), task, str(length), str(seed), of_tokenizer)
     note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
@@ -198,6 +234,9 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
 
 def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
     """As `rows_of`, made anew. Prints nothing, and leaves the global generators as they were."""
+    if task in ruler_package.NAMES:
+        with _quiet(), restored():
+            return ruler_package.make(task, length, count, seed, tokenizer)
     too_short = f"metadata.max_seq_lengths: {length} is too short for {task} with this tokenizer"
     with _lm_evals_start(seed):
         least = _least_tokens(task, length, tokenizer)
@@ -284,7 +323,7 @@ def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
 def _vt_example(module: Any, tokenizer: Any) -> TaskRow:
     """The worked example of ruler_vt; UserError where lm-eval would not return. The generators must
     be fresh."""
-    with _restored():
+    with restored():
         shortest = _vt_tokens(module, tokenizer, noises=5, is_icl=True)
     if shortest > VT_EXAMPLE_TOKENS:
         allowed = f"lm-eval allows {VT_EXAMPLE_TOKENS} at any length"
@@ -321,8 +360,7 @@ def _lm_evals_start(seed: int) -> Iterator[None]:
     task's rows; its prints and progress bars go nowhere."""
     import numpy as np
 
-    nowhere = io.StringIO()
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), _restored():
+    with _quiet(), restored():
         cwe = _module("ruler_cwe")
         before = cwe.RNG.getstate()
         random.seed(seed)
@@ -336,16 +374,10 @@ def _lm_evals_start(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    """Python's and numpy's generators are afterwards as they were."""
-    import numpy as np
-
-    before = random.getstate(), np.random.get_state()
-    try:
+def _quiet() -> Iterator[None]:
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
 
 
 def num_tokens(text: str, tokenizer: Any) -> int:

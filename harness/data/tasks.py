@@ -38,7 +38,7 @@ from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
 
-from harness.data import generated, graph_search, ruler, squad_metrics
+from harness.data import aime, generated, graph_search, ruler, squad_metrics
 from harness.data.rows import (
     Source,
     TaskRows,
@@ -55,6 +55,7 @@ from harness.files import cache_dir, replacing, text_sha256
 from harness.model.budgets import warn_once
 from harness.model.shape import read_yaml
 from harness.settings.config import (
+    AIME_TASKS,
     OFFLINE_TASKS,
     REASONING_TASKS,
     RULER_TASKS,
@@ -233,6 +234,9 @@ def plan(config: RunConfig) -> Suite:
             suite.tasks.setdefault(leaf.task_name, leaf)
         for group in [found, *found.get_all_groups()] if isinstance(found, Group) else []:
             suite.groups.setdefault(group.name, group)
+    for group in suite.groups.values():
+        if {leaf.task_name for leaf in _leaves(group)} == set(RULER_TASKS):
+            ruler.name_lengths(group, config)
     return suite
 
 
@@ -276,7 +280,7 @@ class _Planner(TaskFactory):
             return self.build(known[name], registry=known)
 
     def _build_task(self, entry: Entry, overrides: dict[str, Any] | None) -> Leaf:
-        if entry.name in RULER_TASKS and entry.name not in self._folder:
+        if entry.name in (*RULER_TASKS, *AIME_TASKS) and entry.name not in self._folder:
             return Leaf(entry.name, {})
         where = f"tasks={self._asked}: " + (
             "" if entry.name == self._asked else f"its task {entry.name}: "
@@ -426,6 +430,8 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: TaskRows) ->
             )
         if name in RULER_TASKS:
             own, made = ruler.load(name, config, loaded)
+        elif name in AIME_TASKS:
+            own, made = aime.load(name, config)
         elif name in REASONING_TASKS:
             own, made = graph_search.load(config)
         else:

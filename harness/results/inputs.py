@@ -15,11 +15,12 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.data import rows, ruler
+from harness.data import aime, rows, ruler
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.settings.config import (
+    AIME_TASKS,
     OFFLINE_TASKS,
     REASONING_TASKS,
     RULER_TASKS,
@@ -123,8 +124,10 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
 
 def _generated(task: str) -> str:
+    if task in AIME_TASKS:
+        return aime.digest(task)
     if task in RULER_TASKS:
-        return ruler.digest()
+        return ruler.digest(task)
     # A reasoning task reads nothing: code makes it, which is part of every run's identity.
     return text_sha256() if task in REASONING_TASKS else text_sha256(offline_text())
 

@@ -159,6 +159,26 @@ def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     return found._replace(gained=gained, lost=lost, mcnemar_p=mcnemar_p(gained, lost))
 
 
+def _over_tasks(parts: Sequence[Difference]) -> Difference:
+    """The mean of tasks' differences. Tasks are strata: their errors are independent, and the tasks
+    themselves are not drawn. With one context a task its error is not known; tasks then stand for
+    one another, which gives too large an error rather than too small a one (collapsed strata,
+    Cochran 1977, 5A.12). num_contexts: one more than the degrees of freedom."""
+    from harness.results.stats import detectable
+
+    values = [part.value for part in parts]
+    num_free = sum(part.num_contexts for part in parts) - len(parts)
+    if all(part.stderr is not None for part in parts):
+        squares = sum((part.stderr or 0) ** 2 for part in parts)
+        stderr: float | None = squares**0.5 / len(parts)
+    else:
+        stderr = clustered_stderr(values, range(len(parts)))
+        num_free = len(parts) - 1
+    least = detectable(num_free + 1) * stderr if stderr else None
+    num_pairs = sum(part.num_pairs for part in parts)
+    return Difference(sum(values) / len(parts), stderr, least, num_pairs, num_free + 1)
+
+
 def _errors(
     differences: Sequence[float], contexts: Sequence[Any]
 ) -> tuple[float | None, int, float | None]:
@@ -251,6 +271,9 @@ class Baselines:
         """
         if metric == "perplexity":
             return of_windows(record, record["samples"].get("windows", ()))
+        tasks = record["metrics"].get(task, {}).get("tasks")
+        if tasks and not is_full(record):
+            return self._of_group(record, task, tasks, metric)
         own = _measured(record, task, metric)
         if is_full(record) or not any(metric in sample for sample in own.samples):
             return None
@@ -259,6 +282,24 @@ class Baselines:
             if found:
                 return found
         return None
+
+    def _of_group(
+        self, record: Record, group: str, tasks: Sequence[str], metric: str
+    ) -> Difference | None:
+        """Difference of a group's metric, paired by question; None unless it is the mean of its
+        tasks' values and they have equally many questions."""
+        entries, parts = record["metrics"], []
+        for task in tasks:
+            has_metric = metric in entries.get(task, {})
+            part = self.difference(record, task, metric) if has_metric else None
+            if part is None:
+                return None
+            parts.append(part)
+        mean = sum(entries[task][metric] for task in tasks) / len(tasks)
+        is_mean = math.isclose(entries[group][metric], mean, rel_tol=1e-6, abs_tol=1e-9)
+        if not is_mean or len({part.num_pairs for part in parts}) > 1:
+            return None
+        return _over_tasks(parts)
 
     def runs_for(self, record: Record) -> Iterator[Record]:
         """The full cache's runs on the same questions, the own experiment's first, those from

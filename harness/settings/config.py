@@ -43,17 +43,26 @@ CPU_DTYPE: Final = "float32"
 GENERATED_TASKS = ("kv_recall", "passkey")
 RULER_TASKS = (
     "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
     "niah_multikey_2",
     "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
     "ruler_vt",
     "ruler_cwe",
     "ruler_fwe",
+    "ruler_qa_squad",
+    "ruler_qa_hotpot",
 )
-"""The tasks of RULER that lm-eval generates without any data."""
+"""RULER's thirteen tasks. Seven need the packages of `harness.data.ruler_package`."""
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
 REASONING_TASKS = ("graph_search",)
 """Tasks made from a seed whose answers need long working."""
-OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS, *REASONING_TASKS)
+AIME_TASKS = ("aime24", "aime25", "aime26")
+"""Their rows need the package of `harness.data.aime`."""
+OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS, *REASONING_TASKS, *AIME_TASKS)
 TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
 """Tasks that are known without lm-eval's index, which has thousands more."""
 GENERATED_NUM_SAMPLES = 128
@@ -61,6 +70,8 @@ RULER_NUM_SAMPLES = 32
 REASONING_NUM_SAMPLES = 32
 DEFAULT_SEQ_LENGTHS = [4096]
 """lm-eval's lengths of RULER's prompts and answers, in tokens."""
+AIME_MAX_GEN_TOKS = 32768
+"""lm-eval's."""
 PLACES = 9
 LEAST_PLACES, MOST_PLACES = 6, 80
 """Places on a map of graph_search."""
@@ -283,10 +294,11 @@ class TaskConfig:
 
     include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval,
     such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey, places of
-    graph_search. apply_chat_template: prompts are turns of the tokenizer's chat template;
-    fewshot_as_multiturn: each example is a turn too; None: as apply_chat_template. enable_thinking:
-    handed to the template; None: not. think_end_token: what ends the thinking, as text or token
-    id; an answer is what follows its last occurrence. system_instruction: text before the turns.
+    graph_search, max_gen_toks of AIME. apply_chat_template: prompts are turns of the tokenizer's
+    chat template; fewshot_as_multiturn: each example is a turn too; None: as apply_chat_template.
+    enable_thinking: handed to the template; None: not. think_end_token: what ends the thinking, as
+    text or token id; an answer is what follows its last occurrence. system_instruction: text before
+    the turns.
     question_marker: the text with which a question starts, where prefill=question ends the prompt;
     None: the task says where. too_long: what happens to a context beyond the model's limit;
     `truncate` leaves out its beginning, as lm-eval does.
@@ -327,6 +339,10 @@ class TaskConfig:
         if type(places) is not int or not LEAST_PLACES <= places <= MOST_PLACES:
             allowed = f"must be from {LEAST_PLACES} to {MOST_PLACES}"
             raise UserError(f"metadata.places={places}: {allowed}")
+        most: Any = self.max_gen_toks
+        if type(most) is not int or not 0 < most <= MOST:
+            allowed = "must be a whole number above 0, the most tokens of an answer of AIME"
+            raise UserError(f"metadata.max_gen_toks={most}: {allowed}")
 
     @property
     def has_example_turns(self) -> bool:
@@ -346,6 +362,11 @@ class TaskConfig:
     def places(self) -> int:
         """Places on a map of graph_search."""
         return self.metadata.get("places", PLACES)
+
+    @property
+    def max_gen_toks(self) -> int:
+        """The most tokens of an answer of AIME."""
+        return self.metadata.get("max_gen_toks", AIME_MAX_GEN_TOKS)
 
     @property
     def lengths(self) -> list[int]:

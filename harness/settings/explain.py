@@ -62,6 +62,7 @@ OTHER_RANGES = {
     "prefill_len": f"a whole number, at least 0{OR_NULL}",
     "metadata.max_seq_lengths": f"a list of different whole numbers{OR_NULL}",
     "metadata.num_sentences": f"a whole number, at least 0{OR_NULL}",
+    "metadata.max_gen_toks": f"a whole number above 0{OR_NULL}",
     "metadata.places": f"{configs.LEAST_PLACES} to {configs.MOST_PLACES}{OR_NULL}",
     "sweep.share": f"K/N{OR_NULL}",
     "status": "true or false",
