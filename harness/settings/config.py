@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 from pydantic import Field
 
 from harness.errors import UserError, nearest
-from harness.settings.codecs import codec_names, is_float, is_integer, takes
+from harness.settings.codecs import codec_named, codec_names, is_float, is_integer, takes
 from harness.settings.paths import RESULTS
 from harness.settings.schema import (
     MOST,
@@ -642,14 +642,21 @@ class RunConfig:
         if self.key_groups == "channel" and not is_integer(self.codec):
             no_groups = f"codec={self.codec} has no groups; choose an integer codec"
             raise UserError(f"key_groups=channel: {no_groups}")
-        if self.key_groups == "channel" and (not self.residual or self.residual % self.group_size):
+        in_channels = "key_groups=channel" if self.key_groups == "channel" else None
+        in_tiles = words if any(map(self._is_in_tiles, formats)) else None
+        grouped = in_channels or in_tiles
+        if grouped is not None and (not self.residual or self.residual % self.group_size):
             multiple = f"a multiple of group_size={self.group_size}, above 0"
-            raise UserError(
-                f"residual={self.residual}: must be {multiple}, with key_groups=channel"
-            )
+            raise UserError(f"residual={self.residual}: must be {multiple}, with {grouped}")
         if self.residual and not self.method.reads_all:
             reads = f"method={self.method_name} does not read all that is cached"
             raise UserError(f"residual={self.residual}: {reads}")
+
+    def _is_in_tiles(self, name: str | None) -> bool:
+        """True if a shipped codec codes `group_size` consecutive tokens together."""
+        if name not in codec_names():
+            return False
+        return codec_named(name, group_size=self.group_size).span > 1
 
     def _named_formats(self) -> set[str]:
         """The formats in `codec_layers`. Raises UserError as `layer_formats`, and for an entry that

@@ -28,9 +28,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from methods.codecs.base import RowCodec, code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.base import RowCodec, code_bytes, hadamard, pack_codes, total, unpack_codes
 
 TURBO_BITS = {"turbo4": 4, "turbo3": 3, "turbo2": 2}
 
@@ -81,14 +80,14 @@ class TurboCodec(RowCodec):
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """codes, int32 [..., head_dim], and scale [..., 1], rounded to fp16, in fp32."""
         rows = hadamard(x.float())
-        centroids, boundaries = _normal_levels(self.bits, x.device)
-        length = _total(rows.square()).sqrt_()
+        centroids, boundaries = normal_levels(self.bits, x.device)
+        length = total(rows.square()).sqrt_()
         normal = rows * (rows.shape[-1] ** 0.5 / length.masked_fill(length == 0, 1.0))
         codes = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
-        return codes, length.div_(_total(centroids[codes].square()).sqrt_()).half().float()
+        return codes, length.div_(total(centroids[codes].square()).sqrt_()).half().float()
 
     def _values(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        centroids, _ = _normal_levels(self.bits, codes.device)
+        centroids, _ = normal_levels(self.bits, codes.device)
         return hadamard(centroids[codes].mul_(scale)).to(dtype)
 
 
@@ -121,18 +120,8 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 
 
 @cache
-def _normal_levels(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def normal_levels(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Centroids and the boundaries between them, fp32 on a device, to which they are copied
     once."""
     centroids = torch.tensor(lloyd_max(bits), dtype=torch.float32, device=device)
     return centroids, (centroids[1:] + centroids[:-1]) / 2
-
-
-def _total(x: Tensor) -> Tensor:
-    """The sum along the last axis, [..., 1], by halves: its order, and so its rounding, follows
-    from no layout."""
-    while x.shape[-1] > 1:
-        x = pad(x, (0, 1)) if x.shape[-1] % 2 else x
-        first, second = x.chunk(2, -1)
-        x = first + second
-    return x
