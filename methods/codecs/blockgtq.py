@@ -3,18 +3,13 @@ rotary pairs that carry more energy.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**blockgtq3** and **blockgtq2** follow JIA-Lab-research/blockgtq. A rotary pair of key channels has
-1 to 8 bits a channel, by the greedy rule: the next bit goes to the pair with the largest energy ·
-4^-bits, until the mean is 3 or 2. Pairs of one width are rotated together, divided by their length
-and coded by Lloyd-Max centroids, as `turboquant3` codes a whole key; each width has its length in
-fp16. Values are coded by `turbo3` and `turbo2`. There a pair's energy is the mean of those of keys
-and of queries on a calibration text, and a KV head has one allocation for good. Here it is that of
-the keys of a tile of `group_size` (128) tokens, whose allocation is stored with the tile; no query
-is seen. So the unfinished tile stays exact, and with it the last 128 values. Most bits are 3 above
-the mean, 8 there, since a row has room for the length of every width, used or not. Rotations are
-Hadamard matrices of the largest power of two on a width's first and last channels, random ones
-there. Pairs are channels i and i + head_dim / 2, as in Llama. Bytes of a key at head_dim 64: 2 for
-the allocation, 12 + 24 (`blockgtq2` 10 + 16).
+**blockgtq3** and **blockgtq2** (JIA-Lab-research/blockgtq): the next bit goes to the rotary pair of
+keys with the largest energy · 4^-bits, until the mean is 3 or 2. Pairs of one width are coded
+together as `turboquant3` codes a key, with a length in fp16; values as `turbo3` or `turbo2`. A
+pair's energy there is the mean of keys' and queries' on a calibration text, here that of the keys
+of a tile of `group_size` (128) tokens, which stores its widths; so the unfinished tile stays exact.
+Widths go to 3 above the mean (8 there), as a row has room for a length of each. Bytes of a key at
+head_dim 64: 2 + 12 + 24 (`blockgtq2` 2 + 10 + 16).
 """
 
 from __future__ import annotations
@@ -63,6 +58,9 @@ class Layout(NamedTuple):
 @dataclass(frozen=True)
 class BlockGtqCodec(RowCodec):
     """Directions of channels of one width, coded by Lloyd-Max centroids, and their lengths.
+
+    A pair are channels i and i + head_dim / 2, as in Llama. Rotations are Hadamard matrices on the
+    first and then on the last 2^n channels of a width; the authors' are random.
 
     Rows are [..., tokens, head_dim], tiles are counted from the first token; head_dim is even.
     `encode` and `decode` take whole tiles; `roundtrip` leaves an unfinished one as it is. A row is

@@ -1,16 +1,13 @@
-"""llama.cpp's cache types `q8_0`, `q5_1` and `q4_0`: blocks of 32 elements with scales of their own.
+"""llama.cpp's cache types `q8_0`, `q5_1` and `q4_0`: blocks of 32 elements with their own scales.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**q8_0**, **q5_1**, **q4_0** are ggml's formats, byte for byte (`gguf.quants`). 32 elements along
-head_dim share a scale d in fp16. `q8_0`: d = largest magnitude / 127, codes are rounded half away
-from zero. `q4_0`: d = the element of the largest magnitude / -8, codes 0 to 15 stand for -8 to 7.
-`q5_1` has a minimum m beside d = (max - m) / 31. Codes are made with the scale before it is
-rounded. Bits an element: 8.5, 6 and 4.5. The methods rotate as llama.cpp does by default (PR
-ggml-org/llama.cpp#21038; there `LLAMA_ATTN_ROT_DISABLE=1`, here `rotation=null`): keys after their
-positions by the Hadamard matrix of the largest power of two that divides head_dim, values by that
-of 64, both only where 64 divides head_dim. llama.cpp turns queries and outputs instead of turning
-rows back, and codes queries to 8 bits on a CPU.
+**q8_0**, **q5_1** and **q4_0** are llama.cpp's cache types, byte for byte: 32 elements share a
+scale in fp16, in `q5_1` a minimum too; 8.5, 6 and 4.5 bits an element. The methods rotate as
+llama.cpp does by default (ggml-org/llama.cpp#21038): keys after their positions by the Hadamard
+matrix of the largest power of two that divides head_dim, values in blocks of 64, both only where 64
+divides head_dim. `method=full codec=q4_0` is `LLAMA_ATTN_ROT_DISABLE=1`. llama.cpp turns queries
+and outputs instead, and on a CPU codes queries too.
 """
 
 from __future__ import annotations
@@ -34,6 +31,10 @@ ROTATED = 64
 class GgmlCodec(RowCodec):
     """A cache type of llama.cpp. A packed row is its blocks, each `[d | m | high bits | codes]`
     as in ggml; a shorter last block repeats its last element.
+
+    With d the scale and m the minimum: `q8_0` has d = largest magnitude / 127, its codes are
+    rounded half away from zero. `q4_0` has d = the element of the largest magnitude / -8, its codes
+    0 to 15 stand for -8 to 7. `q5_1` has d = (max - m) / 31.
 
     name: one of GGML_BITS. rotation: applied to a row before it is coded. of_values: the rows are
     values, which are rotated in blocks of `ROTATED`. Raises ValueError for an unknown name.

@@ -1,16 +1,14 @@
-"""KVarN's tiles (Muller et al., arXiv 2606.03458): rotated rows whose channels and tokens are brought
-to equal variance before they are rounded.
+"""KVarN's tiles (Muller et al., arXiv 2606.03458): rotated rows, whose channels and tokens are
+brought to equal variance before they are rounded.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**kvarn** and **kvarn4** are vLLM's `kvarn_k4v2_g128` and `kvarn_k4v4_g128` (vllm-project/vllm#46812).
-A tile is `group_size` (128) tokens of a KV head. Rows are rotated by the Hadamard matrix; a tile is
-divided by the standard deviations of its tokens and of its channels in turn, 16 times, and of all
-rounds that with the least max / min of both deviations counts. Then keys have a minimum and a step
-for each channel, values for each token, times the scale of that side, in fp16; the other side has
-its scale in fp16. Bytes of a row at head_dim 64: a key 32 + 4, a value 16 + 6 (`kvarn4` 32 + 6).
-The tokens of the unfinished tile stay exact, as under `kivi`. vLLM keeps the first 128 tokens of a
-request in fp16 as well; here they are coded. It rounds 8 times in later versions.
+**kvarn** and **kvarn4** are `kvarn_k4v2_g128` and `kvarn_k4v4_g128` of vllm-project/vllm#46812. A
+tile is `group_size` (128) tokens of a KV head, rotated by the Hadamard matrix and divided by the
+deviations of its tokens and of its channels in turn, 16 times. Keys then have a minimum and a step
+for each channel, values for each token, and the other side a scale. Bytes at head_dim 64: a key 32
++ 4, a value 16 + 6 (`kvarn4` 32 + 6). The unfinished tile stays exact. So do a request's first 128
+tokens in vLLM, which are coded here.
 """
 
 from __future__ import annotations

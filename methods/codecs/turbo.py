@@ -6,18 +6,13 @@ The rule, and where it differs (made into docs/methods.md):
 
 **turboquant4** and **turboquant3** are vLLM's `turboquant_4bit_nc` and `turboquant_k3v4_nc`
 (`vllm/model_executor/layers/quantization/turboquant`); **turboquant2** goes on in the same way. A
-key, after its position, is rotated by the Hadamard matrix and divided by its length; a coordinate
-of such a direction, times sqrt(head_dim), is nearly N(0, 1), and is coded as the nearest of that
-distribution's 2^bits Lloyd-Max centroids (Max 1960; computed, not typed in). Beside its codes a row
-has one number in fp16, with which it reads back with its own length: `norm_correction` there, which
-corrects when it reads. A value is coded as an integer codec codes it, one group a row. Bytes at
-head_dim 64: a key 2 + 32, 24 or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The paper's second
-stage (QJL, 1 bit) is left out, as in vLLM. vLLM leaves the first two and the last two layers alone;
-here `dense_layers=2` is the default of these three, and `codec_layers=[28-:fp16]` names last
-layers. Where head_dim is no power of two the rotation is in blocks, and coordinates are less
-normal. `codec=turbo4`, `turbo3` and `turbo2`
-are the key's format for any method, for values too where `value_codec` gives no other. No kernel
-codes it: on a GPU it takes plain torch operations.
+key, after its position, is rotated by the Hadamard matrix and divided by its length; a coordinate,
+times sqrt(head_dim), is nearly N(0, 1), and is coded as the nearest of its 2^bits Lloyd-Max
+centroids (Max 1960). One number in fp16 gives a row its own length back (`norm_correction` there,
+when it reads). A value has an integer code, one group a row. Bytes at head_dim 64: a key 2 + 32, 24 or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The
+paper's second stage (QJL, 1 bit) is left out, as in vLLM, which leaves the first two and the last
+two layers alone; here `dense_layers=2` is the default, and `codec_layers=[28-:fp16]` names last
+layers. `codec=turbo4`, `turbo3` and `turbo2` are the key's format for any method.
 """
 
 from __future__ import annotations
