@@ -38,7 +38,7 @@ from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRo
 from methods.codecs.base import hadamard
 from methods.codecs.blockgtq import allocated
 from methods.codecs.channel import ChannelCodec
-from methods.codecs.ggml import GGML_BITS, GgmlCodec
+from methods.codecs.ggml import GGML_BITS, GGML_BLOCK, GgmlCodec
 from methods.codecs.kvarn import balancing_scales
 from methods.codecs.nvfp4 import Nvfp4Codec
 from methods.codecs.turbo import lloyd_max
@@ -286,11 +286,12 @@ def nvfp4(module: Any, layer: Layer) -> float:
 
 
 def q8_0(module: Any, layer: Layer) -> float:
-    """Bytes of the cache types of llama.cpp that are equal: keys, without the rotation."""
+    """Bytes of the cache types of llama.cpp that are equal: keys in blocks, without the rotation."""
+    blocks = layer.key.reshape(-1, GGML_BLOCK)
     equal = []
     for name in GGML_BITS:
-        theirs = module.quantize(layer.key.numpy(), GGMLQuantizationType[name.upper()])
-        equal.append(GgmlCodec(name).encode(layer.key).flatten() == torch.tensor(theirs).flatten())
+        theirs = module.quantize(blocks.numpy(), GGMLQuantizationType[name.upper()])
+        equal.append(GgmlCodec(name).encode(blocks).flatten() == torch.tensor(theirs).flatten())
     return float(torch.cat(equal).float().mean())
 
 

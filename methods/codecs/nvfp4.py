@@ -6,8 +6,9 @@ The rule, and where it differs (made into docs/methods.md):
 head_dim share a scale in E4M3, and a tensor has a scale in fp32. With s = the tensor's largest
 magnitude / (6 · 448), a block's scale is its largest magnitude / 6 / s in E4M3; an element is the
 E2M1 number nearest to x / (scale · s), of two the even one. The tensor is a row here, one token's
-key or value in one KV head; vLLM reads a cache's scale from the checkpoint, or takes 1. Bytes at head_dim 64: 4 + 4 + 32, which are 5 bits
-an element, 4.75 at 128; with one scale for a whole layer they would be 4.5.
+key or value in one KV head; vLLM reads a cache's scale from the checkpoint, or takes 1. Bytes at
+head_dim 64: 4 + 4 + 32, which are 5 bits an element, 4.75 at 128; with one scale for a whole layer
+they would be 4.5.
 """
 
 from __future__ import annotations

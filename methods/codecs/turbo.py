@@ -9,10 +9,11 @@ The rule, and where it differs (made into docs/methods.md):
 key, after its position, is rotated by the Hadamard matrix and divided by its length; a coordinate,
 times sqrt(head_dim), is nearly N(0, 1), and is coded as the nearest of its 2^bits Lloyd-Max
 centroids (Max 1960). One number in fp16 gives a row its own length back (`norm_correction` there,
-when it reads). A value has an integer code, one group a row. Bytes at head_dim 64: a key 2 + 32, 24 or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The
-paper's second stage (QJL, 1 bit) is left out, as in vLLM, which leaves the first two and the last
-two layers alone; here `dense_layers=2` is the default, and `codec_layers=[28-:fp16]` names last
-layers. `codec=turbo4`, `turbo3` and `turbo2` are the key's format for any method.
+when it reads). A value has an integer code, one group a row. Bytes at head_dim 64: a key 2 + 32, 24
+or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The paper's second stage (QJL, 1 bit) is left
+out, as in vLLM, which leaves the first two and the last two layers alone; here `dense_layers=2` is
+the default, and `codec_layers=[28-:fp16]` names last layers. `codec=turbo4`, `turbo3` and `turbo2`
+are the key's format for any method.
 """
 
 from __future__ import annotations
