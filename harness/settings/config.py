@@ -533,8 +533,9 @@ class RunConfig:
     one. codec_layers: the formats of some layers, as methods count, if they are others. own_codec:
     the codec behind a `codec` of the user's own, its fields the `codec_settings`; None for a
     shipped one. group_size: elements along head_dim that share lo and step of an integer codec;
-    with key_groups=channel, of keys, consecutive tokens of one channel; tokens of a tile, of codecs
-    that have tiles. rotation: applied to a vector before an integer codec. residual: number of last tokens that stay exact, on the device.
+    with key_groups=channel, of keys, consecutive tokens of one channel; of codecs that have tiles,
+    tokens of a tile. rotation: applied to a vector before an integer codec. residual: number of
+    last tokens that stay exact, on the device.
     gpu_cache: rows of the GPU cache in each layer and KV head, as a multiple of what a step reads
     at most. prefetch: rows that a query made in the layer before would select cross the
     link early. budget: the share of the full cache, of the layers that see every token, that a
