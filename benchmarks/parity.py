@@ -24,6 +24,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from harness.data.text import offline_text, token_ids
@@ -34,7 +35,11 @@ from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load
 from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows
+from methods.codecs.base import hadamard
+from methods.codecs.blockgtq import allocated
 from methods.codecs.channel import ChannelCodec
+from methods.codecs.ggml import GGML_BITS, GGML_BLOCK, GgmlCodec
+from methods.codecs.kvarn import balancing_scales
 from methods.codecs.nvfp4 import Nvfp4Codec
 from methods.codecs.turbo import lloyd_max
 from methods.evicting import EvictingState
@@ -280,6 +285,41 @@ def nvfp4(module: Any, layer: Layer) -> float:
     return float(close.float().mean())
 
 
+def q8_0(module: Any, layer: Layer) -> float:
+    """Bytes of the cache types of llama.cpp that are equal: keys in blocks, without the rotation."""
+    blocks = layer.key.reshape(-1, GGML_BLOCK)
+    equal = []
+    for name in GGML_BITS:
+        theirs = module.quantize(blocks.numpy(), GGMLQuantizationType[name.upper()])
+        equal.append(GgmlCodec(name).encode(blocks).flatten() == torch.tensor(theirs).flatten())
+    return float(torch.cat(equal).float().mean())
+
+
+def kvarn(module: Any, layer: Layer) -> float:
+    """Codes that are equal: keys in 4 bits, in tiles of 128 tokens, with the scales of each side."""
+    whole = layer.key[0, :, : layer.key.shape[2] // 128 * 128]
+    tiles = hadamard(whole).unflatten(1, (-1, 128)).flatten(0, 1).mT.contiguous()
+    of_columns, of_rows = balancing_scales(tiles)
+    codes = []
+    for balanced in (tiles / of_columns / of_rows, module.variance_normalize_batched(tiles)[0]):
+        minimum = balanced.amin(-1, keepdim=True)
+        step = (balanced.amax(-1, keepdim=True) - minimum) / 15
+        codes.append(((balanced - minimum) / step).round())
+    return float((codes[0] == codes[1]).float().mean())
+
+
+def blockgtq(module: Any, layer: Layer) -> float:
+    """Widths of the rotary pairs that are equal, by the score of keys and queries, at means of 2 and 3 bits."""
+    queries = layer.query[0].unflatten(0, (layer.geometry.num_kv_heads, -1)).flatten(1, 2)
+    scores = [states.square().unflatten(-1, (2, -1)).sum(-2).mean(1) / 2 for states in (queries, layer.key[0])]
+    equal = []
+    for score in scores[0] + scores[1]:
+        for bits in (2, 3):
+            theirs = module.greedy_bit_allocation(score, bits * len(score), 1, bits + 3)
+            equal.append(allocated(score, bits, bits + 3) == theirs)
+    return float(torch.cat(equal).float().mean())
+
+
 def turboquant(module: Any, layer: Layer) -> float:
     """Centroids for 2, 3 and 4 bits within 0.5 % of the distribution's standard deviation."""
     close = []
@@ -336,6 +376,16 @@ COMPARISONS = {
         "coded keys",
         True,
     ),
+    "q8_0": Comparison(
+        "ggml-org/llama.cpp", "gguf/quants.py", q8_0, "bytes of keys, q5_1 and q4_0 too", True, ("gguf-py",)
+    ),
+    "kvarn": Comparison(
+        "vllm-project/vllm",
+        "vllm/model_executor/layers/quantization/kvarn/sinkhorn.py",
+        kvarn,
+        "codes of keys in 4 bits",
+    ),
+    "blockgtq3": Comparison("JIA-Lab-research/blockgtq", "blockgtq/allocator.py", blockgtq, "bits of rotary pairs"),
     "turboquant": Comparison(
         "vllm-project/vllm",
         "vllm/model_executor/layers/quantization/turboquant/centroids.py",

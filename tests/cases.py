@@ -17,9 +17,11 @@ from harness.settings import own_method
 from harness.settings.schema import options
 from methods.base import Method, Rest
 from methods.capkv import CapKV
+from methods.codecs.blockgtq import BlockGtqCodec
 from methods.codecs.channel import ChannelCodec
 from methods.codecs.floats import FloatCodec
 from methods.codecs.integers import IntegerCodec
+from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
@@ -184,6 +186,10 @@ CASES = {
     "residual-groups": Case(Full(dense_layers=2), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
     "residual-fills": Case(Full(dense_layers=1), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
     "kivi": Case(Full(dense_layers=2), SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)),
+    "residual-value-groups": Case(Full(dense_layers=2), SplitCodec(Smooth(), SmoothGroups(), residual=8)),
+    "residual-tiles": Case(Full(dense_layers=1), SplitCodec(SmoothGroups(span=6), SmoothGroups(span=6), residual=12)),
+    "kvarn": Case(Full(dense_layers=2), SplitCodec(KvarnCodec("kvarn4", 4), KvarnCodec("kvarn4", 4).values, 8)),
+    "blockgtq": Case(Full(dense_layers=2), SplitCodec(BlockGtqCodec("gtq3", 4), IntegerCodec("int8"), residual=8)),
     "layers": Case(
         Full(dense_layers=1),
         LayerCodecs(Smooth(), (NamedLayers(1, 1, FloatCodec("fp32")), NamedLayers(3, None, ROUGH))),

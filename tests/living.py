@@ -34,7 +34,8 @@ PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
 """Real prompt tokens of the sequences of a batch."""
 
 FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "turbo4": 3e-2, "turbo3": 0.1, "int2": 0.3, "turbo2": 0.3, "int1": 1,
-         "nvfp4": 0.1}  # fmt: skip
+         "nvfp4": 0.1, "q8_0": 2e-3, "q5_1": 2e-2, "q4_0": 0.1, "kvarn4": 3e-2, "kvarn2": 0.3, "gtq3": 0.1,
+         "gtq2": 0.3}  # fmt: skip
 """A value at the border of two codes may fall to either side, since live and replay round differently; one code off
 moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps
 (`smooth`), the codec's path is held to the contract's tolerance."""

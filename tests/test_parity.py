@@ -72,13 +72,15 @@ class KnormPress:
 
 @pytest.fixture(autouse=True)
 def nothing_is_imported_for_good(monkeypatch):
-    """An installed kvpress is out of sight meanwhile."""
+    """Installed, kvpress and gguf are out of sight meanwhile."""
 
     def loaded() -> list[str]:
         return [name for name in sys.modules if name.partition(".")[0] in ("kvpress", "rkv")]
 
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "kvpress" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("kvpress", "gguf") else find_spec(name)
+    )
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = {name: sys.modules.pop(name) for name in loaded()}
     yield

@@ -35,6 +35,7 @@ from harness.replay import decode_pass as passes
 from methods import attention
 from methods.base import LayerInputs, Method
 from methods.codecs.integers import IntegerCodec
+from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import LayerCodecs, SplitCodec, every_codec
 from methods.full import Full
 from methods.h2o import H2O
@@ -60,7 +61,7 @@ WELL_APART = 1e-6
 def has_steps(case: Case) -> bool:
     """True if the values of a layer are coded as integers."""
     codecs = [] if case.codec is None else every_codec(case.codec)
-    return any(isinstance(codec.values, IntegerCodec) for codec in codecs)
+    return any(isinstance(codec.values, IntegerCodec | KvarnCodec) for codec in codecs)
 
 
 WITHOUT_STEPS = [name for name, case in CASES.items() if not has_steps(case)]

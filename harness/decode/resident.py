@@ -147,8 +147,8 @@ class ResidualCache(LayerCache):
 
     @staticmethod
     def num_ring_rows(codec: SplitCodec) -> int:
-        """Rows of the ring: the exact tokens, and those of a group of keys."""
-        return codec.residual + codec.keys.span
+        """Rows of the ring: the exact tokens, and those of a group."""
+        return codec.residual + codec.span
 
     @property
     def device_bytes(self) -> int:
@@ -184,7 +184,8 @@ class ResidualCache(LayerCache):
         keys, values = self.keys[:, :, : self.ring_rows], self.values[:, :, : self.ring_rows]
         keys.copy_(_rows_at(key, tokens))
         values.copy_(_rows_at(value, tokens))
-        stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
+        coded = max(*map(self.codec.coded_keys, prompts), *map(self.codec.coded_values, prompts))
+        stored = self.slots_in_use()
         packed = self.store.format.pack(key[:, :, :coded], value[:, :, :coded])
         if stored:
             self.write_prompt(packed[:, :, :stored].contiguous())
@@ -207,15 +208,16 @@ class ResidualCache(LayerCache):
         self.keys.scatter_(2, _index_along(at, self.keys), key)
         self.values.scatter_(2, _index_along(at, self.values), value)
         oldest, end = own - codec.residual, self.store.format.key_bytes
+        halves = [(codec.keys, self.keys, self.rows[..., :end])]
         if not self.store.format.values_in_keys:
-            self._code(codec.values, self.values, self.rows[..., end:], oldest)
-        packed_keys = self.rows[..., :end]
-        if codec.keys.span == 1:
-            self._code(codec.keys, self.keys, packed_keys, oldest)
-        elif any(row.cached % codec.residual == 0 for row in rows):
-            block = oldest + 1 + torch.arange(codec.residual, device=own.device)
-            is_due = (own + 1) % codec.residual == 0
-            self._code(codec.keys, self.keys, packed_keys, block, is_due)
+            halves.append((codec.values, self.values, self.rows[..., end:]))
+        for half, ring, packed in halves:
+            if half.span == 1:
+                self._code(half, ring, packed, oldest)
+            elif any(row.cached % codec.residual == 0 for row in rows):
+                block = oldest + 1 + torch.arange(codec.residual, device=own.device)
+                is_due = (own + 1) % codec.residual == 0
+                self._code(half, ring, packed, block, is_due)
         if any(codec.stored(row.cached) > codec.stored(row.cached - 1) for row in rows):
             self._store(own + 1)
 
@@ -241,7 +243,7 @@ class ResidualCache(LayerCache):
         """Write a finished group to the store; cached: int [batch, 1], the step's current token
         included."""
         stored = self.codec.stored(cached)
-        tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
+        tokens = torch.arange(-self.codec.stored_together, 0, device=cached.device) + stored
         leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
         at = leaving[:, None].expand(-1, self.rows.shape[1], -1).contiguous()
         self.write(_rows_at(self.rows, tokens % self.ring_rows), at)

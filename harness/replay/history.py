@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.model.attached import Attached, require_codable
 from methods.base import EMPTY
+from methods.codecs.base import RowCodec
 from methods.codecs.split import AnyCodec
 from methods.extras import KeysOnDeviceState
 
@@ -44,20 +45,20 @@ class History:
         self.kv = [self._new_rows(layer, batch, num_columns) for layer in range(len(codecs))]
         self.exact: dict[int, tuple[Tensor, Tensor]] = {}
         self._span = 1
-        """Tokens whose keys some layer codes together; other layers code one by one."""
+        """Tokens whose rows some layer codes together; other layers code one by one."""
         self.uncoded: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, codec in enumerate(codecs):
             if codec is None:
                 continue
             if codec.residual:
                 self.exact[layer] = self._new_rows(layer, batch, num_columns)
-                self._span = max(self._span, codec.keys.span)
+                self._span = max(self._span, codec.span)
             elif keeps_uncoded:
                 self.uncoded[layer] = self._new_rows(layer, batch, num_columns)
         shape = (batch, num_columns)
         self.tokens = torch.full(shape, EMPTY, dtype=torch.int32, device=attached.device)
         self._regrouped = self.tokens[:, :0].long()
-        """Columns of the tokens whose keys are coded with a fresh one, in the order of tokens: int
+        """Columns of the tokens that are coded with a fresh one, in the order of tokens: int
         [batch, n]."""
 
     def _new_rows(self, layer: int, batch: int, num_columns: int) -> tuple[Tensor, Tensor]:
@@ -96,14 +97,19 @@ class History:
             self._write(layer, self.exact[layer], key, value, columns)
         if key.shape[2] > 1:
             require_codable(codec, layer, key, value)
-        by_token = codec.keys.span == 1
-        coded = codec.keys.roundtrip(key) if by_token else key
-        self._write(layer, stored, coded, codec.values.roundtrip(value), columns)
-        if not by_token:  # the groups of the fresh tokens; no row reads one that is not full yet
-            exact = self.exact[layer][0]
-            regrouped = self._regrouped.to(exact.device)[:, None, :, None]
-            index = regrouped.expand(-1, exact.shape[1], -1, exact.shape[3])
-            stored[0].scatter_(2, index, codec.keys.roundtrip(exact.gather(2, index)))
+        coded_key = codec.keys.roundtrip(key) if codec.keys.span == 1 else key
+        coded_value = codec.values.roundtrip(value) if codec.values.span == 1 else value
+        self._write(layer, stored, coded_key, coded_value, columns)
+        if codec.keys.span > 1:
+            self._code_groups(codec.keys, self.exact[layer][0], stored[0])
+        if codec.values.span > 1 and self._layers[layer].latent is None:
+            self._code_groups(codec.values, self.exact[layer][1], stored[1])
+
+    def _code_groups(self, half: RowCodec, exact: Tensor, stored: Tensor) -> None:
+        """Code the groups of the fresh tokens again. No row reads one that is not full yet."""
+        regrouped = self._regrouped.to(exact.device)[:, None, :, None]
+        index = regrouped.expand(-1, exact.shape[1], -1, exact.shape[3])
+        stored.scatter_(2, index, half.roundtrip(exact.gather(2, index)))
 
     def uncoded_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer's columns as the model made them. Needs `keeps_uncoded` where

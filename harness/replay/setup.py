@@ -243,9 +243,9 @@ def codec_of(config: RunConfig) -> CacheCodec | None:
 
 
 def _of_layer(keys: RowCodec, values: RowCodec, residual: int) -> AnyCodec:
-    if keys == values and not residual:
+    if keys == values and not residual and keys.span == 1:
         return keys
-    return SplitCodec(keys, values, residual)
+    return SplitCodec(keys.keys, values.values, residual)
 
 
 def _keys_codec(config: RunConfig, name: str) -> RowCodec:

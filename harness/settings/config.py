@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 from pydantic import Field
 
 from harness.errors import UserError, nearest
-from harness.settings.codecs import codec_names, is_float, is_integer, takes
+from harness.settings.codecs import codec_named, codec_names, is_float, is_integer, takes
 from harness.settings.paths import RESULTS
 from harness.settings.schema import (
     MOST,
@@ -569,8 +569,9 @@ class RunConfig:
     one. codec_layers: the formats of some layers, as methods count, if they are others. own_codec:
     the codec behind a `codec` of the user's own, its fields the `codec_settings`; None for a
     shipped one. group_size: elements along head_dim that share lo and step of an integer codec;
-    with key_groups=channel, of keys, consecutive tokens of one channel. rotation: applied to a
-    vector before an integer codec. residual: number of last tokens that stay exact, on the device.
+    with key_groups=channel, of keys, consecutive tokens of one channel; of codecs that have tiles,
+    tokens of a tile. rotation: applied to a vector before an integer codec. residual: number of
+    last tokens that stay exact, on the device.
     gpu_cache: rows of the GPU cache in each layer and KV head, as a multiple of what a step reads
     at most. prefetch: rows that a query made in the layer before would select cross the
     link early. budget: the share of the full cache, of the layers that see every token, that a
@@ -679,14 +680,21 @@ class RunConfig:
         if self.key_groups == "channel" and not is_integer(self.codec):
             no_groups = f"codec={self.codec} has no groups; choose an integer codec"
             raise UserError(f"key_groups=channel: {no_groups}")
-        if self.key_groups == "channel" and (not self.residual or self.residual % self.group_size):
+        in_channels = "key_groups=channel" if self.key_groups == "channel" else None
+        in_tiles = words if any(map(self._is_in_tiles, formats)) else None
+        grouped = in_channels or in_tiles
+        if grouped is not None and (not self.residual or self.residual % self.group_size):
             multiple = f"a multiple of group_size={self.group_size}, above 0"
-            raise UserError(
-                f"residual={self.residual}: must be {multiple}, with key_groups=channel"
-            )
+            raise UserError(f"residual={self.residual}: must be {multiple}, with {grouped}")
         if self.residual and not self.method.reads_all:
             reads = f"method={self.method_name} does not read all that is cached"
             raise UserError(f"residual={self.residual}: {reads}")
+
+    def _is_in_tiles(self, name: str | None) -> bool:
+        """True if a shipped codec codes `group_size` consecutive tokens together."""
+        if name not in codec_names():
+            return False
+        return codec_named(name, group_size=self.group_size).span > 1
 
     def _named_formats(self) -> set[str]:
         """The formats in `codec_layers`. Raises UserError as `layer_formats`, and for an entry that

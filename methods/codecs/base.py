@@ -146,15 +146,48 @@ def unpack_planes(packed: Tensor, bits: int, head_dim: int, dtype: torch.dtype) 
     return codes
 
 
-def hadamard(x: Tensor) -> Tensor:
+def dealt_bytes(group_bytes: int, size: int) -> int:
+    """Bytes of each of the `size` rows of a group, to which the group's bytes are dealt out; even,
+    so that all rows have the same length."""
+    return -(-group_bytes // (2 * size)) * 2
+
+
+def deal_out(of_group: Tensor, size: int) -> Tensor:
+    """The bytes of each group [..., groups, group bytes] as bytes of its rows [..., groups * size,
+    `dealt_bytes`]."""
+    width = dealt_bytes(of_group.shape[-1], size)
+    dealt = pad(of_group, (0, size * width - of_group.shape[-1]))
+    return dealt.unflatten(-1, (size, width)).flatten(-3, -2)
+
+
+def collected(dealt: Tensor, size: int, group_bytes: int) -> Tensor:
+    """Inverse of `deal_out`, contiguous."""
+    groups = dealt.shape[-2] // size
+    of_group = dealt.unflatten(-2, (groups, size)).flatten(-2)
+    return of_group[..., :group_bytes].contiguous()
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum along the last axis, [..., 1], by halves: its order, and so its rounding, follows
+    from no layout."""
+    while x.shape[-1] > 1:
+        x = pad(x, (0, 1)) if x.shape[-1] % 2 else x
+        first, second = x.chunk(2, -1)
+        x = first + second
+    return x
+
+
+def hadamard(x: Tensor, at_most: int | None = None) -> Tensor:
     """`x` [..., head_dim] times the orthonormal Hadamard matrix in Sylvester's order, which is its
     own inverse.
 
-    If head_dim is no power of two: in blocks of the largest power of two that divides it. Computed
-    by butterflies, so that a row's bits do not depend on the rows beside it, as they may in a
-    product of matrices.
+    In blocks of the largest power of two that divides head_dim, and of `at_most` elements, a power
+    of two. Computed by butterflies, so that a row's bits do not depend on the rows beside it, as
+    they may in a product of matrices.
     """
     block = x.shape[-1] & -x.shape[-1]
+    if at_most is not None:
+        block = min(block, at_most)
     rotated, half = x.unflatten(-1, (-1, block)), 1
     while half < block:
         first, second = rotated.unflatten(-1, (-1, 2, half)).unbind(-2)

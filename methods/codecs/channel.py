@@ -6,8 +6,8 @@ tokens share a minimum and a step.
 The rule, and where it differs (made into docs/methods.md):
 
 **kivi**: keys share minimum and step per channel over `group_size` (32) consecutive tokens, values
-per token over 32 channels; scales take 3 bits per element at 2 bits, 5 at 4. The values of the last
-`residual` (128) tokens are exact. Keys stay exact until 128 are there, and are coded after the step
+per token over 32 channels: 3 and 5 bits an element. The values of the last `residual` (128) tokens
+are exact. Keys stay exact until 128 are there, and are coded after the step
 that completes them. Its parts can be set apart, with methods that read all: `codec=int4
 value_codec=int2 key_groups=channel residual=128`.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from methods.codecs.base import collected, deal_out, dealt_bytes
 from methods.codecs.integers import GROUP_META_BYTES, IntegerCodec
 
 
@@ -41,7 +41,7 @@ class ChannelCodec(IntegerCodec):
         return self.bits + 32 / self.group_size
 
     def _meta_bytes(self, head_dim: int) -> int:
-        return -(-GROUP_META_BYTES * head_dim // (2 * self.group_size)) * 2
+        return dealt_bytes(GROUP_META_BYTES * head_dim, self.group_size)
 
     def _grouped(self, rows: Tensor) -> Tensor:
         """[..., tokens, head_dim] as [..., head_dim, groups, tokens of a group]."""
@@ -52,17 +52,10 @@ class ChannelCodec(IntegerCodec):
 
     def _pack_meta(self, lo: Tensor, step: Tensor) -> Tensor:
         """[..., head_dim, groups, 1] each, as bytes [..., tokens, meta bytes]."""
-        width = self._meta_bytes(lo.shape[-3])
         of_group = torch.cat([lo, step], -1).transpose(-3, -2).flatten(-2).half().view(torch.uint8)
-        dealt = pad(of_group, (0, self.group_size * width - of_group.shape[-1]))
-        return dealt.unflatten(-1, (self.group_size, width)).flatten(-3, -2)
+        return deal_out(of_group, self.group_size)
 
     def _unpack_meta(self, packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        groups = packed.shape[-2] // self.group_size
-        of_group = packed.unflatten(-2, (groups, self.group_size)).flatten(-2)[
-            ..., : GROUP_META_BYTES * head_dim
-        ]
-        meta = (
-            of_group.contiguous().view(torch.float16).unflatten(-1, (head_dim, 2)).transpose(-3, -2)
-        )
+        of_group = collected(packed, self.group_size, GROUP_META_BYTES * head_dim)
+        meta = of_group.view(torch.float16).unflatten(-1, (head_dim, 2)).transpose(-3, -2)
         return meta[..., :1], meta[..., 1:]

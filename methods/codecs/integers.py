@@ -14,10 +14,8 @@ The rule, and where it differs (made into docs/methods.md):
 **int8** to **int1**: elements in groups of `group_size` share a minimum and a step in fp16
 (asymmetric). Any method can have such a codec (`codec=int4`). **fp8** has no scales and saturates
 at ±448. **-hadamard** rotates keys (after their positions) and values before they are coded and
-back after, at no byte more. QuaRot itself turns the query instead of turning keys back, and folds
-the rotation of values into the weights. Its 4-bit cache has asymmetric codes as here, with one
-group a row; the simulation beside it starts from symmetric ones (`--k_asym`, `--v_asym`) and can
-clip.
+back after. QuaRot turns the query instead of turning keys back, and folds the rotation of values
+into the weights. Its 4-bit cache has asymmetric codes as here, with one group a row.
 """
 
 from __future__ import annotations

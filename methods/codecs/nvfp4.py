@@ -5,12 +5,10 @@ The rule, and where it differs (made into docs/methods.md):
 **nvfp4**: an element is an E2M1 number (0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 or ±6), 16 elements along
 head_dim share a scale in E4M3, and a tensor has a scale in fp32. With s = the tensor's largest
 magnitude / (6 · 448), a block's scale is its largest magnitude / 6 / s in E4M3; an element is the
-E2M1 number nearest to x / (scale · s), of two the even one; it reads back as number · (scale · s),
-with one rounding. The tensor is a row here, one token's key or value in one KV head: a cache grows,
-so that a scale of the whole has to be guessed from a prompt or calibrated (vLLM reads it from the
-checkpoint, or takes 1), and rows would depend on what lies beside them. Bytes at head_dim 64: 4 + 4
-+ 32, which are 5 bits an element, 4.75 at 128; with one scale for a whole layer they would be 4.5.
-No kernel codes it: on a GPU it takes plain torch operations.
+E2M1 number nearest to x / (scale · s), of two the even one. The tensor is a row here, one token's
+key or value in one KV head; vLLM reads a cache's scale from the checkpoint, or takes 1. Bytes at
+head_dim 64: 4 + 4 + 32, which are 5 bits an element, 4.75 at 128; with one scale for a whole layer
+they would be 4.5.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ class SplitCodec:
     """Keys and values stored in different formats, the last tokens exact; shares are means of the
     two.
 
-    residual: number of last tokens whose values are exact, KIVI's R; 0 codes all. Their keys are
-    exact too, unless keys are coded in groups of tokens: then R keys are coded at a time, after the
-    step that completes them. Raises ValueError if R is no multiple of a group.
+    residual: number of last tokens that are exact, KIVI's R; 0 codes all. Keys, or values, that are
+    coded in groups of tokens stay exact until R of them are there, and are coded after the step
+    that completes them. Raises ValueError if R is no multiple of a group.
     """
 
     keys: RowCodec
@@ -54,9 +54,10 @@ class SplitCodec:
     residual: int = 0
 
     def __post_init__(self) -> None:
-        if self.residual % self.keys.span or (self.keys.span > 1 and not self.residual):
-            allowed = f"a multiple of the {self.keys.span} tokens of a group"
-            raise ValueError(f"residual={self.residual}: must be {allowed}")
+        for half in (self.keys, self.values):
+            if self.residual % half.span or (half.span > 1 and not self.residual):
+                allowed = f"a multiple of the {half.span} tokens of a group"
+                raise ValueError(f"residual={self.residual}: must be {allowed}")
 
     @property
     def name(self) -> str:
@@ -69,21 +70,37 @@ class SplitCodec:
     def bits_per_element(self, head_dim: int) -> float:
         return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
 
+    @property
+    def span(self) -> int:
+        """Consecutive tokens of which some are coded together."""
+        return max(self.keys.span, self.values.span)
+
+    @property
+    def stored_together(self) -> int:
+        """Tokens that begin to be read as stored after the same step, at most."""
+        has_groups = self.keys.span > 1 and self.values.span > 1
+        return self.residual if has_groups else self.span
+
     def coded_values(self, cached: Count) -> Count:
         """Number of the first `cached` tokens whose values a row reads coded."""
-        return (cached - self.residual) * (cached > self.residual)
+        return self._coded(self.values, cached)
 
     def coded_keys(self, cached: Count) -> Count:
         """Number of the first `cached` tokens whose keys a row reads coded."""
-        if self.residual and self.keys.span > 1:
+        return self._coded(self.keys, cached)
+
+    def _coded(self, half: RowCodec, cached: Count) -> Count:
+        if half.span > 1:
             return cached - cached % self.residual
-        return self.coded_values(cached)
+        return (cached - self.residual) * (cached > self.residual)
 
     def stored(self, cached: Count) -> Count:
-        """Number of tokens that are read as stored: the values and the keys of their whole group
-        are coded."""
-        coded = self.coded_values(cached)
-        return coded - coded % self.keys.span
+        """Number of tokens that are read as stored: key and value of their whole group are
+        coded."""
+        # The half that is coded by token follows R tokens behind, the other at most R - 1.
+        later = self.values if self.values.span == 1 else self.keys
+        coded = self._coded(later, cached)
+        return coded - coded % self.span
 
 
 AnyCodec = RowCodec | SplitCodec

@@ -6,18 +6,14 @@ The rule, and where it differs (made into docs/methods.md):
 
 **turboquant4** and **turboquant3** are vLLM's `turboquant_4bit_nc` and `turboquant_k3v4_nc`
 (`vllm/model_executor/layers/quantization/turboquant`); **turboquant2** goes on in the same way. A
-key, after its position, is rotated by the Hadamard matrix and divided by its length; a coordinate
-of such a direction, times sqrt(head_dim), is nearly N(0, 1), and is coded as the nearest of that
-distribution's 2^bits Lloyd-Max centroids (Max 1960; computed, not typed in). Beside its codes a row
-has one number in fp16, with which it reads back with its own length: `norm_correction` there, which
-corrects when it reads. A value is coded as an integer codec codes it, one group a row. Bytes at
-head_dim 64: a key 2 + 32, 24 or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The paper's second
-stage (QJL, 1 bit) is left out, as in vLLM. vLLM leaves the first two and the last two layers alone;
-here `dense_layers=2` is the default of these three, and `codec_layers=[28-:fp16]` names last
-layers. Where head_dim is no power of two the rotation is in blocks, and coordinates are less
-normal. `codec=turbo4`, `turbo3` and `turbo2`
-are the key's format for any method, for values too where `value_codec` gives no other. No kernel
-codes it: on a GPU it takes plain torch operations.
+key, after its position, is rotated by the Hadamard matrix and divided by its length; a coordinate,
+times sqrt(head_dim), is nearly N(0, 1), and is coded as the nearest of its 2^bits Lloyd-Max
+centroids (Max 1960). One number in fp16 gives a row its own length back (`norm_correction` there,
+when it reads). A value has an integer code, one group a row. Bytes at head_dim 64: a key 2 + 32, 24
+or 16, a value 4 + 32 (4 + 16 with `turboquant2`). The paper's second stage (QJL, 1 bit) is left
+out, as in vLLM, which leaves the first two and the last two layers alone; here `dense_layers=2` is
+the default, and `codec_layers=[28-:fp16]` names last layers. `codec=turbo4`, `turbo3` and `turbo2`
+are the key's format for any method.
 """
 
 from __future__ import annotations
@@ -28,9 +24,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from methods.codecs.base import RowCodec, code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.base import RowCodec, code_bytes, hadamard, pack_codes, total, unpack_codes
 
 TURBO_BITS = {"turbo4": 4, "turbo3": 3, "turbo2": 2}
 
@@ -81,14 +76,14 @@ class TurboCodec(RowCodec):
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """codes, int32 [..., head_dim], and scale [..., 1], rounded to fp16, in fp32."""
         rows = hadamard(x.float())
-        centroids, boundaries = _normal_levels(self.bits, x.device)
-        length = _total(rows.square()).sqrt_()
+        centroids, boundaries = normal_levels(self.bits, x.device)
+        length = total(rows.square()).sqrt_()
         normal = rows * (rows.shape[-1] ** 0.5 / length.masked_fill(length == 0, 1.0))
         codes = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
-        return codes, length.div_(_total(centroids[codes].square()).sqrt_()).half().float()
+        return codes, length.div_(total(centroids[codes].square()).sqrt_()).half().float()
 
     def _values(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        centroids, _ = _normal_levels(self.bits, codes.device)
+        centroids, _ = normal_levels(self.bits, codes.device)
         return hadamard(centroids[codes].mul_(scale)).to(dtype)
 
 
@@ -121,18 +116,8 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 
 
 @cache
-def _normal_levels(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def normal_levels(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Centroids and the boundaries between them, fp32 on a device, to which they are copied
     once."""
     centroids = torch.tensor(lloyd_max(bits), dtype=torch.float32, device=device)
     return centroids, (centroids[1:] + centroids[:-1]) / 2
-
-
-def _total(x: Tensor) -> Tensor:
-    """The sum along the last axis, [..., 1], by halves: its order, and so its rounding, follows
-    from no layout."""
-    while x.shape[-1] > 1:
-        x = pad(x, (0, 1)) if x.shape[-1] % 2 else x
-        first, second = x.chunk(2, -1)
-        x = first + second
-    return x

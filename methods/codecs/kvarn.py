@@ -1,0 +1,173 @@
+"""KVarN's tiles (Muller et al., arXiv 2606.03458): rotated rows, whose channels and tokens are
+brought to equal variance before they are rounded.
+
+The rule, and where it differs (made into docs/methods.md):
+
+**kvarn** and **kvarn4** are `kvarn_k4v2_g128` and `kvarn_k4v4_g128` of vllm-project/vllm#46812. A
+tile is `group_size` (128) tokens of a KV head, rotated by the Hadamard matrix and divided by the
+deviations of its tokens and of its channels in turn, 16 times. Keys then have a minimum and a step
+for each channel, values for each token, and the other side a scale. Bytes at head_dim 64: a key 32
++ 4, a value 16 + 6 (`kvarn4` 32 + 6). The unfinished tile stays exact. So do a request's first 128
+tokens in vLLM, which are coded here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from methods.codecs.base import (
+    RowCodec,
+    collected,
+    deal_out,
+    dealt_bytes,
+    hadamard,
+    pack_planes,
+    plane_width,
+    total,
+    unpack_planes,
+)
+
+KVARN_BITS = {"kvarn4": 4, "kvarn2": 2}
+ROUNDS = 16
+"""How often tokens and channels are normalized in turn."""
+DEVIATIONS = (1e-3, 1e3)
+"""Least and largest deviation that a round divides by."""
+SCALES = (math.exp(-0.3), math.exp(10))
+"""Least and largest product of the deviations of all rounds."""
+
+
+@dataclass(frozen=True)
+class KvarnCodec(RowCodec):
+    """Integer codes of a tile of `group_size` tokens with scales for its tokens and its channels.
+
+    Rows are [..., tokens, head_dim], tiles are counted from the first token. `encode` and `decode`
+    take whole tiles; `roundtrip` leaves an unfinished one as it is. A tile's scales are dealt out
+    to its rows, so that all rows have the same length: `[scales (fp16) | codes]`.
+
+    name: one of KVARN_BITS. of_values: the minimum and step are a token's, else a channel's. Raises
+    ValueError for an unknown name, or a group_size below 2.
+    """
+
+    name: str
+    group_size: int = 128
+    of_values: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in KVARN_BITS:
+            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(KVARN_BITS)}")
+        if type(self.group_size) is not int or self.group_size < 2:
+            raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 2")
+
+    @property
+    def bits(self) -> int:
+        return KVARN_BITS[self.name]
+
+    @property
+    def values(self) -> KvarnCodec:
+        return replace(self, of_values=True)
+
+    @property
+    def span(self) -> int:
+        return self.group_size
+
+    def row_bytes(self, head_dim: int) -> int:
+        meta_bytes = dealt_bytes(self._tile_meta_bytes(head_dim), self.group_size)
+        return meta_bytes + plane_width(head_dim, self.bits)
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        whole = x.shape[-2] - x.shape[-2] % self.group_size
+        if not whole:
+            return x
+        back = self._values(*self._quantize(x[..., :whole, :])).to(x.dtype)
+        return torch.cat([back, x[..., whole:, :]], -2)
+
+    def encode(self, x: Tensor) -> Tensor:
+        codes, *meta = self._quantize(x)
+        meta_bytes = torch.cat([part.flatten(-2) for part in meta], -1).view(torch.uint8)
+        by_token = codes if self.of_values else codes.mT
+        packed = pack_planes(by_token.flatten(-3, -2), self.bits)
+        return torch.cat([deal_out(meta_bytes, self.group_size), packed], -1)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        first_code = packed.shape[-1] - plane_width(head_dim, self.bits)
+        meta_bytes = self._tile_meta_bytes(head_dim)
+        meta = collected(packed[..., :first_code], self.group_size, meta_bytes).view(torch.float16)
+        by_token = unpack_planes(packed[..., first_code:], self.bits, head_dim, torch.float32)
+        tiles = by_token.unflatten(-2, (-1, self.group_size))
+        codes = tiles if self.of_values else tiles.mT
+        rows, columns = codes.shape[-2:]
+        step, minimum, scale = meta.split([rows, rows, columns], -1)
+        values = self._values(codes, step.unsqueeze(-1), minimum.unsqueeze(-1), scale.unsqueeze(-2))
+        return values.to(dtype)
+
+    def _tile_meta_bytes(self, head_dim: int) -> int:
+        """Bytes of a tile's steps, minima and scales."""
+        rounded, other = head_dim, self.group_size
+        if self.of_values:
+            rounded, other = other, rounded
+        return 2 * (2 * rounded + other)
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of tiles whose rows have a minimum and a step, channels of keys or tokens of values:
+        codes, fp32 [..., tiles, rows, columns]; fp16 step and minimum [..., rows, 1] and scale
+        [..., 1, columns]."""
+        by_token = hadamard(x.float()).unflatten(-2, (-1, self.group_size))
+        tiles = (by_token if self.of_values else by_token.mT).contiguous()
+        of_columns, of_rows = balancing_scales(tiles)
+        balanced = tiles / of_columns / of_rows
+        levels = balanced.new_full((), 2**self.bits - 1)  # as in `IntegerCodec`
+        minimum = balanced.amin(-1, keepdim=True)
+        step = ((balanced.amax(-1, keepdim=True) - minimum) / levels).clamp_(min=1e-10)
+        codes = ((balanced - minimum) / step).round_().clamp_(0, 2**self.bits - 1)
+        return codes, (of_rows * step).half(), (of_rows * minimum).half(), of_columns.half()
+
+    def _values(self, codes: Tensor, step: Tensor, minimum: Tensor, scale: Tensor) -> Tensor:
+        """fp32 rows [..., tokens, head_dim]."""
+        tiles = (codes * step.float() + minimum.float()) * scale.float()
+        return hadamard((tiles if self.of_values else tiles.mT).flatten(-3, -2))
+
+
+def balancing_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [..., 1, columns] and [..., rows, 1] by which fp32 tiles [..., rows, columns] are
+    divided to have columns and rows of equal deviation.
+
+    Columns and rows are divided by their deviations in turn, `ROUNDS` times; the scales of the best
+    round count, of equal ones the last (`variance_normalize` of vllm-project/vllm#46812, which adds
+    logarithms where scales are multiplied here).
+    """
+    of_columns = torch.ones_like(tiles[..., :1, :])
+    of_rows = torch.ones_like(tiles[..., :1])
+    best_columns, best_rows = of_columns, of_rows
+    least = _imbalance(tiles)
+    current = tiles
+    for _ in range(ROUNDS):
+        of_columns = (of_columns * _deviation(current.mT).mT.clamp(*DEVIATIONS)).clamp_(*SCALES)
+        current = tiles / of_columns / of_rows
+        of_rows = (of_rows * _deviation(current).clamp(*DEVIATIONS)).clamp_(*SCALES)
+        current = tiles / of_columns / of_rows
+        imbalance = _imbalance(current)
+        is_better = imbalance <= least
+        least = torch.where(is_better, imbalance, least)
+        best_columns = torch.where(is_better, of_columns, best_columns)
+        best_rows = torch.where(is_better, of_rows, best_rows)
+    return best_columns, best_rows
+
+
+def _imbalance(tiles: Tensor) -> Tensor:
+    """Sum of max / min of the deviations of columns and of rows, [..., 1, 1]; 2 is the least."""
+    spreads = []
+    for deviations in (_deviation(tiles.mT), _deviation(tiles)):
+        least = deviations.amin(-2, keepdim=True).clamp_(min=1e-8)
+        spreads.append(deviations.amax(-2, keepdim=True) / least)
+    return spreads[0] + spreads[1]
+
+
+def _deviation(rows: Tensor) -> Tensor:
+    """Sample standard deviation of each row, [..., 1]."""
+    count = rows.new_full((), rows.shape[-1])
+    centred = rows - total(rows) / count
+    return (total(centred.square()) / (count - 1)).sqrt_()
