@@ -25,10 +25,11 @@ def subject() -> trust.Subject:
 @pytest.fixture
 def few(monkeypatch):
     """Less of each check."""
-    monkeypatch.setattr(trust, "QUESTIONS", 1)
-    monkeypatch.setattr(trust, "WINDOW", 512)
-    monkeypatch.setattr(trust, "METHODS", ("quest",))
-    monkeypatch.setattr(trust, "LIVE", ("full", "h2o"))
+    less = {"budgets": ["infinigen2"], "live": ["full", "h2o"], "window": 256}
+    less |= {"prefixed": ["niah_single_1"], "prompt": 600, "questions": 1}
+    assert less.keys() == trust.LOOKED_AT.keys()
+    for name, value in less.items():
+        monkeypatch.setitem(trust.LOOKED_AT, name, value)
 
 
 def test_every_check_holds_and_the_page_says_what_it_saw(few, tmp_path, capfd):

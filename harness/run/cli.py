@@ -54,8 +54,8 @@ from harness.model.resources import Resources
 from harness.results import archive
 from harness.run import runner, status
 from harness.run.all_runs import run_all
+from harness.run.answers import answer
 from harness.run.compose import as_sweep, override, read_override
-from harness.run.kinds import measurement_of
 from harness.run.parse import asks_status, parse
 from harness.run.sweep import is_sweep, read_plan
 from harness.settings import schema
@@ -201,7 +201,7 @@ class Jobs:
                 self._say_how_far(run.title, time.perf_counter() - began)
         else:
             with runner.users_faults(checked):
-                measurement_of(checked.kind).run(checked, self.resources)
+                answer(checked, self.resources)
 
     def _say_how_far(self, title: str, seconds: float) -> None:
         """After a run that took long: how long, and of a sweep when it will end."""

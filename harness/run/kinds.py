@@ -329,22 +329,17 @@ class Generate(Measurement):
 
 
 class Advise(Measurement):
-    """`kind=advise`: which method, for a machine, a model and its users."""
+    """`kind=advise`: which method, for a machine, a model and its users; see
+    `harness.run.answers`."""
 
     def check(self, config: RunConfig) -> None:
         if config.platform.sheet is None:
-            modelled = "kind=advise needs a modelled machine of conf/platform, such as h100-pcie5"
+            modelled = "kind=advise needs a modelled machine of conf/platform"
             raise UserError(f"platform={config.platform.name}: {modelled}")
         _refuse(config, "kind=advise", "codec", "budget")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return False
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.run.advise import advise
-
-        print(advise(config))
-        return Outcome({})
 
 
 class Contract(Measurement):
@@ -365,17 +360,11 @@ class Contract(Measurement):
 
 
 class Trust(Measurement):
-    """`kind=trust`: checks of what users of such comparisons found wrong elsewhere; see
-    `harness.run.trust`."""
+    """`kind=trust`: checks of what users of such comparisons found wrong elsewhere.
+    `harness.run.answers` makes them."""
 
     def check(self, config: RunConfig) -> None:
         _refuse(config, "kind=trust", "codec", "budget")
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.run.trust import run_trust
-
-        run_trust(config, resources)
-        return Outcome({})
 
 
 class Analysis(Measurement):

@@ -31,6 +31,7 @@ from harness.files import write_atomic
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.resources import Resources
+from harness.model.shape import read_yaml
 from harness.replay.session import ReplaySession
 from harness.replay.setup import prepare
 from harness.results.columns import read_table, where
@@ -45,15 +46,10 @@ from harness.scoring.perplexity import run_perplexity
 from harness.settings.config import RunConfig
 from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
 from methods.base import TokenCounts
+from methods.codecs.integers import IntegerCodec
 
-METHODS = ("infinigen2", "infinigen", "quest", "h2o", "snapkv", "streaming")
-"""Methods whose budget is looked at."""
-LIVE = ("full", "infinigen2", "infinigen", "quest", "h2o", "kivi4")
-"""Methods of which one text is decoded both ways."""
+LOOKED_AT = dict(read_yaml(Path(__file__).with_name("trust.yaml")))
 SHARES = (0.05, 0.2)
-QUESTIONS = 2
-WINDOW = 1024
-"""Tokens of a window, and of a prompt of RULER."""
 PROMPT, STEPS = 256, 8
 EQUAL = 1e-4
 """Largest difference of logits or log-likelihoods that rounding makes."""
@@ -109,7 +105,10 @@ def _asked(subject: Subject) -> Asked:
 
     task = "kv_recall"
     config = subject.run(
-        "experiment=tasks", "method=full", f"tasks=[{task}]", f"num_samples={QUESTIONS}"
+        "experiment=tasks",
+        "method=full",
+        f"tasks=[{task}]",
+        f"num_samples={LOOKED_AT['questions']}",
     )
     found = load_suite(config, subject.loaded).tasks[task]
 
@@ -137,7 +136,9 @@ def _asked(subject: Subject) -> Asked:
         pretrained=subject.loaded.model, tokenizer=subject.loaded.tokenizer, batch_size=1
     )
     with running_lm_eval(f"task {task}"):
-        results = evaluate(stock, {"tasks": {task: found}}, limit=QUESTIONS, bootstrap_iters=0)
+        results = evaluate(
+            stock, {"tasks": {task: found}}, limit=LOOKED_AT["questions"], bootstrap_iters=0
+        )
     return Asked(
         [list(request.ids) for request in engine.requests],
         engine.scores,
@@ -153,7 +154,7 @@ def _asked(subject: Subject) -> Asked:
 
 def one_start_token(subject: Subject) -> Seen:
     """Each prompt begins with as many start tokens as lm-eval's own model gives it, at most one."""
-    start = subject.loaded.tokenizer.bos_token_id
+    start = getattr(subject.loaded.tokenizer, "bos_token_id", None)
     counts = set()
     for ids in subject.asked.ids:
         first_other = next(at for at, token in enumerate(ids) if token != start)
@@ -165,29 +166,32 @@ def one_start_token(subject: Subject) -> Seen:
 
 def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
     """The prompt of a task of RULER ends with the words that begin its answer."""
-    words = ("experiment=tasks", "tasks=[ruler_vt,niah_single_1]", "num_samples=1", "method=full")
-    config = subject.run(*words, f"metadata.max_seq_lengths=[{WINDOW}]")
-    suite = load_suite(config, subject.loaded)
+    tasks, length = ",".join(LOOKED_AT["prefixed"]), LOOKED_AT["prompt"]
+    words = ("experiment=tasks", f"tasks=[{tasks}]", "num_samples=1", "method=full")
+    config = subject.run(*words, f"metadata.max_seq_lengths=[{length}]")
+    suite, tokenizer = load_suite(config, subject.loaded), subject.loaded.tokenizer
+    assert tokenizer is not None, "tasks have read text by it"
     ends = []
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, subject.loaded, name, sys.stderr)
+        task.set_config("generation_kwargs", {"max_gen_toks": 1}, update=True)  # none is looked at
         run_task(task, config, subject.loaded, engine)
         [document] = list(task.eval_docs)[:1]
         [request] = engine.requests
-        prompt = subject.loaded.tokenizer.decode(request.ids[: request.context_len])
+        prompt = tokenizer.decode(request.ids[: request.context_len])
         ends.append(prompt.rstrip().endswith(document["gen_prefix"].rstrip()))
-    return Seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({WINDOW:,} tokens)")
+    return Seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({length:,} tokens)")
 
 
 def the_budget_bites(subject: Subject) -> Seen:
     """A method reads what was asked for, less than the prompt has; with less it is farther off."""
     holds, seen = True, []
-    for method in METHODS:
+    for method in LOOKED_AT["budgets"]:
         divergences = []
         for share in SHARES:
             config = subject.run(
                 "experiment=perplexity", f"method={method}", f"budget=nearest:{share}",
-                "num_windows=1", f"seq_len={WINDOW}", "method.dense_layers=0",
+                "num_windows=1", f"seq_len={LOOKED_AT['window']}", "method.dense_layers=0",
             )  # fmt: skip
             [metrics] = run_perplexity(config, subject.loaded).metrics.values()
             divergences.append(metrics["kl_nats"])
@@ -195,15 +199,17 @@ def the_budget_bites(subject: Subject) -> Seen:
         holds &= divergences[0] > divergences[1] > 0
         seen.append(f"{method} {divergences[0]:.3f} and {divergences[1]:.3f}")
     shares = " and ".join(f"{100 * share:.0f} %" for share in SHARES)
-    return Seen(holds, f"KL at {shares} of {WINDOW:,} tokens: {', '.join(seen)}")
+    return Seen(holds, f"KL at {shares} of {LOOKED_AT['window']:,} tokens: {', '.join(seen)}")
 
 
 def generated_tokens_are_quantized(subject: Subject) -> Seen:
     """In the first layer, whose input no codec changes, keys of decode steps are codes."""
-    stored = {}
-    for codec in (None, "int4"):
-        words = ["experiment=latency", "method=full", "placement=device"]
-        config = subject.run(*words, *([f"codec={codec}"] if codec else []))
+    stored: dict[str, Tensor] = {}
+    codec = IntegerCodec("int4")
+    for name in ("fp32", codec.name):
+        config = subject.run(
+            "experiment=latency", "method=full", "placement=device", f"codec={name}"
+        )
         with attach(subject.loaded.model) as attached:
             setup = prepare(config, subject.loaded, attached, _rows)
             session = LiveSession(
@@ -213,10 +219,8 @@ def generated_tokens_are_quantized(subject: Subject) -> Seen:
                 _steps(session, subject.text)
                 store = session.stores[0]
                 rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS - 1])
-                stored[codec] = rows.keys.float(), setup.codec
-    exact, codec = stored[None][0], stored["int4"][1]
-    keys, coded = exact[:, :, PROMPT:], stored["int4"][0][:, :, PROMPT:]
-    assert codec is not None
+                stored[name] = rows.keys.float()[:, :, PROMPT:]
+    keys, coded = stored["fp32"], stored[codec.name]
     expected = codec.roundtrip(keys)
     error = float((coded - keys).norm() / keys.norm())
     same = torch.allclose(coded, expected, rtol=1e-3, atol=1e-3 * float(keys.abs().max()))
@@ -257,7 +261,7 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
 def live_is_replay(subject: Subject) -> Seen:
     """Decode steps, which are timed, and replay, which is scored, give equal logits."""
     apart = {}
-    for method in LIVE:
+    for method in LOOKED_AT["live"]:
         config = subject.run("experiment=latency", f"method={method}", "placement=device")
         with attach(subject.loaded.model) as attached:
             setup = prepare(config, subject.loaded, attached, _rows)
@@ -278,7 +282,7 @@ def live_is_replay(subject: Subject) -> Seen:
             logits = attached.logits(hidden)
         apart[method] = float((lived - logits).abs().max() / logits.abs().max())
     worst = max(apart, key=lambda method: apart[method])
-    words = f"{STEPS - 1} steps of {', '.join(LIVE)}: logits within {apart[worst]:.0e} ({worst})"
+    words = f"{STEPS - 1} steps of {', '.join(apart)}: logits within {apart[worst]:.0e} ({worst})"
     return Seen(apart[worst] < EQUAL, words)
 
 
