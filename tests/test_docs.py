@@ -173,6 +173,8 @@ def check_run(arguments: list[str]) -> None:
     if arguments[:1] == ["samples"]:
         samples_command.parser().parse_args(arguments[1:])
         return
+    if arguments[:1] == ["advise"]:
+        arguments = ["experiment=advise", *arguments[1:]]
     arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
     own = str(ROOT / "harness" / "run" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
