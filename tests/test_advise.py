@@ -13,7 +13,8 @@ from harness.errors import UserError
 from harness.model.shape import load_shape
 from harness.paper.costmodel.capacity import LAUNCH_S, LAUNCHES_OF_A_PASS, modelled_step
 from harness.results.columns import read_table, where
-from harness.run import advise, cli
+from harness.results.sheet import pipes
+from harness.run import advise, cli, worked
 from harness.settings.config import RunConfig
 from harness.settings.paths import PACKAGES_DIR
 
@@ -142,8 +143,8 @@ def test_the_worked_questions_stand_on_their_page_with_their_errors():
                 advise.options_of(load(words))
         if "published" not in asked:
             continue
-        sheet = advise._beside(asked, words)
-        assert advise.pipes(sheet) in page
+        sheet = worked.beside(asked, words)
+        assert pipes(sheet) in page
         for what, _, _, error, _ in sheet.lines:
             if what != "the same, a user's":  # who saw half of what the paper says
                 assert abs(float(error)) <= 20

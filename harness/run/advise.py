@@ -5,8 +5,8 @@
 A row is a method of the board at one of its budgets, with its rows on the device, in host memory,
 or in host memory behind a GPU cache. How many users fit is the arithmetic of a live session, speed
 is the cost model's (`harness.paper.costmodel.capacity`), what a method loses was measured on the
-board's models. `advise.yaml` has the worked questions of `results/advise.md`, and the serving
-engines that have a method.
+board's models. `advise.yaml` has the launches of each method, and the serving engines that have
+one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from harness.decode.memory import GIB
 from harness.errors import UserError
-from harness.files import write_atomic
 from harness.model.shape import read_yaml
 from harness.results.columns import TableRow, read_table, where
 from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
-from harness.results.sheet import Sheet, pipes, sheet_of, terminal
+from harness.results.sheet import Sheet, sheet_of, terminal
 from harness.run.compose import Composer
 from harness.run.parse import method_file, parse
 from harness.settings.config import RunConfig
-from harness.settings.paths import COMMAND, SHIPPED
+from harness.settings.paths import SHIPPED
 
 if TYPE_CHECKING:
     from harness.paper.costmodel.capacity import Step
@@ -443,68 +442,3 @@ def _engines(options: Iterable[Option]) -> Iterator[str]:
     for method, label in labels.items():
         if method in known:
             yield f"{label}: {known[method]}"
-
-
-# results/advise.md
-
-
-def page() -> str:
-    """The worked questions, as Markdown."""
-    lines = [
-        "# Advice",
-        "",
-        "What `advise` answers to five questions, and how far it lies from speeds that others saw. "
-        "`python -m harness.run.advise` writes this page.",
-    ]
-    for number, asked in enumerate(KNOWN["worked"], 1):
-        words = ["experiment=advise", *asked["settings"]]
-        lines += ["", f"## {number}. {asked['asks']}", "", "```bash"]
-        lines += [f"{COMMAND} advise {' '.join(asked['settings'])}", "```", ""]
-        config = parse(Composer()(words), words)
-        try:
-            options, _ = options_of(config)
-        except UserError as error:
-            lines += [f"Refused: {error}.", "", asked["refused"]]
-            continue
-        first, *changes = recommendation(options)
-        lines += [first, "", *changes]
-        for sheet in sheets(options):
-            lines += ["", sheet.title + ":", "", pipes(sheet)]
-        if "published" in asked:
-            lines += ["", "Beside speeds that were seen:", "", pipes(_beside(asked, words))]
-    return "\n".join(lines) + "\n"
-
-
-def _beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
-    """Predicted and published speeds of a worked question."""
-    lines = []
-    for seen in asked["published"]:
-        predicted = _rate(words, seen["words"], seen["at"])
-        if "over" in seen:
-            predicted /= _rate(words, seen["over"], seen["over_at"])
-        error = 100 * (predicted / seen["value"] - 1)
-        value = f"{seen['value']:g}"
-        lines.append([seen["what"], f"{predicted:.3g}", value, f"{error:+.0f}", seen["source"]])
-    header = [LABEL.heading, "predicted, CUDA graphs", "seen", "error (%)", "source"]
-    return Sheet("", header, lines)
-
-
-def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
-    """Tokens/s of all users in a run of the worked question's machine and model."""
-    from harness.paper.costmodel.capacity import modelled_step
-
-    shared = [word for word in asked if not word.startswith(("advise", "batch_size", "experiment"))]
-    words = ["experiment=capacity", "gen_len=128", *shared, *own]
-    words = list({word.partition("=")[0]: word for word in words}.values())
-    return users / modelled_step(parse(Composer()(words), words)).seconds(users)
-
-
-def main() -> None:
-    """Write `results/advise.md`."""
-    path = SHIPPED / "advise.md"
-    write_atomic(path, page())
-    print(path)
-
-
-if __name__ == "__main__":
-    main()
