@@ -26,6 +26,7 @@ from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
 from harness.results.sheet import Sheet, sheet_of, terminal
 from harness.run.compose import Composer
 from harness.run.parse import method_file, parse
+from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 from harness.settings.paths import SHIPPED
 
@@ -173,7 +174,7 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     found: list[Option] = []
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
-    for row in rows:
+    for row in bar(rows, desc="advice", unit="row of the board"):
         if lost_by(row) is None:
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
