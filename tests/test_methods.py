@@ -32,6 +32,7 @@ from methods.loki import Loki
 from methods.oracle import Oracle
 from methods.pariskv import ParisKV, shares_of, sphere_levels
 from methods.pqcache import PQCache
+from methods.projection import right_vectors
 from methods.prompt_evicting import ExpectedAttention, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
@@ -269,6 +270,19 @@ def test_tokens_read_by_hand(method, row, read):
     assert Quest(read_tokens=32, page_size=4).with_budget(0.5) == Quest(budget=0.5, page_size=4)
 
 
+@pytest.mark.parametrize("budget", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize("cap_of", ["cached", "final"])
+def test_the_cap_of_rows_is_the_one_of_a_row(cap_of, budget):
+    """One token at least, also where the share rounds down to none."""
+    method = InfiniGen(budget=budget, cap_of=cap_of)
+    cached, finals = [[1, 2, 30], [5, 10, 99]], [40, 120]
+    wanted = [
+        [method.max_tokens_read(TokenCounts(row, 1, final), 2) for row in rows]
+        for rows, final in zip(cached, finals, strict=True)
+    ]
+    assert method.cap(torch.tensor(cached), torch.tensor(finals)).tolist() == wanted
+
+
 def test_rocketkvs_stages_by_hand():
     """A compression c of 64 is split as 64^0.56 and the rest; of 4, as 4^0.32; of 2^20, as (2^20)^0.8."""
     head_dim = 64
@@ -328,6 +342,13 @@ def chosen(method, scores, positions, final, geometry=None):
     query = torch.empty(1, GROUP * KV_HEADS, positions.shape[1], 0)
     rows = QueryRows(query, positions, positions >= 0, slots, positions[:, None], lambda: scores)
     return method.choose(scores, rows, torch.tensor([final]), geometry or GEOMETRY)
+
+
+def test_a_token_that_scores_far_above_all_others_is_read_alone():
+    scores = torch.zeros(1, KV_HEADS, GROUP, 1, 20)
+    scores[..., 7] = 100
+    selection = chosen(Oracle(budget=1.0), scores, torch.tensor([[20]]), 40)
+    assert selection.mask.nonzero()[:, -1].tolist() == [7] * KV_HEADS and selection.num_read.tolist() == [[1]]
 
 
 @pytest.mark.parametrize("family, threshold", [("opt", 4), ("llama", 5), ("qwen3", 5)])
@@ -521,6 +542,18 @@ def test_the_balanced_pair_is_that_of_the_svd_of_each_head(columns, white_keys):
         assert np.array_equal(*(each.argsort(-1) for each in scores)), "tokens are chosen in this order"
 
 
+@pytest.mark.parametrize("tokens", [3, 8, 20])
+def test_components_are_as_many_as_channels_also_of_few_tokens(tokens):
+    rows = torch.randn(2, 4, tokens, 8, generator=torch.Generator().manual_seed(tokens)).double()
+    basis = right_vectors(rows)
+    identity = torch.eye(8, dtype=torch.float64).expand(2, 4, 8, 8)
+    torch.testing.assert_close(basis.mT @ basis, identity)
+    energies = (rows @ basis).square().sum(-2)
+    torch.testing.assert_close(energies, energies.sort(-1, descending=True).values)
+    singular = torch.linalg.svdvals(rows).square()
+    torch.testing.assert_close(energies[..., : singular.shape[-1]], singular)
+
+
 @pytest.mark.parametrize(("tokens", "width", "rank"), [(40, 12, 5), (12, 40, 5), (12, 40, 30), (12, 12, 12)])
 def test_keys_of_low_rank_are_those_of_the_svd(tokens, width, rank):
     rows = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(2)) * torch.logspace(0, -3, width)
@@ -611,6 +644,23 @@ def test_coded_projections_give_nearly_the_same_scores(projection_bits, most):
         scores[bits] = state.scores(0, QueryRows(last, positions, positions >= 0, *places, torch.empty))
     error = (scores[projection_bits] - scores[None]).square().mean().sqrt()
     assert error < most * scores[None].std()
+
+
+@pytest.mark.parametrize("at_once", [2, 7, 1024])
+def test_moments_are_those_of_all_tokens_however_few_are_summed_at_once(at_once, monkeypatch):
+    """2: fewer than the batch has sequences, so one token of each at a time."""
+    monkeypatch.setattr("methods.infinigen2.MOMENT_TOKENS", at_once)
+    query, key, _ = prompt_of(bias=3.0)
+    real = torch.ones(3, 40, dtype=torch.bool)
+    real[1, :9] = False  # padding on the left
+    found = moments(query.repeat(3, 1, 1, 1), key.repeat(3, 1, 1, 1), real)
+    for sequence, is_real in enumerate(real):
+        for head in range(2):
+            queries = query[0, 2 * head : 2 * head + 2, is_real].double().flatten(0, 1)
+            keys = key[0, head, is_real].double()
+            of_query = queries.mT @ queries / len(queries)
+            torch.testing.assert_close(found["query"][sequence, head], of_query)
+            torch.testing.assert_close(found["key"][sequence, head], keys.mT.cov(correction=0))
 
 
 @pytest.mark.parametrize("statistics", ["prompt", "calibration", "both"])
