@@ -15,7 +15,7 @@ The rule, and where it differs (made into docs/methods.md):
 reads the cap (`alpha=inf`). `partial_weight_ratio` · head_dim numbers are kept of a key, by
 the pair of projections with the least expected squared error of q · k, from second moments of
 queries and keys (`statistics`: of the prompt, the calibration text, or both).
-`methods/infinigen2.py` has the formulas. **infinigen-balanced** is the same index under InfiniGen's
+**infinigen-balanced** is the same index under InfiniGen's
 settings: it predicts a query, as many numbers as the paper's columns, uncoded.
 
 An index in few bits (`index_bits`) takes the mean of the prompt's keys off before it codes them,

@@ -1,13 +1,15 @@
 """InfiniGen2 whose unread tokens are estimated by a linear fit on the index. Not of the paper.
 
+MomentKV (arXiv 2606.01563) keeps counts, means and the covariance of values and keys of evicted
+tokens. Here the index still has every token's score, so only the values need such moments.
+
 The rule, and where it differs (made into docs/methods.md):
 
 **infinigen2-linear** reads as `infinigen2` and estimates the unread tokens from the index. A
 token's index score s gives its weight exp(s), and its numbers i in the index its value b + M^T i.
 So the unread tokens add sum exp(s) to the denominator and b sum exp(s) + M^T sum exp(s) i to the
 numerator. M, in `projection_bits`, and b are fitted to the prompt by least squares, for each layer,
-KV head and sequence. The estimate is biased and has no sampling error. MomentKV (arXiv 2606.01563)
-keeps such moments of evicted tokens, in place of their scores.
+KV head and sequence. The estimate is biased and has no sampling error.
 """
 
 from __future__ import annotations
