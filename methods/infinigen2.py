@@ -11,30 +11,26 @@ root form.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**infinigen2** keeps the paper's idea, a few numbers of every key on the device, and changes the
-rest: no dense layer, the layer's own query, the sum of a group's probabilities, always the cap
-(`alpha=inf`), and a balanced index in 4 bits with projections in 4 bits ([what
-changed](results.md#infinigen2)). `partial_weight_ratio` · head_dim numbers are kept of a key, by
+**infinigen2** differs from the paper in four things ([which](results.md#infinigen2)) and always
+reads the cap (`alpha=inf`). `partial_weight_ratio` · head_dim numbers are kept of a key, by
 the pair of projections with the least expected squared error of q · k, from second moments of
 queries and keys (`statistics`: of the prompt, the calibration text, or both).
-`methods/infinigen2.py` has the formulas. **infinigen-balanced** is the same index under InfiniGen's
+**infinigen-balanced** is the same index under InfiniGen's
 settings: it predicts a query, as many numbers as the paper's columns, uncoded.
 
 An index in few bits (`index_bits`) takes the mean of the prompt's keys off before it codes them,
-and scales its columns to variance 1. The projections are a sequence's own and stay on the device
-with its index. `projection_bits` codes them once, after the prompt: each row of numbers, which one
-channel of a query or key meets, has its own minimum and step, since channels differ a hundredfold
-where queries and keys have biases. W_k is coded first. W_q is then the one that makes the most of
-that W_k, and is coded too.
+and scales its columns to variance 1. `projection_bits` codes a sequence's projections after the
+prompt: each row of numbers, which one channel of a query or key meets, has its own minimum and
+step. W_k is coded first, then the W_q that makes the most of it.
 
 **infinigen2-sampled** reads as many tokens, but not only the best ones. Let p be a token's
 estimated probability, summed over the group, times the distance of its value from the prompt's mean
-value: how much the output would miss it. A byte a token holds that distance. Let u be the token's
+value. A byte a token holds that distance. Let u be the token's
 random number in (0, 1). The tokens with the largest p / u are read, and c is the largest p / u of
 the others. A token with p >= c counts once, and any other counts c / p times in the softmax, so
 that numerator and denominator of the attention are right on average for every query head (priority
 sampling). The numbers u are hashes of `seed`, layer, KV head and token. They stay the same from row
-to row, so that a step draws nearly what the step before drew, and a GPU cache has them already.
+to row, so that a GPU cache has most of what a step draws.
 """
 
 from __future__ import annotations

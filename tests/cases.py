@@ -34,6 +34,7 @@ from methods.infinigen2 import InfiniGen2Sampled
 from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
 from methods.kvzip import KVzip
+from methods.linear_rest import InfiniGen2Linear
 from methods.loki import Loki
 from methods.oracle import Oracle, OracleSampled
 from methods.pariskv import ParisKV
@@ -374,6 +375,7 @@ CASES = {
             budget=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None, own_query_layers=0
         )
     ),
+    "infinigen-linear": Case(InfiniGen2Linear(budget=0.4, own_query_layers=0)),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, budget=0.4), Smooth()),
     "infinigen+int4": Case(InfiniGen(alpha=0.3, budget=0.4), IntegerCodec("int4")),
     "infinigen+layers": Case(InfiniGen(alpha=0.3, budget=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))),
