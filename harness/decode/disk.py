@@ -155,7 +155,8 @@ class DiskFile(AbstractContextManager["DiskFile"]):
         try:
             _require_space(disk.folder, self.nbytes)
             self._file = _unnamed(disk.folder)
-            os.posix_fallocate(self._file, 0, self.nbytes)
+            # A codec may leave all of a short text exact, but no file system reserves nothing.
+            os.posix_fallocate(self._file, 0, max(self.nbytes, BLOCK_BYTES))
             flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
         except OSError as error:
