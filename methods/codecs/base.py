@@ -11,6 +11,7 @@ n contiguous blocks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar, TypeVar
 
 import torch
@@ -144,6 +145,18 @@ def unpack_planes(packed: Tensor, bits: int, head_dim: int, dtype: torch.dtype) 
             shifted = shifted & (2**bits - 1)
         block.copy_(shifted[..., : block.shape[-1]])
     return codes
+
+
+def require_name(name: str, known: Collection[str]) -> None:
+    """Raise ValueError for a codec that a family does not have."""
+    if name not in known:
+        raise ValueError(f"codec={name!r}: must be one of {', '.join(known)}")
+
+
+def require_group_size(group_size: int, *, least: int) -> None:
+    """Raise ValueError for a group of fewer than `least` elements."""
+    if type(group_size) is not int or group_size < least:
+        raise ValueError(f"group_size={group_size!r}: must be an integer >= {least}")
 
 
 def dealt_bytes(group_bytes: int, size: int) -> int:

@@ -28,6 +28,8 @@ from methods.codecs.base import (
     dealt_bytes,
     pack_codes,
     plane_width,
+    require_group_size,
+    require_name,
     total,
     unpack_codes,
 )
@@ -74,10 +76,8 @@ class BlockGtqCodec(RowCodec):
     group_size: int = 128
 
     def __post_init__(self) -> None:
-        if self.name not in BLOCKGTQ_BITS:
-            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(BLOCKGTQ_BITS)}")
-        if type(self.group_size) is not int or self.group_size < 2:
-            raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 2")
+        require_name(self.name, BLOCKGTQ_BITS)
+        require_group_size(self.group_size, least=2)
 
     @property
     def bits(self) -> int:

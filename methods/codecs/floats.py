@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.codecs.base import FLOAT_DTYPES, RowCodec
+from methods.codecs.base import FLOAT_DTYPES, RowCodec, require_name
 
 STORED_DTYPES = FLOAT_DTYPES | {"fp8": torch.float8_e4m3fn}
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -26,8 +26,7 @@ class FloatCodec(RowCodec):
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in STORED_DTYPES:
-            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(STORED_DTYPES)}")
+        require_name(self.name, STORED_DTYPES)
 
     @property
     def bits(self) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from methods.codecs.base import RowCodec, hadamard, pack_planes, unpack_planes
+from methods.codecs.base import RowCodec, hadamard, pack_planes, require_name, unpack_planes
 from methods.codecs.integers import Rotation
 
 GGML_BITS = {"q8_0": 8, "q5_1": 5, "q4_0": 4}
@@ -45,8 +45,7 @@ class GgmlCodec(RowCodec):
     of_values: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in GGML_BITS:
-            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(GGML_BITS)}")
+        require_name(self.name, GGML_BITS)
 
     @property
     def bits(self) -> int:

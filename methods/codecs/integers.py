@@ -26,7 +26,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from methods.codecs.base import RowCodec, hadamard, pack_planes, plane_width, unpack_planes
+from methods.codecs.base import (
+    RowCodec,
+    hadamard,
+    pack_planes,
+    plane_width,
+    require_group_size,
+    require_name,
+    unpack_planes,
+)
 from methods.compiled import kernels_for
 
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
@@ -45,10 +53,8 @@ class IntegerCodec(RowCodec):
     rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in INTEGER_BITS:
-            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(INTEGER_BITS)}")
-        if type(self.group_size) is not int or self.group_size < 1:
-            raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 1")
+        require_name(self.name, INTEGER_BITS)
+        require_group_size(self.group_size, least=1)
 
     @property
     def bits(self) -> int:

@@ -27,6 +27,8 @@ from methods.codecs.base import (
     hadamard,
     pack_planes,
     plane_width,
+    require_group_size,
+    require_name,
     total,
     unpack_planes,
 )
@@ -57,10 +59,8 @@ class KvarnCodec(RowCodec):
     of_values: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in KVARN_BITS:
-            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(KVARN_BITS)}")
-        if type(self.group_size) is not int or self.group_size < 2:
-            raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 2")
+        require_name(self.name, KVARN_BITS)
+        require_group_size(self.group_size, least=2)
 
     @property
     def bits(self) -> int:

@@ -25,7 +25,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from methods.codecs.base import RowCodec, code_bytes, hadamard, pack_codes, total, unpack_codes
+from methods.codecs.base import (
+    RowCodec,
+    code_bytes,
+    hadamard,
+    pack_codes,
+    require_name,
+    total,
+    unpack_codes,
+)
 
 TURBO_BITS = {"turbo4": 4, "turbo3": 3, "turbo2": 2}
 
@@ -47,8 +55,7 @@ class TurboCodec(RowCodec):
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in TURBO_BITS:
-            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(TURBO_BITS)}")
+        require_name(self.name, TURBO_BITS)
 
     @property
     def bits(self) -> int:
