@@ -65,7 +65,7 @@ def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
 def code_digest() -> str:
     """sha256 of all code of the project."""
     files = [*(PACKAGES_DIR / "harness").rglob("*.py"), *(PACKAGES_DIR / "methods").rglob("*.py")]
-    return _digest(sorted(files))
+    return _digest(files)
 
 
 def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:

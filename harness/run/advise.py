@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from harness.decode.memory import GIB
 from harness.errors import UserError
 from harness.model.shape import read_yaml
-from harness.results.columns import TableRow, read_table, where
+from harness.results.columns import TableRow, grouped, read_table, where
 from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
 from harness.results.sheet import Sheet, sheet_of, terminal
 from harness.run.compose import Composer
@@ -43,7 +43,7 @@ HIT_FRAC = 0.89
 SmolLM2, 1,024 tokens (docs/results.md)."""
 HIT_RANGE = (0.60, 0.95)
 PLACES: dict[str, dict[str, Any]] = {
-    "device": {"placement": "device"},
+    "device": {"placement": "device", "gpu_cache": 0},
     "host": {"placement": "host", "gpu_cache": 0},
     "host, GPU cache": {"placement": "host", "gpu_cache": ROWS},
 }
@@ -51,21 +51,16 @@ LINK_LAUNCHES = 3
 """Launches on the link's stream, a layer (benchmarks/NOTES.md)."""
 
 
-class LeftOutError(Exception):
-    """Why a method has no row."""
-
-
 @dataclass(frozen=True)
 class Option:
     """A method of the board at a budget, in a place of `PLACES`, under the question's settings.
 
-    board: its row there. asked: the question. capacity, step: of the cost model.
+    board: its row there. asked: the question. step: of the cost model, with its capacity.
     """
 
     board: TableRow
     place: str
     asked: RunConfig
-    config: RunConfig
     step: Step
 
     @property
@@ -169,25 +164,22 @@ def advise(config: RunConfig) -> str:
 
 
 def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
-    """Every option, the best first, and why a method has none, by label."""
+    """Every option, the best first, and why a method has none, by label. Raises UserError where the
+    full cache cannot be modelled, and so nothing can."""
     compose = Composer()
     found: list[Option] = []
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
-    for row in bar(rows, desc="advice", unit="row of the board"):
+    for row in bar(rows, desc="advice", unit="row"):
         if lost_by(row) is None:
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
-        for place in PLACES:
-            if row["family"] == "evicts" and place != "device":
-                continue  # what it keeps is small
-            try:
-                option = _option(config, row, place, compose)
-            except LeftOutError as why:
-                left[row["label"]] = str(why)
-                break
-            if option is not None:
-                found.append(option)
+        try:
+            found += _options(config, row, compose)
+        except UserError as error:
+            if row["method"] == "full":
+                raise
+            left[row["label"]] = str(error)
     for option in found:
         left.pop(option.label, None)
     found.sort(key=lambda option: (option.why_not != "", -option.total(option.tpot_s)))
@@ -196,18 +188,17 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
 
 def board_rows(context: int) -> list[TableRow]:
     """The board's rows over all models that a live session can have, each at its longest windows
-    that are no longer than the context."""
+    that are no longer than the context; the full cache first."""
     longest: dict[tuple[Any, ...], TableRow] = {}
     for row in where(read_table(BOARD), "over", OVER):
-        identity = (row["label"], row["asked_budget"] if row.get("ratio") is not None else None)
-        if row["family"] == "oracle" or row.get("apart", "").startswith("cannot have this budget"):
+        is_apart = row.get("apart") and not reads_own_budget(row)
+        if row["family"] == "oracle" or is_apart:  # it cannot have this budget
             continue
-        if reads_own_budget(row):
-            identity = (row["label"], None)
+        identity = (row["label"], None if reads_own_budget(row) else row["asked_budget"])
         before = longest.get(identity)
         if before is None or before["seq_len"] < row["seq_len"] <= context:
             longest[identity] = row
-    return list(longest.values())
+    return sorted(longest.values(), key=lambda row: row["method"] != "full")
 
 
 def lost_by(row: TableRow) -> float | None:
@@ -220,48 +211,37 @@ def lost_by(row: TableRow) -> float | None:
 
 def reads_own_budget(row: TableRow) -> bool:
     """True for the full cache and for codecs, which have no budget to set."""
-    apart: str = row.get("apart") or ""
-    return "of its own" in apart or "full cache itself" in apart
+    return row["family"] in ("reads all", "codes")
 
 
-def _option(config: RunConfig, row: TableRow, place: str, compose: Composer) -> Option | None:
-    """None where the method has no such place. Raises LeftOutError for what cannot be known."""
+def _options(config: RunConfig, row: TableRow, compose: Composer) -> Iterator[Option]:
+    """A row of the board in each place that its method has. Raises UserError for what cannot be
+    known."""
     from harness.paper.costmodel.capacity import modelled_step
 
     if _key(row) not in KNOWN["launches"]:
-        raise LeftOutError("its launches were not counted")
-    words = ["experiment=capacity", "platform=h100-pcie5", f"method={row['method']}"]
-    words += [f"{name}={value}" for name, value in PLACES[place].items()]
+        raise UserError("its launches were not counted")
+    words = ["experiment=capacity", "platform=h100-pcie5", f"method={row['method']}", "gpu_cache=0"]
     if not reads_own_budget(row):
         words.append(f"budget={row['asked_budget']}")
     if "codec" not in method_file(row["method"]) and row.get("codec"):
         words.append(f"codec={row['codec']}")
     dense = (row.get("dense_numbers") or "0").split(" or ")[-1]
     words.append(f"method.dense_layers={dense}")
-    hit_frac = HIT_FRAC if config.capacity.hit_frac is None else config.capacity.hit_frac
-    if PLACES[place].get("gpu_cache"):
-        words.append(f"capacity.hit_frac={hit_frac}")
-    try:
-        made = parse(compose(words), words)
-    except UserError as error:
-        if place == "host, GPU cache" and "gpu_cache" in str(error):
-            return None
-        raise LeftOutError(str(error)) from error
-    capacity = replace(config.capacity, hit_frac=made.capacity.hit_frac)
-    made = replace(
-        made,
-        model=config.model,
-        platform=config.platform,
-        latency=config.latency,
-        capacity=capacity,
-    )
-    try:
-        step = modelled_step(made, weight_bits=config.advise.weight_bits)
-    except UserError as error:
-        if "depends on the text" in str(error) or "budget" in str(error):
-            raise LeftOutError(str(error).partition(": ")[2]) from error
-        raise
-    return Option(row, place, config, made, step)
+    made = parse(compose(words), words)
+    made = replace(made, model=config.model, platform=config.platform, latency=config.latency)
+    given = config.capacity.hit_frac
+    hit_frac = HIT_FRAC if given is None else given
+    for place, settings in PLACES.items():
+        has_cache = settings["gpu_cache"] > 0
+        if row["family"] == "evicts" and place != "device":
+            continue  # what it keeps is small
+        if has_cache and not made.method.names_rows:
+            continue
+        capacity = replace(config.capacity, hit_frac=hit_frac if has_cache else None)
+        here = replace(made, **settings, capacity=capacity)
+        step = modelled_step(here, weight_bits=config.advise.weight_bits)
+        yield Option(row, place, config, step)
 
 
 def _key(row: TableRow) -> str:
@@ -424,17 +404,10 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
         "hit_source": KNOWN["hit_measured"] if given is None else "as given",
     }
     lines = [sentence.format(**fields) for sentence in KNOWN["sources"]]
-    for why, labels in _by_reason(left).items():
+    for why, labels in grouped(left, left.__getitem__).items():
         lines.append(f"Left out, as {why}: {', '.join(labels)}.")
     engines = "; ".join(_engines(options))
     return [*lines, f"Serving engines: {engines}; of the others none is known here."]
-
-
-def _by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for label, why in left.items():
-        found.setdefault(why, []).append(label)
-    return found
 
 
 def _engines(options: Iterable[Option]) -> Iterator[str]:

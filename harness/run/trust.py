@@ -45,7 +45,6 @@ from harness.scoring.evaluation import ReplayEngine, run_task, running_lm_eval
 from harness.scoring.perplexity import run_perplexity
 from harness.settings.config import RunConfig
 from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
-from methods.base import TokenCounts
 from methods.codecs.integers import IntegerCodec
 
 LOOKED_AT = dict(read_yaml(Path(__file__).with_name("trust.yaml")))
@@ -211,7 +210,7 @@ def generated_tokens_are_quantized(subject: Subject) -> Seen:
             "experiment=latency", "method=full", "placement=device", f"codec={name}"
         )
         with attach(subject.loaded.model) as attached:
-            setup = prepare(config, subject.loaded, attached, _rows)
+            setup = prepare(config, subject.loaded, attached, list)
             session = LiveSession(
                 attached, setup.method, codec=setup.codec, max_new_tokens=STEPS, placement="device"
             )
@@ -264,7 +263,7 @@ def live_is_replay(subject: Subject) -> Seen:
     for method in LOOKED_AT["live"]:
         config = subject.run("experiment=latency", f"method={method}", "placement=device")
         with attach(subject.loaded.model) as attached:
-            setup = prepare(config, subject.loaded, attached, _rows)
+            setup = prepare(config, subject.loaded, attached, list)
             options: dict[str, Any] = {"codec": setup.codec, "calibration": setup.calibration}
             steps: dict[str, Any] = {"max_new_tokens": STEPS, "placement": "device"}
             with closing(LiveSession(attached, setup.method, **options, **steps)) as session:
@@ -316,10 +315,6 @@ CHECKS: dict[str, Callable[[Subject], Seen]] = {
     "no method beats the full cache": no_method_beats_the_full_cache,
     "nothing was tuned where it is scored": nothing_was_tuned_where_it_is_scored,
 }
-
-
-def _rows() -> list[TokenCounts]:
-    return [TokenCounts(cached, PROMPT, PROMPT + STEPS) for cached in range(PROMPT, PROMPT + STEPS)]
 
 
 def _steps(session: LiveSession, ids: Tensor) -> Tensor:
