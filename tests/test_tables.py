@@ -549,6 +549,20 @@ def test_answers_of_several_repeats_have_their_own_error_and_pass_at_k(tmp_path)
     assert "repeats_stderr" not in save_and_read(tmp_path)
 
 
+def test_lengths_of_answers_stand_apart_where_there_are_several_tasks(tmp_path):
+    metrics = {"exact_match,strict-match": 0.5, "generated_tokens": 120.5, "at_limit": 0.25} | shares(0.2)
+    save(tmp_path / "one", ["experiment=tasks"], {"gsm8k": metrics})
+    save(tmp_path / "two", ["experiment=tasks"], {"gsm8k": metrics, "triviaqa": metrics})
+    (together,) = sheets_of(read_table(tables.update(tmp_path / "one", "tasks")))
+    scores, lengths = sheets_of(read_table(tables.update(tmp_path / "two", "tasks")))
+    assert "gsm8k generated (tokens)" in together.header
+    of_tasks = [name.partition(" ")[2] for name in scores.header if name.startswith(("gsm8k", "triviaqa"))]
+    assert of_tasks == ["exact_match, strict-match (%)"] * 2
+    of_tasks = [name.partition(" ")[2] for name in lengths.header if name.startswith(("gsm8k", "triviaqa"))]
+    assert of_tasks == ["generated (tokens)"] * 2 + ["answers at the limit of tokens (%)"] * 2
+    assert lengths.title.endswith(", length of the answers")
+
+
 def save_and_read(folder: Path) -> str:
     save_task(folder, "method=h2o")
     return tables.update(folder, "fig11").read_text()

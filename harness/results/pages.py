@@ -28,6 +28,8 @@ BRIEF = (
     "first_divergence", "repetition",
 )  # fmt: skip
 """Metrics of `METRICS` that a terminal shows."""
+LENGTHS = ("generated_tokens", "at_limit")
+"""Metrics of `METRICS` that say how long answers are: a sheet of their own beside several tasks."""
 BRIEF_SPEED = (
     "batch_size", "prompt_len", "gen_len", "budget", "unmet_budget",
     "ttft_s", "tokens_per_s", "tpot_p50_s", "h2d_bytes", "peak_device_bytes",
@@ -152,14 +154,23 @@ def _note_on_settings(shared: Iterable[str]) -> list[str]:
 def _accuracy(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """Whole tasks and texts, then chunks of texts, then each task with needles by their depth."""
     parts = grouped(rows, lambda row: (columns.is_part(row), columns.is_depth(row)))
-    if (False, False) in parts:
-        yield _accuracy_sheet(title, parts[False, False])
+    whole = parts.get((False, False), [])
+    has_several_tasks = len(set(values(whole, "task"))) > 1
+    by_sheet = grouped(whole, lambda row: has_several_tasks and _is_length(row))
+    if False in by_sheet:
+        yield _accuracy_sheet(title, by_sheet[False])
+    if True in by_sheet:
+        yield _accuracy_sheet(f"{title}, length of the answers", by_sheet[True])
     if (True, False) in parts:
         yield _accuracy_sheet(f"{title}, by range of tokens", parts[True, False])
     depths = grouped(parts.get((True, True), ()), lambda row: row["task"].partition("[")[0])
     for task, of_task in depths.items():
         words = "right answers (%) by length and depth of the needle"
         yield _accuracy_sheet(f"{title}, {task}: {words}", of_task)
+
+
+def _is_length(row: TableRow) -> bool:
+    return row["metric"].partition(",")[0] in LENGTHS
 
 
 class _Line(NamedTuple):
