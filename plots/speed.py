@@ -286,28 +286,11 @@ MEMORY_NOTE = (
 POWERS = tuple(4**power for power in range(8))
 """Batches with a tick."""
 MACHINE = ("model", "platform", "source", "memory_bytes", "context")
-MODELLED_PANELS = (
-    ("rtx4090-pcie4", "llama3.1-8b", 8192),
-    ("rtx4090-pcie4", "llama3.1-8b", 32768),
-    ("a6000-pcie3", "llama3.1-8b", 32768),
-    ("h100-pcie5", "llama3.1-8b", 32768),
-    ("h100-pcie5", "llama3.1-8b", 131072),
-    ("a6000-pcie3", "llama2-7b-32k", 32768),
-)
-"""Platform, model and context of the modelled panels; the table has more."""
 
 
 def capacity(tables: data.Tables, name: str) -> Figure | None:
-    """Tokens/s against the batch on a device that ran, a panel a context; of modelled machines,
-    some machines and contexts."""
-    table = tables.read(name, columns.CAPACITY)
-    if not name.endswith("-modelled"):
-        return _draw_capacity(table)
-    parts = []
-    for platform, model, context in MODELLED_PANELS:
-        of_panel = (table.platform == platform) & (table.model == model)
-        parts.append(table[of_panel & (table.context == context)])
-    return _draw_capacity(pd.concat(parts))
+    """Tokens/s against the batch, a panel a context."""
+    return _draw_capacity(tables.read(name, columns.CAPACITY))
 
 
 def _draw_capacity(table: pd.DataFrame) -> Figure | None:

@@ -210,7 +210,6 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
     figure = figures.capacity(Tables(Path("outputs/tables")), "capacity")
     (axes,) = figure.axes
     assert axes.get_xlabel() == "batch size (sequences)"
-    assert figures.capacity(Tables(Path("outputs/tables")), "capacity-modelled") is None
 
 
 def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeypatch, tmp_path, capsys):

@@ -365,7 +365,7 @@ def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
 
 @pytest.mark.parametrize("name", ["fig12", "fig18", "ruler"])  # lines, hatches, parts, images
 def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
-    elsewhere = {"capacity", "capacity-modelled", "board", "budget"}  # drawn in test_capacity and test_board
+    elsewhere = {"capacity", "board", "budget"}  # drawn in test_capacity and test_board
     assert {*DRAWINGS} == {*ROWS, *MODELLED, *elsewhere} - {"perplexity", "fig17-latency"}
     monkeypatch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name]})
     monkeypatch.setattr(drawing, "DPI", 40)  # takes a fraction of the time

@@ -101,10 +101,9 @@ def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
             title, tables = fields["title"], tuple(fields.get("tables", [name]))
             command = fields.get("command", f"python run.py experiment={name}")
             entries.append(Entry(name, title, command, tables, page))
-            by = fields.get("modelled")
-            if by:
+            if fields.get("modelled"):
                 twin = name + MODELLED
-                command = "python -m harness.paper.costmodel --write" if by is True else by
+                command = "python -m harness.paper.costmodel --write"
                 entries.append(Entry(twin, f"{title}, modelled", command, (twin,), page))
     known, found = set(), set()
     for entry in entries:
