@@ -304,14 +304,11 @@ class PromptRows(NamedTuple):
 
     inputs: what the layer's module is called with; None unless the method
     `NeedsInputs`.
-    index_keys: what the layer's own indexer makes of the prompt, [batch, prompt, head_dim of
-        `IndexShape`]; None where the layer has none.
     """
 
     real: Tensor
     num_slots: int
     inputs: LayerInputs | None = None
-    index_keys: Tensor | None = None
 
     @property
     def lengths(self) -> Tensor:
@@ -322,15 +319,6 @@ class PromptRows(NamedTuple):
     def positions(self) -> Tensor:
         """The token of each column, int [batch, prompt], `EMPTY` in the padding."""
         return (self.real.cumsum(-1) - 1).masked_fill(~self.real, EMPTY)
-
-
-Indexer = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-"""A layer's own indexer, for some rows of one pass: indexer(keep, seen) -> slots.
-
-keep(fresh): is given the rows' index keys [batch, rows, head_dim] and returns those of all slots,
-[batch, slots, head_dim]. seen: bool [batch, rows, slots], the slots that each row may read, its own
-among them. slots: int [batch, rows, n], the best ones by the model's own code; where a row sees
-fewer, some that it does not see are among them."""
 
 
 @dataclass
@@ -348,7 +336,6 @@ class QueryRows:
         -inf elsewhere, fp32 [batch, num_kv_heads, group, rows, slots]; read-only, valid until the
         block's attention is computed. Only where `when` is `kept` or `true_scores`.
     padded: True if any row is padding; known without asking the device.
-    index: the layer's own indexer for these rows; None where it has none, or did not run.
     """
 
     query: Tensor
@@ -358,7 +345,6 @@ class QueryRows:
     own_slots: Tensor
     true_scores: Callable[[], Tensor]
     padded: bool = False
-    index: Indexer | None = None
 
     def visible(self) -> Tensor:
         """Cached tokens that each row may read, without its own: bool [batch, 1 or num_kv_heads,
@@ -378,8 +364,6 @@ class Selection(NamedTuple):
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite,
         fp32 [batch, num_kv_heads or 1, group or 1, rows, slots].
     rest: replacement for the tokens that are not read; None for no replacement.
-    own: bool [batch, rows], False for a row that does not read its current token, of a
-        method that `ReadsIndexer`; None: every row does.
     """
 
     mask: Tensor | None
@@ -387,7 +371,6 @@ class Selection(NamedTuple):
     side: Tensor | None = None
     bias: Tensor | None = None
     rest: Rest | None = None
-    own: Tensor | None = None
 
 
 class Rest(NamedTuple):
@@ -427,19 +410,6 @@ class TokenCounts(NamedTuple):
     final: int
 
 
-class IndexShape(NamedTuple):
-    """The indexers of a model that has sparse attention of its own.
-
-    head_dim: elements of a token's index key, one for all heads. top_k: tokens that a row reads at
-    most; its current token competes. own: by layer, whether it has an indexer. A layer without one
-    reads what the last indexer before it chose.
-    """
-
-    head_dim: int
-    top_k: int
-    own: tuple[bool, ...]
-
-
 def _no_weights(layer: int) -> Tensor:
     raise ValueError("the output projections are not known without the model's weights")
 
@@ -452,8 +422,7 @@ class Geometry:
         recurrent layers are not among them. scale: their softmax scale. value_dim: elements of a
         value; None: head_dim. values_in_keys: a value is the first `value_dim` elements of its key
         and takes no memory (multi-head latent attention). softmaxes: one for each layer; empty: all
-        are plain. windows: those of the local layers. index: the model's own indexers; None: it has
-        none.
+        are plain. windows: those of the local layers.
     rotate: rotate(states, positions, inverse=False, layer=0) applies the positions int [batch, n]
         of a layer to keys or queries [batch, heads, n, head_dim], or takes them off (`inverse`);
         the identity without rotary positions. Raises ValueError where the model applies its
@@ -475,7 +444,6 @@ class Geometry:
     values_in_keys: bool = False
     softmaxes: tuple[Softmax, ...] = ()
     windows: tuple[Window, ...] = ()
-    index: IndexShape | None = None
 
     @property
     def group(self) -> int:

@@ -224,15 +224,6 @@ def to_calibrate(method: Method) -> Calibrates | None:
 # Other
 
 
-class FitsModel(Extra):
-    """The model decides a part of the method."""
-
-    def fitted(self, geometry: Geometry) -> Method:
-        """This method with what the model decides, as sessions run it. Raises ValueError where it
-        cannot work on the model."""
-        return self
-
-
 class ReplayOnly(Extra):
     """In some settings the method can be scored but not decoded live."""
 
@@ -259,9 +250,3 @@ class ReadsFile(Extra):
 class WeighsRest(Extra):
     """The `Rest` of its selections has a log-mass. Attention then computes scores, which a fused
     call hides."""
-
-
-class ReadsIndexer(Extra):
-    """Works on models with sparse attention of their own alone (`Geometry.index`), by their
-    indexers. A row may leave out its current token (`Selection.own`). Kernels that read codes
-    always read it, so they are not used."""

@@ -178,7 +178,7 @@ def test_where_prompt_and_answer_have_settings_of_their_own_each_is_named():
     assert "prompts of " in refusal_of(method, 256, 512, 0.15, LENGTHS["tasks"])
 
 
-STRUCTURE = {"duo", "kascade", "dsa"}
+STRUCTURE = {"duo", "kascade"}
 """Heads or layers that read everything by the method's own design."""
 LONG_ANSWERS = {"random", "triattention"}
 """They keep the prompt whole."""

@@ -50,7 +50,7 @@ def plan():
 
 def test_every_method_is_in_the_sweep():
     asked = OmegaConf.to_container(compose(["experiment=tune"]).sweep, resolve=False)
-    left_out = "full,dsa,random,triattention,infinigen-pool,oracle-sampled"
+    left_out = "full,random,triattention,infinigen-pool,oracle-sampled"
     assert asked["methods"] == f"${{choices:method,{left_out}}}"
     assert choices("method") == options("method") and set(ORACLES) <= set(options("method"))
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]

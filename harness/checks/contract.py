@@ -26,7 +26,7 @@ from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.budgets import code_widths, expected_budget, resident_share
 from harness.model.calibration import calibrate
-from harness.model.policies import fitted, new_states, policies_of
+from harness.model.policies import new_states, policies_of
 from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
 from harness.replay.session import ReplaySession
 from harness.replay.setup import CheckedCodec, Setup, codec_of
@@ -38,7 +38,6 @@ from methods.codecs.split import CacheCodec, every_codec, without_keys
 from methods.evicting import EvictingState
 from methods.extras import (
     KeysOnDevice,
-    ReadsIndexer,
     to_calibrate,
     tokenized,
     why_replay_only,
@@ -63,29 +62,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Two query heads per KV head and rotary positions; one KV head per query head, queries scaled
 before, learned positions; a softcap, and layers with a sliding window between those that the method
 counts."""
-INDEXED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DeepSeek-V3.2": ("deepseek_v32", {}),
-    "GLM-5": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "full"]}),
-}
-"""For a method that needs indexers: in all layers, and in some."""
-INDEXED_SIZES: dict[str, Any] = {
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "index_topk": 40,
-    "index_head_dim": 16,
-    "index_n_heads": 16,
-}
-"""Of both. With as many heads hardly a token has no positive product, and no two tie at 0."""
 PROMPTS = {"even": (200, 200), "padded": (200, 180)}
 """Prompt tokens of each sequence: enough for the defaults of every shipped method."""
 STEPS = 10
@@ -618,12 +594,7 @@ def _trials(
     method: Method, codec: CacheCodec | None, device: torch.device
 ) -> Iterator[tuple[str, Trial]]:
     rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, tokenized(method, tiny_ids)
-    models = MODELS
-    if isinstance(method, ReadsIndexer):
-        models = {}
-        for family, (model_type, shape) in INDEXED_MODELS.items():
-            models[family] = model_type, INDEXED_SIZES | shape
-    for family, (model_type, shape) in models.items():
+    for family, (model_type, shape) in MODELS.items():
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
             measured = None
@@ -631,7 +602,7 @@ def _trials(
             if to_measure is not None:  # with random weights, random tokens are as good as a text
                 tokens, _ = token_batch((NUM_CALIBRATION_TOKENS,), steps=0, seed=1)
                 measured = calibrate(attached, to_measure, tokens[0].tolist())
-            setup = Setup(fitted(attached, method, codec), codec, measured)
+            setup = Setup(method, codec, measured)
             for padding, prompts in PROMPTS.items():
                 yield f"{family} {padding}", Trial(attached, link, setup, prompts)
 

@@ -37,7 +37,6 @@ from harness.model.tiny import with_no_constants
 from harness.replay.setup import Setup
 from methods.base import Method
 from methods.codecs.integers import IntegerCodec
-from methods.dsa import Dsa
 from methods.extras import to_calibrate
 from methods.full import Full
 from methods.h2o import H2O
@@ -140,9 +139,7 @@ def own_logits(model: Any) -> str:
                 expected = alone if only is None else [alone[only]]
                 for got, own in zip(found.logits, expected, strict=True):
                     _require_same("the full cache", got, own[-1 - steps :])
-                index = attached.geometry.index
-                is_whole = index is None or max(prompts) + steps <= index.top_k
-                if (found.budget == 1) != is_whole:
+                if found.budget != 1:
                     raise AssertionError(f"the full cache reads {found.budget} of itself")
     with attach(model) as attached:
         if attached.decoder.no_padding:
@@ -170,12 +167,7 @@ def methods_agree(model: Any) -> str:
         short = attached.longest is not None and attached.longest < max(LONG[0]) + STEPS
         prompts = (10, 7) if short else LONG[0]
         dense_layers = min(1, attached.geometry.num_layers - 1)
-        if attached.geometry.index is not None:
-            dense_layers = 0  # no layer reads every token
-        methods = dict(METHODS)
-        if attached.geometry.index is not None:
-            methods["dsa"] = Dsa(every=2), None
-        for name, (method, codec) in methods.items():
+        for name, (method, codec) in METHODS.items():
             if method.when == "previous_layer" and attached.decoder.no_prediction:
                 continue
             calibration = None
@@ -211,7 +203,6 @@ def _require_same(what: str, got: Tensor, expected: Tensor) -> None:
 
 KINDS = (
     "latent",
-    "own indexer",
     "full",
     "sliding window",
     "chunked",
@@ -226,8 +217,6 @@ def kinds_of_layers(attached: Attached) -> str:
     """The kinds of a decoder's layers, in words."""
     kinds: set[str] = set()
     for layer in attached.layers:
-        if layer.takes_indices:
-            kinds.add("own indexer")
         if layer.latent:
             kinds.add("latent")
         elif layer.window is None:
@@ -274,9 +263,7 @@ def as_markdown(findings: Sequence[Finding]) -> str:
         "",
         "- In replay, the full cache gives the model's own logits, shorter and longer than its "
         "window, padded or not.",
-        "- Live decoding gives the logits of replay; so do infinigen, h2o, quest, snapkv and int4, "
-        "and dsa where the",
-        "model has indexers of its own.",
+        "- Live decoding gives the logits of replay; so do infinigen, h2o, quest, snapkv and int4.",
         "- A query made ahead of its layer is the layer's own, bit for bit.",
         "",
         "Every model is checked anew when it is loaded; what fails is refused in one line.",

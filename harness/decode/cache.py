@@ -29,7 +29,6 @@ from harness.decode.links import Ticket
 from harness.decode.share import DeviceShare
 from harness.decode.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
 from harness.model.dense_prompts import LayerPrompt
-from harness.model.indexer import IndexCall
 from harness.model.policies import Policy, SelectErrors, check_selection
 from methods.base import (
     EMPTY,
@@ -41,7 +40,7 @@ from methods.base import (
 )
 from methods.codecs.base import FLOAT_DTYPES
 from methods.evicting import EvictingState
-from methods.extras import HandsOn, ReadsIndexer, WeighsRest
+from methods.extras import HandsOn, WeighsRest
 from methods.prompt_evicting import PromptEvictingState
 
 
@@ -180,7 +179,6 @@ class LayerCache:
     Set by `harness.decode.opening`: following: the next layer that fetches rows. earlier: state of
     the layer before, maybe on another device.
     Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
-    index: the call of the layer's own indexer, until the layer has selected.
     """
 
     def __init__(
@@ -208,13 +206,10 @@ class LayerCache:
         codec = store.codec
         stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
         self.is_fused = hides_scores and stored == {store.format.dtype}
-        reads_own = not isinstance(method, ReadsIndexer)
-        has_kernels = store.format.has_kernels(store.device) and reads_own
-        self.attends_to_codes = hides_scores and has_kernels
+        self.attends_to_codes = hides_scores and store.format.has_kernels(store.device)
         self.following: LayerCache | None = None
         self.earlier: State | None = None
         self.last_query: Tensor | None = None
-        self.index: IndexCall | None = None
 
     def fork(self, share: DeviceShare) -> Self:
         """A cache over the same slots for a fork of its share. `following` and `earlier` are set by
@@ -260,7 +255,7 @@ class LayerCache:
         self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
-            rows = PromptRows(self.batch.real, slots, prompt.inputs, prompt.index_keys)
+            rows = PromptRows(self.batch.real, slots, prompt.inputs)
             self.state.prompt(self.policy.number, query, key, value, rows)
         if isinstance(self.state, EvictingState):
             columns = self.state.compact(self.policy.number, self.store.capacity)
@@ -304,9 +299,7 @@ class LayerCache:
             slot_positions=tokens,
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores or _no_scores,
-            index=self.index,
         )
-        self.index = None
         with SelectErrors(state):
             selection = state.select(number, rows)
             check_selection(selection, state, rows)

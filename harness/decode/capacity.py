@@ -82,7 +82,7 @@ class Capacity:
     def full(self) -> Capacity:
         """The full cache on the same device."""
         model = self.plan.model
-        method = Full().fitted(model.geometry)
+        method = Full()
         layers = []
         for layer in model.layers:
             policy = layer.policy

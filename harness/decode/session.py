@@ -41,7 +41,6 @@ from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.policies import (
     Policy,
     evicts,
-    fitted,
     new_states,
     policies_of,
     require_layers,
@@ -95,7 +94,6 @@ class LiveSession:
         slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        method = fitted(attached, method, codec)
         check_combination(method, placement, gpu_cache, prefetch)
         crosses = placement in BEHIND_LINK
         if crosses and link is None:

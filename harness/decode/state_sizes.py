@@ -146,10 +146,6 @@ def _state_sizes(
     query = torch.empty(batch, heads, columns, head_dim, dtype=dtype, device=META)
     key = torch.empty(batch, kv_heads, columns, head_dim, dtype=dtype, device=META)
     value = torch.empty(batch, kv_heads, columns, value_dim, dtype=dtype, device=META)
-    index_keys = None
-    if geometry.index is not None:
-        shape = batch, columns, geometry.index.head_dim
-        index_keys = torch.empty(shape, dtype=dtype, device=META)
     with ShapesAlone():
         to_measure = to_calibrate(method)
         if calibration is None and to_measure is not None:
@@ -171,8 +167,7 @@ def _state_sizes(
                     state.prompt(number, query, key, value, PromptRows(real, columns))
                     state.compact(number, capacity)
                 else:
-                    rows = PromptRows(real, capacity, index_keys=index_keys)
-                    state.prompt(number, query, key, value, rows)
+                    state.prompt(number, query, key, value, PromptRows(real, capacity))
                 if isinstance(state, KeysOnDeviceState):
                     state.resident(number)
                 after = tensor_bytes(vars(state))

@@ -27,11 +27,9 @@ from harness.decode.store import KeyValue
 from harness.decode.timeline import Timeline
 from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
-from harness.model.indexer import IndexCall
 from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codecs.integers import IntegerCodec
-from methods.extras import ReadsIndexer
 
 BIAS_ALIGNMENT = 8
 """Elements. torch's attention on a GPU copies a bias whose lines begin elsewhere."""
@@ -45,9 +43,8 @@ class DecodeStep(Handler):
     rows, [batch]. sides: the selections' tensors that they are parts of, which a state may give to
     several layers of the step. gpu_cache_reads: the tokens of `reads` in layers with a GPU
     cache. rest: what stands for the tokens that a layer does not read, between its selection
-    and its attention; own: there, whether it reads its current token, bool [batch, 1], where a
-    method may leave it out. bias_of_columns: of the layers that read all columns of a padded batch,
-    by device and dtype.
+    and its attention. bias_of_columns: of the layers that read all columns of a padded batch, by
+    device and dtype.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class DecodeStep(Handler):
         self.sides: list[Tensor] = []
         self.gpu_cache_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
-        self.own: dict[LayerCache, Tensor] = {}
         self.bias_of_columns: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def begin(self) -> None:
@@ -118,13 +114,6 @@ class DecodeStep(Handler):
 
     # Predict: a layer may select in the layer before, by a query made there.
 
-    def take_index(self, layer: int, index: IndexCall) -> None:
-        cache = self.caches[layer]
-        if not isinstance(cache, LayerCache) or not isinstance(cache.method, ReadsIndexer):
-            return
-        if cache.policy.when == "own_query":  # else the layer has selected, and does not ask it
-            cache.index = index
-
     def layer_begins(self, layer: int) -> None:
         cache = self.caches[layer]
         following = cache.following if isinstance(cache, LayerCache) else None
@@ -158,8 +147,6 @@ class DecodeStep(Handler):
     def _note(self, cache: LayerCache, selection: Selection) -> None:
         if selection.rest is not None:
             self.rest[cache] = selection.rest
-        if selection.own is not None:
-            self.own[cache] = selection.own
         self.reads.append(LayerRead(cache.policy.number, selection.num_read[:, 0]))
         if cache.fetcher.keeps_rows:
             self.gpu_cache_reads.append(selection.num_read[:, 0])
@@ -237,11 +224,7 @@ class DecodeStep(Handler):
             if cache.batch.is_padded and key not in self.bias_of_columns:
                 self.bias_of_columns[key] = _new_bias(cache, query, None, cache.visible(fetch))
             return self.bias_of_columns.get(key)
-        bias = _new_bias(cache, query, fetch.bias, cache.visible(fetch))
-        reads_own = self.own.pop(cache, None)
-        if reads_own is not None:
-            bias[..., -1:].masked_fill_(~reads_own[:, None, None], float("-inf"))
-        return bias
+        return _new_bias(cache, query, fetch.bias, cache.visible(fetch))
 
     def _attend_to_codes(
         self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue
@@ -268,10 +251,6 @@ class DecodeStep(Handler):
                 scores[..., : fetch.bias.shape[-1]] += fetch.bias
             if cache.state is not None and not cache.names_rows:
                 self._hide_unread(cache, query, scores)
-            reads_own = self.own.pop(cache, None)
-            if reads_own is not None:
-                hidden = ~reads_own[:, :, None, None, None]
-                scores[..., -1:].masked_fill_(hidden, float("-inf"))
             rest = self.rest.get(cache)
             if rest is not None and rest.log_mass is not None:
                 self.rest[cache] = rest.beside(cache.policy.softmax.log_total(scores))

@@ -29,13 +29,12 @@ from harness.model.calls import (
 )
 from harness.model.decoder import Decoder
 from harness.model.dense_prompts import DensePrompts
-from harness.model.indexer import CACHE, IndexCall, OwnIndexer
 from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_matrix
 from harness.model.split_rows import RecurrentRows, in_parts
 from harness.model.trace import Layer, PositionSource
 from methods.attention import Softmax
-from methods.base import Geometry, IndexShape, LayerInputs
+from methods.base import Geometry, LayerInputs
 from methods.codecs.split import AnyCodec
 
 FP16_MAX = torch.finfo(torch.float16).max
@@ -96,10 +95,6 @@ class Handler:
     def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
         """Take the arguments of a layer's attention module. Called before `attention`, if this
         `needs_inputs`."""
-
-    def take_index(self, layer: int, index: IndexCall) -> None:
-        """Take the call of a layer's own indexer, which does not run unless this handler runs it.
-        Called before `attention`."""
 
     def layer_begins(self, layer: int) -> None:
         """Called when the layer's attention module has its input."""
@@ -192,28 +187,7 @@ class Attached:
             values_in_keys=first.latent is not None,
             softmaxes=() if is_plain else softmaxes,
             windows=tuple(windows),
-            index=self._index_shape(),
         )
-
-    def _index_shape(self) -> IndexShape | None:
-        """The model's own indexers; UserError for layers that do not choose alike."""
-        takes = {layer.takes_indices for layer in self.layers}
-        if takes == {False}:
-            return None
-        if len(takes) > 1:
-            raise refusal(self.decoder.family, "some of its layers take indices, and others none")
-        if self.layers[0].indexer is None:
-            raise refusal(self.decoder.family, "its first layer takes indices and has no indexer")
-        own: list[bool] = []
-        head_dims: set[int] = set()
-        for layer in self.layers:
-            own.append(layer.indexer is not None)
-            if layer.indexer is not None:
-                head_dims.add(layer.indexer.head_dim)
-        top_ks = set(self.decoder.index_top_ks)
-        if len(head_dims) > 1 or len(top_ks) > 1:
-            raise refusal(self.decoder.family, "its indexers have several shapes")
-        return IndexShape(head_dims.pop(), top_ks.pop(), tuple(own))
 
     def method_devices(self, dense_layers: int) -> list[torch.device]:
         """The devices of the layers under a method, each once."""
@@ -364,17 +338,16 @@ class Attached:
             hidden,
             position_embeddings=embeddings,
             position_ids=self._positions,
-            attention_mask=wanted.no_mask,
+            attention_mask=None,
             past_key_values=self._cache,
         )
         return self._query_of(layer, call)
 
     def example(self, layer: int) -> tuple[LayerInputs, Tensor]:
         """A layer's inputs in the trace of the model, a few tokens, and the query made of them."""
-        wanted, call = self.layers[layer], self.layers[layer].call
-        call = call.with_hidden(
-            call.hidden, attention_mask=wanted.no_mask, past_key_values=self.new_cache()
-        )
+        call = self.layers[layer].call
+        cache = self.new_cache()
+        call = call.with_hidden(call.hidden, attention_mask=None, past_key_values=cache)
         return self._inputs_of(layer, call), self._query_of(layer, call)
 
     def _query_of(self, layer: int, call: Call) -> Tensor:
@@ -481,19 +454,6 @@ class Attached:
         """Keep the position embeddings of this pass, for predictions of other layers."""
         self._made[PositionSource(module, options_of(args, kwargs))] = made
 
-    def _indexer_called(
-        self, layer: int, indexer: OwnIndexer, forward: Any, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Called in place of an indexer, whose code is `forward`. Returns no indices: the handler
-        masks by itself."""
-        arguments = indexer.with_arguments(args, kwargs)
-        hidden = Call(args, kwargs).hidden
-        is_of_pass = arguments.get(CACHE) is self._cache and not self._predicting
-        if self._handler is not None and is_of_pass:
-            with launching_on(hidden.device):
-                self._handler.take_index(layer, IndexCall(forward, arguments))
-        return hidden.new_zeros(*hidden.shape[:2], 0, dtype=torch.int32)
-
     def _recurrent(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a recurrent module, whose code is `forward`."""
         if self._recurrent_rows is None:
@@ -579,11 +539,6 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _any_mask(mask: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The mask of a model whose modules must be given one. Nothing reads it."""
-    return mask
-
-
 @contextmanager
 def attached_unchecked(
     model: Any, decoder: Decoder, prompts: DensePrompts | None = None
@@ -601,15 +556,7 @@ def attached_unchecked(
 
         before(decoder.stack, attached._require_own_call)
         position_modules = {}
-        make_mask = None
         for index, layer in enumerate(decoder.layers):
-            if layer.no_mask is not None:
-                make_mask = partial(_any_mask, layer.no_mask)
-            if layer.indexer is not None:
-                own = layer.indexer
-                replace(
-                    own.module, partial(attached._indexer_called, index, own, own.module.forward)
-                )
             before(layer.module, partial(attached._begins, index))
             ending = layer.module.register_forward_hook(partial(attached._ends, index))
             stack.callback(ending.remove)
@@ -628,7 +575,7 @@ def attached_unchecked(
         for module in decoder.row_wise:
             replace(module, partial(in_parts, decoder, module.forward))
         attached.attention_name = stack.enter_context(
-            attention_function(decoder.stack, attached._attend, make_mask)
+            attention_function(decoder.stack, attached._attend)
         )
         stack.enter_context(uncopied(model, IS_COPIED))
         yield attached

@@ -21,7 +21,6 @@ from harness.model.model_cache import ModelCache
 from harness.model.trace import Layer
 from methods.attention import Softmax, by_matrix
 from methods.base import Rest, Window
-from methods.dsa import mask_of
 
 ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""
@@ -131,37 +130,27 @@ def prompt_attention(
     softmax: Softmax,
     padding: Sequence[int] = (),
     window: Window | None = None,
-    chosen: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of left-padded prompts. padding: rows before each prompt, which give zeros.
-    chosen: the columns that each row may read, int [batch, rows, n]; None: all before it.
 
     Shapes as in `dense_attention`. Prompts of unequal length run one by one: causal attention does
     half the work of attention under a mask, which would also hold batch x prompt x prompt elements.
     """
     if not any(padding):
-        return _causal_attention(query, key, value, softmax, window, chosen)
+        return _causal_attention(query, key, value, softmax, window)
     output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     for at, first in enumerate(padding):
         own = slice(at, at + 1), slice(None), slice(first, None)
-        columns = None if chosen is None else chosen[at : at + 1, first:] - first
-        attended = _causal_attention(query[own], key[own], value[own], softmax, window, columns)
+        attended = _causal_attention(query[own], key[own], value[own], softmax, window)
         output[at : at + 1, first:] = attended
     return output
 
 
 def _causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    softmax: Softmax,
-    window: Window | None,
-    chosen: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, window: Window | None
 ) -> Tensor:
     """Causal attention of rows without padding."""
     num_rows = query.shape[2]
-    if chosen is not None:
-        return _attention_to_chosen(query, key, value, softmax, chosen)
     if window is None or num_rows <= window.size:
         return dense_attention(query, key, value, softmax)
     outputs = []
@@ -177,25 +166,6 @@ def _causal_attention(
             value[:, :, first_seen:end],
             softmax,
             visible.expand(len(key), 1, *visible.shape),
-        )
-        outputs.append(output)
-    return torch.cat(outputs, 1)
-
-
-def _attention_to_chosen(
-    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, chosen: Tensor
-) -> Tensor:
-    """Causal attention of rows without padding to their `chosen` columns."""
-    num_rows = query.shape[2]
-    columns = torch.arange(num_rows, device=query.device)
-    outputs = []
-    for begin in range(0, num_rows, ROWS):
-        rows = slice(begin, min(begin + ROWS, num_rows))
-        before = slice(0, rows.stop)
-        visible = mask_of(chosen[:, rows], rows.stop)
-        visible &= columns[before] <= columns[rows, None]
-        output = dense_attention(
-            query[:, :, rows], key[:, :, before], value[:, :, before], softmax, visible[:, None]
         )
         outputs.append(output)
     return torch.cat(outputs, 1)
@@ -312,7 +282,7 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
             hidden,
             position_embeddings=embeddings,
             position_ids=positions,
-            attention_mask=layer.no_mask,
+            attention_mask=None,
             past_key_values=cache,
         )
         key = decoder.run_to_attention(layer, call).key

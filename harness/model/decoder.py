@@ -26,7 +26,6 @@ from harness.model.calls import (
     stack_of,
     stop,
 )
-from harness.model.indexer import top_k_of
 from harness.model.model_cache import ModelCache
 from harness.model.trace import Latent, Layer, Trace
 
@@ -52,8 +51,7 @@ class Decoder:
     states. layers: its attention layers, in order. blocks: its decoder layers. recurrent: modules
     that keep a state of the sequence instead of keys and values. output_type: the type that the
     stack returns. row_wise: modules of the blocks, feed-forward networks, that compute each row by
-    itself; rows_at_once: how many they take. index_top_ks: tokens that each of its indexers chooses
-    for a row. index_tensors: what layers of the trace were given as the choice of an indexer.
+    itself; rows_at_once: how many they take.
 
     is_checked: whether its logits were compared with the model's own. takes_rows: whether recurrent
     modules take several rows at once after a state. no_prediction, no_padding: why the model takes
@@ -73,11 +71,6 @@ class Decoder:
             self.layers: list[Layer] = trace.run()
             self.recurrent: list[nn.Module] = trace.recurrent
             self.output_type = trace.output_type
-            self.index_tensors = trace.indices
-            self.index_top_ks: list[int] = []
-            for layer in self.layers:
-                if layer.indexer is not None:
-                    self.index_top_ks.append(top_k_of(layer.indexer, self.family))
             self.blocks = self._find_blocks()
             self.row_wise = self._find_row_wise()
             with attention_function(self.stack, stop):
@@ -158,10 +151,8 @@ class Decoder:
         """Find the submodules that the query does not depend on; a prediction leaves them out."""
         outputs: dict[str, Tensor] = {}
         leaves: dict[nn.Module, str] = {}
-        # An indexer does not run in a prediction.
-        indexing = set() if layer.indexer is None else set(layer.indexer.module.modules())
         for name, module in layer.module.named_modules():
-            if name and not list(module.children()) and module not in indexing:
+            if name and not list(module.children()):
                 leaves[module] = name
 
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

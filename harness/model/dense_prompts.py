@@ -22,20 +22,17 @@ class LayerPrompt(NamedTuple):
     """What a dense pass over prompts makes in one attention layer.
 
     query, key, value: [batch, heads, prompt, size]. inputs: of the layer's module, where the pass
-    was asked for them. index_keys: of a layer with an indexer of its own, [batch, prompt, size].
+    was asked for them.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     inputs: LayerInputs | None = None
-    index_keys: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """All of its tensors, those of the inputs last."""
         found = [self.query, self.key, self.value]
-        if self.index_keys is not None:
-            found.append(self.index_keys)
         if self.inputs is not None:
             found.append(self.inputs.hidden)
             found += self.inputs.position_embeddings or ()
@@ -44,14 +41,12 @@ class LayerPrompt(NamedTuple):
     def with_tensors(self, tensors: Sequence[Tensor]) -> LayerPrompt:
         """This layer with others in the place of its `tensors`, in the same order."""
         query, key, value, *others = tensors
-        index_keys, inputs = None, None
-        if self.index_keys is not None:
-            index_keys, *others = others
+        inputs = None
         if self.inputs is not None:
             hidden, *embeddings = others
             pair = (embeddings[0], embeddings[1]) if embeddings else None
             inputs = self.inputs._replace(hidden=hidden, position_embeddings=pair)
-        return LayerPrompt(query, key, value, inputs, index_keys)
+        return LayerPrompt(query, key, value, inputs)
 
 
 Keep = Callable[[int, LayerPrompt], None]

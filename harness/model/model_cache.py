@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from harness.model.calls import refusal
+
 
 class ModelCache(DynamicCache):
     """The cache object of one batch.
@@ -20,26 +22,25 @@ class ModelCache(DynamicCache):
 
     num_columns: rows that the model has run so far, from which some models count positions. latest:
     the last (key, value) that an attention layer stored. on_state: called when a module writes a
-    recurrent state. on_index: called when an indexer hands over the index keys of fresh rows.
-    instead: the keys and values that `update` returns; None: those that it was given. Method names
-    are transformers'.
+    recurrent state. instead: the keys and values that `update` returns; None: those that it was
+    given. Method names are transformers'.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
+        self.family: str = config.model_type
         self.num_columns = 0
         self.latest: tuple[Tensor, Tensor] | None = None
         self.on_state: Callable[[], Any] = lambda: None
-        self.on_index: Callable[[Tensor], Any] = lambda keys: None
         self.instead: tuple[Tensor, Tensor] | None = None
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.latest = key, value
         return self.instead or self.latest
 
-    def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
-        self.on_index(keys)
-        return keys
+    def update_indexer(self, *_: Any, **__: Any) -> Tensor:
+        why = "its own indexer chooses the tokens that a row reads, and a method would replace it"
+        raise refusal(self.family, why)
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return self.num_columns

@@ -57,7 +57,7 @@ def output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
         """What the module makes of `part` [n, rows, heads, value_dim]: [n, rows, hidden_size]."""
         call = layer.call.with_hidden(
             inputs.repeat(len(part), 1, 1),
-            attention_mask=layer.no_mask,
+            attention_mask=None,
             past_key_values=ModelCache(decoder.stack.config),
         )
         with attention_function(decoder.stack, lambda *_, **__: (part.contiguous(), None)):

@@ -35,11 +35,9 @@ from methods.base import (
 from methods.codecs.split import CacheCodec, LayerCodecs
 from methods.evicting import EvictingState
 from methods.extras import (
-    FitsModel,
     HandsOn,
     KeysOnDevice,
     NeedsInputs,
-    ReadsIndexer,
     RereadsPrompt,
     WeighsRest,
 )
@@ -83,38 +81,6 @@ def require_layers(codec: CacheCodec | None, num_layers: int) -> None:
         if max(layers.first, layers.last or 0) >= num_layers:
             allowed = f"the model has layers 0 to {num_layers - 1} that see every token"
             raise UserError(f"codec_layers=[{layers.words}]: {allowed}")
-
-
-def fitted(attached: Attached, method: Method, codec: CacheCodec | None = None) -> Method:
-    """The method as it runs on this model (`Method.fitted`).
-
-    No layer of a model with indexers of its own reads every token, so none is dense. Raises
-    UserError for what such a model does not take, and for a method that cannot work on this one.
-    """
-    geometry = attached.geometry
-    if geometry.index is not None:
-        has_own = f"model family {geometry.family!r} reads what its own indexer chooses"
-        dense_layers = method.dense_layers
-        is_model = method.reads_all and codec is None
-        if dense_layers and not is_model:
-            raise UserError(
-                f"method.dense_layers={dense_layers}: {has_own}, so that no layer reads every "
-                "token; allowed: 0"
-            )
-        if isinstance(method, RereadsPrompt):
-            raise UserError(
-                f"method {method.title} reads the prompt again, to which every token must attend: "
-                f"{has_own}; choose another method"
-            )
-        if codec is not None and codec.residual:
-            raise UserError(
-                f"residual={codec.residual}: needs a method that reads everything, and {has_own}; "
-                "allowed: 0"
-            )
-    try:
-        return method.fitted(geometry) if isinstance(method, FitsModel) else method
-    except ValueError as error:  # `methods` knows no UserError; its messages name the setting
-        raise UserError(str(error)) from error
 
 
 def policies_of(
@@ -279,8 +245,6 @@ def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
     rest = selection.rest
     if rest is not None and rest.log_mass is not None and not isinstance(state.method, WeighsRest):
         return "rest.log_mass; allowed: for a method that derives from WeighsRest"
-    if selection.own is not None and not isinstance(state.method, ReadsIndexer):
-        return "own; allowed: for a method that derives from ReadsIndexer"
     batch, num_rows = rows.positions.shape
     slots = rows.slot_positions.shape[-1]
     geometry = state.geometry
@@ -293,8 +257,6 @@ def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
         fault = _fault_of("mask", selection.mask, (torch.bool,), of_slots)
     if fault is None and selection.side is not None:
         fault = _fault_of("side", selection.side, COUNTS, of_rows)
-    if fault is None and selection.own is not None:
-        fault = _fault_of("own", selection.own, (torch.bool,), of_rows)
     if fault is None and selection.bias is not None:
         fault = _fault_of("bias", selection.bias, FLOATS, of_group_slots)
     if fault is not None or rest is None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from harness.model.attached import Attached, Handler
 from harness.model.attention import prompt_attention
 from harness.model.dense_prompts import Keep, LayerPrompt, PrefilledPrompt
-from harness.model.indexer import IndexCall, choose_of_prompt
 from harness.model.model_cache import ModelCache
 from methods.base import Geometry, LayerInputs
 
@@ -21,12 +19,10 @@ and SGLang). A session that takes over its prompt is sized for them."""
 
 
 class PromptPass(Handler):
-    """A dense causal pass over prompts. `keep` takes what each layer makes of them. The rows of a
-    model with indexers of its own attend to what these choose.
+    """A dense causal pass over prompts. `keep` takes what each layer makes of them.
 
     real: bool [batch, prompt], False for the padding on the left; None: there is none.
-    needs_inputs: `keep` is given the inputs of each layer's module, too. chosen: the columns that
-    the last indexer chose.
+    needs_inputs: `keep` is given the inputs of each layer's module, too.
     """
 
     def __init__(
@@ -43,30 +39,18 @@ class PromptPass(Handler):
         self.keep = keep
         self.needs_inputs = needs_inputs
         self.inputs: LayerInputs | None = None
-        self.index_keys: Tensor | None = None
-        self.chosen: Tensor | None = None
 
     def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
         self.inputs = inputs
-
-    def take_index(self, layer: int, index: IndexCall) -> None:
-        real = self.real
-        if real is None:
-            real = torch.ones(index.batch, index.num_rows, dtype=torch.bool, device=index.device)
-        self.chosen, self.index_keys = choose_of_prompt(index, real.to(index.device))
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         known = self.attached.layers[layer]
         if self.keep is not None:
             inputs = self.inputs if self.needs_inputs else None
-            self.keep(layer, LayerPrompt(query, key, value, inputs, self.index_keys))
-        self.inputs = self.index_keys = None  # not held beyond the layer
-        chosen = None
-        if known.takes_indices:
-            assert self.chosen is not None, "the first layer has an indexer"
-            chosen = self.chosen.to(query.device)
+            self.keep(layer, LayerPrompt(query, key, value, inputs))
+        self.inputs = None  # not held beyond the layer
         softmax = self.attached.softmaxes[layer]
-        return prompt_attention(query, key, value, softmax, self.padding, known.window, chosen)
+        return prompt_attention(query, key, value, softmax, self.padding, known.window)
 
 
 def positions_of(real: Tensor) -> Tensor:
@@ -109,7 +93,7 @@ def held_prompt(
 
     def keep(layer: int, prompt: LayerPrompt) -> None:
         query, key, value = alone(prompt.query), alone(prompt.key), alone(prompt.value)
-        layers.append(LayerPrompt(query, key, value, index_keys=prompt.index_keys))
+        layers.append(LayerPrompt(query, key, value))
 
     hidden = dense_pass(attached, ids, real, model_cache, keep)
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden

@@ -19,9 +19,7 @@ from harness.model.attached import LOOK_AT, Attached, Handler, attached_unchecke
 from harness.model.attention import dense_attention
 from harness.model.calls import Call, readable, refusal, reraise_out_of_memory
 from harness.model.decoder import Decoder
-from harness.model.indexer import IndexCall
 from harness.model.prompts import PromptPass, positions_of
-from methods.dsa import mask_of
 
 PASSES = (4, 3, 1)
 """Rows of each pass."""
@@ -103,8 +101,7 @@ def _why_no_prediction(model: Any, decoder: Decoder, ids: Tensor, tolerance: flo
             return "its queries depend on a state of the sequence"
         unknown = []
         for name, value in sorted(layer.call.kwargs.items()):
-            is_choice = any(value is chosen for chosen in decoder.index_tensors)
-            if isinstance(value, Tensor) and name not in REMADE and not is_choice:
+            if isinstance(value, Tensor) and name not in REMADE:
                 unknown.append(name)
         if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
             unknown.append("position_embeddings")
@@ -170,30 +167,13 @@ def _relative(got: Tensor, expected: Tensor) -> float:
 
 
 class _History(Handler):
-    """Dense attention over all passes so far, or to what the model's own indexers choose of them.
-
-    queries: by layer, of the last pass. index_keys: by layer with an indexer. chosen: what the last
-    indexer chose.
-    """
+    """Dense attention over all passes so far. queries: by layer, of the last pass."""
 
     def __init__(self, attached: Attached, *, is_predicting: bool = False) -> None:
         self.attached = attached
         self.is_predicting = is_predicting
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.queries: dict[int, Tensor] = {}
-        self.index_keys: dict[int, Tensor] = {}
-        self.chosen: Tensor | None = None
-
-    def take_index(self, layer: int, index: IndexCall) -> None:
-        def keep(fresh: Tensor) -> Tensor:
-            earlier = self.index_keys.get(layer, fresh[:, :0])
-            self.index_keys[layer] = torch.cat([earlier, fresh], 1)
-            return self.index_keys[layer]
-
-        earlier = 0 if layer not in self.index_keys else self.index_keys[layer].shape[1]
-        tokens = torch.arange(earlier + index.num_rows, device=index.device)
-        seen = tokens <= tokens[earlier:, None]
-        self.chosen = index(keep, seen[None])
 
     def predicts(self, layer: int) -> bool:
         return self.is_predicting
@@ -211,8 +191,5 @@ class _History(Handler):
         window = self.attached.layers[layer].window
         if window is not None:
             visible &= tokens >= window.first_visible(rows)[:, None]
-        if self.attached.layers[layer].takes_indices:
-            assert self.chosen is not None, "the first layer has an indexer"
-            visible = visible & mask_of(self.chosen, len(tokens))[0]
         visible = visible.expand(len(key), 1, *visible.shape)
         return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)

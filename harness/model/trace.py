@@ -25,7 +25,6 @@ from harness.model.calls import (
     readable,
     refusal,
 )
-from harness.model.indexer import OwnIndexer, own_indexer
 from harness.model.model_cache import ModelCache
 from methods.attention import Softmax
 from methods.base import Window
@@ -80,10 +79,9 @@ class Layer:
     call: its call in the trace. device: where it computes. prescales: the module multiplies its
     queries by its own `scaling` and passes a scale of 1; while attached it multiplies by 1, as
     methods get queries before the scale. unused: submodules that the query does not depend on, and
-    the size of their output. query_modules: the submodules that it depends on. takes_indices: its
-    rows attend to the tokens that an indexer chose. indexer: its own; None where it has none, or
-    reuses the choice of an earlier layer. output_factor: see `harness.model.output_projection`;
-    None until it is asked for. is_output_plain: its output is known to be a projection alone.
+    the size of their output. query_modules: the submodules that it depends on. output_factor: see
+    `harness.model.output_projection`; None until it is asked for. is_output_plain: its output is
+    known to be a projection alone.
     """
 
     module: nn.Module
@@ -102,16 +100,8 @@ class Layer:
     unused: dict[str, int] = field(default_factory=dict)
     query_modules: tuple[str, ...] = ()
     latent: Latent | None = None
-    takes_indices: bool = False
-    indexer: OwnIndexer | None = None
     output_factor: Tensor | None = None
     is_output_plain: bool = False
-
-    @property
-    def no_mask(self) -> Tensor | None:
-        """The mask that its module is given outside of the model's own pass. A module that takes
-        indices hands a part of it to its indexer, so there must be one."""
-        return self.call.kwargs.get("attention_mask") if self.takes_indices else None
 
     @property
     def elements(self) -> int:
@@ -123,8 +113,7 @@ class Trace:
     """A run of two tokens through a decoder, with hooks on every module.
 
     recurrent: modules that wrote a recurrent state. stored: by attention module, its key and value
-    for the cache. indices: what layers were given as the choice of an indexer. output_type: the
-    type that the stack returns.
+    for the cache. output_type: the type that the stack returns.
     """
 
     def __init__(self, stack: Any, family: str) -> None:
@@ -134,7 +123,6 @@ class Trace:
         self.layers: list[Layer] = []
         self.recurrent: list[nn.Module] = []
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
-        self.indices: list[Tensor] = []
         self.output_type: type = type(None)
         self._cache = ModelCache(stack.config)
         self._running: list[nn.Module] = []
@@ -143,14 +131,11 @@ class Trace:
         copies."""
         self._made: dict[int, tuple[PositionSource, Any]] = {}
         self._masks: list[tuple[Tensor, Window | None]] = []
-        self._indexer: OwnIndexer | None = None
-        """The indexer that ran last, until the attention call behind it."""
 
     def run(self) -> list[Layer]:
         """The attention layers, in order."""
         stack = self.stack
         self._cache.on_state = self._note_recurrent
-        self._cache.on_index = self._note_indexer
         ids = torch.ones(1, 2, dtype=torch.long, device=self.device)
         positions = torch.arange(2, device=self.device)[None]
         with ExitStack() as hooks:
@@ -188,11 +173,6 @@ class Trace:
     def _note_recurrent(self) -> None:
         if self._running[-1] not in self.recurrent:
             self.recurrent.append(self._running[-1])
-
-    def _note_indexer(self, keys: Tensor) -> None:
-        module = self._running[-1]
-        call = self._calls[id(module)]
-        self._indexer = own_indexer(module, call, keys, self.family)
 
     # Windows
 
@@ -251,8 +231,6 @@ class Trace:
         mask = args[0] if args else options.get("attention_mask")
         under_way = [self._calls[id(running)] for running in reversed(self._running)]
         windows = self._windows_of(mask, under_way)
-        indices = options.pop("indices", None)
-        indexer, self._indexer = self._indexer, None
         unknown = []
         for name, option in options.items():
             if name not in HARMLESS_OPTIONS and option is not None:
@@ -265,10 +243,6 @@ class Trace:
             raise refusal(self.family, "its attention is not causal")
         if any(layer.module is module for layer in self.layers):
             raise refusal(self.family, "a layer attends more than once")
-        if indices is None and indexer is not None:
-            raise refusal(self.family, "its attention is not given what its indexer chose")
-        if indices is not None:
-            self.indices.append(indices)
         if query.shape[2] != 2 or key.shape[2] != 2:
             raise refusal(self.family, "a layer does not attend to each of the tokens")
 
@@ -301,8 +275,6 @@ class Trace:
             call=self._calls[id(module)],
             device=query.device,
             prescales=prescales,
-            takes_indices=indices is not None,
-            indexer=indexer,
         )
         self.layers.append(layer)
         if self._cache.latest is not None:

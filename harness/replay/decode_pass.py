@@ -19,7 +19,6 @@ from harness.decode.gpu_cache import GpuCache
 from harness.model.attached import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.budgets import ReadStats
-from harness.model.indexer import IndexCall
 from harness.model.policies import Policy, SelectErrors, check_selection
 from harness.replay.counts import PassCounts
 from harness.replay.history import History
@@ -73,7 +72,7 @@ class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
     positions, valid: [batch, rows]. counts: what the rows read. predicted: by layer, queries made
-    in the layer before. indexes: by layer, the call of its own indexer, until its attention.
+    in the layer before.
     """
 
     def __init__(self, session: Session, positions: Tensor, valid: Tensor) -> None:
@@ -90,7 +89,6 @@ class DecodePass(Handler):
             self.positions, session.attached.geometry, session.method, session.codec
         )
         self.predicted: dict[int, Tensor] = {}
-        self.indexes: dict[int, IndexCall] = {}
         self._on_device: dict[torch.device, RowsOnDevice] = {}
         self._latest: State | None = None
 
@@ -99,9 +97,6 @@ class DecodePass(Handler):
 
     def predict(self, layer: int, query: Tensor) -> None:
         self.predicted[layer] = query
-
-    def take_index(self, layer: int, index: IndexCall) -> None:
-        self.indexes[layer] = index
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         policy, device = self.policies[layer], self.session.attached.layers[layer].device
@@ -127,11 +122,10 @@ class DecodePass(Handler):
         # Select and attend, block by block.
         guess = self.predicted.pop(layer) if policy.prefetches else None
         asking = self._selecting_query(layer, query)
-        index = self.indexes.pop(layer, None)
         outputs: list[Tensor] = []
         full_outputs: list[Tensor] = []
         for rows in self._blocks(query):
-            block = _Block(self, layer, state, rows, query, asking, guess, index)
+            block = _Block(self, layer, state, rows, query, asking, guess)
             outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
             if block.full is not None:
                 full_outputs.append(block.full)
@@ -151,7 +145,7 @@ class DecodePass(Handler):
             return self._causal_attention(layer, query, kv)
         outputs = []
         for rows in self._blocks(query):
-            block = _Block(self, layer, None, rows, query, query, None, None)
+            block = _Block(self, layer, None, rows, query, query, None)
             outputs.append(block.attend_to_all(*kv))
         return torch.cat(outputs, 1)
 
@@ -234,7 +228,6 @@ class _Block:
         query: Tensor,
         asking: Tensor,
         guess: Tensor | None,
-        index: IndexCall | None,
     ) -> None:
         self.decode = decode
         self.counts = decode.counts
@@ -248,7 +241,6 @@ class _Block:
         self.query = query[:, :, rows]
         self.asking = asking[:, :, rows]
         self.guess = None if guess is None else guess[:, :, rows]
-        self.index = None if index is None else index.part(rows)
         on_device = decode.rows_on(query.device)
         self.positions = on_device.positions[:, rows]
         self.real = on_device.real
@@ -283,7 +275,7 @@ class _Block:
         size] are given."""
         exact = None if self.codec is None else (key, value)
         selection = self._choose_tokens(exact)
-        visible = None if selection.mask is None else self._visible(selection.mask, selection.own)
+        visible = None if selection.mask is None else self._visible(selection.mask)
         if self.decode.session.needles is not None:
             self._count_needle(visible, self.decode.session.needles)
         if visible is not None and self._gathers(selection, visible):
@@ -367,7 +359,6 @@ class _Block:
             recall = torch.empty_like(everything)
         own_scores = None if exact is None else self._own_scores(exact[0])
         used = _read_by_any(visible)
-        used[..., self.first_own :] = True  # also where no row reads its current token
         for sequence in range(batch):
             for head in range(num_kv_heads):
                 set_of_head = min(head, visible.shape[1] - 1)
@@ -396,9 +387,9 @@ class _Block:
             self._add(self.counts.recall, recall.mean((1, 2)))
         return output
 
-    def _visible(self, mask: Tensor, own: Tensor | None) -> Tensor:
-        """The columns that each row reads, its own among them but where `own` [batch, rows] is
-        False: bool, shaped as the `mask` of a selection."""
+    def _visible(self, mask: Tensor) -> Tensor:
+        """The columns that each row reads, its own among them: bool, shaped as the `mask` of a
+        selection."""
         visible = mask.clone()  # the method may hold it
         resident = self.decode.history.resident.get(self.layer)
         if resident is not None:
@@ -406,10 +397,7 @@ class _Block:
             visible = visible | pad(resident, generated, value=True).unsqueeze(2)
         first = 0 if self.decode.is_padded else self.first_own
         visible[..., first:] &= ~self._hidden(first)[:, None]
-        if own is None:
-            self._own(visible).fill_(True)
-        else:  # padding sees itself: no empty softmax
-            self._own(visible).copy_((own | ~self.real[:, self.rows])[:, None])
+        self._own(visible).fill_(True)
         return visible
 
     def _count_needle(self, visible: Tensor | None, needles: Tensor) -> None:
@@ -442,7 +430,6 @@ class _Block:
                 own_slots=own.expand(len(self.positions), 1, -1),
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
-                index=self.index,
             )
             asked: list[Tensor] = []
             if self.guess is not None:

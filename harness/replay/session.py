@@ -23,7 +23,7 @@ from harness.decode.gpu_cache import GpuCache, rooms
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats, SessionConstants, resident_share
 from harness.model.dense_prompts import LayerPrompt
-from harness.model.policies import fitted, new_states, policies_of, require_layers
+from harness.model.policies import new_states, policies_of, require_layers
 from harness.model.rereading import run_prompts
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
@@ -44,8 +44,7 @@ class ReplaySession:
     be on the device. They change no logit. Raises ValueError where the method cannot work in so few
     layers, and in `prefill` where it cannot at these lengths.
 
-    is_model: the method is the full cache, and rows are stored as they are: it is the dense prompt
-    too. needles: to be set before `decode`; int [batch, 2], the first of the tokens that hold a
+    needles: to be set before `decode`; int [batch, 2], the first of the tokens that hold a
     sequence's answer and the one after the last, 0 and 0 where none is known. `decode` then sets
     needle_read, the share of them that each of its rows read: fp64 [layers under the method, batch,
     rows]. It is NaN where none is known, and 1, of one layer, under the full cache.
@@ -69,8 +68,6 @@ class ReplaySession:
         attached.require_length(int(final_lengths.max()))
         require_layers(codec, attached.geometry.num_layers)
         self.codec = without_keys(codec) if isinstance(method, KeysOnDevice) else codec
-        self.is_model = method.reads_all and self.codec is None
-        method = fitted(attached, method, self.codec)
         self.attached = attached
         self.method = method
         needs_method = not method.reads_all or self.codec is not None
@@ -139,7 +136,7 @@ class ReplaySession:
         if policy.kind != "method" or device not in self.states:
             return
         state = self.states[device]
-        rows = self.prompt_rows[device]._replace(inputs=prompt.inputs, index_keys=prompt.index_keys)
+        rows = self.prompt_rows[device]._replace(inputs=prompt.inputs)
         state.prompt(policy.number, query, key, value, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()

@@ -477,7 +477,7 @@ def generate(
                 written |= dict.fromkeys(answer.requests, result)
     if reads.rows:
         reads.check_fired()
-    elif not batch.root.is_model:
+    elif not batch.root.reads_everything:
         raise UserError(
             "every answer ended with its first token, which the dense prompt gives, so the method "
             "decoded nothing: use prefill=question, or leave the task out"

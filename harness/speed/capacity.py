@@ -37,7 +37,6 @@ from harness.files import available_bytes, available_memory
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.load import LoadedModel
-from harness.model.policies import fitted
 from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.settings.config import RunConfig
@@ -228,10 +227,9 @@ def _capacity(
 ) -> Capacity:
     """device: the setting that gives the device."""
     host_gib = config.capacity.host_gib
-    method = fitted(attached, setup.method, setup.codec)
     plan = Plan(
-        sizes_of(attached, method, prefetch=config.prefetch),
-        method,
+        sizes_of(attached, setup.method, prefetch=config.prefetch),
+        setup.method,
         setup.codec,
         config.placement,
         config.gpu_cache,

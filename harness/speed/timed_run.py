@@ -46,7 +46,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,6 @@ from harness.decode.timeline import SEGMENTS, Timeline
 from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.model.attached import Attached, launching_on
 from harness.model.dense_prompts import PrefilledPrompt
-from harness.model.policies import fitted
 from harness.model.prompts import run_prompt
 from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
@@ -163,7 +162,6 @@ def time_run(
     cache does not fit into memory, ValueError for combinations without meaning.
     """
     shape = run.shape
-    run = replace(run, method=fitted(attached, run.method, run.codec))
     if isinstance(prompt, SharedPrompt):
         if run.weights_on_device < 1:
             raise ValueError(
