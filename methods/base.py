@@ -105,12 +105,6 @@ class Method:
         """True if `select` decides which rows are fetched."""
         return self.when in NAMES_ROWS
 
-    def prefetches(self, layer: int) -> bool:
-        """True if a `layer` under the method selects by its own query, and by another query, made
-        in the layer before, the same `select` tells which rows will probably be read. It must not
-        change the state."""
-        return False
-
     # A batch
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:

@@ -229,10 +229,6 @@ class InfiniGenPool(ReplayOnly, InfiniGen):
 
     state = InfiniGenPoolState
 
-    def prefetches(self, layer: int) -> bool:
-        """Not in a limited pool, in which each selection counts."""
-        return False
-
     @property
     def replay_only(self) -> str | None:
         """The artifact's victims stay candidates, so their slots are never free."""

@@ -50,10 +50,6 @@ class Choosing(Method):
         one_of("kv_head", "layer"),
     )
 
-    def prefetches(self, layer: int) -> bool:
-        """Where the own query selects."""
-        return self.when == "own_query"
-
     def by_set(self, scores: Tensor) -> Tensor:
         """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the
         third axis."""
@@ -183,11 +179,6 @@ class ChoosingBy(Choosing):
 
     def when_of(self, layer: int) -> When:
         return "own_query" if self._is_first(layer) else self.when
-
-    def prefetches(self, layer: int) -> bool:
-        """Where the own query selects by choice (`when`). In the first layers a query made earlier
-        tells nothing."""
-        return super().prefetches(layer) and not self._is_first(layer)
 
     def _is_first(self, layer: int) -> bool:
         return layer - self.dense_layers < self.own_query_layers

@@ -168,10 +168,6 @@ class VAttention(Selecting):
     title = "vAttention"
     state = VAttentionState
 
-    def prefetches(self, layer: int) -> bool:
-        """Not where the number of samples depends on the current token's weight."""
-        return self.epsilon == 0 and super().prefetches(layer)
-
     @property
     def has_index(self) -> bool:
         """False where the true scores choose."""

@@ -308,7 +308,6 @@ BAD_SETTINGS = [
     *(f"{name}={value}" for name, low in COUNTS.items() for value in (low, HUGE)),
     *(f"{name}={value}" for name, values in NUMBERS.items() for value in (*values, "nan")),
     *(f"{name}=nonsense" for name in WORDS),
-    *(f"prefetch={value}" for value in ("maybe", 1)),
     *(f"gpu_cache={value}" for value in ("maybe", -1, "nan", "inf")),
     *(f"{choice}{name}={value}" for name, choice in PATHS.items() for value in ("", "/nowhere/at/all")),
     *(f"results_dir={value}" for value in ("", "null")),

@@ -40,9 +40,9 @@ class ReplaySession:
     measure_errors: also measure the errors of attention outputs, at the cost of the full cache's
     attention, and of a second cache where rows read back otherwise than they were made.
     rows_per_block: rows of a layer that select and attend together; None: as many as memory allows.
-    It changes no number. gpu_cache, prefetch: as in `LiveSession`; replay counts which rows would
-    be on the device. They change no logit. Raises ValueError where the method cannot work in so few
-    layers, and in `prefill` where it cannot at these lengths.
+    It changes no number. gpu_cache: as in `LiveSession`; replay counts which rows would be on the
+    device. It changes no logit. Raises ValueError where the method cannot work in so few layers,
+    and in `prefill` where it cannot at these lengths.
 
     is_model: the method is the full cache, and rows are stored as they are: it is the dense prompt
     too. needles: to be set before `decode`; int [batch, 2], the first of the tokens that hold a
@@ -64,7 +64,6 @@ class ReplaySession:
         measure_errors: bool = False,
         rows_per_block: int | None = None,
         gpu_cache: float = 0,
-        prefetch: bool = False,
     ) -> None:
         attached.require_length(int(final_lengths.max()))
         require_layers(codec, attached.geometry.num_layers)
@@ -74,7 +73,7 @@ class ReplaySession:
         self.attached = attached
         self.method = method
         needs_method = not method.reads_all or self.codec is not None
-        self.policies = policies_of(attached, method, needs_method=needs_method, prefetch=prefetch)
+        self.policies = policies_of(attached, method, needs_method=needs_method)
         self.final_lengths = final_lengths
         self.calibration = calibration
         self.measure_recall = measure_recall and self.codec is None

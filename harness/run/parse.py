@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OF_THE_CODEC = ("codec", "value_codec", "codec_layers", "rotation", "key_groups")
-DEFAULTS = ("group_size", "residual", "gpu_cache", "prefetch")
+DEFAULTS = ("group_size", "residual", "gpu_cache")
 """Keys of a method's YAML for which a setting of the same name may be given."""
 OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 """Keys of a method's YAML that make it that method. They cannot be changed under its name."""
-ON_HOST = ("gpu_cache", "prefetch")
-"""Those that need rows behind a link."""
 
 AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
 """Classes whose settings stand at the top of `conf/config.yaml`, not in a group."""
@@ -317,7 +315,7 @@ def _cache_settings(settings: Mapping[str, Any], chosen: ChosenMethod) -> dict[s
             raise UserError(f"{key}={value} {contradicts}")
         if value is not None:
             found[key] = value
-        elif in_file and (on_host or key not in ON_HOST):
+        elif in_file and (on_host or key != "gpu_cache"):
             found[key] = chosen.file[key]
     return found | _own_codec(found.get("codec"), settings.get("codec_settings") or {})
 
@@ -401,7 +399,7 @@ def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
             f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
             f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
         )
-    systems.check_gpu_cache(config.method, config.gpu_cache, config.prefetch)
+    systems.check_gpu_cache(config.method, config.gpu_cache)
     measurement_of(config.kind).check(config)
 
 
