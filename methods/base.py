@@ -72,7 +72,6 @@ class Method:
     """The default is the number of the method's own code, else of its paper. A class says it where
     it is not 0; a file of `conf/method` says it where it is not its class's."""
 
-    title: ClassVar[str] = ""  # in tables and legends
     state: ClassVar[type[State]]  # class of the states that `new_state` makes
     reads_all: ClassVar[bool] = False  # every cached token is read: the method has no state
     needs_prompt: ClassVar[bool] = False
@@ -86,9 +85,9 @@ class Method:
                 require(field.allowed.holds(value), field.name, value, field.allowed.words)
 
     @property
-    def full_title(self) -> str:
-        """The title, and the settings that make it another method."""
-        return self.title
+    def title(self) -> str:
+        """The name in tables and legends. Settings that make it another method are part of it."""
+        return ""
 
     @property
     def when(self) -> When:

@@ -309,16 +309,15 @@ class InfiniGen(Calibrates, ScoreSelecting, SelectingBy):
     when: When = "previous_layer"
     dense_layers: int = 2  # `layer_id > 1` in the artifact: layer 1 is the first that predicts
 
-    title = "InfiniGen"
     needs_prompt = True
     state = InfiniGenState
 
     @property
-    def full_title(self) -> str:
+    def title(self) -> str:
         """Skewing is half of the method; another index is another method."""
         skewing = "" if self.skew else " without skewing"
         index = "" if self.index_bits is None else ", coded index"
-        return self.title + skewing + index
+        return "InfiniGen" + skewing + index
 
     @property
     def needs_calibration(self) -> bool:

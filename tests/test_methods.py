@@ -205,7 +205,7 @@ def test_a_base_without_settings_leaves_the_defaults():
     ],
 )  # fmt: skip
 def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):
-    assert method.full_title == label
+    assert method.title == label
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def tokenized(method: Method, loaded: LoadedModel) -> Method:
     def encode(text: str) -> list[int]:
         if loaded.reader is None:
             raise UserError(
-                f"method {method.full_title}: its instructions are text, and {loaded.name} has no "
+                f"method {method.title}: its instructions are text, and {loaded.name} has no "
                 "tokenizer; choose a model that has one, or give token ids, "
                 "such as method.instruction=[5,6]"
             )

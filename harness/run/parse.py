@@ -287,7 +287,7 @@ def _method(node: dict[str, Any], given: set[str]) -> ChosenMethod:
             raise UserError(f"method={target}: {name} is a method of conf/method; rename the file")
         cls, _ = own_method.find(target)  # another process may have composed it
         own_names = vars(cls)  # without those of the class from which it derives
-        if "title" not in own_names and "full_title" not in own_names:
+        if "title" not in own_names:
             file = {"title": name}
     else:
         if name not in options("method"):
@@ -423,7 +423,7 @@ def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
     if kind.live:
         behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else config.method_name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
-    title = file.get("title") or config.method.full_title
+    title = file.get("title") or config.method.title
     if not isinstance(title, str) or not title.isprintable():
         refusal = f"its label is {title!r}; must be text in one line"
         raise UserError(f"method={config.method_name}: {refusal}")

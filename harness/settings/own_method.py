@@ -209,7 +209,7 @@ def faults() -> Iterator[None]:
     """Raise an error in the block that comes out of a file of the user's own as a UserError that
     names its line.
 
-    What a method or codec says of itself, such as `full_title` and `with_budget`, is asked while
+    What a method or codec says of itself, such as `title` and `with_budget`, is asked while
     settings are checked.
     """
     try:
