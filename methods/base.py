@@ -74,8 +74,6 @@ class Method:
 
     state: ClassVar[type[State]]  # class of the states that `new_state` makes
     reads_all: ClassVar[bool] = False  # every cached token is read: the method has no state
-    needs_prompt: ClassVar[bool] = False
-    """True if it learns from the prompt's rows, so that an empty prompt is refused."""
 
     def __post_init__(self) -> None:
         """Check each setting's range. Subclasses check what their settings must be together."""

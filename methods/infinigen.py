@@ -309,7 +309,6 @@ class InfiniGen(Calibrates, ScoreSelecting, SelectingBy):
     when: When = "previous_layer"
     dense_layers: int = 2  # `layer_id > 1` in the artifact: layer 1 is the first that predicts
 
-    needs_prompt = True
     state = InfiniGenState
 
     @property

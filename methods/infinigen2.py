@@ -86,8 +86,6 @@ class BalancedIndex(Calibrates, ChoosingBy):
 
     own_query_layers: int = 2
 
-    needs_prompt = True
-
     @property
     def needs_calibration(self) -> bool:
         """True for moments that are not the prompt's alone."""

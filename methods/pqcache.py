@@ -110,7 +110,6 @@ class PQCache(RetrievingPages):
 
     title = "PQCache"
     state = PQCacheState
-    needs_prompt = True
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         divides = f"a divisor of {geometry.head_dim}, the elements of a head"

@@ -152,8 +152,6 @@ class EvictingOnce(Evicting):
     budget: float = setting(0.2, "share of the prompt that is kept", share())
     kept_tokens: int | None = setting(None, "this many tokens instead of the share")
 
-    needs_prompt = True
-
     @property
     def num_sinks(self) -> int:
         """First tokens that always stay."""

@@ -202,7 +202,6 @@ class RocketKV(SelectingBy):
 
     title = "RocketKV"
     state = RocketKVState
-    needs_prompt = True
 
     pooling: ClassVar[str] = "max"
     heads: ClassVar[str] = "uniform"

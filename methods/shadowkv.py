@@ -215,7 +215,6 @@ class ShadowKV(KeysOnDevice, RetrievingPages):
 
     title = "ShadowKV"
     state = ShadowKVState
-    needs_prompt = True
 
     def chunks(self, prompt: int) -> int:
         """Full chunks of a prompt before its `local_chunks`."""

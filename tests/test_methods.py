@@ -12,7 +12,7 @@ import torch
 from cases import preset
 
 from harness.run.kinds import digests_of
-from methods.base import EMPTY, Geometry, Lengths, PromptRows, QueryRows, TokenCounts
+from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
 from methods.extras import RereadsPrompt, to_calibrate
 from methods.full import Full
 from methods.h2o import H2O
@@ -148,15 +148,6 @@ def test_the_least_budget_is_one_that_works():
     sinks.with_budget(least).new_state(GEOMETRY, lengths_of([100], [120]))
     with pytest.raises(ValueError, match="method Full has no budget"):
         Full().with_budget(0.5)
-
-
-@pytest.mark.parametrize("method", [TOVA(), RKV(), DuoAttention()], ids=lambda method: method.title)
-def test_what_learns_nothing_of_a_prompt_takes_none(method):
-    assert not method.needs_prompt
-    state = method.new_state(SHAPE, lengths_of([0, 0], [60, 60]), {"gates": torch.rand(4, 2)})
-    query, key = torch.randn(2, 4, 0, 16), torch.randn(2, 2, 0, 16)
-    state.prompt(2, query, key, key, PromptRows(torch.ones(2, 0, dtype=torch.bool), 60))
-    assert (state.tokens[2] == EMPTY).all()
 
 
 def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):

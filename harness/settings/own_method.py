@@ -88,7 +88,7 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     module, where, name = _module(choice, setting)
     cls = _class(module, name, Method, setting)
     _require_text(cls, "title", setting)
-    _require_flags(cls, ("reads_all", "needs_prompt"), setting)
+    _require_flags(cls, ("reads_all",), setting)
     _require_extras(cls, setting)
     file = _constant(cls, "file", None) if hasattr(cls, "file") else None
     if file is not None and not isinstance(file, str):
