@@ -72,8 +72,8 @@ class Method:
     """The default is the number of the method's own code, else of its paper. A class says it where
     it is not 0; a file of `conf/method` says it where it is not its class's."""
 
-    state: ClassVar[type[State]]  # class of the states that `new_state` makes
-    reads_all: ClassVar[bool] = False  # every cached token is read: the method has no state
+    state: ClassVar[type[State] | None]
+    """Class of the states that `new_state` makes; None: every cached token is read."""
 
     def __post_init__(self) -> None:
         """Check each setting's range. Subclasses check what their settings must be together."""
@@ -98,6 +98,12 @@ class Method:
 
     @final
     @property
+    def reads_all(self) -> bool:
+        """True if every cached token is read: the method has no state."""
+        return self.state is None
+
+    @final
+    @property
     def names_rows(self) -> bool:
         """True if `select` decides which rows are fetched."""
         return self.when in NAMES_ROWS
@@ -113,6 +119,7 @@ class Method:
     ) -> State:
         """A fresh state for a batch. Raises ValueError as `check`, and without a calibration that
         is needed."""
+        assert self.state is not None, "a method that reads everything has no state"
         self.check(geometry, lengths)
         return self.state(self, geometry, lengths, self._needed(calibration))
 

@@ -15,7 +15,7 @@ class Full(FitsModel):
     back."""
 
     title = "Full cache"
-    reads_all = True
+    state = None
 
     def fitted(self, geometry: Geometry) -> Method:
         """A model with indexers of its own reads what they choose, also under the full cache."""

@@ -117,7 +117,6 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("when = 'never'", "Mine.when='never': allowed: kept, earlier_layer"),
         ("when = []", "Mine.when=[]: allowed: kept, earlier_layer"),
         ("state = dict", "Mine.state=<class 'dict'>: must be a class that derives from State"),
-        ("reads_all = 1", "Mine.reads_all=1: must be True or False"),
         ("replay_only = 'no'", "Mine.replay_only: derive from ReplayOnly of methods/extras.py as well"),
         ("def with_budget(self, frac): return 5", "with_budget returned 5; allowed: the method with this budget"),
         ("title = property(lambda self: 5)", "its label is 5; must be text in one line"),

@@ -50,7 +50,7 @@ def _methods() -> dict[type[Method], list[str]]:
     found: dict[type[Method], list[str]] = {}
     for name in options("method"):
         cls: type[Method] = shipped(name)[0]
-        if not cls.reads_all:
+        if cls.state is not None:
             found.setdefault(cls, []).append(name)
     return dict(sorted(found.items(), key=lambda item: (_group(item[0]), item[1][0])))
 

@@ -189,7 +189,8 @@ def new_states(
 def loses_tokens(method: Method) -> bool:
     """Whether tokens leave the cache for good, as the method's class of states says. Their slots
     are used again."""
-    return not method.reads_all and issubclass(method.state, EvictingState)
+    state = method.state
+    return state is not None and issubclass(state, EvictingState)
 
 
 def evicts(method: Method) -> bool:
