@@ -181,7 +181,6 @@ class State:
     slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots,
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
-    spare_slots: slots of `slot_tensors` beyond those of the batch.
     selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
     token.
         Live decoding then appends the current token while the selected rows cross the link.
@@ -189,7 +188,6 @@ class State:
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
-    spare_slots: ClassVar[int] = 0
     selects_without_own: ClassVar[bool] = False
 
     def __init__(
@@ -258,8 +256,7 @@ class State:
         for name, empty in self.slot_tensors.items():
             by_layer = {}
             for layer, old in getattr(self, name).items():
-                # A spare slot is empty, so it becomes one of the new ones.
-                shape = (len(index), old.shape[1], num_slots + self.spare_slots, *old.shape[3:])
+                shape = (len(index), old.shape[1], num_slots, *old.shape[3:])
                 order = sorted(range(old.dim()), key=old.stride, reverse=True)  # as it is in memory
                 by_layer[layer] = torch.empty_permuted(
                     shape, order, dtype=old.dtype, device=old.device

@@ -85,7 +85,8 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
     ) -> None:
         """The prompt enters in order. No token was fetched yet, so every policy evicts the lowest
         position."""
-        super().prompt(layer, query, key, value, rows)
+        with_dump = rows._replace(num_slots=rows.num_slots + 1)
+        super().prompt(layer, query, key, value, with_dump)
         self.enter_prompt(layer, rows)
         tokens, lengths = self.tokens[layer], rows.lengths[:, None, None].int()
         self.fetches[layer], self.last_fetch[layer] = torch.zeros_like(tokens), tokens.clone()

@@ -29,6 +29,7 @@ from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
 from methods.base import Calibration, Lengths, Method, PromptRows, State
 from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.evicting import EvictingState
 from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
@@ -201,7 +202,10 @@ class ReplaySession:
         child.final_lengths = self.final_lengths[index]
         child.states = {}
         for device, state in self.states.items():
-            child.states[device] = state.fork(index.to(device), num_columns)
+            num_slots = num_columns
+            if isinstance(state, EvictingState):
+                num_slots += 1  # the dump
+            child.states[device] = state.fork(index.to(device), num_slots)
         child.history = self.history.fork(index, num_columns)
         child.gpu_caches = {}
         for layer, gpu_cache in self.gpu_caches.items():
