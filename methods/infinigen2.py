@@ -84,8 +84,6 @@ class BalancedIndex(Calibrates, ChoosingBy):
         INDEX_BITS,
     )
 
-    own_query_layers: int = 2
-
     @property
     def needs_calibration(self) -> bool:
         """True for moments that are not the prompt's alone."""

@@ -171,17 +171,6 @@ class ChoosingBy(Choosing):
         "the query that selects; in the previous_layer it is predicted",
         one_of("previous_step", "previous_layer", "own_query"),
     )
-    own_query_layers: int = setting(
-        0,
-        "first layers under the method that select by their own query, whatever `when` says",
-        least(0),
-    )
-
-    def when_of(self, layer: int) -> When:
-        return "own_query" if self._is_first(layer) else self.when
-
-    def _is_first(self, layer: int) -> bool:
-        return layer - self.dense_layers < self.own_query_layers
 
 
 @dataclass(frozen=True)

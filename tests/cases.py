@@ -371,11 +371,9 @@ CASES = {
         )
     ),
     "infinigen-sampled": Case(
-        InfiniGen2Sampled(
-            budget=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None, own_query_layers=0
-        )
+        InfiniGen2Sampled(budget=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None)
     ),
-    "infinigen-linear": Case(InfiniGen2Linear(budget=0.4, own_query_layers=0)),
+    "infinigen-linear": Case(InfiniGen2Linear(budget=0.4)),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, budget=0.4), Smooth()),
     "infinigen+int4": Case(InfiniGen(alpha=0.3, budget=0.4), IntegerCodec("int4")),
     "infinigen+layers": Case(InfiniGen(alpha=0.3, budget=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))),
