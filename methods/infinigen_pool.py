@@ -225,7 +225,6 @@ class InfiniGenPool(ReplayOnly, InfiniGen):
     )
 
     # Each KV head has a pool, from which its query heads take one set of tokens.
-    covers: str = setting("kv_head", allowed=one_of("kv_head"))
     group: str = setting("best", allowed=one_of("best"))
 
     state = InfiniGenPoolState

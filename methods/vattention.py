@@ -84,7 +84,6 @@ class VAttentionState(PartialKeysState):
             scores.masked_fill_(~seen.unsqueeze(2), -math.inf)
         else:
             scores = rows.true_scores().clone()
-        scores = method.by_set(scores)
         powers = (scores - scores.amax(-1, keepdim=True)).exp_()
 
         # The fixed set
