@@ -34,7 +34,7 @@ from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 
 IDEAL = "ideal"
 BUDGET = "0.1"
-NOT_IDEAL = ("budget=", "method.", "codec=", "group_size=", "rotation=", "gpu_cache=", "prefetch=")
+NOT_IDEAL = ("budget=", "method.", "codec=", "group_size=", "rotation=", "gpu_cache=")
 """Settings that the ideal does not have."""
 
 
@@ -51,7 +51,7 @@ def config_of(label: str, settings: Sequence[str]) -> RunConfig:
 
 def timed_run(config: RunConfig, setup: Setup) -> TimedRun:
     """The run that `experiment=latency` makes of a config."""
-    return TimedRun(setup.method, config.latency, config.placement, setup.codec, config.gpu_cache, config.prefetch)
+    return TimedRun(setup.method, config.latency, config.placement, setup.codec, config.gpu_cache)
 
 
 def labels_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -72,11 +72,8 @@ class Method:
     """The default is the number of the method's own code, else of its paper. A class says it where
     it is not 0; a file of `conf/method` says it where it is not its class's."""
 
-    title: ClassVar[str] = ""  # in tables and legends
-    state: ClassVar[type[State]]  # class of the states that `new_state` makes
-    reads_all: ClassVar[bool] = False  # every cached token is read: the method has no state
-    needs_prompt: ClassVar[bool] = False
-    """True if it learns from the prompt's rows, so that an empty prompt is refused."""
+    state: ClassVar[type[State] | None]
+    """Class of the states that `new_state` makes; None: every cached token is read."""
 
     def __post_init__(self) -> None:
         """Check each setting's range. Subclasses check what their settings must be together."""
@@ -86,9 +83,9 @@ class Method:
                 require(field.allowed.holds(value), field.name, value, field.allowed.words)
 
     @property
-    def full_title(self) -> str:
-        """The title, and the settings that make it another method."""
-        return self.title
+    def title(self) -> str:
+        """The name in tables and legends. Settings that make it another method are part of it."""
+        return ""
 
     @property
     def when(self) -> When:
@@ -101,15 +98,15 @@ class Method:
 
     @final
     @property
+    def reads_all(self) -> bool:
+        """True if every cached token is read: the method has no state."""
+        return self.state is None
+
+    @final
+    @property
     def names_rows(self) -> bool:
         """True if `select` decides which rows are fetched."""
         return self.when in NAMES_ROWS
-
-    def prefetches(self, layer: int) -> bool:
-        """True if a `layer` under the method selects by its own query, and by another query, made
-        in the layer before, the same `select` tells which rows will probably be read. It must not
-        change the state."""
-        return False
 
     # A batch
 
@@ -122,6 +119,7 @@ class Method:
     ) -> State:
         """A fresh state for a batch. Raises ValueError as `check`, and without a calibration that
         is needed."""
+        assert self.state is not None, "a method that reads everything has no state"
         self.check(geometry, lengths)
         return self.state(self, geometry, lengths, self._needed(calibration))
 
@@ -183,7 +181,6 @@ class State:
     slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots,
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
-    spare_slots: slots of `slot_tensors` beyond those of the batch.
     selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
     token.
         Live decoding then appends the current token while the selected rows cross the link.
@@ -191,7 +188,6 @@ class State:
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
-    spare_slots: ClassVar[int] = 0
     selects_without_own: ClassVar[bool] = False
 
     def __init__(
@@ -260,8 +256,7 @@ class State:
         for name, empty in self.slot_tensors.items():
             by_layer = {}
             for layer, old in getattr(self, name).items():
-                # A spare slot is empty, so it becomes one of the new ones.
-                shape = (len(index), old.shape[1], num_slots + self.spare_slots, *old.shape[3:])
+                shape = (len(index), old.shape[1], num_slots, *old.shape[3:])
                 order = sorted(range(old.dim()), key=old.stride, reverse=True)  # as it is in memory
                 by_layer[layer] = torch.empty_permuted(
                     shape, order, dtype=old.dtype, device=old.device

@@ -93,13 +93,12 @@ class CriticalKV(SnapKV):
     kernel: int = 5
     pooling: str = "avg"
 
-    title = "CriticalKV"
     state = CriticalKVState
 
     @property
-    def full_title(self) -> str:
+    def title(self) -> str:
         """Shared budgets have names of their own."""
-        title = self.title
+        title = "CriticalKV"
         if self.layers == "pyramid":
             title = f"Pyramid-{title}"
         return f"Ada-{title}" if self.heads == "adaptive" else title

@@ -123,12 +123,12 @@ class EvictingState(State):
     """Tokens leave the cache for good; `select` sets their slot in `tokens` to `EMPTY`.
 
     tokens[layer]: int32 [batch, num_kv_heads, slots + 1], the token in each slot, `EMPTY` where
-    there is none. The last slot is a dump: writes that must have no effect go there. In live
-    decoding the slot behind all those in use belongs to the current token during a step.
+    there is none. The last slot is a dump: writes that must have no effect go there. It holds no
+    token, so that `fork` may make it a slot like any other. In live decoding the slot behind all
+    those in use belongs to the current token during a step.
     """
 
     slot_tensors = {"tokens": EMPTY}
-    spare_slots = 1
     tokens: dict[int, Tensor]
 
     def enter_prompt(self, layer: int, rows: PromptRows) -> None:

@@ -13,7 +13,7 @@ class Full(Method):
     back."""
 
     title = "Full cache"
-    reads_all = True
+    state = None
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
         return counts.cached

@@ -63,7 +63,7 @@ from methods.base import (
 from methods.compiled import kernels_for
 from methods.extras import Calibrates
 from methods.projection import BITS_MEANING, INDEX_BITS, ProjectedState, right_vectors
-from methods.selection import Choosing, Selecting, SelectingBy, at_least, hide, largest
+from methods.selection import Selecting, SelectingBy, at_least, hide, largest
 from methods.settings import Allowed, least, one_of, setting, share
 
 ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
@@ -160,7 +160,7 @@ def by_layer(
 
 
 @dataclass(frozen=True)
-class Capped(Choosing):
+class Capped(Method):
     """A number of tokens that is known from the lengths: a share of the cache, or so many.
 
     The paper's text ("up to 20 % of the KV cache") leaves open what the cap is a share of. The
@@ -264,9 +264,9 @@ class ScoreSelecting(Capped, Selecting):
         fused = self.group in ("best", "sum_probs") and not self.num_sinks and not self.recent_frac
         if fused and (kernels := kernels_for(scores)):
             if self.group == "sum_probs":
-                relative, within = kernels.summed_probs(self.by_set(scores), rows), None
+                relative, within = kernels.summed_probs(scores, rows), None
             else:
-                relative, within = kernels.relative(self.by_set(scores), rows, alpha)
+                relative, within = kernels.relative(scores, rows, alpha)
             within = None if self._counts_by_cap else within
             frac, least, whole = self.limits(cached, final)
             mask, num_read = kernels.largest(
@@ -309,16 +309,14 @@ class InfiniGen(Calibrates, ScoreSelecting, SelectingBy):
     when: When = "previous_layer"
     dense_layers: int = 2  # `layer_id > 1` in the artifact: layer 1 is the first that predicts
 
-    title = "InfiniGen"
-    needs_prompt = True
     state = InfiniGenState
 
     @property
-    def full_title(self) -> str:
+    def title(self) -> str:
         """Skewing is half of the method; another index is another method."""
         skewing = "" if self.skew else " without skewing"
         index = "" if self.index_bits is None else ", coded index"
-        return self.title + skewing + index
+        return "InfiniGen" + skewing + index
 
     @property
     def needs_calibration(self) -> bool:

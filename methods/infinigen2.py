@@ -84,10 +84,6 @@ class BalancedIndex(Calibrates, ChoosingBy):
         INDEX_BITS,
     )
 
-    own_query_layers: int = 2
-
-    needs_prompt = True
-
     @property
     def needs_calibration(self) -> bool:
         """True for moments that are not the prompt's alone."""
@@ -226,9 +222,9 @@ class SampledRest(Capped):
         """
         cached = rows.positions
         if kernels := kernels_for(scores):
-            score = kernels.summed_probs(self.by_set(scores), rows)
+            score = kernels.summed_probs(scores, rows)
             if distances is not None:
-                score = score * self._of_sets(distances)
+                score = score * distances.unsqueeze(2)
             ranked = kernels.ranked(score, rows, self.seed, layer)
             frac, least, whole = self.limits(cached, final)
             mask, num_read = kernels.largest(
@@ -236,19 +232,13 @@ class SampledRest(Capped):
             )
             return Selection(mask, num_read, bias=log_weights(score, ranked, mask).unsqueeze(2))
         hide(scores, rows)
-        score = summed_probs(self.by_set(scores))
+        score = summed_probs(scores)
         if distances is not None:
-            score *= self._of_sets(distances)
+            score *= distances.unsqueeze(2)
         numbers = lasting_numbers(self.seed, layer, rows, score.shape[1])
         count = self.cap(cached, final)
         sample = sampled(score, numbers, count)
         return Selection(sample.mask, count.double(), bias=sample.log_weights.unsqueeze(2))
-
-    def _of_sets(self, distances: Tensor) -> Tensor:
-        """Distances of each set, [batch, sets, 1, slots]: of a KV head, or the layer's mean."""
-        if self.covers == "layer":
-            distances = distances.mean(1, keepdim=True)
-        return distances.unsqueeze(2)
 
 
 class InfiniGen2SampledState(InfiniGen2State):

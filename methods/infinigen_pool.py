@@ -85,7 +85,8 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
     ) -> None:
         """The prompt enters in order. No token was fetched yet, so every policy evicts the lowest
         position."""
-        super().prompt(layer, query, key, value, rows)
+        with_dump = rows._replace(num_slots=rows.num_slots + 1)
+        super().prompt(layer, query, key, value, with_dump)
         self.enter_prompt(layer, rows)
         tokens, lengths = self.tokens[layer], rows.lengths[:, None, None].int()
         self.fetches[layer], self.last_fetch[layer] = torch.zeros_like(tokens), tokens.clone()
@@ -224,14 +225,9 @@ class InfiniGenPool(ReplayOnly, InfiniGen):
     )
 
     # Each KV head has a pool, from which its query heads take one set of tokens.
-    covers: str = setting("kv_head", allowed=one_of("kv_head"))
     group: str = setting("best", allowed=one_of("best"))
 
     state = InfiniGenPoolState
-
-    def prefetches(self, layer: int) -> bool:
-        """Not in a limited pool, in which each selection counts."""
-        return False
 
     @property
     def replay_only(self) -> str | None:

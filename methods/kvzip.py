@@ -119,7 +119,6 @@ class KVzip(RereadsPrompt, PromptEvicting):
     )
     value_weighted: bool = setting(False, "KVzip+: the score is weighted by the value's length")
 
-    title = "KVzip"
     state = KVzipState
 
     def __post_init__(self) -> None:
@@ -128,8 +127,8 @@ class KVzip(RereadsPrompt, PromptEvicting):
         require(together, "heads", self.heads, "adaptive where method.layers=adaptive")
 
     @property
-    def full_title(self) -> str:
-        return "KVzip+" if self.value_weighted else self.title
+    def title(self) -> str:
+        return "KVzip+" if self.value_weighted else "KVzip"
 
     @property
     def needs_norms(self) -> bool:

@@ -54,7 +54,7 @@ from methods.attention import product
 from methods.base import Calibration, Geometry, Lengths, PromptRows, QueryRows
 from methods.codecs.base import code_bytes, hadamard, pack_codes, unpack_codes
 from methods.selection import Retrieving, RetrievingState, ascending, at_least, largest
-from methods.settings import least, one_of, setting, share
+from methods.settings import least, setting, share
 
 PART = 8
 """Elements of a sub-vector: their signs are a byte."""
@@ -204,7 +204,6 @@ class ParisKV(Retrieving):
     num_sinks: int = 4
     recent_frac: float = 0.38
     group: str = "sum_logits"
-    covers: str = setting("kv_head", "each KV head has candidates of its own", one_of("kv_head"))
 
     title = "ParisKV"
     state = ParisKVState

@@ -150,8 +150,8 @@ class KeyedState(PeriodicState):
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
-        spare = rows.num_slots + self.spare_slots - key.shape[2]
-        self.kept_keys[layer] = pad(key, (0, 0, 0, spare))
+        unused = rows.num_slots + 1 - key.shape[2]  # the dump among them
+        self.kept_keys[layer] = pad(key, (0, 0, 0, unused))
         super().prompt(layer, query, key, value, rows)
 
     def append(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, require
-from methods.selection import RetrievingPages, RetrievingState
+from methods.selection import Retrieving, RetrievingState
 from methods.settings import Allowed, least, setting
 
 
@@ -85,7 +85,7 @@ class PQCacheState(RetrievingState):
 
 
 @dataclass(frozen=True)
-class PQCache(RetrievingPages):
+class PQCache(Retrieving):
     """Reads the first tokens, the most recent ones, and the best by their codes. Defaults are the
     official code's.
 
@@ -99,9 +99,6 @@ class PQCache(RetrievingPages):
     recent_frac: float = setting(
         0.5, "share of the tokens read, beside the sinks, that are the most recent"
     )
-    page_size: int = setting(
-        1, "tokens are scored, not pages", Allowed("1: tokens are scored, not pages", (1).__eq__)
-    )
     sub_vectors: int = setting(2, "parts of a key, each coded on its own", least(1))
     bits: int = setting(
         6, "bits of a code", Allowed("an integer from 1 to 8", lambda value: 1 <= value <= 8)
@@ -110,7 +107,6 @@ class PQCache(RetrievingPages):
 
     title = "PQCache"
     state = PQCacheState
-    needs_prompt = True
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         divides = f"a divisor of {geometry.head_dim}, the elements of a head"

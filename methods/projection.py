@@ -89,11 +89,10 @@ class PartialKeysState(State):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
         one = self._stored(layer, key[:, :, :1])
-        num_slots = rows.num_slots + self.spare_slots
         self.partial_keys[layer] = (
-            one.new_empty((*key.shape[:2], num_slots, one.shape[-1]))
+            one.new_empty((*key.shape[:2], rows.num_slots, one.shape[-1]))
             if self.codec is None
-            else room_for_keys(one, num_slots)
+            else room_for_keys(one, rows.num_slots)
         )
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 

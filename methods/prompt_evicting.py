@@ -152,8 +152,6 @@ class EvictingOnce(Evicting):
     budget: float = setting(0.2, "share of the prompt that is kept", share())
     kept_tokens: int | None = setting(None, "this many tokens instead of the share")
 
-    needs_prompt = True
-
     @property
     def num_sinks(self) -> int:
         """First tokens that always stay."""
@@ -333,16 +331,15 @@ class SnapKV(PromptEvicting):
     kernel: int = setting(7, "width of the smoothing", odd())
     pooling: str = setting("max", "kind of the smoothing", one_of("max", "avg"))
 
-    title = "SnapKV"
     state = SnapKVState
 
     @property
-    def full_title(self) -> str:
+    def title(self) -> str:
         """Shared budgets have names of their own."""
         pyramid, adaptive = self.layers == "pyramid", self.heads == "adaptive"
         if pyramid and adaptive:
             return "Ada-PyramidKV"
-        return "PyramidKV" if pyramid else "Ada-KV" if adaptive else self.title
+        return "PyramidKV" if pyramid else "Ada-KV" if adaptive else "SnapKV"
 
 
 class ComingQueriesState(PromptEvictingState):

@@ -361,7 +361,6 @@ class RetroInfer(WeighsRest):
     title = "RetroInfer"
     state = RetroInferState
     when = "own_query"
-    needs_prompt = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

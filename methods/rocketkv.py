@@ -60,7 +60,7 @@ from methods.base import (
 )
 from methods.prompt_evicting import SnapKVState
 from methods.selection import SelectingBy, largest
-from methods.settings import Allowed, least, odd, one_of, setting
+from methods.settings import Allowed, least, odd, setting
 
 
 class Plan(NamedTuple):
@@ -198,11 +198,9 @@ class RocketKV(SelectingBy):
     kernel: int = setting(63, "width of the maximum that smooths the attention", odd())
 
     group: str = "sum_probs"
-    covers: str = setting("kv_head", "each KV head keeps tokens of its own", one_of("kv_head"))
 
     title = "RocketKV"
     state = RocketKVState
-    needs_prompt = True
 
     pooling: ClassVar[str] = "max"
     heads: ClassVar[str] = "uniform"

@@ -1,6 +1,6 @@
 """Methods that keep every token, score tokens or pages, and read the best of them.
 
-`Choosing` and `Selecting` have the settings that they share, `largest` is the choice itself.
+`Selecting` and `ChoosingBy` have the settings that they share, `largest` is the choice itself.
 `Retrieving` and `RetrievingState` are the easy base: a state says what it keeps of the keys
 (`append`) and how a query scores each token, or each page of `page_size` tokens (`scores`). The
 page that is not full yet is always read, so an index of pages needs full pages only.
@@ -41,27 +41,7 @@ GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 
 
 @dataclass(frozen=True)
-class Choosing(Method):
-    """What all methods have that score what is cached and read some of it."""
-
-    covers: str = setting(
-        "kv_head",
-        "one selection for each kv_head, or one for all heads of a layer",
-        one_of("kv_head", "layer"),
-    )
-
-    def prefetches(self, layer: int) -> bool:
-        """Where the own query selects."""
-        return self.when == "own_query"
-
-    def by_set(self, scores: Tensor) -> Tensor:
-        """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the
-        third axis."""
-        return scores.flatten(1, 2).unsqueeze(1) if self.covers == "layer" else scores
-
-
-@dataclass(frozen=True)
-class Selecting(Choosing):
+class Selecting(Method):
     """Settings of all methods that read the best by their scores. With group=union the number read
     depends on the data."""
 
@@ -120,14 +100,14 @@ class Selecting(Choosing):
         """One score per candidate for each set that is chosen: [batch, sets, rows, n], inf where
         `forced`.
 
-        There is a set for each KV head or for the layer; for `union`, for each query head. `best`
+        There is a set for each KV head; for `union`, for each query head. `best`
         is InfiniGen's r: the maximum over the group of (score - the head's best score).
         Probabilities are over the candidates that compete, without those that are read whatever
         their score. Means rank as sums do.
         scores: [batch, num_kv_heads, group, rows, n], -inf where nothing may be read; overwritten.
         A candidate that may not be read is not forced.
         """
-        scores, group = self.by_set(scores), self.group
+        group = self.group
         if forced is not None:
             forced = forced & (scores[:, :, 0] != -math.inf)
         if group.endswith("probs") and forced is not None:
@@ -152,21 +132,19 @@ class Selecting(Choosing):
         return score
 
     def joined(self, mask: Tensor, count: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """The chosen sets as one mask per KV head or layer, and the number chosen in it.
+        """The chosen sets as one mask per KV head, and the number chosen in it.
 
         mask: bool [batch, sets, rows, n]; count: [batch, rows], chosen in each set. Returns bool
-        [batch, num_kv_heads or 1, rows, n] and the mean over the heads, fp64 [batch, rows].
+        [batch, num_kv_heads, rows, n] and the mean over the heads, fp64 [batch, rows].
         """
         if self.group != "union":
             return mask, count.double()
-        joint = mask.unflatten(
-            1, (-1, geometry.group if self.covers == "kv_head" else geometry.num_heads)
-        ).any(2)
+        joint = mask.unflatten(1, (-1, geometry.group)).any(2)
         return joint, joint.sum(-1).double().mean(1)
 
 
 @dataclass(frozen=True)
-class ChoosingBy(Choosing):
+class ChoosingBy(Method):
     """A method whose query is a setting. By a query that is known one layer ahead, rows
     cross the link while the previous layer computes."""
 
@@ -175,22 +153,6 @@ class ChoosingBy(Choosing):
         "the query that selects; in the previous_layer it is predicted",
         one_of("previous_step", "previous_layer", "own_query"),
     )
-    own_query_layers: int = setting(
-        0,
-        "first layers under the method that select by their own query, whatever `when` says",
-        least(0),
-    )
-
-    def when_of(self, layer: int) -> When:
-        return "own_query" if self._is_first(layer) else self.when
-
-    def prefetches(self, layer: int) -> bool:
-        """Where the own query selects by choice (`when`). In the first layers a query made earlier
-        tells nothing."""
-        return super().prefetches(layer) and not self._is_first(layer)
-
-    def _is_first(self, layer: int) -> bool:
-        return layer - self.dense_layers < self.own_query_layers
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from methods.base import (
 )
 from methods.extras import KeysOnDevice, KeysOnDeviceState
 from methods.selection import RetrievingPages, largest
-from methods.settings import least, one_of, setting, share
+from methods.settings import least, setting, share
 
 
 class ShadowKVState(KeysOnDeviceState):
@@ -201,7 +201,6 @@ class ShadowKV(KeysOnDevice, RetrievingPages):
     """
 
     group: str = "max_probs"
-    covers: str = setting("kv_head", "each KV head keeps tokens of its own", one_of("kv_head"))
     page_size: int = 8
     rank_frac: float = setting(
         0.156, "rank of the kept keys / elements of a token's key over all KV heads", share()
@@ -215,7 +214,6 @@ class ShadowKV(KeysOnDevice, RetrievingPages):
 
     title = "ShadowKV"
     state = ShadowKVState
-    needs_prompt = True
 
     def chunks(self, prompt: int) -> int:
         """Full chunks of a prompt before its `local_chunks`."""

@@ -113,10 +113,6 @@ class SparQ(Projected):
     title = "SparQ"
     state = SparQState
 
-    def prefetches(self, layer: int) -> bool:
-        """Not with the mean value, which needs the row's current token."""
-        return not self.mean_value and super().prefetches(layer)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         allowed = "own_query, where the current token's weight is known; or set mean_value=false"

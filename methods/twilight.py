@@ -70,7 +70,7 @@ class TwilightState(QuestState, PartialKeysState):
             joint_candidates, _ = method.joined(candidates, positions, self.geometry)
             num_candidates = joint_candidates.sum(-1).double().mean(1)
         softmax = self.geometry.softmax(layer)
-        scores = method.by_set(softmax.capped(PartialKeysState.scores(self, layer, rows)))
+        scores = softmax.capped(PartialKeysState.scores(self, layer, rows))
         if method.group == "union":
             scores = scores.flatten(1, 2).unsqueeze(2)
         weights = (

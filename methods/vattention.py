@@ -84,7 +84,6 @@ class VAttentionState(PartialKeysState):
             scores.masked_fill_(~seen.unsqueeze(2), -math.inf)
         else:
             scores = rows.true_scores().clone()
-        scores = method.by_set(scores)
         powers = (scores - scores.amax(-1, keepdim=True)).exp_()
 
         # The fixed set
@@ -167,10 +166,6 @@ class VAttention(Selecting):
 
     title = "vAttention"
     state = VAttentionState
-
-    def prefetches(self, layer: int) -> bool:
-        """Not where the number of samples depends on the current token's weight."""
-        return self.epsilon == 0 and super().prefetches(layer)
 
     @property
     def has_index(self) -> bool:

@@ -273,7 +273,6 @@ CASES = {
             tables=5,
             planes=9,
             tau=0.1,
-            covers="layer",
             when="previous_layer",
             value_weighted=False,
             dense_layers=2,
@@ -326,13 +325,12 @@ CASES = {
     "loki": Case(Loki(budget=0.4, rank=0.3, dense_layers=2)),
     "loki-step": Case(Loki(read_tokens=7, rank=0.1, when="previous_step", group="max_probs", dense_layers=0)),
     "sparq": Case(SparQ(read_tokens=None, budget=0.4, dense_layers=2)),
-    "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", num_sinks=2, dense_layers=0)),
     "twilight": Case(Twilight(p=0.7, page_size=3)),
     "twilight-union": Case(Twilight(p=0.6, candidate_frac=None, group="union", num_sinks=1, dense_layers=0)),
     "twilight-pages": Case(Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union")),
     "twilight-cap": Case(Twilight(p=1.0, budget=0.3, page_size=2, when="previous_step", recent_frac=0.2)),
     "vattention": Case(VAttention(epsilon=0.4, delta=0.2, fixed_frac=0.2, num_sinks=1, dense_layers=2)),
-    "vattention-cap": Case(VAttention(dense_layers=0, covers="layer", group="best", num_sinks=0).with_budget(0.4)),
+    "vattention-cap": Case(VAttention(dense_layers=0, group="best", num_sinks=0).with_budget(0.4)),
     "vattention-union": Case(
         VAttention(epsilon=0.5, delta=0.3, fixed_frac=0.1, group="union", num_sinks=0, seed=3, dense_layers=2)
     ),
@@ -345,14 +343,12 @@ CASES = {
     "biased": Case(Biased(budget=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, budget=0.5, dense_layers=2)),
     "oracle+smooth": Case(Oracle(alpha=inf, budget=0.3, dense_layers=2), Smooth()),
-    "oracle-sampled": Case(OracleSampled(budget=0.3, covers="layer", dense_layers=2)),
+    "oracle-sampled": Case(OracleSampled(budget=0.3, dense_layers=2)),
     "infinigen": Case(InfiniGen(alpha=0.3, budget=0.4)),
     "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, budget=0.3)),
     "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, budget=0.6, dense_layers=1)),
     "infinigen-step": Case(InfiniGen(alpha=inf, budget=0.4, when="previous_step", num_sinks=1, recent_frac=0.3)),
-    "infinigen-layer": Case(
-        InfiniGen(alpha=inf, budget=0.4, when="own_query", covers="layer", group="max_probs", dense_layers=0)
-    ),
+    "infinigen-own": Case(InfiniGen(alpha=inf, budget=0.4, when="own_query", group="max_probs", dense_layers=0)),
     "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
     "infinigen-final": Case(InfiniGen(alpha=0.6, budget=0.3, cap_of="final", round_columns="down")),
     "infinigen-coded": Case(InfiniGen(alpha=inf, budget=0.4, partial_weight_ratio=1.0, index_bits=4)),
@@ -371,11 +367,9 @@ CASES = {
         )
     ),
     "infinigen-sampled": Case(
-        InfiniGen2Sampled(
-            budget=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None, own_query_layers=0
-        )
+        InfiniGen2Sampled(budget=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None)
     ),
-    "infinigen-linear": Case(InfiniGen2Linear(budget=0.4, own_query_layers=0)),
+    "infinigen-linear": Case(InfiniGen2Linear(budget=0.4)),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, budget=0.4), Smooth()),
     "infinigen+int4": Case(InfiniGen(alpha=0.3, budget=0.4), IntegerCodec("int4")),
     "infinigen+layers": Case(InfiniGen(alpha=0.3, budget=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))),

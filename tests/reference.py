@@ -266,14 +266,12 @@ class Reference:
             basis, keys = (np.eye(self.family.head_dim), head.stored_keys) if oracle else (head.columns, head.keys)
             group = asking[g * self.family.group : (g + 1) * self.family.group]
             scores.append([[self.family.scale * (q @ basis) @ (keys[j] @ basis) for j in cached] for q in group])
-        sets = scores if method.covers == "kv_head" else [sum(scores, [])]
-        relative = [dict(enumerate(self._reduced(np.array(heads)))) for heads in sets]
+        relative = [dict(enumerate(self._reduced(np.array(heads)))) for heads in scores]
         count = self._count(relative, position)
         recent = position - math.floor(method.recent_frac * count)
         for each in relative:
             each.update({j: math.inf for j in cached if j < method.num_sinks or j >= recent})
-        chosen = [self._largest(each, count) for each in relative]
-        return chosen if method.covers == "kv_head" else chosen * len(scores)
+        return [self._largest(each, count) for each in relative]
 
     def _reduced(self, scores: Vector) -> Vector:
         """One score a token from those of several heads, [heads, tokens]."""

@@ -97,12 +97,11 @@ def test_a_wrong_early_query_is_refused_to_predictions_alone(monkeypatch):
     monkeypatch.setattr(Attached, "early_query", lambda attached, *given: 1.1 * early(attached, *given))
     model = llama()
     expected = r"^model family 'llama' takes no method that predicts .* a query made ahead of its layer is off by \d"
-    for method in (InfiniGen(), InfiniGen(own_query_layers=1)):
-        with pytest.raises(UserError, match=expected):
-            run_one(model, Case(method))
-        with attach(model) as attached, pytest.raises(UserError, match=expected):
-            LiveSession(attached, method, max_new_tokens=2)
-    for method in (InfiniGen(when="own_query"), InfiniGen(own_query_layers=2), Full()):
+    with pytest.raises(UserError, match=expected):
+        run_one(model, Case(InfiniGen()))
+    with attach(model) as attached, pytest.raises(UserError, match=expected):
+        LiveSession(attached, InfiniGen(), max_new_tokens=2)
+    for method in (InfiniGen(when="own_query"), Full()):
         run_one(model, Case(method))
     assert len(asked) == 1
 

@@ -113,7 +113,7 @@ def test_a_modelled_step_by_hand():
 
 
 def test_rows_that_stay_on_the_device_do_not_cross():
-    method = CASES["infinigen-layer"].method
+    method = CASES["infinigen-own"].method
     steps = {}
     for hit_frac, rows in ((0.0, 0), (0.75, 2)):
         capacity = capacity_of(method, placement="host", gpu_cache=rows)

@@ -165,8 +165,6 @@ REFUSED = {
     "budget=nearest:2": "budget=2.0: must be above 0 and at most 1",
     "experiment=latency method=full gpu_cache=2": "gpu_cache=2: Full cache selects no rows; needs a method that",
     "method=quest gpu_cache=0.5": "gpu_cache=0.5: must be 0, or 1 and more, times the rows that a step reads",
-    "method=quest prefetch=true": "prefetch=true: needs gpu_cache of 1 or more, which it fetches into",
-    "method=infinigen gpu_cache=1 prefetch=true": "prefetch=true: InfiniGen tells no rows before its own query",
 }
 """What Hydra would misread, or refuse in words that do not help, and settings that do not go together."""
 

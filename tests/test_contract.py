@@ -44,7 +44,7 @@ OFFLOADED = [name for name, case in CASES.items() if case.method.when != "true_s
 PADDED = PROMPTS["padded"]
 CHOOSING = [name for name, case in CASES.items() if case.method.names_rows]
 PLAINLY = ("infinigen", "quest", "pool-lru")
-"""Cases without a codec whose rows stay on the device, and none comes early."""
+"""Cases without a codec whose rows stay on the device."""
 
 
 def tolerance(name: str) -> float:

@@ -169,7 +169,7 @@ HANDS = {
     "infinigen": INFINIGEN,
     "infinigen, balanced": BALANCED,
     "infinigen, sampled": BALANCED._replace(
-        case=Case(InfiniGen2Sampled(fixed_fetch=6, when="previous_layer", own_query_layers=0, dense_layers=2)),
+        case=Case(InfiniGen2Sampled(fixed_fetch=6, when="previous_layer", dense_layers=2)),
         # a byte for the value's distance, and the mean value
         index=lambda t, final: (t * (PARTIAL_KEY + 1) / 2 + PAIR / 2 + 8 + 16) / (2 * 16),
         kept=lambda final: final * (PARTIAL_KEY + 1) + PAIR + 8 * 2 + 16 * 2,  # and the mean value

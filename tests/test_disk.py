@@ -99,10 +99,10 @@ def test_a_shipped_methods_disk_is_its_device(name, folder):
     [
         ("infinigen", {"gpu_cache": 2}),
         ("pool-counter", {"gpu_cache": 1}),
-        ("quest", {"gpu_cache": 1.5, "prefetch": True}),
+        ("quest", {"gpu_cache": 1.5}),
     ],
 )
-def test_rows_may_stay_on_the_device_and_come_early(name, options, folder):
+def test_rows_may_stay_on_the_device(name, options, folder):
     """As from host memory, whose rows lie in the same order of their arrival."""
     with attached_with_disk(folder, overlap=False) as (attached, link), EmulatedLink(1e12) as memory:
         expected = live(attached, CASES[name], (24, 24), placement="host", link=memory, **options)

@@ -192,7 +192,6 @@ BUDGETS = {
     "infinigen+int4": (18, 30),
     "infinigen2": (37, 34),
     "infinigen2+rows": (37, 34),
-    "infinigen2+prefetch": (37, 45),
     "infinigen2-sampled": (58, 55),
     "infinigen (device)": (18, 35),
     "pool": (18, 42),
@@ -209,8 +208,6 @@ def system_of(label: str) -> tuple[Method, System]:
         return InfiniGenPool(pool_frac=0.8), LABELS["infinigen"]
     if label == "infinigen2-sampled":
         return InfiniGen2Sampled(statistics="prompt", partial_weight_ratio=0.3), LABELS["infinigen2+rows"]
-    if label == "infinigen2+prefetch":
-        return METHODS["infinigen2"](), System("infinigen2", gpu_cache=2, prefetch=True)
     if label == "infinigen (device)":
         return InfiniGen(), System("infinigen", "device")
     return METHODS[LABELS[label].method](), LABELS[label]
@@ -230,7 +227,7 @@ def test_layers_that_read_all_columns_share_a_padded_batchs_bias(gpu):
 def test_a_layer_launches_few_kernels(gpu, label):
     method, system = system_of(label)
     model = fake_model("opt-13b", num_hidden_layers=LAYERS)
-    options = {name: getattr(system, name) for name in ("placement", "overlap", "gpu_cache", "prefetch", "pinned")}
+    options = {name: getattr(system, name) for name in ("placement", "overlap", "gpu_cache", "pinned")}
     codec = codec_named(system.codec) if system.codec else None
     with opened(gpu, model, (PROMPT_LEN,) * BATCH, method, codec=codec, **options) as (session, token):
         token = session.decode_step(token).argmax(-1)

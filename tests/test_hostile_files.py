@@ -70,7 +70,7 @@ HOOKS = {
     "import": lambda raising: method(pre=raising),
     "prompt_score": lambda raising: method(score=raising),
     "__post_init__": lambda raising: method(f"    def __post_init__(self): {raising}"),
-    "full_title": lambda raising: method(f"    @property\n    def full_title(self): {raising}"),
+    "title": lambda raising: method(f"    @property\n    def title(self): {raising}"),
     "when": lambda raising: method(f"    @property\n    def when(self): {raising}"),
     "with_budget": lambda raising: method(f"    def with_budget(self, frac): {raising}"),
     "tokens_read": lambda raising: method(f"    def tokens_read(self, row, layer): {raising}"),
@@ -117,10 +117,9 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("when = 'never'", "Mine.when='never': allowed: kept, earlier_layer"),
         ("when = []", "Mine.when=[]: allowed: kept, earlier_layer"),
         ("state = dict", "Mine.state=<class 'dict'>: must be a class that derives from State"),
-        ("needs_prompt = 1", "Mine.needs_prompt=1: must be True or False"),
         ("replay_only = 'no'", "Mine.replay_only: derive from ReplayOnly of methods/extras.py as well"),
         ("def with_budget(self, frac): return 5", "with_budget returned 5; allowed: the method with this budget"),
-        ("full_title = 5", "its label is 5; must be text in one line"),
+        ("title = property(lambda self: 5)", "its label is 5; must be text in one line"),
     ],
 )
 def test_what_a_method_says_of_itself_is_checked(constant, expected, texts, capsys):

@@ -153,7 +153,7 @@ def test_sizes_by_hand():
     uniform = replace(shared, layers="uniform", heads="uniform")
     assert uniform.tokens_read(row, 2) == uniform.tokens_kept(row, 2) == 25 + 10
     assert shared.with_budget(0.5).tokens_read(row, 2) == 50 + 10
-    assert shared.full_title == "KVzip" and replace(shared, value_weighted=True).full_title == "KVzip+"
+    assert shared.title == "KVzip" and replace(shared, value_weighted=True).title == "KVzip+"
 
 
 @pytest.mark.parametrize("family", ["gqa", "opt", "phi3", "gpt_neox"])

@@ -261,7 +261,7 @@ def test_systems_are_named_after_what_they_are():
         assert config.label == label and not config.label_given
         assert isinstance(config.method, METHODS[system.method]), label
         assert (config.placement, config.codec) == (system.placement, system.codec)
-        assert (config.gpu_cache, config.prefetch) == (system.gpu_cache, system.prefetch)
+        assert config.gpu_cache == system.gpu_cache
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
     assert load(["experiment=latency", *ON_CUDA, "system=uvm", "platform.device_gib=48"]).platform.device_gib == 48
 

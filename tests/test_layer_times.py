@@ -102,15 +102,11 @@ SHARED = {
     "two anchors by own query": Shared(anchors=(0, 2), dense_layers=0, anchor="own_query"),
 }
 ROWS = {  # and methods whose layers select at several times, with these times
-    "first layers by their own query": (InfiniGen(own_query_layers=1), ["own_query", "previous_layer"]),
     "no layer is dense": (InfiniGen(dense_layers=0), ["own_query", *["previous_layer"] * 3]),
-    "both": (InfiniGen(dense_layers=0, own_query_layers=2), [*["own_query"] * 2, *["previous_layer"] * 2]),
     "all by their own query": (InfiniGen(dense_layers=1, when="own_query"), ["own_query"] * 3),
-    "by the step before": (
-        InfiniGen(dense_layers=0, own_query_layers=1, when="previous_step"), ["own_query", *["previous_step"] * 3],
-    ),
-    "quest": (Quest(page_size=3, own_query_layers=1, when="previous_layer"), ["own_query", "previous_layer"]),
-}  # fmt: skip
+    "by the step before": (InfiniGen(dense_layers=0, when="previous_step"), ["previous_step"] * 4),
+    "quest": (Quest(page_size=3, dense_layers=0, when="previous_layer"), ["own_query", *["previous_layer"] * 3]),
+}
 BETWEEN = ["gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"]
 """Models in which other kinds of layer lie between."""
 PAIRS = [*(("gqa", name) for name in (*SHARED, *ROWS)), *zip(BETWEEN, SHARED, strict=True)]
@@ -120,7 +116,9 @@ def model_of(name: str):
     return tiny(name) if name == "gqa" else mixed(name)
 
 
-@pytest.mark.parametrize(("model", "name"), [*PAIRS, ("gemma2", "both"), ("qwen3_next", "by the step before")])
+@pytest.mark.parametrize(
+    ("model", "name"), [*PAIRS, ("gemma2", "no layer is dense"), ("qwen3_next", "by the step before")]
+)
 def test_layers_that_know_their_rows_at_different_times_keep_the_contract(model, name):
     method = SHARED[name] if name in SHARED else ROWS[name][0]
     with attach(model_of(model)) as attached, EmulatedLink(1e12) as link:

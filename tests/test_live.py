@@ -30,13 +30,12 @@ CACHED = [PROMPT + step for step in range(STEPS)]
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu_cache", "prefetch"),
-    [("pool-counter", 1, False), ("infinigen+int4", 2, False), ("quest", 1, False), ("quest", 1.5, True)],
+    ("name", "gpu_cache"), [("pool-counter", 1), ("infinigen+int4", 2), ("quest", 1), ("quest", 1.5)]
 )
-def test_rows_that_were_read_last_do_not_cross_again(name, gpu_cache, prefetch, monkeypatch):
+def test_rows_that_were_read_last_do_not_cross_again(name, gpu_cache, monkeypatch):
     """By the tokens that are asked for, against lists in the order of their use."""
     asked = {}
-    original = GpuCacheFetcher._request_missing
+    original = GpuCacheFetcher.request_selected
 
     def spy(fetcher, mask, most):
         tokens = fetcher.tokens.expand(-1, KV_HEADS, -1)
@@ -44,10 +43,9 @@ def test_rows_that_were_read_last_do_not_cross_again(name, gpu_cache, prefetch, 
         asked.setdefault(fetcher.store, []).append(picked)
         return original(fetcher, mask, most)
 
-    monkeypatch.setattr(GpuCacheFetcher, "_request_missing", spy)
+    monkeypatch.setattr(GpuCacheFetcher, "request_selected", spy)
     with attached_with_link() as (attached, link), Crossed() as crossed:
-        options = {"gpu_cache": gpu_cache, "prefetch": prefetch}
-        session = open_live(attached, CASES[name], placement="host", link=link, **options)
+        session = open_live(attached, CASES[name], placement="host", link=link, gpu_cache=gpu_cache)
         force(session, EVEN)
         counted = session.h2d_bytes, session.d2h_bytes
         rooms, late = session.caches[2].share.rooms, int(session.late_bytes)
@@ -55,18 +53,18 @@ def test_rows_that_were_read_last_do_not_cross_again(name, gpu_cache, prefetch, 
         assert counted == (session.h2d_bytes, session.d2h_bytes) == (session.loaded_bytes, session.written_bytes)
         to_device = [crossed.loaded[store] for store in session.stores]
     row = INT4_ROW if name.endswith("int4") else FP32_ROW
-    missed = [0, 0]  # of the guesses, and of the selections
+    missed = 0
     for layer in (2, 3):
-        requests, recent, before = asked[session.stores[layer]], [[] for _ in range(HEADS)], sum(missed)
-        assert len(requests) == STEPS * (1 + prefetch)
-        for number, request in enumerate(requests):
+        requests, recent, before = asked[session.stores[layer]], [[] for _ in range(HEADS)], missed
+        assert len(requests) == STEPS
+        for request in requests:
             for wanted, there in zip(request, recent, strict=True):
-                missed[number % 2 if prefetch else 1] += len(wanted - {*there})
+                missed += len(wanted - {*there})
                 there[:] = ([token for token in there if token not in wanted] + sorted(wanted))[-rooms[0] :]
-        loaded = sum(missed) - before
+        loaded = missed - before
         assert to_device[layer] == loaded * row
         assert loaded < sum(len(head) for request in requests for head in request), "nothing stayed"
-    assert late == (missed[1] * row if name == "quest" else 0)
+    assert late == (missed * row if name == "quest" else 0)
     assert to_device[:2] == [HEADS * sum(CACHED) * FP32_ROW] * 2
 
 
@@ -166,13 +164,6 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
         (Oracle(), {"placement": "host"}, UserError, "placement=host.*Oracle.*placement=device"),
         (InfiniGen(), {"gpu_cache": 1}, UserError, "gpu_cache=1: placement=device.*placement=host"),
         (H2O(), {"placement": "host", "gpu_cache": 1}, UserError, "gpu_cache=1: H2O selects no rows"),
-        (
-            InfiniGen(when="own_query"),
-            {"placement": "host", "prefetch": True},
-            UserError,
-            "prefetch=true: needs gpu_cache",
-        ),
-        (InfiniGen(), {"placement": "host", "gpu_cache": 2, "prefetch": True}, UserError, "prefetch=true: InfiniGen"),
         (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, disk, managed"),
         (Full(), {"placement": "host", "link": None}, ValueError, "placement=host: needs a link"),
     ],

@@ -62,7 +62,6 @@ methods = st.builds(
     budget=st.sampled_from([0.01, 0.2, 0.29, 1.0]),
     cap_of=st.sampled_from(["cached", "final"]),
     fixed_fetch=st.sampled_from([None, None, 1, 5]),
-    covers=st.sampled_from(["kv_head", "layer"]),
 )
 
 
@@ -89,7 +88,7 @@ def rows_on_device(rows: QueryRows) -> QueryRows:
 @QUICK
 @given(case=shapes, method=methods, elements=st.sampled_from([16, 64]))
 def test_selections_are_those_of_the_torch_code(case, method, elements):
-    scores, rows, final = make({**case, "of_heads": case["of_heads"] and method.covers == "kv_head"})
+    scores, rows, final = make(case)
     geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
     expected = method.choose(scores.clone(), rows, final, geometry)
     with compiled(elements):
@@ -125,27 +124,27 @@ def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by_kernel, seed, sl
 
 
 @QUICK
-@given(case=shapes, covers=st.sampled_from(["kv_head", "layer"]), elements=st.sampled_from([16, 64]))
-def test_summed_probabilities_are_those_of_the_torch_code(case, covers, elements):
-    scores, rows, final = make({**case, "of_heads": case["of_heads"] and covers == "kv_head"})
-    method = Oracle(alpha=math.inf, group="sum_probs", covers=covers)
+@given(case=shapes, elements=st.sampled_from([16, 64]))
+def test_summed_probabilities_are_those_of_the_torch_code(case, elements):
+    scores, rows, final = make(case)
+    method = Oracle(alpha=math.inf, group="sum_probs")
     seen = scores.masked_fill(~rows.visible().unsqueeze(2), -math.inf)
     expected = method.reduced(seen.clone())
     geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
     with compiled(elements):
         on_gpu = rows_on_device(rows)
-        summed = kernels.summed_probs(method.by_set(scores.to(DEVICE)), on_gpu).cpu()
+        summed = kernels.summed_probs(scores.to(DEVICE), on_gpu).cpu()
         got = method.choose(scores.to(DEVICE), on_gpu, final.to(DEVICE), geometry)
     torch.testing.assert_close(summed, expected, rtol=1e-5, atol=1e-30)
     assert torch.equal(got.mask.cpu(), largest(summed, got.num_read.cpu().long()))
 
 
 @QUICK
-@given(case=shapes, covers=st.sampled_from(["kv_head", "layer"]), elements=st.sampled_from([16, 64]))
-def test_samples_are_those_of_the_torch_code(case, covers, elements):
+@given(case=shapes, elements=st.sampled_from([16, 64]))
+def test_samples_are_those_of_the_torch_code(case, elements):
     """A token whose score / number is that of another up to rounding may be drawn in its place."""
-    scores, rows, final = make({**case, "ties": False, "of_heads": case["of_heads"] and covers == "kv_head"})
-    method = OracleSampled(budget=0.3, covers=covers, seed=case["seed"])
+    scores, rows, final = make({**case, "ties": False})
+    method = OracleSampled(budget=0.3, seed=case["seed"])
     expected = method.draw(5, scores.clone(), rows, final)
     with compiled(elements):
         on_gpu = rows_on_device(rows)

@@ -192,7 +192,6 @@ REFUSED = {
     "pretrained=MODEL,method=h2": "method=h2: did you mean 'h2o'",
     "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
     "pretrained=MODEL,apply_chat_template=no": "apply_chat_template=no: lm-eval decides it",
-    "pretrained=MODEL,prefetch=no": "prefetch=no: must be true or false",
     "pretrained=MODEL,dtype=float8": "model.dtype=float8: ",
     "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model's own is used; leave it out",
     "pretrained=MODEL,batch_size=4": "batch_size=4: plays no part, as replay makes batches that fit; leave it out",

@@ -236,8 +236,8 @@ def test_sizes_by_hand():
 
 
 def test_shared_budgets_have_names_of_their_own():
-    assert CriticalKV().full_title == "CriticalKV" and CriticalKV(heads="adaptive").full_title == "Ada-CriticalKV"
-    assert CriticalKV(layers="pyramid", heads="adaptive").full_title == "Ada-Pyramid-CriticalKV"
+    assert CriticalKV().title == "CriticalKV" and CriticalKV(heads="adaptive").title == "Ada-CriticalKV"
+    assert CriticalKV(layers="pyramid", heads="adaptive").title == "Ada-Pyramid-CriticalKV"
 
 
 def test_a_model_whose_output_projection_is_not_known_is_refused_in_one_line():

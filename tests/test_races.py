@@ -33,7 +33,7 @@ for name, case in CASES.items():
         LINKED[name] = case
 ALL_FETCHED = {}
 for name, case in LINKED.items():
-    kind = case.method.when, type(case.codec), getattr(case.method, "covers", None), case.method.names_rows
+    kind = case.method.when, type(case.codec), case.method.names_rows
     if case.method.names_rows or name not in WIDE:
         ALL_FETCHED.setdefault(kind, name)
 RUNS = [
@@ -42,7 +42,7 @@ RUNS = [
     *((name, 0, False) for name in ("full", "h2o", "quest", "infinigen")),
 ]
 """With a GPU cache a fetch brings the missing ones: a case of each method, and where slots are used again. One of
-each time at which rows are chosen, codec and set of heads fetches all that it reads.
+each time at which rows are chosen and codec fetches all that it reads.
 Without overlap a transfer waits at its place whatever the method: one for each time at which rows are chosen."""
 
 

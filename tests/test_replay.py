@@ -84,11 +84,10 @@ OF_OTHER_SHAPES = (
     "residual-groups",
     "layers-residual",
     "quest-union",
-    "infinigen-layer",
     "oracle+smooth",
     "vattention-true",
 )
-"""Cases beside one of each method whose masks are of a layer or a union, or whose last tokens are exact."""
+"""Cases beside one of each method whose masks are of a union, or whose last tokens are exact."""
 
 every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
 OTHER_FAMILIES = [(("llama", "opt")[number % 2], name) for number, name in enumerate(REFERENCED)]

@@ -23,8 +23,8 @@ from tests.composed import load
 PROMPT, NEW = "Keys and values of a prompt.", 20
 """NEW: tokens that the session has room for."""
 WITH_ROWS = [
-    ("full", 0, False), ("int4", 0, False), ("kivi", 0, False), ("h2o", 0, False), ("infinigen", 0, False),
-    ("infinigen", 1.5, False), ("quest", 0, False), ("quest", 1, False), ("quest", 1.5, True), ("shadowkv", 0, False),
+    ("full", 0), ("int4", 0), ("kivi", 0), ("h2o", 0), ("infinigen", 0),
+    ("infinigen", 1.5), ("quest", 0), ("quest", 1), ("shadowkv", 0),
 ]  # fmt: skip
 
 
@@ -83,10 +83,10 @@ def bytes_of_timed_run(case: Case, ids: torch.Tensor, steps: int, options: dict[
     return samples["timed_h2d_bytes"], samples["timed_d2h_bytes"]
 
 
-@pytest.mark.parametrize(("name", "gpu_cache", "prefetch"), WITH_ROWS)
-def test_a_timed_run_generate_and_usage_count_alike(name, gpu_cache, prefetch, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("name", "gpu_cache"), WITH_ROWS)
+def test_a_timed_run_generate_and_usage_count_alike(name, gpu_cache, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    case, options = CASES[name], {"gpu_cache": gpu_cache, "prefetch": prefetch}
+    case, options = CASES[name], {"gpu_cache": gpu_cache}
     ids = torch.tensor([byte_tokenizer()(PROMPT)["input_ids"]])
     tokens = first_tokens(case, ids, options)
     steps = max(step for step, token in enumerate(tokens[: NEW - 2]) if token not in tokens[:step])

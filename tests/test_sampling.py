@@ -129,10 +129,9 @@ def test_a_coded_distance_is_within_half_a_step():
 
 
 @pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("covers", ["kv_head", "layer"])
-def test_a_selection_samples_by_the_sum_of_probabilities(covers, far):
+def test_a_selection_samples_by_the_sum_of_probabilities(far):
     """Of every row by itself, tokens in any slot, some of them hidden; `far`: times the distances of their values."""
-    method = OracleSampled(budget=0.25, seed=5, covers=covers)
+    method = OracleSampled(budget=0.25, seed=5)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randperm(SLOTS, generator=generator).view(1, 1, -1)
     tokens[..., 7] = EMPTY
@@ -140,25 +139,24 @@ def test_a_selection_samples_by_the_sum_of_probabilities(covers, far):
     positions = [40, 41]
     distances = 1 + 9 * torch.rand(1, 2, SLOTS, generator=generator)
     got = chosen(method, scores, positions, tokens, layer=4, distances=distances if far else None)
-    numbers = lasting_numbers(5, 4, rows_of(positions, tokens), 2 if covers == "kv_head" else 1)
+    numbers = lasting_numbers(5, 4, rows_of(positions, tokens), 2)
     for row, position in enumerate(positions):
         visible = tokens.flatten() < position
         count = math.floor(0.25 * int(position))
         assert got.num_read[0, row] == count == got.mask[0, 0, row].sum()
         for head in range(2):
-            of_set = scores[0, [head] if covers == "kv_head" else [0, 1], :, row].flatten(0, 1)
-            probs = of_set.masked_fill(~visible, -math.inf).softmax(-1)
+            probs = scores[0, head, :, row].masked_fill(~visible, -math.inf).softmax(-1)
             score = probs.sum(0)
             if far:
-                score = score * (distances[0, head] if covers == "kv_head" else distances[0].mean(0))
+                score = score * distances[0, head]
             slots = visible.nonzero().flatten().tolist()
-            of_numbers = numbers[0, min(head, numbers.shape[1] - 1), 0]
+            of_numbers = numbers[0, head, 0]
             times = plain_sample(score[slots].tolist(), of_numbers[slots].tolist(), count)
-            mask = got.mask[0, min(head, got.mask.shape[1] - 1), row]
+            mask = got.mask[0, head, row]
             assert mask.nonzero().flatten().tolist() == sorted(slots[token] for token in times)
             wanted = torch.zeros(SLOTS)
             wanted[[slots[token] for token in times]] = torch.tensor([*times.values()]).log()
-            bias = got.bias.expand(-1, 2, -1, -1, -1)[0, head, 0, row]
+            bias = got.bias[0, head, 0, row]
             torch.testing.assert_close(bias, wanted, rtol=0, atol=1e-4)
 
 

@@ -43,8 +43,8 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
             calibration = calibrate(attached, method, ids.tolist()) if isinstance(method, Calibrates) else None
             decode = partial(live, attached, Setup(method, codec, calibration), PROMPTS)
             on_device = decode(placement="device").logits
-            rows = {"gpu_cache": config.gpu_cache, "prefetch": config.prefetch}
-            on_host = decode(placement="host", link=link, pinned=config.platform.pinned, **rows).logits
+            options = {"pinned": config.platform.pinned, "gpu_cache": config.gpu_cache}
+            on_host = decode(placement="host", link=link, **options).logits
             # Rows of the GPU cache are summed in another order.
             others = [("host and device", on_host, TOLERANCE if config.gpu_cache else 0)]
             if device.type == "cuda":

@@ -56,7 +56,6 @@ def _trace_step(config: RunConfig, path: Path) -> None:
             link=link if config.placement in BEHIND_LINK else None,
             calibration=setup.calibration,
             gpu_cache=config.gpu_cache,
-            prefetch=config.prefetch,
             pinned=config.platform.pinned,
         )
         with closing(session):

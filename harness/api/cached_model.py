@@ -100,7 +100,6 @@ class CachedModel:
     placement: Placement = "device"
     link: Links | None = None
     gpu_cache: float = 0
-    prefetch: bool = False
     pinned: bool = True
     max_new_tokens: int = 64
     prefill_len: int | None = None
@@ -443,7 +442,6 @@ class CachedModel:
             codec=self.codec,
             calibration=self.calibration,
             gpu_cache=self.gpu_cache,
-            prefetch=self.prefetch,
         )
         dense = session.prefill(texts.tokens[:, :prompt], texts.within[:, :prompt])
         decoded = session.decode(texts.tokens[:, prompt:], texts.within[:, prompt:])
@@ -520,7 +518,6 @@ class CachedModel:
             link=self.link,
             calibration=self.calibration,
             gpu_cache=self.gpu_cache,
-            prefetch=self.prefetch,
             pinned=self.pinned,
         )
 

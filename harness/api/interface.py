@@ -518,7 +518,6 @@ def attach(
             placement=config.placement,
             link=link,
             gpu_cache=config.gpu_cache,
-            prefetch=config.prefetch,
             pinned=platform.pinned,
             max_new_tokens=max_new_tokens,
             prefill_len=prefill_len,

@@ -356,20 +356,20 @@ def link_carries_the_selection(trial: Trial) -> str:
 
 
 def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
-    """With a GPU cache, and rows that come early where the method tells them, the
-    logits are the same, and as many rows cross the link as replay counts."""
+    """With a GPU cache the logits are the same, and as many rows cross the link as replay
+    counts."""
     trial.require_host()
     method, attached, prompts = trial.setup.method, trial.attached, trial.prompts
     if not method.names_rows:
         raise NotAskedError("selects no rows that a GPU cache could hold")
-    prefetch = any(policy.prefetches for policy in policies_of(attached, method, prefetch=True))
-    options: dict[str, Any] = {"gpu_cache": GPU_CACHE, "prefetch": prefetch}
     ids, real = batch_on(attached.device, prompts, seed=trial.seed)
     columns = max(prompts)
-    counted = open_replay(attached, trial.setup, real, **options)
+    counted = open_replay(attached, trial.setup, real, gpu_cache=GPU_CACHE)
     counted.prefill(ids[:, :columns], real[:, :columns])
     counted.decode(ids[:, columns:], real[:, columns:])
-    opened = open_live(attached, trial.setup, placement="host", link=trial.link, **options)
+    opened = open_live(
+        attached, trial.setup, placement="host", link=trial.link, gpu_cache=GPU_CACHE
+    )
     with closing(opened) as session:
         logits = force(session, prompts, seed=trial.seed)
         reads = counted.reads
@@ -387,8 +387,7 @@ def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
     _same_logits(logits, trial.on_device.logits)
     if crossed != expected:
         raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
-    early = ", some early" if prefetch else ""
-    return f"{crossed} bytes{early}; {reads.hit_frac:.0%} found on the device"
+    return f"{crossed} bytes; {reads.hit_frac:.0%} found on the device"
 
 
 def budget_is_its_closed_form(trial: Trial) -> str:

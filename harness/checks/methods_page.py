@@ -22,7 +22,7 @@ from harness.settings.own_method import shipped
 from harness.settings.paths import PACKAGES_DIR
 from harness.settings.schema import options
 from methods.base import Method
-from methods.selection import Choosing, SelectingBy
+from methods.selection import ChoosingBy, Selecting, SelectingBy
 from methods.settings import settings_of
 
 MARK = "The rule, and where it differs (made into docs/methods.md):"
@@ -50,7 +50,7 @@ def _methods() -> dict[type[Method], list[str]]:
     found: dict[type[Method], list[str]] = {}
     for name in options("method"):
         cls: type[Method] = shipped(name)[0]
-        if not cls.reads_all:
+        if cls.state is not None:
             found.setdefault(cls, []).append(name)
     return dict(sorted(found.items(), key=lambda item: (_group(item[0]), item[1][0])))
 
@@ -72,7 +72,7 @@ def _row(cls: type[Method], names: list[str]) -> str:
             column = None
         if column is not None:
             paragraphs[column] += f" {line.strip()}"
-    shared = SHARED if issubclass(cls, Choosing) else {"dense_layers"}
+    shared = SHARED if issubclass(cls, (Selecting, ChoosingBy)) else {"dense_layers"}
     settings = []
     for setting in settings_of(cls):
         if setting.name not in shared:

@@ -121,9 +121,6 @@ class Fetcher:
         slots, num_rows = indices(mask, most)
         return self.request_slots(slots, slots >= 0, num_rows), slots
 
-    def prefetch(self, mask: Tensor, most: int) -> None:
-        """Request what will probably be selected, with a GPU cache."""
-
     def note_tokens(self, tokens: Tensor, may_change: bool) -> None:
         """Note the token of each slot before a selection, with a GPU cache."""
 
@@ -316,7 +313,11 @@ class LayerCache:
     def request_rows(self, selection: Selection) -> Tensor:
         """Request the rows of a selection. Returns the slot of each row of the fetch, int64 [batch,
         num_kv_heads, n], -1 for none."""
-        fetch, slots = self.fetcher.request_selected(self._mask(selection), self._most_selected())
+        assert selection.mask is not None, "a method that names rows gives a mask"
+        mask = selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
+        rows = self.batch.rows(self.batch.steps)
+        most = max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
+        fetch, slots = self.fetcher.request_selected(mask, most)
         if fetch.moving and self.policy.when == "own_query":
             _, num_rows = fetch.moving[-1]
             self.share.late.add(num_rows, self.store.slot_bytes)
@@ -325,20 +326,6 @@ class LayerCache:
             index = slots.clamp(min=0)[:, :, None, None].expand(-1, -1, group, -1, -1)
             fetch.bias = selection.bias.expand(-1, num_heads, -1, -1, -1).gather(-1, index)
         return slots
-
-    def prefetch(self, selection: Selection) -> None:
-        """Request what the layer will probably select. What is missing once it has selected is
-        requested then."""
-        self.fetcher.prefetch(self._mask(selection), self._most_selected())
-
-    def _mask(self, selection: Selection) -> Tensor:
-        """The slots of a selection, bool [batch, num_kv_heads, slots]."""
-        assert selection.mask is not None, "a method that names rows gives a mask"
-        return selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
-
-    def _most_selected(self) -> int:
-        rows = self.batch.rows(self.batch.steps)
-        return max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
 
     def request_kept(self, steps_ahead: int = 0) -> None:
         """Request every slot that holds a token. Where sequences or heads keep different numbers,

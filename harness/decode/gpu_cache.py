@@ -140,27 +140,17 @@ class GpuCacheFetcher(Fetcher):
         self.tokens = tokens.clone() if may_change else tokens
 
     def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
-        fetch, present = self._request_missing(mask, most)
+        room = self.gpu_cache.slots.shape[-1]
+        fetch = Fetch(room, self.store.rows_in(self.buffer, room))
+        request, fetch.present = self.gpu_cache.request(mask, self.tokens, most)
+        self.fetch = fetch
+        self.load(fetch, request)
         _, num_missed = fetch.moving[-1]
         self.share.missed.add(num_missed, self.store.slot_bytes)
-        fetch.present = present
         return fetch, self.gpu_cache.slots
-
-    def prefetch(self, mask: Tensor, most: int) -> None:
-        self._request_missing(mask, most)
 
     def forget(self, slots: Tensor) -> None:
         self.gpu_cache.forget(slots)
-
-    def _request_missing(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
-        """Request the slots of `mask` that are not on the device. Returns the fetch, and which rows
-        of the buffer hold the mask's, bool [batch, num_kv_heads, room]."""
-        if self.fetch is None:  # else a prefetch is under way
-            room = self.gpu_cache.slots.shape[-1]
-            self.fetch = Fetch(room, self.store.rows_in(self.buffer, room))
-        request, present = self.gpu_cache.request(mask, self.tokens, most)
-        self.load(self.fetch, request)
-        return self.fetch, present
 
 
 def missing_rows(

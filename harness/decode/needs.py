@@ -265,12 +265,10 @@ class Plan:
         return self.of_state[key]
 
 
-def sizes_of(attached: Attached, method: Method, *, prefetch: bool = False) -> ModelSizes:
+def sizes_of(attached: Attached, method: Method) -> ModelSizes:
     """The sizes of a loaded model under a method."""
     layers = []
-    for layer, policy in zip(
-        attached.layers, policies_of(attached, method, prefetch=prefetch), strict=True
-    ):
+    for layer, policy in zip(attached.layers, policies_of(attached, method), strict=True):
         is_latent = layer.latent is not None
         layers.append(
             LayerSizes(policy, layer.num_kv_heads, layer.head_dim, layer.value_dim, is_latent)

@@ -64,12 +64,11 @@ class LiveSession:
     cached rows in the layers under the method; None stores them as they are. placement: where the
     cache lies. link: moves the rows of host memory or a disk; one for all devices of a model, or
     one for each. gpu_cache: rows of the GPU cache in each layer and KV head, as a
-    multiple of what a step reads at most; 0, or 1 and more. prefetch: what a query made in the
-    layer before would select crosses the link early, for methods that select by the layer's own.
-    pinned: host memory is page-locked under CUDA, so that transfers can overlap. slabs: page-locked
-    memory by device, for sessions one after another, as locking takes seconds: a session takes the
-    slab that it finds and leaves its own, and the caller closes them. timeline: marks the segments
-    of each step. Raises ValueError for combinations without meaning.
+    multiple of what a step reads at most; 0, or 1 and more. pinned: host memory is page-locked
+    under CUDA, so that transfers can overlap. slabs: page-locked memory by device, for sessions one
+    after another, as locking takes seconds: a session takes the slab that it finds and leaves its
+    own, and the caller closes them. timeline: marks the segments of each step. Raises ValueError
+    for combinations without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
     every token. reads: what the steps read on the device. bytes_needed: memory that was asked for;
@@ -89,12 +88,11 @@ class LiveSession:
         link: Links | None = None,
         calibration: Calibration | None = None,
         gpu_cache: float = 0,
-        prefetch: bool = False,
         pinned: bool = True,
         slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        check_combination(method, placement, gpu_cache, prefetch)
+        check_combination(method, placement, gpu_cache)
         crosses = placement in BEHIND_LINK
         if crosses and link is None:
             raise ValueError(f"placement={placement}: needs a link")
@@ -106,7 +104,7 @@ class LiveSession:
             )
         self.attached = attached
         self.method = method
-        self.policies: list[Policy] = policies_of(attached, method, prefetch=prefetch)
+        self.policies: list[Policy] = policies_of(attached, method)
         if crosses and any(policy.when == "true_scores" for policy in self.policies):
             raise ValueError(
                 f"placement={placement}: {method.title} selects by the true scores of all keys"
@@ -339,7 +337,7 @@ class LiveSession:
     @property
     def rows_found(self) -> float | Tensor:
         """The part of `rows_read` that was on the device when its layer selected it: fetched before
-        and kept in the GPU cache, or prefetched."""
+        and kept in the GPU cache."""
         selected = self.reads.gpu_cache_tokens_read * self.attached.geometry.num_kv_heads
         return selected - self._total([share.missed.num_rows for share in self.shares.values()])
 

@@ -208,9 +208,9 @@ class DeviceShare:
 
 
 def _num_slots(state: State) -> int:
-    """Slots of the state's longest tensor, spare ones left out."""
+    """Slots of the state's longest tensor."""
     most = 0
     for name in state.slot_tensors:
         for tensor in getattr(state, name).values():
-            most = max(most, tensor.shape[2] - state.spare_slots)
+            most = max(most, tensor.shape[2])
     return most

@@ -116,7 +116,7 @@ def state_sizes(
                 raise
             fault = error
     raise UserError(
-        f"method {method.full_title}: what it keeps depends on the text, so that its memory is "
+        f"method {method.title}: what it keeps depends on the text, so that its memory is "
         "known only after a prompt has run"
     ) from fault
 

@@ -4,8 +4,7 @@ things:
     select      the method names the rows to read, by the layer's own query here or earlier
                 (`methods.base.When`)
     fetch       these rows cross the link while an earlier layer computes; the layer waits for
-                missing ones. Rows may be in the GPU cache, or come early because a query made in
-                the layer before would select them
+                missing ones. Rows may be in the GPU cache
     attend      to the fetched rows and the step's own row, which is on the device
     write back  the own row to its slot in the store, while later layers compute
 
@@ -127,12 +126,7 @@ class DecodeStep(Handler):
     def predict(self, layer: int, query: Tensor) -> None:
         cache = self.caches[layer]
         assert isinstance(cache, LayerCache)
-        if cache.policy.prefetches:  # a guess: the layer's own query decides what it reads
-            selection = cache.selection_by(query)
-            self._note_index(selection)
-            cache.prefetch(selection)
-        else:
-            self._request_selection(cache, query)
+        self._request_selection(cache, query)
         self.timeline.switch("attention")
 
     def layer_ends(self, layer: int) -> None:
@@ -150,9 +144,6 @@ class DecodeStep(Handler):
         self.reads.append(LayerRead(cache.policy.number, selection.num_read[:, 0]))
         if cache.fetcher.keeps_rows:
             self.gpu_cache_reads.append(selection.num_read[:, 0])
-        self._note_index(selection)
-
-    def _note_index(self, selection: Selection) -> None:
         if selection.side is not None:
             self.sides.append(selection.side)
             self.index_reads.append(selection.side[:, 0])

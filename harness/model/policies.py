@@ -48,9 +48,7 @@ class Policy(NamedTuple):
 
     kind: `method`: it reads what the method selects; `full`: every token; `local`: its window.
     number: the layer's number among those that see every token, which is how methods count; -1 for
-    a local one. when: when it is known which rows it reads (`methods.base.When`). prefetches: it
-    selects by its own query, and what a query made in the layer before would select crosses the
-    link early.
+    a local one. when: when it is known which rows it reads (`methods.base.When`).
     """
 
     kind: Literal["method", "full", "local"]
@@ -58,7 +56,6 @@ class Policy(NamedTuple):
     when: When
     softmax: Softmax
     window: Window | None
-    prefetches: bool = False
 
     @property
     def names_rows(self) -> bool:
@@ -67,9 +64,8 @@ class Policy(NamedTuple):
 
     @property
     def is_predicted(self) -> bool:
-        """True if a query of the layer is made in the layer before: to select by it, or to
-        prefetch."""
-        return self.when == "previous_layer" or self.prefetches
+        """True if a query of the layer is made in the layer before, to select by it."""
+        return self.when == "previous_layer"
 
 
 def require_layers(codec: CacheCodec | None, num_layers: int) -> None:
@@ -83,14 +79,11 @@ def require_layers(codec: CacheCodec | None, num_layers: int) -> None:
             raise UserError(f"codec_layers=[{layers.words}]: {allowed}")
 
 
-def policies_of(
-    attached: Attached, method: Method, *, needs_method: bool = True, prefetch: bool = False
-) -> list[Policy]:
+def policies_of(attached: Attached, method: Method, *, needs_method: bool = True) -> list[Policy]:
     """The policy of each attention layer, in order.
 
-    needs_method: at least one layer must be under the method. prefetch: layers prefetch where the
-    method allows it (`Method.prefetches`). Raises ValueError where none is, and UserError for a
-    method that the model does not take.
+    needs_method: at least one layer must be under the method. Raises ValueError where none is, and
+    UserError for a method that the model does not take.
     """
     dense_layers, num_layers = method.dense_layers, attached.geometry.num_layers
     is_met = dense_layers < num_layers or not needs_method
@@ -113,21 +106,18 @@ def policies_of(
             policies.append(Policy("full", number, "kept", softmax, None))
         else:
             is_first = layer.before is None  # of the model: no layer before it can predict
-            policies.append(method_policy(method, number, softmax, is_first, prefetch))
+            policies.append(method_policy(method, number, softmax, is_first))
     if any(policy.is_predicted for policy in policies):
         attached.require_prediction()
     return policies
 
 
-def method_policy(
-    method: Method, number: int, softmax: Softmax, is_first: bool, prefetch: bool
-) -> Policy:
+def method_policy(method: Method, number: int, softmax: Softmax, is_first: bool) -> Policy:
     """The policy of a layer under the method. is_first: no layer before it can predict."""
     when = method.when_of(number)
     if is_first and when == "previous_layer":
         when = "own_query"
-    prefetches = prefetch and not is_first and method.prefetches(number)
-    return Policy("method", number, when, softmax, None, prefetches)
+    return Policy("method", number, when, softmax, None)
 
 
 def new_states(
@@ -165,7 +155,8 @@ def new_states(
 def loses_tokens(method: Method) -> bool:
     """Whether tokens leave the cache for good, as the method's class of states says. Their slots
     are used again."""
-    return not method.reads_all and issubclass(method.state, EvictingState)
+    state = method.state
+    return state is not None and issubclass(state, EvictingState)
 
 
 def evicts(method: Method) -> bool:

@@ -171,7 +171,7 @@ def _require_positions(attached: Attached, method: RereadsPrompt, prompt: int, r
     most = getattr(attached.decoder.stack.config, "max_position_embeddings", None)
     if most and prompt + rows > most:
         raise UserError(
-            f"method {method.full_title}: a prompt of {prompt} tokens and the {rows} in which a "
+            f"method {method.title}: a prompt of {prompt} tokens and the {rows} in which a "
             f"part of it is repeated take {prompt + rows} positions, and the model has {most}; "
             "lower the prompt's length or method.chunk_size"
         )

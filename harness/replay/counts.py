@@ -28,8 +28,8 @@ class PassCounts:
     under the method, fp64 of the same shape. read: tokens read. stored: the same, each token times
     the width of its layer's codec (`code_width`). index_read: tokens read of an index, or of exact
     rows beside codes. recall: share of the attention on what is read.
-    With a GPU cache, rows of all KV heads: selected: rows chosen. missed: chosen rows
-    that were not on the device. loaded: by layer, rows that crossed the link.
+    With a GPU cache, rows of all KV heads: selected: rows chosen. loaded: by layer, those that
+    were not on the device, and crossed the link.
     num_selecting: layers in which the method ran. errors: where they are measured, relative errors
     of attention outputs by layer under the method, fp32 [batch, rows, heads]. needle_read: where
     sequences have a needle, the share of its tokens that a row reads, mean over KV heads, by layer
@@ -48,7 +48,6 @@ class PassCounts:
         self.index_read = torch.zeros_like(self.read)
         self.recall = torch.zeros_like(self.read)
         self.selected = torch.zeros_like(self.read)
-        self.missed = torch.zeros_like(self.read)
         self.loaded: dict[int, Tensor] = {}
         self.num_selecting = 0
         self.errors: dict[int, Tensor] = {}
@@ -128,7 +127,8 @@ class PassCounts:
                 crossed = crossed + width * self.loaded[number] / num_kv_heads
                 rows_loaded[number] = round(float((weights * self.loaded[number]).sum()))
         crossed = crossed / (self.geometry.num_layers * cached)
-        hits = 1 - self.missed / self.selected.clamp(min=1)
+        missed = sum(self.loaded.values(), torch.zeros_like(self.selected))
+        hits = 1 - missed / self.selected.clamp(min=1)
         return replace(
             stats,
             link_sum=float((weights * crossed).sum()),

@@ -7,8 +7,7 @@ themselves: replay masks the rows that live decoding does not fetch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -120,12 +119,11 @@ class DecodePass(Handler):
             return self._attend_to_all(layer, query, self.history.kv[layer])
 
         # Select and attend, block by block.
-        guess = self.predicted.pop(layer) if policy.prefetches else None
         asking = self._selecting_query(layer, query)
         outputs: list[Tensor] = []
         full_outputs: list[Tensor] = []
         for rows in self._blocks(query):
-            block = _Block(self, layer, state, rows, query, asking, guess)
+            block = _Block(self, layer, state, rows, query, asking)
             outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
             if block.full is not None:
                 full_outputs.append(block.full)
@@ -227,7 +225,6 @@ class _Block:
         rows: slice,
         query: Tensor,
         asking: Tensor,
-        guess: Tensor | None,
     ) -> None:
         self.decode = decode
         self.counts = decode.counts
@@ -240,7 +237,6 @@ class _Block:
         self.stop = decode.start + rows.stop
         self.query = query[:, :, rows]
         self.asking = asking[:, :, rows]
-        self.guess = None if guess is None else guess[:, :, rows]
         on_device = decode.rows_on(query.device)
         self.positions = on_device.positions[:, rows]
         self.real = on_device.real
@@ -431,19 +427,13 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
             )
-            asked: list[Tensor] = []
-            if self.guess is not None:
-                guess = self._selection_of(self.state, replace(rows, query=self.guess))
-                if guess.side is not None:
-                    self._add(self.counts.index_read, guess.side)
-                if guess.mask is not None:
-                    asked.append(guess.mask)
-            selection = self._selection_of(self.state, rows)
-            if selection.mask is not None:
-                asked.append(selection.mask)
+            with SelectErrors(self.state):
+                selection = self.state.select(self.policy.number, rows)
+                check_selection(selection, self.state, rows)
             gpu_cache = self.decode.gpu_cache(self.layer)
             if gpu_cache is not None:
-                self._count_hits(gpu_cache, asked)
+                assert selection.mask is not None, "a method that names rows gives a mask"
+                self._count_hits(gpu_cache, selection.mask)
         self._add(self.counts.read, selection.num_read)
         width = self.counts.widths[self.policy.number]
         self._add(self.counts.stored, width * selection.num_read)
@@ -451,17 +441,10 @@ class _Block:
             self._add(self.counts.index_read, selection.side)
         return selection
 
-    def _selection_of(self, state: State, rows: QueryRows) -> Selection:
-        with SelectErrors(state):
-            selection = state.select(self.policy.number, rows)
-            check_selection(selection, state, rows)
-        return selection
-
-    def _count_hits(self, gpu_cache: GpuCache, asked: Sequence[Tensor]) -> None:
+    def _count_hits(self, gpu_cache: GpuCache, mask: Tensor) -> None:
         """Let the block's rows, one after another, fetch what is not on the device, and count it.
 
-        asked: the masks of the guess, if any, and of the selection, bool [batch, 1 or num_kv_heads,
-        rows, slots].
+        mask: of the selection, bool [batch, 1 or num_kv_heads, rows, slots].
         """
         num_kv_heads, real = gpu_cache.slots.shape[1], self.real[:, self.rows]
         loaded = self.counts.loaded.setdefault(
@@ -469,17 +452,12 @@ class _Block:
         )
         for row in range(real.shape[1]):
             this = slice(self.rows.start + row, self.rows.start + row + 1)
-            missed = torch.zeros_like(self.counts.missed[:, this])
-            for mask in asked:
-                of_row = mask[:, :, row] & real[:, row, None, None]
-                of_row = of_row.expand(-1, num_kv_heads, -1)
-                most = int(of_row.sum(-1).max())
-                fetch, _ = gpu_cache.request(of_row, self.tokens[:, None], most)
-                missed = (fetch.slots >= 0).sum((1, 2))[:, None].to(missed)
-                loaded[:, this] += missed
-            self.counts.missed[:, this] += missed  # of the selection, which comes last
-        selection = asked[-1]
-        selected = selection.sum(-1).sum(1) * (num_kv_heads // selection.shape[1])
+            of_row = mask[:, :, row] & real[:, row, None, None]
+            of_row = of_row.expand(-1, num_kv_heads, -1)
+            most = int(of_row.sum(-1).max())
+            fetch, _ = gpu_cache.request(of_row, self.tokens[:, None], most)
+            loaded[:, this] += (fetch.slots >= 0).sum((1, 2))[:, None].to(loaded)
+        selected = mask.sum(-1).sum(1) * (num_kv_heads // mask.shape[1])
         self._add(self.counts.selected, selected)
 
     def _add(self, total: Tensor, of_rows: Tensor) -> None:

@@ -29,6 +29,7 @@ from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
 from methods.base import Calibration, Lengths, Method, PromptRows, State
 from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.evicting import EvictingState
 from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
@@ -40,9 +41,9 @@ class ReplaySession:
     measure_errors: also measure the errors of attention outputs, at the cost of the full cache's
     attention, and of a second cache where rows read back otherwise than they were made.
     rows_per_block: rows of a layer that select and attend together; None: as many as memory allows.
-    It changes no number. gpu_cache, prefetch: as in `LiveSession`; replay counts which rows would
-    be on the device. They change no logit. Raises ValueError where the method cannot work in so few
-    layers, and in `prefill` where it cannot at these lengths.
+    It changes no number. gpu_cache: as in `LiveSession`; replay counts which rows would be on the
+    device. It changes no logit. Raises ValueError where the method cannot work in so few layers,
+    and in `prefill` where it cannot at these lengths.
 
     needles: to be set before `decode`; int [batch, 2], the first of the tokens that hold a
     sequence's answer and the one after the last, 0 and 0 where none is known. `decode` then sets
@@ -63,7 +64,6 @@ class ReplaySession:
         measure_errors: bool = False,
         rows_per_block: int | None = None,
         gpu_cache: float = 0,
-        prefetch: bool = False,
     ) -> None:
         attached.require_length(int(final_lengths.max()))
         require_layers(codec, attached.geometry.num_layers)
@@ -71,7 +71,7 @@ class ReplaySession:
         self.attached = attached
         self.method = method
         needs_method = not method.reads_all or self.codec is not None
-        self.policies = policies_of(attached, method, needs_method=needs_method, prefetch=prefetch)
+        self.policies = policies_of(attached, method, needs_method=needs_method)
         self.final_lengths = final_lengths
         self.calibration = calibration
         self.measure_recall = measure_recall and self.codec is None
@@ -199,7 +199,10 @@ class ReplaySession:
         child.final_lengths = self.final_lengths[index]
         child.states = {}
         for device, state in self.states.items():
-            child.states[device] = state.fork(index.to(device), num_columns)
+            num_slots = num_columns
+            if isinstance(state, EvictingState):
+                num_slots += 1  # the dump
+            child.states[device] = state.fork(index.to(device), num_slots)
         child.history = self.history.fork(index, num_columns)
         child.gpu_caches = {}
         for layer, gpu_cache in self.gpu_caches.items():

@@ -51,13 +51,12 @@ MAX_ROW_BYTES = 64
 @dataclass(frozen=True)
 class Setup:
     """method: `budget` resolved, and settled by its calibration. codec: None stores rows exactly.
-    calibration: None where none is needed. gpu_cache, prefetch: as in `LiveSession`."""
+    calibration: None where none is needed. gpu_cache: as in `LiveSession`."""
 
     method: Method
     codec: CacheCodec | None
     calibration: Calibration | None
     gpu_cache: float = 0
-    prefetch: bool = False
 
     def __post_init__(self) -> None:
         method = self.method
@@ -84,7 +83,6 @@ class Setup:
             measure_recall=measure_recall,
             measure_errors=measure_errors,
             gpu_cache=self.gpu_cache,
-            prefetch=self.prefetch,
         )
 
 
@@ -124,7 +122,6 @@ def _setup(config: RunConfig, method: Method, loaded: LoadedModel, attached: Att
         codec_of(config),
         calibration,
         config.gpu_cache,
-        config.prefetch,
     )
 
 
@@ -191,7 +188,7 @@ def tokenized(method: Method, loaded: LoadedModel) -> Method:
     def encode(text: str) -> list[int]:
         if loaded.reader is None:
             raise UserError(
-                f"method {method.full_title}: its instructions are text, and {loaded.name} has no "
+                f"method {method.title}: its instructions are text, and {loaded.name} has no "
                 "tokenizer; choose a model that has one, or give token ids, "
                 "such as method.instruction=[5,6]"
             )

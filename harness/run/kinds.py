@@ -129,9 +129,8 @@ class Perplexity(Measurement):
             lengths = f"prefill_len={config.prefill_len}, seq_len={config.seq_len}"
             why = "so that a decode row predicts a token of the window"
             raise UserError(f"{lengths}: seq_len must be at least {needed}, {why}")
-        if config.method.needs_prompt and config.prefill_len < 1:
-            learns = f"{config.method_name} learns from the prompt"
-            raise UserError(f"prefill_len=0: must be at least 1, {learns}")
+        if config.prefill_len < 1 and not config.method.reads_all:
+            raise UserError("prefill_len=0: must be at least 1 under a method")
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         return _texts(config)

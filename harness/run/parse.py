@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OF_THE_CODEC = ("codec", "value_codec", "codec_layers", "rotation", "key_groups")
-DEFAULTS = ("group_size", "residual", "gpu_cache", "prefetch")
+DEFAULTS = ("group_size", "residual", "gpu_cache")
 """Keys of a method's YAML for which a setting of the same name may be given."""
 OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 """Keys of a method's YAML that make it that method. They cannot be changed under its name."""
-ON_HOST = ("gpu_cache", "prefetch")
-"""Those that need rows behind a link."""
 
 AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
 """Classes whose settings stand at the top of `conf/config.yaml`, not in a group."""
@@ -289,7 +287,7 @@ def _method(node: dict[str, Any], given: set[str]) -> ChosenMethod:
             raise UserError(f"method={target}: {name} is a method of conf/method; rename the file")
         cls, _ = own_method.find(target)  # another process may have composed it
         own_names = vars(cls)  # without those of the class from which it derives
-        if "title" not in own_names and "full_title" not in own_names:
+        if "title" not in own_names:
             file = {"title": name}
     else:
         if name not in options("method"):
@@ -317,7 +315,7 @@ def _cache_settings(settings: Mapping[str, Any], chosen: ChosenMethod) -> dict[s
             raise UserError(f"{key}={value} {contradicts}")
         if value is not None:
             found[key] = value
-        elif in_file and (on_host or key not in ON_HOST):
+        elif in_file and (on_host or key != "gpu_cache"):
             found[key] = chosen.file[key]
     return found | _own_codec(found.get("codec"), settings.get("codec_settings") or {})
 
@@ -401,7 +399,7 @@ def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
             f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
             f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
         )
-    systems.check_gpu_cache(config.method, config.gpu_cache, config.prefetch)
+    systems.check_gpu_cache(config.method, config.gpu_cache)
     measurement_of(config.kind).check(config)
 
 
@@ -425,7 +423,7 @@ def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
     if kind.live:
         behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else config.method_name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
-    title = file.get("title") or config.method.full_title
+    title = file.get("title") or config.method.title
     if not isinstance(title, str) or not title.isprintable():
         refusal = f"its label is {title!r}; must be text in one line"
         raise UserError(f"method={config.method_name}: {refusal}")

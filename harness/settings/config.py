@@ -573,9 +573,8 @@ class RunConfig:
     tokens of a tile. rotation: applied to a vector before an integer codec. residual: number of
     last tokens that stay exact, on the device.
     gpu_cache: rows of the GPU cache in each layer and KV head, as a multiple of what a step reads
-    at most. prefetch: rows that a query made in the layer before would select cross the
-    link early. budget: the share of the full cache, of the layers that see every token, that a
-    decode step is to read; budget_rule: `nearest` for `budget=nearest:SHARE`.
+    at most. budget: the share of the full cache, of the layers that see every token, that a decode
+    step is to read; budget_rule: `nearest` for `budget=nearest:SHARE`.
     """
 
     experiment: Text
@@ -611,7 +610,6 @@ class RunConfig:
     num_windows: Count = 4
     placement: Placement = "host"
     gpu_cache: Annotated[float, Field(ge=0, le=MOST)] = 0
-    prefetch: bool = False
     latency: LatencyConfig = LatencyConfig()
     capacity: CapacityConfig = CapacityConfig()
     advise: AdviseConfig = AdviseConfig()

@@ -14,7 +14,7 @@ from harness.settings.config import CODEC_WORDS, RunConfig
 OF_CODECS = (*CODEC_WORDS, "own_codec", "group_size")
 COMMON = (
     "experiment", "kind", "model", "method", "method_name",
-    *OF_CODECS, "budget", "budget_rule", "gpu_cache", "prefetch",
+    *OF_CODECS, "budget", "budget_rule", "gpu_cache",
 )  # fmt: skip
 """Settings that decide the numbers of every kind of run."""
 

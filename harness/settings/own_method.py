@@ -22,7 +22,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import cache, cached_property
@@ -88,7 +88,6 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     module, where, name = _module(choice, setting)
     cls = _class(module, name, Method, setting)
     _require_text(cls, "title", setting)
-    _require_flags(cls, ("reads_all", "needs_prompt"), setting)
     _require_extras(cls, setting)
     file = _constant(cls, "file", None) if hasattr(cls, "file") else None
     if file is not None and not isinstance(file, str):
@@ -101,16 +100,15 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     when = _constant(cls, "when", "kept")
     if when not in get_args(When):
         raise UserError(f"{setting}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
-    has_state = cls.reads_all or hasattr(cls, "state")
-    has_budget = cls.reads_all or cls.tokens_read is not Method.tokens_read
-    if not has_state or not has_budget:
+    has_state = hasattr(cls, "state")
+    has_budget = has_state and (cls.state is None or cls.tokens_read is not Method.tokens_read)
+    if not has_budget:
         lacks = "tokens_read" if has_state else "state"
         raise UserError(f"{setting}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
-    if not cls.reads_all:
-        state = _constant(cls, "state", State)
-        if not (inspect.isclass(state) and issubclass(state, State)):
-            derives = "must be a class that derives from State"
-            raise UserError(f"{setting}: {cls.__name__}.state={state!r}: {derives}")
+    state = _constant(cls, "state", State)
+    if state is not None and not (inspect.isclass(state) and issubclass(state, State)):
+        derives = "must be a class that derives from State"
+        raise UserError(f"{setting}: {cls.__name__}.state={state!r}: {derives}")
     target = {"_target_": f"{where}:{cls.__name__}", "name": _name(module, name)}
     return cls, target | _defaults(cls, setting)
 
@@ -209,7 +207,7 @@ def faults() -> Iterator[None]:
     """Raise an error in the block that comes out of a file of the user's own as a UserError that
     names its line.
 
-    What a method or codec says of itself, such as `full_title` and `with_budget`, is asked while
+    What a method or codec says of itself, such as `title` and `with_budget`, is asked while
     settings are checked.
     """
     try:
@@ -266,13 +264,6 @@ def _require_text(cls: type, name: str, setting: str) -> None:
     value = _constant(cls, name, "")
     if not isinstance(value, str) or not value.isprintable():
         raise UserError(f"{setting}: {cls.__name__}.{name}={value!r}: must be text in one line")
-
-
-def _require_flags(cls: type, names: Sequence[str], setting: str) -> None:
-    for name in names:
-        value = _constant(cls, name, False)
-        if not isinstance(value, bool):
-            raise UserError(f"{setting}: {cls.__name__}.{name}={value!r}: must be True or False")
 
 
 def _require_extras(cls: type, setting: str) -> None:

@@ -30,7 +30,6 @@ class System:
     placement: Placement = "host"
     codec: str | None = None
     gpu_cache: float = 0
-    prefetch: bool = False
     overlap: bool = True
     pinned: bool = True
 
@@ -57,8 +56,6 @@ LABELS = {
 }
 OF_EVERY_METHOD = "method.dense_layers"
 """The setting that every method has, which may be given beside any system."""
-LATE_LAYER = 2**30
-"""Number of a layer that is none of a method's first ones."""
 COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
 """Systems whose transfers are counted. In managed memory CUDA's driver moves pages, which are not
 counted."""
@@ -82,7 +79,6 @@ def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
         config.placement,
         config.codec_name,
         config.gpu_cache,
-        config.prefetch,
         config.platform.overlap,
         config.platform.pinned,
     )
@@ -94,8 +90,6 @@ def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
         words += f"+{config.codec_name}"
     if config.gpu_cache:
         words += f"+rows{config.gpu_cache:g}"
-    if config.prefetch:
-        words += "+prefetch"
     if not config.platform.overlap:
         words += "+no overlap"
     if is_own and config.placement == "host":
@@ -103,7 +97,7 @@ def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
     return f"{words} ({config.placement})"
 
 
-def check_combination(method: Method, placement: str, gpu_cache: float, prefetch: bool) -> None:
+def check_combination(method: Method, placement: str, gpu_cache: float) -> None:
     """Raise UserError for settings that make no sense together in live decoding."""
     if placement not in get_args(Placement):
         raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
@@ -115,32 +109,26 @@ def check_combination(method: Method, placement: str, gpu_cache: float, prefetch
     if placement in BEHIND_LINK and method.when == "true_scores":
         scores = "selects by the true scores of all keys; use placement=device"
         raise UserError(f"placement={placement}: {method.title} {scores}")
-    check_gpu_cache(method, gpu_cache, prefetch)
+    check_gpu_cache(method, gpu_cache)
     if gpu_cache and placement not in BEHIND_LINK:
         no_rows = f"placement={placement} fetches no rows; needs placement=host or disk"
         raise UserError(f"gpu_cache={gpu_cache:g}: {no_rows}")
 
 
-def check_gpu_cache(method: Method, gpu_cache: float, prefetch: bool) -> None:
-    """Raise UserError where a method has no rows for a GPU cache, or none can be fetched early."""
+def check_gpu_cache(method: Method, gpu_cache: float) -> None:
+    """Raise UserError where a method has no rows for a GPU cache."""
     setting = f"gpu_cache={gpu_cache:g}"
     if gpu_cache and gpu_cache < 1:
         raise UserError(f"{setting}: must be 0, or 1 and more, times the rows that a step reads")
     if gpu_cache and not method.names_rows:
         retrieves = "selects no rows; needs a method that retrieves"
         raise UserError(f"{setting}: {method.title} {retrieves}")
-    if prefetch and not gpu_cache:
-        raise UserError("prefetch=true: needs gpu_cache of 1 or more, which it fetches into")
-    if prefetch and not method.prefetches(LATE_LAYER):
-        no_rows = f"{method.title} tells no rows before its own query"
-        allowed = "needs a method of method.when=own_query whose selection changes nothing"
-        raise UserError(f"prefetch=true: {no_rows}; {allowed}")
 
 
 def check_live(config: RunConfig) -> None:
     """Raise UserError for a combination of settings that cannot be decoded live."""
     method, placement, platform = config.method, config.placement, config.platform
-    check_combination(method, placement, config.gpu_cache, config.prefetch)
+    check_combination(method, placement, config.gpu_cache)
     if placement == "managed" and platform.name != "cuda":
         cuda = f"needs platform=cuda; allowed on {platform.name}: device, host"
         raise UserError(f"placement=managed: {cuda}")

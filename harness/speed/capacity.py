@@ -228,7 +228,7 @@ def _capacity(
     """device: the setting that gives the device."""
     host_gib = config.capacity.host_gib
     plan = Plan(
-        sizes_of(attached, setup.method, prefetch=config.prefetch),
+        sizes_of(attached, setup.method),
         setup.method,
         setup.codec,
         config.placement,
@@ -248,9 +248,7 @@ def _capacity(
 
 def _timed_run(config: RunConfig, setup: Setup, batch: int) -> TimedRun:
     shape = replace(config.latency, batch_size=batch)
-    return TimedRun(
-        setup.method, shape, config.placement, setup.codec, config.gpu_cache, config.prefetch
-    )
+    return TimedRun(setup.method, shape, config.placement, setup.codec, config.gpu_cache)
 
 
 def _repeated(shared: SharedPrompt, batch: int, repeats: int) -> SharedPrompt:
@@ -281,7 +279,6 @@ def _session(config: RunConfig, setup: Setup, attached: Attached, link: Any) -> 
         link=link if config.placement == "host" else None,
         calibration=setup.calibration,
         gpu_cache=config.gpu_cache,
-        prefetch=config.prefetch,
     )
 
 

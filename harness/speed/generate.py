@@ -197,7 +197,6 @@ def new_session(
         link=link,
         calibration=setup.calibration,
         gpu_cache=config.gpu_cache,
-        prefetch=config.prefetch,
         pinned=config.platform.pinned,
     )
 

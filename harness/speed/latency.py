@@ -72,7 +72,6 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
             config.placement,
             setup.codec,
             config.gpu_cache,
-            config.prefetch,
             platform.pinned,
             platform.weights_on_device,
         )

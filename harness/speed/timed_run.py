@@ -80,7 +80,6 @@ class TimedRun:
     placement: Placement = "host"
     codec: CacheCodec | None = None
     gpu_cache: float = 0
-    prefetch: bool = False
     pinned: bool = True
     weights_on_device: float = 1.0
 
@@ -183,7 +182,6 @@ def time_run(
             link=link if run.placement in BEHIND_LINK else None,
             calibration=calibration,
             gpu_cache=run.gpu_cache,
-            prefetch=run.prefetch,
             pinned=run.pinned,
             slabs=slabs,
             timeline=timeline,

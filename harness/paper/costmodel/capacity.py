@@ -141,7 +141,7 @@ def plan_of_shape(
             lengths=LENGTHS[config.kind],
             warns=False,
         )
-    model = _model_sizes(shape, geometry, method, weight_bytes, config.prefetch)
+    model = _model_sizes(shape, geometry, method, weight_bytes)
     return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.gpu_cache)
 
 
@@ -166,7 +166,7 @@ def _geometry(shape: ModelShape, family: str) -> Geometry:
 
 
 def _model_sizes(
-    shape: ModelShape, geometry: Geometry, method: Method, weight_bytes: int, prefetch: bool
+    shape: ModelShape, geometry: Geometry, method: Method, weight_bytes: int
 ) -> ModelSizes:
     dense_layers = method.dense_layers
     if dense_layers >= shape.num_layers:
@@ -177,7 +177,7 @@ def _model_sizes(
         if number < dense_layers:
             policy = Policy("full", number, "kept", softmax, None)
         else:
-            policy = method_policy(method, number, softmax, number == 0, prefetch)
+            policy = method_policy(method, number, softmax, number == 0)
         layers.append(LayerSizes(policy, shape.num_kv_heads, shape.head_dim, shape.head_dim))
     projections = shape.attention_weights // shape.hidden_size
     sizes = PassSizes(
@@ -280,7 +280,7 @@ class Step:
                     load /= self.efficiency.row_fetch
                     if plan.gpu_cache:
                         load *= 1 - self.hit_frac
-                if policy.when == "own_query" and not policy.prefetches:
+                if policy.when == "own_query":
                     load, waited = 0.0, load
             elif on_host and not reads_less:
                 load = row_bytes / link
