@@ -28,7 +28,6 @@ from harness.decode.disk import Disk
 from harness.decode.memory import DEFAULT_TUNING, Tuning
 from harness.decode.store import Chosen, KVStore, Moved, SlotRequest
 from harness.errors import UserError
-from harness.settings.config import DiskLayout
 
 SLEEP_SLACK_S = 1e-4
 """time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
@@ -416,20 +415,11 @@ class EmulatedLink(WorkerLink):
 class DiskLink(WorkerLink):
     """Rows of files on a disk, whose own rate it has. A transfer's bytes are those of whole blocks.
 
-    layout, gap_blocks: of the stores, see `harness.decode.disk_store`. It closes the disk.
+    It closes the disk.
     """
 
-    def __init__(
-        self,
-        disk: Disk,
-        *,
-        layout: DiskLayout = "heads",
-        gap_blocks: int = 0,
-        overlap: bool = True,
-    ) -> None:
+    def __init__(self, disk: Disk, *, overlap: bool = True) -> None:
         self.disk = disk
-        self.layout = layout
-        self.gap_blocks = gap_blocks
         super().__init__(overlap=overlap)
 
     def close(self) -> None:
