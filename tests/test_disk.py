@@ -253,7 +253,7 @@ def test_what_the_system_refuses(target, name, code, says, folder, monkeypatch):
     original = getattr(target, name)
 
     def refuse(*arguments, **options):
-        if name == "open" and arguments[1] & os.O_TMPFILE != os.O_TMPFILE:
+        if name == "open" and not str(arguments[0]).startswith(str(folder)):
             return original(*arguments, **options)
         raise OSError(code, os.strerror(code))
 
@@ -272,22 +272,6 @@ def test_a_file_that_may_not_be_so_large(folder):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
     )
     assert "raise `ulimit -f`" in done.stderr.splitlines()[-1]
-
-
-def test_a_file_system_without_unnamed_files(folder, monkeypatch):
-    original = os.open
-
-    def old(path, flags, *mode, **options):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return original(path, flags, *mode, **options)
-
-    monkeypatch.setattr(os, "open", old)
-    with Disk(folder) as disk, disk.new_file(1) as file:
-        disk.reserve(1)
-        disk.buffer[:] = 7
-        file.write(np.zeros(1, np.int64), np.zeros(1, np.int64))
-        assert [*folder.iterdir()] == []
 
 
 def test_a_failing_disk_ends_the_run_in_one_line(folder, monkeypatch):

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,12 +135,12 @@ class DiskFile(AbstractContextManager["DiskFile"]):
     def __init__(self, disk: Disk, num_blocks: int) -> None:
         self.disk = disk
         self.num_blocks = num_blocks
-        self._file: int | None = None
+        self._file: IO[bytes] | None = None
         try:
             _require_space(disk.folder, self.nbytes)
-            self._file = _unnamed(disk.folder)
+            self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115 - `close` ends it
             # A codec may leave all of a short text exact, but no file system reserves nothing.
-            os.posix_fallocate(self._file, 0, max(self.nbytes, BLOCK_BYTES))
+            os.posix_fallocate(self._file.fileno(), 0, max(self.nbytes, BLOCK_BYTES))
             flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
         except OSError as error:
@@ -165,7 +165,7 @@ class DiskFile(AbstractContextManager["DiskFile"]):
     def close(self) -> None:
         """Free the file and its space. Idempotent."""
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     def __exit__(self, *_: object) -> None:
@@ -175,9 +175,9 @@ class DiskFile(AbstractContextManager["DiskFile"]):
         self, call: Callable[[int, list[memoryview], int], int], blocks: Blocks, places: Blocks
     ) -> None:
         """Let the system's `call(file, memory, offset)` move each piece of the blocks."""
-        file = self._file
-        if file is None:
+        if self._file is None:
             raise RuntimeError("the file is closed")
+        file = self._file.fileno()
 
         def move(offset: int, memory: memoryview) -> None:
             moved = call(file, [memory], offset)
@@ -253,18 +253,6 @@ def _aligned(num_blocks: int) -> NDArray[np.uint8]:
         return np.empty((0, BLOCK_BYTES), np.uint8)
     pages = mmap.mmap(-1, num_blocks * BLOCK_BYTES)
     return np.frombuffer(pages, np.uint8).reshape(num_blocks, BLOCK_BYTES)
-
-
-def _unnamed(folder: Path) -> int:
-    """A new file without a name."""
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-    descriptor, path = tempfile.mkstemp(dir=folder, prefix=".kv-")
-    os.unlink(path)
-    return descriptor
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:
