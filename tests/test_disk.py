@@ -192,6 +192,9 @@ def test_a_step_counts_the_blocks_that_it_waited_for(folder):
     assert timing.metrics["disk_read_bytes"] == 7 * num_layers * 4 * BLOCK_BYTES
     assert timing.metrics["h2d_bytes"] == 7 * num_layers * 4 * 128 * sum(range(49, 55)) // 6
     assert timing.metrics["read_amplification"] == pytest.approx(BLOCK_BYTES / (128 * sum(range(49, 55)) / 6))
+    crossed = timing.samples["timed_disk_read_bytes"] + timing.samples["timed_d2h_bytes"]
+    busy_s = timing.metrics["link_utilisation"] * sum(timing.samples["step_s"][0])
+    assert timing.metrics["link_bytes_per_s"] == pytest.approx(crossed / busy_s, rel=0.3)
     assert timing.metrics["disk_kv_bytes"] == num_layers * 4 * 2 * BLOCK_BYTES, "56 tokens"
     assert timing.metrics["host_kv_bytes"] == 0
 
