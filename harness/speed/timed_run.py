@@ -163,14 +163,6 @@ def time_run(
     """
     shape = run.shape
     run = replace(run, method=fitted(attached, run.method, run.codec))
-    if isinstance(prompt, SharedPrompt):
-        if run.weights_on_device < 1:
-            raise ValueError(
-                f"weights_on_device={run.weights_on_device}: a shared prompt ran with all weights "
-                "there"
-            )
-        if len(prompt.dense_s) != shape.repeats:
-            raise ValueError(f"repeats={shape.repeats}: the prompt ran {len(prompt.dense_s)} times")
     timeline = Timeline(attached.device)
     slabs: dict[torch.device, PinnedSlab] = {}
 
