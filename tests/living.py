@@ -183,7 +183,7 @@ class LatestLink(Link):
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
         return super().copy(source, target.fill_(0xFF))
 
-    def start(self, direction: str, move: Callable[[], object], used: Sequence[Tensor]) -> Callable[[], object]:
+    def start(self, move: Callable[[], object], used: Sequence[Tensor]) -> Callable[[], object]:
         self.queue.append(move)
         return move
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -224,29 +223,15 @@ def test_every_figure_has_a_table_of_its_rows(tmp_path, capsys):
         assert read == [(bar.label, bar.model, bar.batch_size) for bar in bars]
         titles = re.findall("^## (.*)$", path.with_suffix(".md").read_text(), re.MULTILINE)
         assert titles == [f"{model} on a6000-pcie3, modelled" for model in dict.fromkeys(bar.model for bar in bars)]
-    assert main(["--figure", "fig18", "--platform", "rtx4090-pcie4"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [row["label"] for row in rows] == [*published.OFFLOADED, "ideal"]
-    assert {row["platform"] for row in rows} == {"rtx4090-pcie4"}
 
 
-def test_bad_names_rates_and_folders_are_refused(capsys, monkeypatch, tmp_path):
+def test_bad_names_rates_and_folders_are_refused(capsys, tmp_path):
     (tmp_path / "file").touch()
-    for arguments, said in (
-        (["--figure", "fig51"], r"figure=fig51: did you mean .*'fig15'.*\? allowed: fig14, .*, fig18"),
-        (["--figure", "fig15", "--platform", "a6000"], "platform=a6000: did you mean 'a6000-pcie3'.*"),
-        (["--write", "--results-dir", str(tmp_path / "file")], "results_dir: .*"),
-    ):
-        assert main(arguments) == 2
-        assert re.fullmatch(f"error: {said}\n", capsys.readouterr().err)
+    assert main(["--write", "--results-dir", str(tmp_path / "file")]) == 2
+    assert re.fullmatch("error: results_dir: .*\n", capsys.readouterr().err)
     with pytest.raises(UserError, match="model=opt-14b"):
         load_shape("opt-14b")
     with pytest.raises(UserError, match="model=qwen3-next: the cost model knows opt, .*, and not qwen3_next"):
         load_shape("qwen3-next")
     with pytest.raises(UserError, match=r"platform\.link_bytes_per_s=0.0: must be above 0"):
         build(Platform, vars(A6000) | {"link_bytes_per_s": 0.0}, "platform")
-    (tmp_path / "platform").mkdir()
-    (tmp_path / "platform" / "cuda.yaml").write_text("name: cuda\nkind: measured\n")
-    monkeypatch.setattr(counts, "CONF_DIR", tmp_path)
-    with pytest.raises(UserError, match="platform=cuda: is measured"):
-        load_platform("cuda")

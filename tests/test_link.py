@@ -66,6 +66,19 @@ def test_rows_arrive_and_reads_see_earlier_writes(overlap):
     assert not some.keys[:, :, 2].any()
 
 
+class TimedLink(EmulatedLink):
+    """Records when the link was occupied, in seconds, and by how many bytes."""
+
+    def __init__(self, bytes_per_s, **options):
+        self.transfers = []
+        super().__init__(bytes_per_s, **options)
+
+    def ends_at(self, start_s, num_bytes):
+        end_s = super().ends_at(start_s, num_bytes)
+        self.transfers.append((start_s, end_s, num_bytes))
+        return end_s
+
+
 @settings(max_examples=30)
 @given(
     moves=st.lists(st.tuples(st.sampled_from(["read", "gather", "write", "copy"]), st.integers(1, 20)), max_size=15),
@@ -74,10 +87,7 @@ def test_rows_arrive_and_reads_see_earlier_writes(overlap):
 def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap):
     rate = 2e9
     store, _, _ = filled_store()
-    with EmulatedLink(rate, overlap=overlap) as link, Crossed() as crossed:
-        prefetch(link, store, 5).wait()
-        assert link.take_transfers() == [], "nothing is kept before somebody measures"
-        crossed.loaded.clear()
+    with TimedLink(rate, overlap=overlap) as link, Crossed() as crossed:
         for kind, num_rows in moves:
             if kind == "write":
                 link.write_back(store, some_rows(store, num_rows), at=3)
@@ -88,19 +98,18 @@ def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap)
             else:
                 index = torch.arange(num_rows).expand(BATCH, HEADS, -1)
                 prefetch(link, store, num_rows if kind == "read" else index).wait()
-        transfers = link.take_transfers()
-        assert link.take_transfers() == []
+        link.drain()
     sizes = [BATCH * HEADS * num_rows * ROW_BYTES for _, num_rows in moves]
-    assert [transfer.num_bytes for transfer in transfers] == sizes
-    assert [transfer.direction for transfer in transfers] == ["d2h" if kind == "write" else "h2d" for kind, _ in moves]
-    written = sum(transfer.num_bytes for transfer in transfers if transfer.direction == "d2h")
+    assert [num_bytes for _, _, num_bytes in link.transfers] == sizes
+    written = sum(size for (kind, _), size in zip(moves, sizes, strict=True) if kind == "write")
     copied = sum(size for (kind, _), size in zip(moves, sizes, strict=True) if kind == "copy")
     assert crossed.written[store] == written
     assert crossed.loaded[store] == sum(sizes) - written - copied, "of rows, not of tensors"
-    for earlier, later in zip(transfers, transfers[1:], strict=False):
-        assert later.start_s >= earlier.end_s
-    for transfer in transfers:
-        assert transfer.end_s - transfer.start_s >= transfer.num_bytes / rate - 1e-9
+    free_s = 0.0
+    for start_s, end_s, num_bytes in link.transfers:
+        assert start_s >= free_s
+        assert end_s - start_s >= num_bytes / rate - 1e-9
+        free_s = end_s
 
 
 def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
@@ -125,7 +134,7 @@ def test_a_failing_copy_ends_in_its_error_everywhere(overlap):
     store, _, _ = filled_store()
     gate, began = threading.Event(), time.perf_counter()
     with EmulatedLink(FAST, overlap=overlap) as link:
-        link.start("h2d", lambda: gate.wait() and 0, [])
+        link.start(lambda: gate.wait() and 0, [])
         failing = prefetch(link, store, torch.full((BATCH, HEADS, 1), CAPACITY))
         behind = prefetch(link, store, 1) if overlap else failing
         gate.set()
@@ -149,7 +158,7 @@ def test_a_worker_that_dies_raises_instead_of_hanging_and_a_closed_link_takes_no
         raise SystemExit("killed")
 
     with EmulatedLink(FAST) as link:
-        link.start("h2d", die, [])
+        link.start(die, [])
         for later in (link.drain, lambda: prefetch(link, store, 1)):
             with pytest.raises(SystemExit, match="killed"):
                 later()

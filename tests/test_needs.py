@@ -111,22 +111,6 @@ def test_a_state_whose_size_depends_on_the_text_is_refused():
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("wall", [0, 1, 2, 3, 7, 8, 9, 100, 1000])
-@pytest.mark.parametrize("most", [1, 2, 5, 64, 1000])
-def test_the_search_finds_what_a_loop_finds(wall, most):
-    expected = 0
-    while expected < min(wall, most):
-        expected += 1
-    asked: list[int] = []
-
-    def fits(batch: int) -> bool:
-        asked.append(batch)
-        return batch <= wall
-
-    assert largest_batch(fits, most) == expected
-    assert len(asked) == len(set(asked)) <= 22 and all(1 <= batch <= most for batch in asked)
-
-
 @pytest.mark.parametrize("name", ["full", "h2o", "infinigen2", "kivi"])
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_the_largest_batch_is_the_last_that_fits(name, placement):

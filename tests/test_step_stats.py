@@ -117,23 +117,23 @@ def test_under_cuda_events_tell_how_busy_the_link_is_and_how_long_a_step_takes(m
     with fake_streams():
         monkeypatch.setattr(torch.cuda, "Event", CountedEvent)
         monkeypatch.setattr(CountedEvent, "numbers", count())
-        link, clock = CudaLink(CUDA), StepClock(CUDA)  # the link's origin is at 0
-        use = link.open_use()  # 1
-        clock.begin_prompt()  # 2
-        link.start("d2h", lambda: 8, [])  # from 3 to 4: of the prompt
-        clock.mark()  # 5
-        use.begin()  # 6
+        link, clock = CudaLink(CUDA), StepClock(CUDA)
+        use = link.open_use()  # 0
+        clock.begin_prompt()  # 1
+        link.start(lambda: 8, [])  # from 2 to 3: of the prompt
+        clock.mark()  # 4
+        use.begin()  # 5
         for _ in range(2):
-            link.start("h2d", lambda: 8, [])  # from 7 to 8, from 11 to 12
-            clock.mark()  # 9, 13
-            use.mark()  # 10, 14
-        link.start("h2d", lambda: 8, [])  # from 15 to 16: for a step that does not come
+            link.start(lambda: 8, [])  # from 6 to 7, from 10 to 11
+            clock.mark()  # 8, 12
+            use.mark()  # 9, 13
+        link.start(lambda: 8, [])  # from 14 to 15: for a step that does not come
         assert Stream.waits == [], "who decodes does not wait"
         assert (use.busy_s, use.span_s) == (2, 8)
         assert (clock.ttft_s, clock.step_s) == (3, [4, 4])
         use.close()
-        link.start("h2d", lambda: 8, [])  # without a use its start is no event
-        assert next(CountedEvent.numbers) == 18
+        link.start(lambda: 8, [])  # without a use its start is no event
+        assert next(CountedEvent.numbers) == 17
 
 
 def test_a_clock_counts_from_the_end_of_what_came_before(monkeypatch):

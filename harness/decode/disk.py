@@ -22,12 +22,11 @@ import os
 import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +47,6 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems that are no disk. Newer kernels accept O_DIRECT there."""
 GIB = 2**30
 SETTING = "platform.disk_dir"
-_IN_USE: Counter[tuple[int, int]] = Counter()
-"""Disks of this process by device and inode of their folder."""
 
 Blocks = NDArray[np.int64]
 """Numbers of blocks of a file, ascending, each once: int64 [n]."""
@@ -58,28 +55,19 @@ Blocks = NDArray[np.int64]
 class Disk(AbstractContextManager["Disk"]):
     """A folder on a local disk, for the files of one process.
 
-    is_alone: no other run may use the folder meanwhile, as its requests would take time from this
-    run's. Waits until other processes have done with it. Raises UserError for a folder that does
-    not exist, where no file can be made, in memory, without O_DIRECT, or in use by this process.
+    Raises UserError for a folder that does not exist, where no file can be made, in memory, or
+    without O_DIRECT.
     """
 
-    def __init__(self, folder: str | Path, *, is_alone: bool = False) -> None:
+    def __init__(self, folder: str | Path) -> None:
         if sys.platform != "linux":
             raise UserError(f"placement=disk: needs Linux, and this is {sys.platform}")
         self.folder = Path(folder).absolute()
         self.buffer = _aligned(0)
         self.bytes_read = 0
         self.bytes_written = 0
-        lock = _locked(self.folder, is_alone)
-        self._lock: int | None = lock
-        self._identity = _identity(lock)
-        _IN_USE[self._identity] += 1
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
-        try:
-            self._require_direct()
-        except UserError:
-            self.close()
-            raise
+        self._require_direct()
 
     def new_file(self, num_blocks: int) -> DiskFile:
         """A file of so many blocks, whose space is taken. Raises UserError where it does not
@@ -122,13 +110,9 @@ class Disk(AbstractContextManager["Disk"]):
             share.result()
 
     def close(self) -> None:
-        """Give the folder free. Idempotent."""
+        """End the threads and free the buffer. Idempotent."""
         self._pool.shutdown()
         self.buffer = _aligned(0)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-            _IN_USE[self._identity] -= 1
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -151,12 +135,12 @@ class DiskFile(AbstractContextManager["DiskFile"]):
     def __init__(self, disk: Disk, num_blocks: int) -> None:
         self.disk = disk
         self.num_blocks = num_blocks
-        self._file: int | None = None
+        self._file: IO[bytes] | None = None
         try:
             _require_space(disk.folder, self.nbytes)
-            self._file = _unnamed(disk.folder)
+            self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115 - `close` ends it
             # A codec may leave all of a short text exact, but no file system reserves nothing.
-            os.posix_fallocate(self._file, 0, max(self.nbytes, BLOCK_BYTES))
+            os.posix_fallocate(self._file.fileno(), 0, max(self.nbytes, BLOCK_BYTES))
             flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
         except OSError as error:
@@ -181,7 +165,7 @@ class DiskFile(AbstractContextManager["DiskFile"]):
     def close(self) -> None:
         """Free the file and its space. Idempotent."""
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     def __exit__(self, *_: object) -> None:
@@ -191,9 +175,9 @@ class DiskFile(AbstractContextManager["DiskFile"]):
         self, call: Callable[[int, list[memoryview], int], int], blocks: Blocks, places: Blocks
     ) -> None:
         """Let the system's `call(file, memory, offset)` move each piece of the blocks."""
-        file = self._file
-        if file is None:
+        if self._file is None:
             raise RuntimeError("the file is closed")
+        file = self._file.fileno()
 
         def move(offset: int, memory: memoryview) -> None:
             moved = call(file, [memory], offset)
@@ -269,55 +253,6 @@ def _aligned(num_blocks: int) -> NDArray[np.uint8]:
         return np.empty((0, BLOCK_BYTES), np.uint8)
     pages = mmap.mmap(-1, num_blocks * BLOCK_BYTES)
     return np.frombuffer(pages, np.uint8).reshape(num_blocks, BLOCK_BYTES)
-
-
-def _locked(folder: Path, is_alone: bool) -> int:
-    """The folder, opened and locked: by this run alone, or together with others that are not
-    alone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise UserError(f"{SETTING}={folder}: cannot be opened ({reason(error)})") from error
-    kind = fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        in_use = f"{SETTING}={folder}: another run uses this disk, and each would measure the other"
-        if _IN_USE[_identity(descriptor)]:  # this process would wait for itself
-            os.close(descriptor)
-            raise UserError(f"{in_use}; close it, or give a folder on another disk") from error
-        print(f"{in_use}; waiting", file=sys.stderr, flush=True)
-        _wait_for(descriptor, kind)
-    except OSError:  # a file system without locks
-        pass
-    return descriptor
-
-
-def _wait_for(descriptor: int, kind: int) -> None:
-    """Take the lock as soon as the others have given it free; closes the folder where that is
-    interrupted."""
-    try:
-        fcntl.flock(descriptor, kind)
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    stat = os.fstat(descriptor)
-    return stat.st_dev, stat.st_ino
-
-
-def _unnamed(folder: Path) -> int:
-    """A new file without a name."""
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-    descriptor, path = tempfile.mkstemp(dir=folder, prefix=".kv-")
-    os.unlink(path)
-    return descriptor
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:

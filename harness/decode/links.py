@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,26 +28,14 @@ from harness.decode.disk import Disk
 from harness.decode.memory import DEFAULT_TUNING, Tuning
 from harness.decode.store import Chosen, KVStore, Moved, SlotRequest
 from harness.errors import UserError
-from harness.settings.config import DiskLayout
 
 SLEEP_SLACK_S = 1e-4
 """time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
 TRANSFERS_KEPT = 256
 """Transfers that a `LinkUse` keeps before it sums the earliest."""
 
-Direction = Literal["h2d", "d2h"]
 Move = Callable[[], int | Moved]
 """Copies, and returns the bytes moved, under CUDA maybe as a 0-d device tensor."""
-
-
-class Transfer(NamedTuple):
-    """When the link was occupied, in seconds from an arbitrary origin common to the link, and by
-    how many bytes."""
-
-    direction: Direction
-    start_s: float
-    end_s: float
-    num_bytes: int
 
 
 class LinkUse:
@@ -130,12 +118,10 @@ class LinkUse:
 class Ticket:
     """A transfer: under way, or, on a link without overlap, to be run when it is waited for."""
 
-    def __init__(
-        self, link: Link, direction: Direction, move: Move, used: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, link: Link, move: Move, used: Sequence[Tensor]) -> None:
         self._link = link
         self._is_done = False
-        self._start = partial(link.start, direction, move, used)
+        self._start = partial(link.start, move, used)
         self._started = self._start() if link.overlap else None
 
     def wait_moved(self) -> None:
@@ -172,7 +158,6 @@ class Link(AbstractContextManager["Link"], ABC):
     def __init__(self, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
         self.overlap = overlap
         self.tuning = tuning
-        self._recorded: list[Any] | None = None
         self._uses: tuple[LinkUse, ...] = ()
 
     def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
@@ -182,14 +167,14 @@ class Link(AbstractContextManager["Link"], ABC):
         keeps its content. Raises the error of an earlier transfer that failed.
         """
         load = partial(store.load, request, rows)
-        return Ticket(self, "h2d", load, [rows, *_tensors_of(request)])
+        return Ticket(self, load, [rows, *_tensors_of(request)])
 
     def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen) -> Ticket:
         """Start writing packed `rows`, not to be changed any more, into slots `at` of the store.
 
         Later reads see them, so the ticket needs no waiting. Raises as `prefetch`.
         """
-        ticket = Ticket(self, "d2h", partial(store.write, rows, at), [rows, *_tensors_of(at)])
+        ticket = Ticket(self, partial(store.write, rows, at), [rows, *_tensors_of(at)])
         if not self.overlap:
             ticket.wait()
         return ticket
@@ -201,14 +186,7 @@ class Link(AbstractContextManager["Link"], ABC):
         def move() -> int:
             return target.copy_(source, non_blocking=True).nbytes
 
-        return Ticket(self, "h2d", move, [target])
-
-    def take_transfers(self) -> list[Transfer]:
-        """The transfers finished since the last call, after draining the link. The first call
-        returns none and starts the recording: where nobody measures, nothing is kept."""
-        self.drain()
-        recorded, self._recorded = self._recorded or [], []
-        return [self._timed(transfer) for transfer in recorded]
+        return Ticket(self, move, [target])
 
     def open_use(self) -> LinkUse:
         """Measure how busy the link is, until the use is closed."""
@@ -238,7 +216,7 @@ class Link(AbstractContextManager["Link"], ABC):
         """Wait until a time has passed. Where it is a number, `drain` has waited."""
 
     @abstractmethod
-    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
+    def start(self, move: Move, used: Sequence[Tensor]) -> Any:
         """Queue a transfer; returns what `finish` takes. used: tensors of the device that must
         outlive it."""
 
@@ -257,9 +235,6 @@ class Link(AbstractContextManager["Link"], ABC):
     @abstractmethod
     def close(self) -> None:
         """End the link after its last transfer; it takes no more. Idempotent, raises nothing."""
-
-    def _timed(self, recorded: Any) -> Transfer:
-        return recorded
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -314,8 +289,7 @@ class _Job:
     """One transfer of a worker. Set before `done`: the end in perf_counter seconds, and the bytes
     moved."""
 
-    def __init__(self, direction: Direction, move: Move) -> None:
-        self.direction = direction
+    def __init__(self, move: Move) -> None:
         self.move = move
         self.submitted_s = self.end_s = time.perf_counter()
         self.num_bytes = 0
@@ -342,12 +316,12 @@ class WorkerLink(Link):
         """When a transfer that has moved its bytes gives the link free, in perf_counter seconds."""
         return time.perf_counter()
 
-    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> _Job:
+    def start(self, move: Move, used: Sequence[Tensor]) -> _Job:
         if self._error is not None:
             raise self._error
         if not self._worker.is_alive():
             raise RuntimeError("the link is closed")
-        self._last = _Job(direction, move)
+        self._last = _Job(move)
         self._jobs.put(self._last)
         return self._last
 
@@ -388,8 +362,6 @@ class WorkerLink(Link):
                 job.done.set()
                 return
             job.end_s = free_s = self.ends_at(start_s, job.num_bytes)
-            if self._recorded is not None:
-                self._recorded.append(Transfer(job.direction, start_s, free_s, job.num_bytes))
             for use in self._uses:
                 use.add(start_s, free_s)
             job.done.set()
@@ -416,20 +388,11 @@ class EmulatedLink(WorkerLink):
 class DiskLink(WorkerLink):
     """Rows of files on a disk, whose own rate it has. A transfer's bytes are those of whole blocks.
 
-    layout, gap_blocks: of the stores, see `harness.decode.disk_store`. It closes the disk.
+    It closes the disk.
     """
 
-    def __init__(
-        self,
-        disk: Disk,
-        *,
-        layout: DiskLayout = "heads",
-        gap_blocks: int = 0,
-        overlap: bool = True,
-    ) -> None:
+    def __init__(self, disk: Disk, *, overlap: bool = True) -> None:
         self.disk = disk
-        self.layout = layout
-        self.gap_blocks = gap_blocks
         super().__init__(overlap=overlap)
 
     def close(self) -> None:
@@ -452,23 +415,18 @@ class CudaLink(Link):
         self.device = device
         # Its few programs go before the computation's next blocks.
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._origin = _event(self.stream, timed=True)
 
-    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> torch.cuda.Event:
+    def start(self, move: Move, used: Sequence[Tensor]) -> torch.cuda.Event:
         compute = torch.cuda.current_stream(self.device)
         stream = self.stream if self.overlap else compute
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
             uses = self._uses
-            is_timed = self._recorded is not None or bool(uses)
-            start = _event(stream, timed=True) if is_timed else None
-            num_bytes = move()
-            end = _event(stream, timed=start is not None)
+            start = _event(stream, timed=True) if uses else None
+            move()
+            end = _event(stream, timed=bool(uses))
         for tensor in used:
             tensor.record_stream(stream)
-        if self._recorded is not None and start is not None:
-            # Times and size are still on the device.
-            self._recorded.append((direction, start, end, num_bytes))
         for use in uses:
             use.add(start, end)
         return end
@@ -497,13 +455,6 @@ class CudaLink(Link):
 
     def wait_for(self, moment: torch.cuda.Event) -> None:
         moment.synchronize()
-
-    def _timed(self, recorded: Any) -> Transfer:
-        direction, start, end, num_bytes = recorded
-        end.synchronize()  # without overlap it ran on another stream
-        start_s = self._origin.elapsed_time(start) / 1e3
-        end_s = self._origin.elapsed_time(end) / 1e3
-        return Transfer(direction, start_s, end_s, int(num_bytes))
 
 
 def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:

@@ -7,9 +7,9 @@ stores; the method's state is sized by its own code (`harness.decode.state_sizes
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -279,12 +279,4 @@ def sizes_of(attached: Attached, method: Method) -> ModelSizes:
 
 def largest_batch(fits: Callable[[int], bool], most: int) -> int:
     """The largest batch from 0 to `most` that fits, where every smaller one fits too."""
-    fits = cache(fits)
-    low, high = 0, 1  # `low` fits
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)  # does not fit, or is beyond
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda batch: not fits(batch))

@@ -116,8 +116,6 @@ class Opening:
                 num_kv_heads=shape.num_kv_heads,
                 capacity=capacity,
                 device=share.device,
-                layout=share.link.layout,
-                gap_blocks=share.link.gap_blocks,
             )
         return KVStore(
             row_format,

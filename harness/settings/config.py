@@ -97,8 +97,6 @@ Placement = Literal["device", "host", "disk", "managed"]
 driver pages."""
 BEHIND_LINK = ("host", "disk")
 """Placements whose rows cross a link."""
-DiskLayout = Literal["heads", "tokens"]
-"""What lies side by side on a disk: the rows of a KV head, or those of a token."""
 Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
 
 
@@ -197,9 +195,8 @@ class PlatformConfig:
     crosses the link in each pass. device_gib: memory in GiB for weights and all else, of an
     emulated device on a CPU, or of a smaller CUDA card; None: all. host_gib: main memory of the
     machine in GiB; None: as much as the system shows. disk_dir: a folder on the disk
-    of placement=disk; None: the results folder. disk_layout: of the rows there. disk_gap_blocks: a
-    read goes on over so many unwanted blocks of 4 KiB rather than being two. sheet: of a machine
-    that is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
+    of placement=disk; None: the results folder. sheet: of a machine that is modelled, its file in
+    `conf/platform`, for the cost model; None for one that runs.
     """
 
     name: Text
@@ -210,8 +207,6 @@ class PlatformConfig:
     device_gib: Positive | None = None
     host_gib: Positive | None = None
     disk_dir: FolderText | None = None
-    disk_layout: DiskLayout = "heads"
-    disk_gap_blocks: Natural = 4
     sheet: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

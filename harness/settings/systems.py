@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from harness.errors import UserError
-from harness.settings.config import BEHIND_LINK, Placement, PlatformConfig, RunConfig
+from harness.settings.config import BEHIND_LINK, Placement, RunConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -154,9 +154,5 @@ def _check_disk(config: RunConfig) -> None:
         if platform.link_gbps is not None:
             own_rate = "placement=disk has the disk's own rate; leave it null"
             raise UserError(f"platform.link_gbps={platform.link_gbps:g}: {own_rate}")
-        return
-    defaults = PlatformConfig("cpu")
-    for name in ("disk_dir", "disk_layout", "disk_gap_blocks"):
-        value = getattr(platform, name)
-        if value != getattr(defaults, name):
-            raise UserError(f"platform.{name}={value}: is for placement=disk alone")
+    elif platform.disk_dir is not None:
+        raise UserError(f"platform.disk_dir={platform.disk_dir}: is for placement=disk alone")

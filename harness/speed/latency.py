@@ -116,13 +116,8 @@ def two_memories(
     if config.placement == "disk":
         folder = Path(platform.disk_dir or config.results_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        disk = Disk(folder, is_alone=config.kind == "latency")
-        disk_link = DiskLink(
-            disk,
-            layout=platform.disk_layout,
-            gap_blocks=platform.disk_gap_blocks,
-            overlap=platform.overlap,
-        )
+        disk = Disk(folder)
+        disk_link = DiskLink(disk, overlap=platform.overlap)
         with disk_link, _device_memory(config, attached):
             yield disk_rate(disk), {attached.device: disk_link}
         return

@@ -27,12 +27,13 @@ h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; la
   bytes that stays there.
 disk_read_bytes: read from a disk, in whole blocks, for the rows of h2d_bytes; read_amplification:
   how many times as much that is. disk_kv_bytes: of the cache's file. None without a disk.
-link_utilisation, hit_rate: of the timed steps.
-transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and
-weights included. pinned_bytes: page-locked host memory of the cache. peak_device_bytes: while
-decoding, the largest of the repeats; on the CPU the weights that are there, buffers of streamed
-ones included, and device_kv_bytes. budget, device_frac: over all steps, see
-`harness.model.budgets`. tokens_evicted: of the first repeat; None of a method that does not evict.
+link_utilisation, hit_rate: of the timed steps. link_bytes_per_s: the bytes of the timed steps
+  (h2d_bytes, or disk_read_bytes of a disk, d2h_bytes and weight_bytes) / the seconds of them in
+  which the link was busy.
+pinned_bytes: page-locked host memory of the cache. peak_device_bytes: while decoding, the largest
+  of the repeats; on the CPU the weights that are there, buffers of streamed ones included, and
+  device_kv_bytes. budget, device_frac: over all steps, see `harness.model.budgets`. tokens_evicted:
+  of the first repeat; None of a method that does not evict.
 
     with attach(model) as attached, open_link(attached.device) as link:
         prompt = run_shared_prompt(attached, ids, shape.repeats)
@@ -52,7 +53,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.decode.links import Links, Transfer
+from harness.decode.links import Links
 from harness.decode.memory import PinnedSlab
 from harness.decode.session import LiveSession
 from harness.decode.timeline import SEGMENTS, Timeline
@@ -117,8 +118,6 @@ class _Repeat:
     counts: dict[str, int | None]
     timed_busy_s: float
     timed_span_s: float
-    link_busy_s: float
-    transferred_bytes: int
     host_kv_bytes: int | None
     disk_kv_bytes: int
     device_kv_bytes: int
@@ -157,18 +156,10 @@ def time_run(
 
     prompt: shared, or ids [batch, prompt], which then run once more before the first repeat, as a
     warm-up. With streamed weights it must be ids, as the prefill streams them too. link: needed
-    under host placement; its earlier transfers must have been taken. Raises UserError where the
-    cache does not fit into memory, ValueError for combinations without meaning.
+    under host placement. Raises UserError where the cache does not fit into memory, ValueError for
+    combinations without meaning.
     """
     shape = run.shape
-    if isinstance(prompt, SharedPrompt):
-        if run.weights_on_device < 1:
-            raise ValueError(
-                f"weights_on_device={run.weights_on_device}: a shared prompt ran with all weights "
-                "there"
-            )
-        if len(prompt.dense_s) != shape.repeats:
-            raise ValueError(f"repeats={shape.repeats}: the prompt ran {len(prompt.dense_s)} times")
     timeline = Timeline(attached.device)
     slabs: dict[torch.device, PinnedSlab] = {}
 
@@ -232,7 +223,7 @@ def _time_repeat(
         logits = _begin(session, prompt)
         begin_s = _now(device) - began
         for link in session.links:
-            link.take_transfers()  # waits for the prompt's; recorded are those that follow
+            link.drain()  # of the prompt's rows
         for used in session.attached.devices:
             if used.type == "cuda":
                 # Memory that a link was still reading when it was freed counts until the next
@@ -262,7 +253,6 @@ def _time_repeat(
         for use in uses:
             use.mark()
         segments = session.timeline.take()
-        by_link = [link.take_transfers() for link in session.links]
         timed_busy_s = sum(use.busy_s for use in uses)
         timed_span_s = sum(use.span_s for use in uses)
         for use in uses:
@@ -272,9 +262,6 @@ def _time_repeat(
         counts: dict[str, int | None] = {}
         for name, count in _counts(session, weights, run).items():
             counts[name] = None if count is None else round(float(count - counts_before[name]))
-        transferred_bytes = 0
-        for transfers in by_link:
-            transferred_bytes += sum(transfer.num_bytes for transfer in transfers)
         return _Repeat(
             begin_s=begin_s,
             decoding_s=before - decoding_began,
@@ -283,8 +270,6 @@ def _time_repeat(
             counts=counts,
             timed_busy_s=timed_busy_s,
             timed_span_s=timed_span_s,
-            link_busy_s=sum(map(_busy, by_link)),
-            transferred_bytes=transferred_bytes,
             host_kv_bytes=session.host_bytes,
             disk_kv_bytes=session.disk_bytes,
             device_kv_bytes=session.device_bytes,
@@ -315,9 +300,9 @@ def _timing(
     begin_s: list[float] = []
     step_s: list[list[float]] = []
     counts: dict[str, int | None] = dict.fromkeys(repeats[0].counts)
-    timed_busy_s = timed_span_s = link_busy_s = 0.0
+    timed_busy_s = timed_span_s = 0.0
     budget_sum = device_frac_sum = 0.0
-    all_steps = transferred_bytes = peak_device_bytes = 0
+    all_steps = peak_device_bytes = 0
     for repeat, of_pass in zip(repeats, dense_s, strict=True):
         timed += repeat.step_s
         segments += repeat.segments
@@ -330,8 +315,6 @@ def _timing(
                 counts[name] = (counts[name] or 0) + count
         timed_busy_s += repeat.timed_busy_s
         timed_span_s += repeat.timed_span_s
-        link_busy_s += repeat.link_busy_s
-        transferred_bytes += repeat.transferred_bytes
         peak_device_bytes = max(peak_device_bytes, repeat.peak_device_bytes)
         all_steps += repeat.num_steps
         budget_sum += repeat.num_steps * repeat.budget
@@ -342,7 +325,7 @@ def _timing(
     )
     assert times.ttft_s is not None and times.decode_s is not None, "a repeat times a step"
     rows_read, rows_found = counts.pop("rows_read"), counts.pop("rows_found")
-    waited_s = sum(step["transfer"] for step in segments) if link_busy_s else 0.0
+    waited_s = sum(step["transfer"] for step in segments) if timed_busy_s else 0.0
     metrics: dict[str, Any] = {
         "batch_size": shape.batch_size,
         "prompt_len": shape.prompt_len,
@@ -356,6 +339,8 @@ def _timing(
     for name, moved in counts.items():
         metrics[name] = None if moved is None else round(moved / len(timed) * num_steps)
     from_disk, wanted = counts["disk_read_bytes"], counts["h2d_bytes"]
+    loaded = wanted if from_disk is None else from_disk
+    crossed = (loaded or 0) + (counts["d2h_bytes"] or 0) + (counts["weight_bytes"] or 0)
     metrics |= {
         "read_amplification": None if from_disk is None else ratio(from_disk, wanted or 0),
         "disk_kv_bytes": first.disk_kv_bytes or None,
@@ -365,7 +350,7 @@ def _timing(
         "host_kv_bytes": first.host_kv_bytes,
         "device_kv_bytes": first.device_kv_bytes,
         "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses else None,
-        "link_bytes_per_s": transferred_bytes / link_busy_s if link_busy_s else None,
+        "link_bytes_per_s": ratio(crossed, timed_busy_s),
         "peak_device_bytes": peak_device_bytes,
         "budget": budget_sum / all_steps,
         "device_frac": device_frac_sum / all_steps,
@@ -383,9 +368,7 @@ def _timing(
         "begin_s": begin_s,
         "step_s": step_s,
         "segments": segments,
-        "transferred_bytes": transferred_bytes,
         "pinned_bytes": first.pinned_bytes,
-        "link_busy_s": link_busy_s,
         "timed_rows_read": rows_read,
         "timed_rows_found": rows_found,
     }
@@ -424,15 +407,6 @@ def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:
     if isinstance(prompt, SharedPrompt):
         return session.start(prompt.prompt)
     return session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
-
-
-def _busy(transfers: list[Transfer]) -> float:
-    """Seconds in which at least one transfer of a link was under way."""
-    busy = end = 0.0
-    for transfer in sorted(transfers, key=lambda transfer: transfer.start_s):
-        busy += max(0.0, transfer.end_s - max(end, transfer.start_s))
-        end = max(end, transfer.end_s)
-    return busy
 
 
 def _now(device: torch.device) -> float:

@@ -35,5 +35,5 @@ the harness, while the artifact's H2O loads every layer alike; partial_weight_ra
 0.3, the scripts say 0.2. Nothing was checked on other machines, lengths and models.
 
     python -m harness.paper.costmodel --calibrate
-    python -m harness.paper.costmodel --figure fig15 --platform h100-pcie5
+    python -m harness.paper.costmodel --write
 """

@@ -1,5 +1,4 @@
-"""`python -m harness.paper.costmodel --calibrate`, `--figure fig15 --platform h100-pcie5`, or
-`--write`."""
+"""`python -m harness.paper.costmodel --calibrate`, or `--write`."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from collections.abc import Sequence
 
 from harness.errors import exit_code
 from harness.paper.costmodel import published
-from harness.results.columns import LATENCY, render_csv
 from harness.settings.paths import RESULTS
 
 
@@ -23,14 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--calibrate", action="store_true", help="compare with every published number"
     )
     wanted.add_argument(
-        "--figure", help="print a figure's rows as CSV, in the columns of the latency table"
-    )
-    wanted.add_argument(
         "--write", action="store_true", help="write DIR/tables/<figure>-modelled.csv"
-    )
-    default = published.PAPER_PLATFORM
-    parser.add_argument(
-        "--platform", default=default, help=f"not with --calibrate (default {default})"
     )
     parser.add_argument(
         "--results-dir", default=RESULTS, metavar="DIR", help="with --write (default %(default)s)"
@@ -40,10 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def act() -> None:
         if args.calibrate:
             print(published.render(published.calibrate()), published.render_errors(), sep="\n\n")
-        elif args.write:
-            print(*published.write_tables(args.results_dir, args.platform), sep="\n")
         else:
-            print(render_csv(LATENCY, published.figure_rows(args.figure, args.platform)), end="")
+            print(*published.write_tables(args.results_dir), sep="\n")
 
     return exit_code(act)
 

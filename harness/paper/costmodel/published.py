@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.errors import UserError, nearest
 from harness.files import write_atomic
 from harness.model.shape import load_shape
 from harness.paper.costmodel.predict import FITTED, Case, Efficiency, load_platform, predict
@@ -100,24 +99,18 @@ class Comparison(NamedTuple):
         return (self.figure, self.series, self.metric) not in REPEATED
 
 
-def figure_rows(figure: str, platform: str) -> list[TableRow]:
-    """The rows of a figure's latency table, modelled; UserError for an unknown figure or
-    platform."""
-    if figure not in FIGURES:
-        raise UserError(f"figure={figure}: {nearest(figure, FIGURES)}")
-    return [_predict(bar, platform, FITTED) | {"experiment": figure} for bar in FIGURES[figure]]
+def figure_rows(figure: str) -> list[TableRow]:
+    """The rows of a figure's latency table, modelled on the paper's machine."""
+    return [_predict(bar, FITTED) | {"experiment": figure} for bar in FIGURES[figure]]
 
 
-def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> list[Path]:
+def write_tables(results_dir: str | Path) -> list[Path]:
     """Write `tables/<figure>-modelled.csv` and `.md` for every figure. Returns the paths of the
-    CSVs.
-
-    Raises:
-        UserError: an unknown platform, or a folder that cannot be written.
+    CSVs. Raises UserError for a folder that cannot be written.
     """
     paths = []
     for figure in FIGURES:
-        rows = figure_rows(figure, platform)
+        rows = figure_rows(figure)
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
         write_atomic(paths[-1], render_csv(LATENCY, rows))
         write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
@@ -131,7 +124,7 @@ def calibrate(
     file."""
     compared = []
     for row in (row for row in published_rows() if row["figure"] in figures):
-        predicted = quantity(row, lambda bar: _predict(bar, PAPER_PLATFORM, efficiency))
+        predicted = quantity(row, lambda bar: _predict(bar, efficiency))
         if predicted is not None:
             names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
             compared.append(Comparison(*names, float(row["value"]), predicted))
@@ -195,14 +188,14 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperBar], TableRow]) -> f
 
 
 @cache
-def _predict(bar: PaperBar, platform: str, efficiency: Efficiency) -> TableRow:
+def _predict(bar: PaperBar, efficiency: Efficiency) -> TableRow:
     sizes = {
         "batch_size": bar.batch_size,
         "prompt_len": bar.total_len - GEN_LEN,
         "gen_len": GEN_LEN,
     }
-    shape = load_shape(bar.model)
-    return predict(Case(load_platform(platform), shape, bar.label, efficiency=efficiency, **sizes))
+    platform, shape = load_platform(PAPER_PLATFORM), load_shape(bar.model)
+    return predict(Case(platform, shape, bar.label, efficiency=efficiency, **sizes))
 
 
 def fit(
