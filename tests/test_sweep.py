@@ -153,7 +153,7 @@ LLAMA = [(5, 0.2), (7, 0.2), (7, 0.6), (9, 0.6)], [(4096, 5.2)]
 OPT = [(2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6)], [(2048, 4)]
 
 
-@pytest.mark.parametrize(("model", "expected"), [("llama2-7b", LLAMA), ("pythia-1.4b", OPT)])
+@pytest.mark.parametrize(("model", "expected"), [("llama2-7b", LLAMA), ("opt-6.7b", OPT)])
 def test_paper_grid_follows_the_family(model, expected):
     every = read("experiment=accuracy-paper", f"model={model}", "data=hub").runs
     chosen = [c for c in every if c.method_name == "infinigen"]
