@@ -86,10 +86,9 @@ def test_what_names_no_method_is_refused(name, model):
     refusal(lambda: model.perplexity(methods=[name]))
 
 
-@pytest.mark.parametrize("kind", ["tasks", "turns"])
 @pytest.mark.parametrize("given", [*LISTS, "kv_recall"], ids=named)
-def test_what_is_no_list_of_tasks_is_refused(given, kind, model):
-    assert refusal(lambda: getattr(model, kind)(given, methods=["full"])).startswith("tasks=")
+def test_what_is_no_list_of_tasks_is_refused(given, model):
+    assert refusal(lambda: model.tasks(given, methods=["full"])).startswith("tasks=")
 
 
 @pytest.mark.parametrize("given", [None, 5, b"x", ["a"], Anything(), "", "\ud800", "a\ud800b"], ids=ascii)
