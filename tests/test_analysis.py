@@ -326,13 +326,19 @@ def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
         ("fig5", ["analysis.layers=[0,4]"], r"analysis.layers=\[0,4\]: tiny has layers 0 to 3"),
         ("table1", ["analysis.layers=[0]"], "layer 0 has no layer before it"),
         ("fig5", ["analysis.num_tokens=513"], "analysis.num_tokens=513: tiny takes at most 512 tokens"),
-        ("fig5", ["corpus.offset_tokens=850"], "analysis.num_tokens=60: the text has 50 tokens from token 850 on"),
         ("fig4", ["analysis.budget=0.01", "method=streaming"], "budget=0.01: .* must exceed method.num_"),
     ],
 )
 def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_llama, text):
     with pytest.raises(UserError, match=message):
         run_analysis(settings(text, experiment, *overrides), loaded(tiny_llama))
+
+
+def test_refuses_a_text_that_is_too_short(tiny_llama, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("a" * 50)
+    with pytest.raises(UserError, match=r"analysis.num_tokens=60: the text has 50 tokens from token 0 on"):
+        run_analysis(settings(short, "fig5"), loaded(tiny_llama))
     post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
     with pytest.raises(UserError, match="norms after the residual sum"):
         run_analysis(settings(text, "table1"), loaded(post_norm))

@@ -61,7 +61,7 @@ BOARD = "board"
 their rows go to several tables."""
 TEXTS = ("corpus", "data", "calibration")
 ABOUT_TASKS = (
-    "tasks", "task", "num_samples", "num_fewshot", "scoring", "sampling", "seed", "data",
+    "tasks", "task", "num_samples", "num_fewshot", "sampling", "seed", "data",
     "calibration",
 )  # fmt: skip
 KINDS = {
