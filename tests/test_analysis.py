@@ -259,11 +259,8 @@ def test_column_magnitudes_are_the_direct_ones(model, text):
 
 
 KV_ELEMENTS = {  # of one sequence of 8,192 tokens: layers x tokens x key and value x KV heads x head_dim
-    "gemma3-12b": (40 * 1024 + 8 * 8192) * 2 * 8 * 256,
-    "gpt-oss-20b": (12 * 128 + 12 * 8192) * 2 * 8 * 64,
-    "qwen3-next": 12 * 8192 * 2 * 2 * 256,  # its other 36 layers are linear attention
+    "gemma3-270m": (15 * 512 + 3 * 8192) * 2 * 1 * 256,
     "qwen3-30b-a3b": 48 * 8192 * 2 * 4 * 128,
-    "mistral-small": 40 * 8192 * 2 * 8 * 128,
     "opt-30b": 48 * 8192 * 2 * 7168,
 }
 
@@ -281,6 +278,11 @@ def test_layers_cache_what_their_kind_keeps(name):
 def test_latent_attention_caches_a_latent_and_a_rotary_key_for_all_heads():
     described = as_config("deepseek", {"model_type": "deepseek_v3", "num_hidden_layers": 3})
     assert kv_bytes(described, 2, 100) == 2 * 3 * 100 * (512 + 64) * 2
+
+
+def test_linear_attention_caches_no_tokens():
+    described = as_config("next", {"model_type": "qwen3_next", "num_hidden_layers": 4})
+    assert kv_bytes(described, 2, 100) == 2 * 1 * 100 * 2 * 2 * 256 * 2, "one layer of four has a KV cache"
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-30b-a3b"])
@@ -324,13 +326,19 @@ def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
         ("fig5", ["analysis.layers=[0,4]"], r"analysis.layers=\[0,4\]: tiny has layers 0 to 3"),
         ("table1", ["analysis.layers=[0]"], "layer 0 has no layer before it"),
         ("fig5", ["analysis.num_tokens=513"], "analysis.num_tokens=513: tiny takes at most 512 tokens"),
-        ("fig5", ["corpus.offset_tokens=850"], "analysis.num_tokens=60: the text has 50 tokens from token 850 on"),
         ("fig4", ["analysis.budget=0.01", "method=streaming"], "budget=0.01: .* must exceed method.num_"),
     ],
 )
 def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_llama, text):
     with pytest.raises(UserError, match=message):
         run_analysis(settings(text, experiment, *overrides), loaded(tiny_llama))
+
+
+def test_refuses_a_text_that_is_too_short(tiny_llama, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("a" * 50)
+    with pytest.raises(UserError, match=r"analysis.num_tokens=60: the text has 50 tokens from token 0 on"):
+        run_analysis(settings(short, "fig5"), loaded(tiny_llama))
     post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
     with pytest.raises(UserError, match="norms after the residual sum"):
         run_analysis(settings(text, "table1"), loaded(post_norm))

@@ -77,22 +77,10 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(model, method, pla
     assert (together[["ttft_s", "decode_s", "kv_bytes"]] > 0).all(axis=None) and together.attrs["context_s"] > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_known_question_is_part_of_the_prompt(model, method):
-    """Each answer is that of `generate`, which runs context and question as one prompt."""
-    words = METHODS[method] | {"method": method}
-    known = model.ask(CONTEXT, QUESTIONS[:2], prefill="dense", **words, **SHORT)
-    made = [model.generate(CONTEXT + question, **words, **SHORT) for question in QUESTIONS[:2]]
-    assert [*known.answer] == [each.text for each in made]
-    assert [*known["budget"]] == pytest.approx([each.budget for each in made])
-    assert known.attrs["context_s"] == 0
-
-
 def test_the_full_cache_does_not_mind_when_it_knows_a_question(model):
     questions = ["Who?", "And why did the dog eat it?", "Who?"]
-    for prefill in "question", "dense":
-        asked = model.ask(CONTEXT, questions, method="full", prefill=prefill, **SHORT)
-        assert [*asked.answer] == [model.generate(CONTEXT + text, method="full", **SHORT).text for text in questions]
+    asked = model.ask(CONTEXT, questions, method="full", **SHORT)
+    assert [*asked.answer] == [model.generate(CONTEXT + text, method="full", **SHORT).text for text in questions]
 
 
 def test_the_context_runs_once_and_its_cache_is_shared(model, monkeypatch):
@@ -128,7 +116,6 @@ def test_an_answer_ends_with_the_model_and_the_next_one_sees_nothing_of_it(netwo
         ({"questions": ["Who?", ""]}, "questions: '' makes no tokens; give a text"),
         ({"context": 3}, "context=3: must be text"),
         ({"context": ""}, "context='': must be text, and not empty"),
-        ({"prefill": "artifact"}, "prefill='artifact': allowed: 'question', 'dense'"),
         ({"max_new_tokens": 5000}, "context and question of 106 tokens and max_new_tokens=5000: must be at least 1"),
         ({"prompt": "x"}, "prompt='x': is 'The cat"),
         (

@@ -342,7 +342,7 @@ def test_settings_without_meaning_are_refused(words, refusal):
             "prompt_len=131072 and gen_len=32: llama3.1-8b takes at most 131072",
         ),
         ([*H100, "method=infinigen"], "method=infinigen: how many tokens it reads depends on the text"),
-        (["platform=h100-pcie5", "model=gemma3-12b", "method=full"], "model=gemma3-12b: the cost model knows opt"),
+        (["platform=h100-pcie5", "model=gemma3-270m", "method=full"], "model=gemma3-270m: the cost model knows opt"),
     ],
 )
 def test_a_modelled_run_refuses_what_it_cannot_say(words, refusal):

@@ -117,7 +117,8 @@ def test_a_kind_depends_on_settings_that_exist():
     names = {field.name for field in dataclasses.fields(RunConfig)}
     shown = {"label", "label_given", "results_dir"}
     depends = {kind: {*COMMON, *find(kind).depends_on} for kind in KINDS}
-    assert set().union(*depends.values()) == names - shown
+    printed = {"advise", "prompt"}  # of kinds that keep no record
+    assert set().union(*depends.values()) == names - shown - printed
     for kind, settings in depends.items():
         assert foreign_settings(kind) == names - settings
         assert all((CONF_DIR.parent / "harness" / name).exists() for name in find(kind).code)
@@ -281,7 +282,7 @@ HUGE = 10**30
 COUNTS = {
     "seed": -1, "seq_len": 1, "prefill_len": -1, "num_windows": 0, "num_samples": 0, "num_fewshot": -1,
     "max_new_tokens": 0, "batch_size": 0, "prompt_len": 0, "gen_len": 1, "warmup_steps": -1, "timed_steps": 0,
-    "repeats": 0, "analysis.num_tokens": 1, "calibration.num_tokens": 0, "corpus.offset_tokens": -1, "model.seed": -1,
+    "repeats": 0, "analysis.num_tokens": 1, "calibration.num_tokens": 0, "model.seed": -1,
 }  # fmt: skip
 """Whole numbers, and the first below what is allowed."""
 NUMBERS = {
@@ -297,7 +298,7 @@ NUMBERS = {
 }
 """Numbers, and what they cannot be."""
 WORDS = (
-    "codec", "value_codec", "rotation", "key_groups", "prefill", "scoring", "too_long", "placement",
+    "codec", "value_codec", "rotation", "key_groups", "prefill", "too_long", "placement",
     "analysis.statistic", "model.weights", "model.dtype", "model.device", "platform.name", "data.name", "corpus.name",
     "kind", "method.name", "method.columns", "method.pool_policy",
 )  # fmt: skip

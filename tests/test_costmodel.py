@@ -121,9 +121,9 @@ def test_layers_and_constants_are_those_of_the_harness():
 
 
 NAMED_BY = {  # the files of qwen2.5-coder hold the tied head a second time
-    "qwen2.5-coder-0.5b": "0.63b", "qwen2.5-coder-1.5b": "1.78b",
-    "mistral-small": "23.6b",
-}  # fmt: skip
+    "qwen2.5-coder-0.5b": "0.63b",
+    "qwen2.5-coder-1.5b": "1.78b",
+}
 KNOWN = [
     path.stem
     for path in sorted((CONF_DIR / "model").glob("*.yaml"))
@@ -231,7 +231,7 @@ def test_bad_names_rates_and_folders_are_refused(capsys, tmp_path):
     assert re.fullmatch("error: results_dir: .*\n", capsys.readouterr().err)
     with pytest.raises(UserError, match="model=opt-14b"):
         load_shape("opt-14b")
-    with pytest.raises(UserError, match="model=qwen3-next: the cost model knows opt, .*, and not qwen3_next"):
-        load_shape("qwen3-next")
+    with pytest.raises(UserError, match="model=gemma3-270m: the cost model knows opt, .*, and not gemma3_text"):
+        load_shape("gemma3-270m")
     with pytest.raises(UserError, match=r"platform\.link_bytes_per_s=0.0: must be above 0"):
         build(Platform, vars(A6000) | {"link_bytes_per_s": 0.0}, "platform")

@@ -154,10 +154,10 @@ def own_questions() -> None:
 
 
 @cache
-def own_codec() -> str:
-    """Path of a file with the codec of CONTRIBUTING.md."""
-    path = Path(tempfile.mkdtemp()) / "my_codec.py"
-    path.write_text(next(block.text for block in BLOCKS if "(RowCodec)" in block.text))
+def own_file(name: str, base: str) -> str:
+    """Path of a file with the first example in a document that derives from `base`."""
+    path = Path(tempfile.mkdtemp()) / name
+    path.write_text(next(block.text for block in BLOCKS if f"({base})" in block.text))
     return str(path)
 
 
@@ -176,9 +176,9 @@ def check_run(arguments: list[str]) -> None:
     if arguments[:1] == ["advise"]:
         arguments = ["experiment=advise", *arguments[1:]]
     arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
-    own = str(ROOT / "harness" / "run" / "my_method.py")
-    placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
-    placed = [word.replace("./my_codec.py", own_codec()) if "my_codec" in word else word for word in placed]
+    placed = [re.sub(r"=DIR$", f"={ROOT}", word) for word in arguments]
+    for name, base in (("my_method.py", "PromptEvicting"), ("my_codec.py", "RowCodec")):
+        placed = [word.replace(f"./{name}", own_file(name, base)) if name in word else word for word in placed]
     if "include_path=my_questions" in placed:
         own_questions()
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]

@@ -7,9 +7,7 @@ import pytest
 from test_own_codec import HEAD as CODEC_HEAD
 from test_own_codec import MINE as CODEC
 
-from harness.run import runner
 from harness.run.cli import main
-from harness.run.compose import load
 from tests.runs import reading, tiny_loaded
 
 HEAD = """from dataclasses import dataclass
@@ -82,14 +80,6 @@ def test_what_a_method_raises_is_one_line(hook, thrown, own_folder, texts, capsy
     HOOKS[hook](f"raise {thrown}")
     line = refusal(["method=./mine.py", *texts], capsys)
     assert f" {own_folder}/mine.py:" in line and line.endswith(THROWN[thrown])
-
-
-def test_the_fault_is_that_of_the_file_that_ran_whatever_was_imported_before(own_folder, texts, capsys):
-    shipped = Path(runner.__file__).with_name("my_method.py")  # in a folder through whose files every run comes
-    load([f"method={shipped}"])
-    HOOKS["when"]("raise KeyError('a')")
-    line = refusal(["method=./mine.py", *texts], capsys)
-    assert line.startswith("error: method=./mine.py: ") and f" {own_folder}/mine.py:" in line
 
 
 CODEC_HOOKS = {

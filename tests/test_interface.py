@@ -70,14 +70,6 @@ def test_a_sampled_text_follows_its_seed_alone(model):
     assert greedy == model.generate(PROMPT, method="full", max_new_tokens=12, temperature=0).text != first
 
 
-def test_turns_are_known_and_unknown(tmp_path):
-    network = tiny_model("llama", max_position_embeddings=2048)
-    model = harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
-    frame = model.turns(["kv_recall"], methods=["full", "keydiff"], num_samples=9)
-    assert {"unknown,acc", "known,acc", "unknown_less_known,acc", "unknown_less_known,acc_stderr"} <= {*frame.columns}
-    assert frame["unknown_less_known,acc"][0] == 0
-
-
 def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
     text = tmp_path / "it's, mine.txt"
     text.write_text("The cache of keys and values outgrows the memory. " * 20)

@@ -467,7 +467,7 @@ def test_a_managed_run_is_refused_before_its_weights_are_loaded(monkeypatch):
         load([*words, "batch_size=4"])
     with pytest.raises(UserError, match="^platform.device_gib=48: this card has 24.0 GiB; null takes "):
         load([*words, "platform.device_gib=48"])
-    words[2:3] = ["model=qwen3-next"]
+    words[2:3] = ["model=gemma3-270m"]
     load([*words, "batch_size=4000"])  # the arithmetic knows no such family; its session will ask
 
 

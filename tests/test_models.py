@@ -44,16 +44,11 @@ PARAMETER_COUNTS = {
     "qwen2.5-coder-0.5b": 494_032_768 + 151_936 * 896,  # the files hold the tied head a second time
     "qwen2.5-coder-1.5b": 1_543_714_304 + 151_936 * 1536, "gemma3-270m": 268_098_176,
     "llama3.1-8b": 8_030_261_248, "qwen3-8b": 8_190_735_360,
-    "qwen3-30b-a3b": 30_532_122_624, "qwen3-next": 79_674_391_296,  # without the layers for multi-token prediction
-    "gemma3-12b": 11_766_034_176, "mistral-small": 23_572_403_200, "gpt-oss-20b": 20_914_757_184,
-    "pythia-1.4b": 1_414_647_808,
+    "qwen3-30b-a3b": 30_532_122_624,
 }  # fmt: skip
 LAYERS = {
-    "gemma3-12b": {"sliding_attention": 40, "full_attention": 8},
     "gemma3-270m": {"sliding_attention": 15, "full_attention": 3},
-    "gpt-oss-20b": {"sliding_attention": 12, "full_attention": 12},
     "qwen3-8b": {"full_attention": 36},
-    "qwen3-next": {"linear_attention": 36, "full_attention": 12},
 }
 PRESETS = options("model")
 IDS = torch.arange(3, 43)[None]

@@ -1,6 +1,5 @@
 """A method of the user's own, in a file or a package outside this project: chosen, refused, recorded, checked."""
 
-import json
 import re
 import shutil
 import sys
@@ -10,12 +9,10 @@ import pytest
 from conftest import forget
 
 from harness.results import record as records
-from harness.run import new_method
 from harness.run.cli import main
 from harness.run.compose import override
 from harness.run.runner import Run
 from tests.composed import load
-from tests.runs import reading, tiny_loaded
 
 HEAD = """from dataclasses import dataclass, field
 from methods.base import Method
@@ -148,39 +145,7 @@ def test_what_lies_beside_the_file_and_is_imported_counts(choice, text):
     assert run_id(choice) != first
 
 
-# The skeleton, and the contract
-
-
-def test_a_new_method_works_as_it_is(own_folder, monkeypatch, capsys):
-    texts = reading(monkeypatch, own_folder, tiny_loaded())
-    assert new_method.main(["page_means"]) == 0
-    commands = re.findall(r"python run.py (\S+) (\S+)", capsys.readouterr().out)
-    assert [kind for _, kind in commands] == ["experiment=contract", "experiment=perplexity", "experiment=latency"]
-    small = ["seq_len=400", "prefill_len=150", "num_windows=2", "platform.link_gbps=1"]
-    shape = ["batch_size=2", "prompt_len=24", "gen_len=8", "warmup_steps=1", "timed_steps=2"]
-    for command in commands:
-        assert main([*command, *texts, "method.num_channels=4", *small, *shape]) == 0
-        assert "FAILED" not in capsys.readouterr().out
-    found = [json.loads(path.read_text()) for path in sorted(Path("outputs/runs").rglob("record.json"))]
-    assert [record["experiment"] for record in found] == ["latency", "perplexity"]
-    for record, label in zip(found, ("page_means", "Page means"), strict=True):
-        assert record["config"]["label"] == label
-        assert record["method_file"] == str(Path("page_means.py").resolve())
-        assert record["config"]["method"]["num_channels"] == 4
-    assert main(["method=./page_means.py", "experiment=generate", "max_new_tokens=3", "platform.link_gbps=1"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("class", "NAME=class: must be a Python name"), ("./mine", "mine.py: File exists"),
-     ("h2o", "NAME=h2o: is the name of a method or a module already")],
-)  # fmt: skip
-def test_a_name_for_a_new_method_is_refused(name, expected, capsys):
-    path = write()
-    assert new_method.main([name]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {expected}")
-    assert path.read_text() == HEAD + MINE and list(Path().iterdir()) == [Path("mine.py")]
-
+# The contract
 
 RETRIEVING = """
 import torch

@@ -120,10 +120,9 @@ def nll_of(log_probs: torch.Tensor, ids: list[int], first: int) -> list[float]:
 @pytest.mark.parametrize("prefill_len", [0, 20, 57])
 @two_methods
 def test_metrics_of_windows_are_the_direct_ones(loaded, text, method, prefill_len):
-    corpus = CorpusConfig("offline", path=text, offset_tokens=700)
-    metrics = measure("perplexity", loaded, text, method, prefill_len=prefill_len, corpus=corpus)
+    metrics = measure("perplexity", loaded, text, method, prefill_len=prefill_len)
     scored = {"perplexity": [], "perplexity_full": [], "kl_nats": [], "top1_agreement": []}
-    for window in pieces(text, 60, start=700):
+    for window in pieces(text, 60):
         prompt, full = max(1, prefill_len), log_probs_of_model(loaded.model, window)
         ours = torch.cat([full[:prompt], log_probs_of_method(loaded.model, method, window, prompt)])
         scored["perplexity"].append(nll_of(ours, window, prefill_len))

@@ -57,7 +57,7 @@ def edit(file, text):
     [
         ("", "results_dir=/elsewhere", True),
         ("", "label=mine", True),
-        ("", "num_samples=7 tasks=passkey scoring=mean seed=1 batch_size=2 platform.overlap=false", True),
+        ("", "num_samples=7 tasks=passkey seed=1 batch_size=2 platform.overlap=false", True),
         ("", "model.device=cpu model.dtype=float32", True),
         ("experiment=latency", "data=hub corpus=wikitext2", True),
         ("experiment=tasks", "num_samples=7", False),

@@ -8,6 +8,7 @@ from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.tiny import tiny_model
+from harness.scoring.evaluation import run_turns
 from harness.scoring.long_decode import run_long_decode
 from harness.speed.latency import run_latency
 
@@ -81,7 +82,8 @@ def test_tasks_and_turns(model, prompts):
     model.tasks(["kv_recall"], methods=["full"], num_samples=2)
     assert_started(prompts)
     prompts.clear()
-    model.turns(["kv_recall"], methods=["keydiff"], num_samples=2)
+    config = model.configured(experiment="turns", tasks=["kv_recall"], method="keydiff", num_samples=2)
+    run_turns(config, model.loaded)
     assert_started(prompts)
 
 

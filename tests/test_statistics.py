@@ -162,7 +162,7 @@ def test_a_run_is_compared_with_the_full_cache_whatever_code_made_it(tmp_path):
     [
         *(
             (f"method=h2o {change}", "method=full", None)
-            for change in ("num_samples=8", "prefill=dense", "scoring=mean", "model=opt-125m", "seed=1")
+            for change in ("num_samples=8", "prefill=dense", "model=opt-125m", "seed=1")
         ),
         ("method=infinigen codec=int4 budget=nearest:0.2", "method=full tasks=[kv_recall,passkey]", -0.25),
         ("method=full codec=int4", "method=full", -0.25),

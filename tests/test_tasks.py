@@ -147,12 +147,6 @@ def test_under_a_codec_every_row_of_the_artifacts_prompt_reads_coded_tokens(over
     assert prefill_of("kv_recall", config, writes=False).budget == budget
 
 
-def test_mean_scoring(loaded):
-    by_sum, by_mean = (run_tasks(settings("kv_recall", scoring=scoring), loaded) for scoring in ("sum", "mean"))
-    for one, other in zip(by_sum.samples["kv_recall"], by_mean.samples["kv_recall"], strict=True):
-        assert [each / 5 for each in one["log_likelihoods"]] == pytest.approx(other["log_likelihoods"])
-
-
 @pytest.mark.parametrize(
     ("changes", "max_length", "message"),
     [

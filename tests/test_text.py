@@ -162,7 +162,6 @@ def test_the_start_is_what_the_tokenizer_puts_before_a_text():
         (CorpusConfig("code"), None, 0),
         (CorpusConfig("offline", path=__file__), None, 0),
         (CorpusConfig("offline"), __file__, 0),
-        (CorpusConfig("offline", offset_tokens=0), None, 0),
     ],
 )
 def test_windows_do_not_overlap_the_calibration_text(corpus, path, offset):

@@ -9,6 +9,7 @@ import torch
 from composed import load
 
 from harness.model.resources import Resources
+from harness.results.columns import read_table, where
 from harness.run import cli, trust
 from harness.settings.paths import PACKAGES_DIR
 from methods.codecs.integers import IntegerCodec
@@ -83,7 +84,23 @@ def test_a_budget_without_effect_is_seen(subject, few, monkeypatch):
     assert not trust.the_budget_bites(subject).holds
 
 
+SHIPPED = PACKAGES_DIR / "results"
+
+
 def test_the_shipped_page_has_every_check():
-    page = (PACKAGES_DIR / "results" / "trust.md").read_text(encoding="utf-8")
+    page = (SHIPPED / "trust.md").read_text(encoding="utf-8")
     assert len(HOLDS.findall(page)) == len(trust.CHECKS)
     assert all(name in page for name in trust.CHECKS)
+
+
+def test_no_method_of_the_board_beats_the_full_cache():
+    """A wrong full cache would show: a method would answer certainly more questions."""
+    rows = where(read_table(SHIPPED / "tables" / "board-methods.csv"), "over", "all models")
+    compared = [row for row in rows if row.get("answers_difference") is not None]
+    assert len(compared) > 50
+    assert not [row["label"] for row in compared if (row["answers_difference_low"] or 0) > 0]
+
+
+def test_nothing_was_tuned_where_the_board_scores_it():
+    texts = {row["text"] for row in read_table(SHIPPED / "tables" / "board-texts.csv")}
+    assert texts and load().calibration.name not in texts

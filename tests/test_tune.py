@@ -17,7 +17,7 @@ from harness.results import board, columns, tuned
 from harness.results.board_rows import ORACLES
 from harness.results.board_sources import step_at, step_seconds, timed_step
 from harness.results.columns import TableRow, read_table
-from harness.run import cli, new_method
+from harness.run import cli
 from harness.run.compose import choices, compose
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
@@ -236,14 +236,16 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     file = letters(own_folder, monkeypatch, 1000)
     tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("smollm2-135m")
     byte_tokenizer().save_pretrained("smollm2-135m")
-    assert new_method.main(["page_means"]) == 0
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    *_, example = readme.split("```python\n")
+    Path("long_value.py").write_text(example.partition("```")[0])
     Path("mine.py").write_text(CODEC_HEAD + CODEC)
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
-    own = ["method=./page_means.py", "codec=./mine.py", "sweep.longer=null"]
+    own = ["method=./long_value.py", "codec=./mine.py", "sweep.longer=null"]
     assert cli.main(["experiment=board", *settings, *own]) == 0, capsys.readouterr().err
     board.write([Path("outputs")])
     rows = [row for row in read_table(Path("outputs/tables/board-methods.csv")) if row["over"] == "smollm2-135m"]
-    label = "Page means + mine"
+    label = "Long values + mine"
     mine = [row for row in rows if row["shipped"] != "yes"]
     assert {row["label"] for row in mine} == {label} and len({row["label"] for row in rows}) > 30
     steps = [row for row in read_table(Path("outputs/tables/board-steps.csv")) if not row["shipped"]]
@@ -253,4 +255,4 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     assert {row["asked_budget"] for row in answered} == {None, 0.05, 0.1}
     page = Path("outputs/board.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
-    assert len([line for line in page.splitlines() if re.match(r"\| \W*Page means \+ mine \W*\*", line)]) >= 2
+    assert len([line for line in page.splitlines() if re.match(r"\| \W*Long values \+ mine \W*\*", line)]) >= 2

@@ -248,37 +248,33 @@ class Model:
         questions: Sequence[str],
         method: str = "infinigen",
         budget: float | str | None = None,
-        prefill: str = "question",
         quiet: bool = False,
         **settings: Any,
     ) -> pd.DataFrame:
         """Ask several questions of one context, each by itself: none sees another.
 
-        The context runs once, the method reduces its cache once, and every question goes on from
-        there; between questions only what decode steps change is put back. Texts are taken as they
-        are: a chat template is the caller's.
+        The context runs once, the method reduces its cache once, before a question is known, and
+        every question goes on from there; between questions only what decode steps change is put
+        back. Texts are taken as they are: a chat template is the caller's. `generate` of context
+        and question as one prompt answers a question that the method knows.
 
         Args:
             context: text. questions: texts that follow it, such as "\\nQuestion: Who?\\nAnswer:".
             method, budget, settings: as of `generate`, such as max_new_tokens=32,
-            placement="device". prefill: "question": the cache is reduced before the question is
-            known. "dense": the
-                question is part of the prompt, so that each runs the context anew.
+                placement="device".
             quiet: show no progress bar.
 
         Returns:
             A frame with a line for each question: question, answer, num_tokens (of the answer),
             budget (share of the full cache that a decode step read, as measured; NaN without a
-            step), ttft_s (seconds to the first token of the answer: of the question's rows, or with
-            prefill="dense" of the whole prompt), decode_s (seconds of the other tokens) and
-            kv_bytes (of cache, method and buffers, on the device and in host memory).
-            `frame.attrs["context_s"]`: seconds of the context's pass; 0 with prefill="dense".
+            step), ttft_s (seconds of the question's rows, to the first token of the answer),
+            decode_s (seconds of the other tokens) and kv_bytes (of cache, method and buffers, on
+            the device and in host memory). `frame.attrs["context_s"]`: seconds of the context's
+            pass.
 
         Raises:
             UserError: a setting is wrong, a text has no tokens, or the model takes fewer tokens.
         """
-        if prefill not in ("question", "dense"):
-            raise UserError(f"prefill={prefill!r}: allowed: 'question', 'dense'")
         if not isinstance(context, str) or not context:
             raise UserError(f"context={context!r}: must be text, and not empty")
         questions = _texts(questions)
@@ -294,7 +290,6 @@ class Model:
                     config,
                     loaded,
                     questions,
-                    is_known=prefill == "dense",
                     begin=shown.reset,
                     on_step=shown.update,
                 )
@@ -335,22 +330,6 @@ class Model:
         Returns a frame with a line for each method; see `frame`.
         """
         run = {"experiment": "tasks", "tasks": _names("tasks", tasks)}
-        return self._measured(methods, budget, run, settings, quiet)
-
-    def turns(
-        self,
-        tasks: Sequence[str],
-        methods: Sequence[str] = ("full", "infinigen"),
-        budget: float | str | None = None,
-        quiet: bool = False,
-        **settings: Any,
-    ) -> pd.DataFrame:
-        """Several questions to one cache, known or not when it was reduced, as `experiment=turns`.
-
-        The arguments are those of `tasks`. Returns a frame with a line for each method; see
-        `frame`.
-        """
-        run = {"experiment": "turns", "tasks": _names("tasks", tasks)}
         return self._measured(methods, budget, run, settings, quiet)
 
     def _measured(

@@ -108,7 +108,6 @@ class MethodLM(LM):
             prefill,
             engine.score,
             generator=engine.generate,
-            mean=config.scoring == "mean",
             sampling=config.sampling,
             seed=config.seed,
             too_long=config.task.too_long,

@@ -200,11 +200,8 @@ def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]
 
 
 def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
-    """Token at which the first evaluation window starts: `corpus.offset_tokens`; without it, right
-    after the calibration tokens where both are the same text, so that no method is scored on the
-    text that calibrated it."""
-    if corpus.offset_tokens is not None:
-        return corpus.offset_tokens
+    """Token at which the first evaluation window starts: right after the calibration tokens where
+    both are the same text, so that no method is scored on the text that calibrated it."""
     has_files = corpus.path is not None or calibration.path is not None
     same_text = corpus.name == calibration.name and not has_files
     return calibration.num_tokens if same_text else 0

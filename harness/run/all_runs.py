@@ -29,7 +29,7 @@ from tqdm import tqdm
 from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users
 from harness.files import HeldError, holding
 from harness.model.resources import Resources
-from harness.run import runner, status
+from harness.run import runner
 from harness.run.kinds import measurement_of
 from harness.run.runner import Run, fail, is_held, relabel, require_devices
 from harness.scoring.progress import bar
@@ -80,11 +80,9 @@ def run_all(
     require_devices(configs)
     resources, began = resources or Resources(), time.time()
     resources.shares_prompts |= len(configs) > 1
-    runs: list[Run] = []
     todo: list[Run] = []
     for config in bar(configs, desc="looking at runs", unit="run"):
         run = Run.of(config)
-        runs.append(run)
         if run.is_finished():
             relabel(run)
             yield run.path
@@ -99,7 +97,6 @@ def run_all(
     if num_finished:
         tqdm.write(f"{num_finished} of {len(configs)} runs were finished before, skipped")
 
-    planned = status.note(runs) if todo else None
     spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []
@@ -139,8 +136,6 @@ def run_all(
                     pass
             todo = held
 
-    if planned is not None and not put_off:
-        planned.unlink(missing_ok=True)  # every run has a record now
     for run in put_off:
         tqdm.write(f"put off: {run.title}")
     if len(failures) > 1:

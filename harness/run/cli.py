@@ -75,8 +75,6 @@ FREE_TEXT = ("prompt", "system_instruction", "question_marker", "think_end_token
 """Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""
 SHOWN = 200
 """Letters of a command that a refusal repeats at most."""
-LONGEST_NAME = 250
-"""Letters of a file's name, without a suffix."""
 CONFIG_FLAGS = ("--config", "-cp", "-cn", "-cd", "--experimental-rerun")
 """Flags of Hydra that read settings from another folder than `conf/`, which a run would follow in
 part."""
@@ -487,7 +485,7 @@ def _checked(word: str, is_sweep: bool) -> str:
     choices = [item.text if isinstance(item, QuotedString) else item for item in values]
     is_other = given.is_delete() or isinstance(value, Sweep | Glob)
     chooses = isinstance(value, ChoiceSweep) or not is_other
-    if is_group(name) and chooses and not all(map(_is_file_name, choices)):
+    if is_group(name) and chooses and not all(isinstance(choice, str) for choice in choices):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
     if name == "label" and isinstance(value, ChoiceSweep):
         raise UserError(
@@ -498,11 +496,6 @@ def _checked(word: str, is_sweep: bool) -> str:
     if "${" in typed and not is_other:
         return override(sets, value)
     return word
-
-
-def _is_file_name(choice: object) -> bool:
-    """False for a choice that no file system can hold, which Hydra would look for."""
-    return isinstance(choice, str) and all(len(part) <= LONGEST_NAME for part in choice.split("/"))
 
 
 def _as_text(word: str) -> str:

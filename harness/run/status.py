@@ -3,17 +3,14 @@
     python run.py status=true                         # of all that was started there
     python run.py experiment=board status=true        # of the runs of a command
 
-A sweep leaves a list of its runs in `runs/sweeps` until all have begun, so that after an
-interruption a folder counts those that were never begun as missing, too. A run is running if a
-living process holds its lock. The time left is for one process: the mean time of the done runs of
-the same experiment, for each run that is not done.
+Of a folder no run is missing: only a command names runs that were never begun. A run is running if
+a living process holds its lock. The time left is for one process: the mean time of the done runs
+of the same experiment, for each run that is not done.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import fmean
@@ -22,13 +19,9 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 
 from harness.errors import UserError
-from harness.files import text_sha256, write_atomic
 from harness.results import record as records
 from harness.run.runner import Run, is_held
 
-SWEEPS = "sweeps"
-"""The folder beside those of the experiments with the lists of runs of sweeps that have not
-ended."""
 STATES = ("done", "running", "failed", "interrupted", "missing")
 
 
@@ -43,30 +36,6 @@ class Progress(NamedTuple):
     error: str | None = None
 
 
-def note(runs: Sequence[Run]) -> Path:
-    """Write the list of a sweep's runs beside their records. Returns its path, which is the same
-    at every start of the sweep. Raises UserError where the folder cannot be written."""
-    listed = [_identity(run.path) | {"title": run.title} for run in runs]
-    text = json.dumps(listed, indent=1)
-    path = runs[0].path.parents[2] / SWEEPS / f"{text_sha256(text)[:16]}.json"
-    write_atomic(path, text)
-    return path
-
-
-def _identity(path: Path) -> dict[str, str]:
-    """What a record is of, whatever the code."""
-    return {"experiment": path.parts[-3], "settings_id": records.settings_of(path.parent.name)}
-
-
-def _noted(results_dir: str | Path) -> Iterator[dict[str, str]]:
-    """The runs in the lists of a results folder; lists that are damaged are left out."""
-    for path in sorted((Path(results_dir) / "runs" / SWEEPS).glob("*.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            listed_runs = json.loads(path.read_text(encoding="utf-8"))
-            names = ("experiment", "settings_id", "title")
-            yield from [{name: str(listed[name]) for name in names} for listed in listed_runs]
-
-
 def of_runs(runs: Iterable[Run]) -> Iterator[Progress]:
     """How far the runs of a command are."""
     for run in runs:
@@ -75,7 +44,7 @@ def of_runs(runs: Iterable[Run]) -> Iterator[Progress]:
 
 def of_folder(results_dir: str | Path) -> Iterator[Progress]:
     """All that was started in a results folder: of runs that differ in code alone, the one that is
-    furthest. The runs of a sweep that has not ended are missing where they have no record."""
+    furthest."""
     best: dict[tuple[str, str], Progress] = {}
     for record in records.read_all(results_dir):
         path = records.record_path(results_dir, record["experiment"], record["run_id"])
@@ -83,9 +52,6 @@ def of_folder(results_dir: str | Path) -> Iterator[Progress]:
         key = (record["experiment"], record["settings_id"])
         if key not in best or STATES.index(run.state) < STATES.index(best[key].state):
             best[key] = run
-    for noted in _noted(results_dir):
-        key = (noted["experiment"], noted["settings_id"])
-        best.setdefault(key, Progress(noted["experiment"], noted["title"], "missing"))
     yield from best.values()
 
 

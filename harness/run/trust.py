@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
 from harness.data.tasks import load_suite
@@ -34,7 +33,6 @@ from harness.model.resources import Resources
 from harness.model.shape import read_yaml
 from harness.replay.session import ReplaySession
 from harness.replay.setup import prepare
-from harness.results.columns import read_table, where
 from harness.results.inputs import code_digest
 from harness.results.metrics import CLAIM, LABEL
 from harness.results.sheet import Sheet, markdown, terminal
@@ -44,7 +42,7 @@ from harness.scoring.answers import Request, Score
 from harness.scoring.evaluation import ReplayEngine, run_task, running_lm_eval
 from harness.scoring.perplexity import run_perplexity
 from harness.settings.config import RunConfig
-from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
+from harness.settings.paths import COMMAND
 from methods.codecs.integers import IntegerCodec
 
 LOOKED_AT = dict(read_yaml(Path(__file__).with_name("trust.yaml")))
@@ -285,26 +283,6 @@ def live_is_replay(subject: Subject) -> Seen:
     return Seen(apart[worst] < EQUAL, words)
 
 
-def no_method_beats_the_full_cache(subject: Subject) -> Seen:
-    """On the board no method answers certainly more questions: a wrong full cache would show."""
-    rows = where(read_table(SHIPPED / "tables" / "board-methods.csv"), "over", "all models")
-    compared = [row for row in rows if row.get("answers_difference") is not None]
-    better = [row["label"] for row in compared if (row["answers_difference_low"] or 0) > 0]
-    words = f"{len(compared)} rows of the board: {len(better)} certainly above the full cache"
-    return Seen(not better, words)
-
-
-def nothing_was_tuned_where_it_is_scored(subject: Subject) -> Seen:
-    """Settings come from the calibration text; the board scores other texts."""
-    tuned = yaml.safe_load((CONF_DIR / "tuned.yaml").read_text(encoding="utf-8"))
-    texts = {row["text"] for row in read_table(SHIPPED / "tables" / "board-texts.csv")}
-    calibrated = subject.config.calibration.name
-    words = (
-        f"dense layers of {len(tuned)} models on {calibrated}; scored on {', '.join(sorted(texts))}"
-    )
-    return Seen(calibrated not in texts, words)
-
-
 CHECKS: dict[str, Callable[[Subject], Seen]] = {
     "one start token": one_start_token,
     "the answer begins as the task says": the_answer_begins_as_the_task_says,
@@ -312,8 +290,6 @@ CHECKS: dict[str, Callable[[Subject], Seen]] = {
     "generated tokens are quantized": generated_tokens_are_quantized,
     "the full cache is the model's own": the_full_cache_is_the_models_own,
     "live decoding is replay": live_is_replay,
-    "no method beats the full cache": no_method_beats_the_full_cache,
-    "nothing was tuned where it is scored": nothing_was_tuned_where_it_is_scored,
 }
 
 

@@ -320,7 +320,6 @@ def _run_task(
         prefill,
         engine.score,
         generator=engine.generate,
-        mean=config.scoring == "mean",
         too_long=too_long,
         enable_thinking=config.task.enable_thinking,
         think_end_token=config.task.think_end_token,

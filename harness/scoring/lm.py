@@ -78,8 +78,7 @@ class ReplayLM(TemplateLM):
         prefill: which rows are dense.
         scorer: token requests to scores, in order; called once for all requests of a type.
         generator: token requests to their answers, in order.
-        mean: return a continuation's mean token log-probability, as the artifact does, instead of
-        the sum. sampling, seed: of the answers that are generated.
+        sampling, seed: of the answers that are generated.
         too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its
         beginning. enable_thinking: handed to the chat template; None: not. think_end_token: a text
         or a token id; an answer is what follows its last occurrence.
@@ -101,7 +100,6 @@ class ReplayLM(TemplateLM):
         scorer: Callable[[Sequence[Request]], Sequence[Score]],
         *,
         generator: Callable[[Sequence[Request]], Sequence[Written]],
-        mean: bool = False,
         sampling: SamplingConfig = AS_THE_TASK,
         seed: int = 0,
         too_long: Literal["refuse", "truncate"] = "refuse",
@@ -126,7 +124,6 @@ class ReplayLM(TemplateLM):
         self._prefill = prefill
         self._scorer = scorer
         self._generator = generator
-        self._mean = mean
         self._sampling = sampling
         self._seed = seed
         self._planned: list[Request] = []
@@ -242,11 +239,8 @@ class ReplayLM(TemplateLM):
         self.requests += planned
         answers = []
         scores = self._scorer(planned)
-        for (texts, _, continuation), asked_for, scored in zip(
-            requests, planned, scores, strict=True
-        ):
-            divisor = len(continuation) if self._mean else 1
-            answers.append((scored.log_likelihood / divisor, scored.is_greedy))
+        for (texts, _, _), asked_for, scored in zip(requests, planned, scores, strict=True):
+            answers.append((scored.log_likelihood, scored.is_greedy))
             self._note_read(asked_for.document, scored.needle)
             self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers

@@ -154,15 +154,14 @@ class CorpusConfig:
     """The text of the windows: a named one, or the file `path`. `random` stands for random token
     ids.
 
-    offset_tokens: where the first window begins. None: after the calibration text where both are
-    the same text, else 0. spread: window i of n begins at i/n of the text from there on; False:
-    windows follow one another. seed: of spread windows, each begins at a random place of its n-th
-    of the text; None: at the first.
+    The first window begins after the calibration text where both are the same text, else at token
+    0. spread: window i of n begins at i/n of the text from there on; False: windows follow one
+    another. seed: of spread windows, each begins at a random place of its n-th of the text; None:
+    at the first.
     """
 
     name: Literal["offline", "code", "book", "wikitext2", "random"]
     path: FileText | None = None
-    offset_tokens: Natural | None = None
     spread: bool = False
     seed: Natural | None = None
 
@@ -597,7 +596,6 @@ class RunConfig:
     num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     num_fewshot: Natural | None = None
     prefill: Literal["auto", "dense", "question", "artifact"] = "auto"
-    scoring: Literal["sum", "mean"] = "sum"
     task: TaskConfig = TaskConfig()
     seed: Natural = 0
     seq_len: Annotated[int, Field(ge=2, le=MOST)] = 1024

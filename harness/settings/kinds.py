@@ -40,12 +40,12 @@ class Outcome:
 class Kind:
     """What the runs of one kind have in common.
 
-    depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes
-    no other run. table: the shape of its rows in tables. code: the folders and modules of `harness`
-    that make its numbers, besides the core that all kinds share. live: it decodes through two
-    memories, so that its label may name a system (`harness.settings.systems`). modelled: the cost
-    model can do it for a machine that is not here. keeps_record: its
-    outcome is recorded, and the run is skipped the next time. Otherwise it only prints.
+    keeps_record: its outcome is recorded, and the run is skipped the next time. Otherwise it only
+    prints, and has no `depends_on`, `table` or `code`. depends_on: the settings that decide its
+    numbers besides `COMMON`; a change of any other makes no other run. table: the shape of its rows
+    in tables. code: the folders and modules of `harness` that make its numbers, besides the core
+    that all kinds share. live: it decodes through two memories, so that its label may name a system
+    (`harness.settings.systems`). modelled: the cost model can do it for a machine that is not here.
     """
 
     depends_on: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ BOARD = "board"
 their rows go to several tables."""
 TEXTS = ("corpus", "data", "calibration")
 ABOUT_TASKS = (
-    "tasks", "task", "num_samples", "num_fewshot", "scoring", "sampling", "seed", "data",
+    "tasks", "task", "num_samples", "num_fewshot", "sampling", "seed", "data",
     "calibration",
 )  # fmt: skip
 KINDS = {
@@ -94,36 +94,10 @@ KINDS = {
         live=True,
         modelled=True,
     ),
-    "advise": Kind(
-        depends_on=("platform", "latency", "capacity", "advise"),
-        code=("paper/costmodel",),
-        modelled=True,
-        keeps_record=False,
-    ),
-    "generate": Kind(
-        depends_on=(
-            "prompt",
-            "max_new_tokens",
-            "sampling",
-            "seed",
-            "platform",
-            "placement",
-            "calibration",
-        ),
-        code=("speed",),
-        live=True,
-        keeps_record=False,
-    ),
-    "contract": Kind(
-        depends_on=("platform",),
-        code=("checks/contract.py",),
-        keeps_record=False,
-    ),
-    "trust": Kind(
-        depends_on=("data", "calibration"),
-        code=("scoring",),
-        keeps_record=False,
-    ),
+    "advise": Kind(modelled=True, keeps_record=False),
+    "generate": Kind(live=True, keeps_record=False),
+    "contract": Kind(keeps_record=False),
+    "trust": Kind(keeps_record=False),
     "analysis": Kind(
         depends_on=(*TEXTS, "analysis"),
         table="analysis",

@@ -39,7 +39,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import UnsupportedValueType
 
 from harness.errors import UserError, line_in, nearest, reason
-from harness.settings.paths import CONF_DIR, HARNESS
+from harness.settings.paths import CONF_DIR
 from harness.settings.schema import as_typed, literal, options
 
 GROUP, EXPERIMENTS = "method/", "experiment/"
@@ -217,8 +217,7 @@ def faults() -> Iterator[None]:
     except BaseException as error:
         files: dict[str, str] = {}
         for folder, setting in _IMPORTED.items():
-            if not folder.is_relative_to(HARNESS):  # as the template of a method does
-                files |= {str(file): setting for file in folder.glob("*.py")}
+            files |= {str(file): setting for file in folder.glob("*.py")}
         # The innermost of them, whichever method was imported before.
         line = line_in(error, set(files))
         if not line:

@@ -8,7 +8,6 @@ it, its value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import math
 import os
 import re
@@ -172,12 +171,8 @@ def path_text(value: Any, where: str) -> str:
         raise UserError(f"{where}={value}: must be text")
     if not text:
         raise UserError(f"{where}=: is empty; must be a path, such as . for the present folder")
-    try:
-        os.lstat(text)
-    except (OSError, ValueError) as error:
-        # ValueError: for a null character.
-        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            raise UserError(f"{where}={text}: no file can have such a name") from None
+    if "\0" in text:
+        raise UserError(f"{where}={text}: no file can have such a name")
     return str(expanded(text, where))
 
 

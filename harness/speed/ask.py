@@ -5,9 +5,6 @@ each question goes on from there.
     2. question    its tokens are decode rows on a fork of the session (`LiveSession.fork`), and so
                    are those of its answer
     3. the next    goes on from the context again, and sees nothing of the question before
-
-A question that the method is to know (`prefill=dense`) is a part of its prompt, as in
-`harness.speed.generate`: each question then runs the context and reduces the cache for itself.
 """
 
 from __future__ import annotations
@@ -50,9 +47,8 @@ class Answer:
 
     answer: its text; num_tokens: of it. budget: share of the full cache that a decode
     step read, mean over the steps of question and answer; None without a step. ttft_s: seconds from
-    the question to the first token of its answer: of the question's rows, or of context and
-    question where it is known. decode_s: seconds of all later tokens; None of an answer of one.
-    kv_bytes: of cache, method and buffers, on the device and in host memory.
+    the question to the first token of its answer. decode_s: seconds of all later tokens; None of an
+    answer of one. kv_bytes: of cache, method and buffers, on the device and in host memory.
     """
 
     answer: str
@@ -89,22 +85,18 @@ class _Group(NamedTuple):
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Tokens of the context, or of context and question."""
+        """Tokens of the context."""
         return self.questions[0].prompt
 
 
-def _encoded(
-    context: str, of_context: Sequence[int], question: str, tokenizer: Any, *, is_known: bool
-) -> _Question:
+def _encoded(context: str, of_context: Sequence[int], question: str, tokenizer: Any) -> _Question:
     """A question's tokens, those of context and question as one text. of_context: of the context
     alone.
 
-    An unknown question begins with the first token that the context alone does not have, which may
-    begin with the context's last letters. Raises UserError where there is no token of either.
+    The question begins with the first token that the context alone does not have, which may begin
+    with the context's last letters. Raises UserError where there is no token of either.
     """
     ids = prompt_ids(context + question, tokenizer)
-    if is_known and ids:
-        return _Question(tuple(ids), len(ids))
     num_equal = 0
     for own, whole in zip(of_context, ids, strict=False):
         if own != whole:
@@ -123,28 +115,27 @@ def ask_all(
     loaded: LoadedModel,
     texts: Sequence[str],
     *,
-    is_known: bool,
     begin: Callable[[int], Any],
     on_step: Callable[[], Any],
 ) -> tuple[list[Answer], float]:
     """Ask questions of the context `config.prompt`, each by itself. Returns the answers in their
-    order, and the seconds of the context's pass, 0 where questions are known.
+    order, and the seconds of the context's pass.
 
-    The answers to unknown questions have the T of the longest: a method may keep a share of T.
-    begin: takes the number of steps at most, once; on_step: called after each. Raises UserError for
-    a model without a tokenizer, texts without tokens, and sequences beyond the model's limit.
+    The answers have the T of the longest: a method may keep a share of T. begin: takes the number
+    of steps at most, once; on_step: called after each. Raises UserError for a model without a
+    tokenizer, texts without tokens, and sequences beyond the model's limit.
     """
     assert config.prompt is not None, "the context"
-    if config.placement == "disk" and not is_known:
+    if config.placement == "disk":
         raise UserError(
             "placement=disk: questions cannot go on from one cache there; allowed: host, device, "
-            "managed, or prefill='dense'"
+            "managed"
         )
     context, reader = config.prompt, loaded.reader
     of_context = prompt_ids(context, reader)
     questions = []
     for text in texts:
-        questions.append(_encoded(context, of_context, text, reader, is_known=is_known))
+        questions.append(_encoded(context, of_context, text, reader))
     longest = max(len(question.ids) for question in questions)
     max_new_tokens = new_tokens_of(config, loaded, longest)
     require_length("context and question", longest, max_new_tokens, loaded)
@@ -200,9 +191,6 @@ def ask_all(
                     ids = torch.tensor([group.prompt], device=attached.device)
                     logits = session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
                     on_step()
-                    if is_known:
-                        answer(session, logits, group.questions[0])
-                        continue
                     context_s += session.clock.ttft_s
                     for question in group.questions:
                         with closing(session.fork()) as fork:
