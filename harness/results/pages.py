@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from harness.results import board_page, columns, metrics
+from harness.results import board_page, board_sources, columns, metrics
 from harness.results.columns import TableRow, grouped, having, named, shape_of, values
 from harness.results.metrics import MISSING
 from harness.results.sheet import (
@@ -50,13 +50,15 @@ Key = tuple[str, str]
 
 
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """A table per model, source and shape of row.
+    """A table per model, source and shape of row; none for the plain tables behind the board.
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart. One's own runs among
     shipped ones are marked.
     """
-    if rows and shape_of(rows[0]) in board_page.SHEETS:
-        shape = shape_of(rows[0])
+    shape = shape_of(rows[0]) if rows else ""
+    if shape in board_sources.SHAPES.values():
+        return
+    if shape in board_page.SHEETS:
         marked, notes = (rows, []) if shape == "board" else mark_own(rows, "label")
         for sheet in board_page.SHEETS[shape](marked):
             yield sheet._replace(notes=[*sheet.notes, *notes])

@@ -1,5 +1,5 @@
 """The records of an experiment as one tidy table, `tables/<experiment>.csv` of a results folder,
-and a `.md` page of it for people.
+and a `.md` page of it for people. The plain tables behind the board have no page.
 
 The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed run, or per
 point of an analysis. Seconds, bytes, fractions in [0, 1]; empty where nothing was measured. The
@@ -306,7 +306,8 @@ def _write(path: Path, shape: str, rows: TableRows) -> None:
     from harness.results.pages import render_markdown
 
     write_atomic(path, render_csv(TABLES[shape], rows))
-    write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
+    if shape not in board_sources.SHAPES.values():
+        write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 
 
 def _ordered(shape: str, rows: TableRows) -> TableRows:
