@@ -192,15 +192,11 @@ FULL_RIGHT = (True, True, False, True)
 OWN_RIGHT = (True, False, True, False)
 
 
-def save_pair(folder: Path, old: bool = False, **fields: Any) -> tuple[str, str]:
-    """A run of the full cache and one of H2O; their run_ids. old: records of a version that kept no texts."""
+def save_pair(folder: Path, **fields: Any) -> tuple[str, str]:
+    """A run of the full cache and one of H2O; their run_ids."""
     runs = []
     for method, right in (("full", FULL_RIGHT), ("h2o", OWN_RIGHT)):
         samples = [sample_of(at, is_right, 1.0 if method == "full" else at / 8) for at, is_right in enumerate(right)]
-        if old:
-            for sample in samples:
-                for name in [name for name in sample if name.endswith("_text") or name.startswith("needle")]:
-                    del sample[name]
         metrics = {"passkey": TASK_METRICS | shares(1.0 if method == "full" else 0.16)}
         about = {"samples": {"passkey": samples}} | fields
         runs.append(save(folder, ["experiment=fig11", f"method={method}"], metrics, **about)["run_id"])
@@ -224,17 +220,6 @@ def test_lost_and_gained_questions(tmp_path):
     assert (first.needle_tokens, first.needle_read, first.needle_read_max) == (9, 1 / 8, 1 / 4)
     assert first.question_text == "Question: what is item 1?" and first.metrics == ("acc",)
     assert (task.read_where_lost, task.read_elsewhere) == ((1 / 8 + 3 / 8) / 2, (0 + 2 / 8) / 2)
-    assert list(task.missing) == []
-
-
-def test_records_of_an_older_version_are_listed_and_say_what_they_lack(tmp_path, capsys):
-    _, own = save_pair(tmp_path, old=True)
-    (task,) = listed(tmp_path)
-    assert [(each.right, each.full, each.answer) for each in task.lost] == [("choice 0", "choice 0", "choice 1")] * 2
-    assert main([own, "--results-dir", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "not known: this run: the texts of questions and answers, and what was read of the needle" in text
-    assert "not known: the full cache's run: the texts" in text and "  needle    -" in text
 
 
 def test_runs_with_other_questions_are_not_compared(tmp_path):

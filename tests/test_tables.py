@@ -14,8 +14,8 @@ import pytest
 from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
-from harness.results.columns import LATENCY, OPTIONAL, RENAMED, TABLES, names, read_table, shape_of
-from harness.results.metrics import METRICS, MISSING, SEGMENTS, SHARE, Metric, quantity
+from harness.results.columns import LATENCY, OPTIONAL, TABLES, names, read_table, shape_of
+from harness.results.metrics import METRICS, MISSING, SHARE, Metric, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.samples import Baselines
 from harness.results.sheet import MAX_WIDTH
@@ -198,32 +198,6 @@ def test_a_timed_run_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path
     expected = {"TTFT (ms)": "2000.0", "TPOT p50 (ms)": "62.50", "to device (GiB)": "2.000", "tokens/s": "12.80"}
     assert expected.items() <= line.items() and line["budget (%)"] == "20.0"
     assert "link (GiB/s)" not in line, "a column without a number"
-
-
-def test_tables_and_records_of_former_columns_are_read_under_the_present_names(tmp_path):
-    """A shipped table that is older than `ttft_s`, and beside it a run of one's own."""
-    new_numbers = {"tpot_p99_s": 0.08, "link_utilisation": 0.5, "hit_rate": 0.25, "ttft_spread_s": None}
-    segments = dict.fromkeys(names(SEGMENTS))
-    save(tmp_path, ["experiment=latency", "system=offload"], LATENCY_METRICS | segments)
-    path = tables.update(tmp_path, "latency")
-    tables.ship(tmp_path)
-    shutil.rmtree(tmp_path / "runs")
-    text = path.read_text()
-    for former, present in RENAMED.items():
-        text = text.replace(present, former)
-    assert text.count("prefill_s") == text.count("step_p50_s") == text.count("step_p95_s") == 1
-    path.write_text(text)
-    former = {former: LATENCY_METRICS[present] for former, present in RENAMED.items()}
-    others = {name: value for name, value in LATENCY_METRICS.items() if name not in RENAMED.values()}
-    save(tmp_path, ["experiment=latency", "system=ideal"], others | former | segments)
-    save(tmp_path, ["experiment=latency", "system=infinigen"], LATENCY_METRICS | segments | new_numbers)
-    rows = {row["label"]: row for row in update(tmp_path, "latency")}
-    assert {row["ttft_s"] for row in rows.values()} == {"2.0"} and len(rows) == 3
-    assert {row["tpot_p95_s"] for row in rows.values()} == {"0.07"}
-    assert [rows[label]["hit_rate"] for label in ("offload", "ideal", "infinigen")] == ["", "", "0.25"]
-    assert not {*RENAMED, "ttft_spread_s"} & {*rows["offload"]}
-    lines = {line["label"]: line for line in sheet(path)}
-    assert lines["infinigen \\*"]["link busy (%)"] == "50.0" and lines["offload"]["TPOT p99 (ms)"] == "-"
 
 
 def test_a_budget_that_was_not_met_has_a_column(tmp_path):

@@ -1,8 +1,7 @@
 """Which questions were lost: those that the full cache answers and a method does not.
 
 The full cache's run is the one that tables compare with (`Baselines`), question by question. A
-metric counts if each of its numbers is 0 or 1, in both runs. Records of an older version lack the
-texts of questions and what was read of the needle; `OfTask.missing` says so.
+metric counts if each of its numbers is 0 or 1, in both runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +22,6 @@ NO_SCORES = ("generated_tokens", "at_limit", "unknown_less_known")
 """Metrics of a task that say nothing of right and wrong, and of `WAYS` the difference of two."""
 ANSWER_LETTERS = 240
 """Letters that are shown of an answer."""
-NO_TEXTS = "the texts of questions and answers"
-NO_NEEDLE = "what was read of the sentence that holds the answer (this task does not know it)"
-OLD_RECORD = "an older record; the run made again has it"
 
 
 class Answered(NamedTuple):
@@ -54,7 +50,7 @@ class OfTask(NamedTuple):
     full_run: run_id of the full cache. num_questions: that both answered. num_full, num_own: right
     ones by metric. lost: right under the full cache alone; gained: under the method alone.
     read_where_lost, read_elsewhere: mean of `needle_read` over the lost questions, and over the
-    others; None without any. missing: what the records lack, in words.
+    others; None without any.
     """
 
     task: str
@@ -66,7 +62,6 @@ class OfTask(NamedTuple):
     gained: Sequence[Answered]
     read_where_lost: float | None
     read_elsewhere: float | None
-    missing: Sequence[str]
 
 
 def of_record(record: Record, full: Baselines) -> Iterator[OfTask]:
@@ -126,7 +121,6 @@ def of_task(record: Record, full: Record, task: str) -> OfTask | None:
         gained=gained,
         read_where_lost=fmean(read[True]) if read[True] else None,
         read_elsewhere=fmean(read[False]) if read[False] else None,
-        missing=_missing(own, other, metrics[0]),
     )
 
 
@@ -153,9 +147,9 @@ def _answered(own: Sample, full: Sample, metrics: tuple[str, ...]) -> Answered:
         metrics=metrics,
         context_text=of_own.get("context_text"),
         question_text=of_own.get("question_text"),
-        right=_shown(of_own, ("gold_text", "target"), "gold"),
-        full=_shown(of_full, ("predicted_text", "text"), "predicted"),
-        answer=_shown(of_own, ("predicted_text", "text"), "predicted"),
+        right=_shown(of_own, ("gold_text", "target")),
+        full=_shown(of_full, ("predicted_text", "text")),
+        answer=_shown(of_own, ("predicted_text", "text")),
         needle_tokens=of_own.get("needle_tokens"),
         needle_read=of_own.get("needle_read"),
         needle_read_max=of_own.get("needle_read_max"),
@@ -170,25 +164,14 @@ def _of_way(sample: Sample, metric: str) -> Sample:
     return part
 
 
-def _shown(sample: Sample, names: Sequence[str], choice: str) -> str | None:
-    """An answer as text; of an old record the number of the choice."""
+def _shown(sample: Sample, names: Sequence[str]) -> str | None:
+    """An answer as text: the first of these that the sample has."""
     for name in names:
         if name in sample:
             value = sample[name]
             words = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             return shortened(" ".join(words.split()), ANSWER_LETTERS)
-    return None if sample.get(choice) is None else f"choice {sample[choice]}"
-
-
-def _missing(own: Sequence[Sample], full: Sequence[Sample], metric: str) -> list[str]:
-    words = []
-    if "question_text" not in _of_way(own[0], metric):
-        words.append(f"this run: {NO_TEXTS}, and what was read of the needle ({OLD_RECORD})")
-    elif not any("needle_read" in _of_way(sample, metric) for sample in own):
-        words.append(NO_NEEDLE)
-    if "question_text" not in _of_way(full[0], metric):
-        words.append(f"the full cache's run: {NO_TEXTS} ({OLD_RECORD})")
-    return words
+    return None
 
 
 # All runs, for the report: `report.js` fills its list from the data made here. They lie packed in
@@ -246,7 +229,6 @@ def _add(sets: dict[tuple[str, ...], Json], where: str, record: Record, task: Of
             "num_gained": str(len(task.gained)),
             "read_where_lost": task.read_where_lost,
             "read_elsewhere": task.read_elsewhere,
-            "missing": "; ".join(task.missing) or MISSING,
         }
     )
 
@@ -265,7 +247,6 @@ def lost_sheet(sets: Sequence[Json]) -> Sheet:
         "gained": itemgetter("num_gained"),
         "read where lost (%)": lambda run: percent.show(run["read_where_lost"]),
         "read elsewhere (%)": lambda run: percent.show(run["read_elsewhere"]),
-        "not known": itemgetter("missing"),
     }
     runs = []
     for questions in sets:
