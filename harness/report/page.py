@@ -33,7 +33,6 @@ from harness.report.sections import (
 from harness.results import columns
 from harness.results.archive import opened
 from harness.results.columns import TableRow
-from harness.results.lost import lost_questions, lost_sheet
 from harness.results.metrics import GIB, MISSING
 from harness.results.record import Record, read_all
 from harness.results.sheet import NOTES, WORDS
@@ -88,9 +87,6 @@ def _render(folder: Path) -> str:
         scripts.append(library())
         packed["library"] = _packed(library())
         packed["explorer"] = _packed(json.dumps(explored, allow_nan=False))
-    lost = lost_questions(records)
-    if lost:
-        packed["lost"] = _packed(json.dumps(lost, allow_nan=False))
     environment_of_page = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -101,8 +97,6 @@ def _render(folder: Path) -> str:
     return environment_of_page.get_template("report.html.j2").render(
         pages=pages,
         explorer=explored,
-        lost=lost_sheet(lost) if lost else None,
-        command=COMMAND,
         explorer_page=sections[BOARD].entry.page if boards else None,
         beside=list(filter(None, folders)),
         sources=SOURCES,

@@ -5,18 +5,14 @@ metric counts if each of its numbers is 0 or 1, in both runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from harness.errors import shortened
 from harness.results.columns import values
-from harness.results.metrics import BUDGET, LABEL, MISSING, PERCENT, WAYS, Metric
-from harness.results.record import Record, current, damage_told, in_words
+from harness.results.metrics import WAYS
+from harness.results.record import Record
 from harness.results.samples import Baselines, Sample, is_full
-from harness.results.sheet import Sheet, Shown, sheet_of
-
-Json = dict[str, Any]
 
 NO_SCORES = ("generated_tokens", "at_limit", "unknown_less_known")
 """Metrics of a task that say nothing of right and wrong, and of `WAYS` the difference of two."""
@@ -172,83 +168,3 @@ def _shown(sample: Sample, names: Sequence[str]) -> str | None:
             words = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             return shortened(" ".join(words.split()), ANSWER_LETTERS)
     return None
-
-
-# All runs, for the report: `report.js` fills its list from the data made here. They lie packed in
-# the page; a question's texts stand there once, however many methods lost it.
-
-
-def lost_questions(records: Mapping[str, Sequence[Record]]) -> list[Json]:
-    """The sets of questions, of a model, a task and a run of the full cache; [] without records.
-
-    records: by the folder within the results, "" for the results themselves. A set has its `name`;
-    `questions`: by number context, question, right answer and the full cache's; `runs`: of each its
-    `name`, by which they are ordered, and of each question that it lost [number, answer, share of
-    the needle that was read, the largest of a layer].
-    """
-    sets: dict[tuple[str, ...], Json] = {}
-    for where, of_folder in records.items():
-        finished = current(of_folder)
-        full = Baselines(finished)
-        for record in finished:
-            with damage_told(record, "its questions are left out"):
-                for task in of_record(record, full):
-                    _add(sets, where, record, task)
-    for questions in sets.values():
-        questions["runs"].sort(key=itemgetter("name"))
-    return list(sets.values())
-
-
-def _add(sets: dict[tuple[str, ...], Json], where: str, record: Record, task: OfTask) -> None:
-    config = record["config"]
-    model = config["model"]["name"]
-    name = ", ".join(filter(None, [task.task, model, where]))
-    words = f"{task.num_questions} questions"
-    others = [known for known in sets.values() if known["name"].startswith(name)]
-    if others:  # other questions of the task
-        words += f", set {len(others) + 1}"
-    empty: Json = {"name": f"{name} ({words})", "questions": {}, "runs": []}
-    own = sets.setdefault((where, model, task.task, task.full_run), empty)
-    lost = []
-    for answered in task.lost:
-        texts = (answered.context_text, answered.question_text, answered.right, answered.full)
-        own["questions"][str(answered.question)] = [text or MISSING for text in texts]
-        answer, read = answered.answer or MISSING, answered.needle_read
-        lost.append([answered.question, answer, read, answered.needle_read_max])
-    budget = record["metrics"].get(task.task, {}).get(BUDGET.name)
-    settings = in_words(record["settings"])
-    label = config["label"] if budget is None else f"{config['label']}, {BUDGET.show(budget)} %"
-    own["runs"].append(
-        {
-            "name": f"{label} ({settings})" if settings else label,
-            "task": f"{task.task}, {model}",
-            "num_questions": str(task.num_questions),
-            "lost": lost,
-            "num_full": ", ".join(map(str, task.num_full.values())),
-            "num_own": ", ".join(map(str, task.num_own.values())),
-            "num_gained": str(len(task.gained)),
-            "read_where_lost": task.read_where_lost,
-            "read_elsewhere": task.read_elsewhere,
-        }
-    )
-
-
-def lost_sheet(sets: Sequence[Json]) -> Sheet:
-    """A line per run and task: how many questions were lost, and what was read of the needle. Right
-    ones are by metric."""
-    percent = Metric("share", "", PERCENT, 0)
-    shown: Shown = {
-        LABEL.heading: itemgetter("name"),
-        "task": itemgetter("task"),
-        "questions": itemgetter("num_questions"),
-        "full cache right": itemgetter("num_full"),
-        "right": itemgetter("num_own"),
-        "lost": lambda run: str(len(run["lost"])),
-        "gained": itemgetter("num_gained"),
-        "read where lost (%)": lambda run: percent.show(run["read_where_lost"]),
-        "read elsewhere (%)": lambda run: percent.show(run["read_elsewhere"]),
-    }
-    runs = []
-    for questions in sets:
-        runs += questions["runs"]
-    return sheet_of("lost questions", runs, shown)
