@@ -801,8 +801,6 @@ def test_records_become_windows_and_answers(tmp_path):
     assert [(row["task"], row["context_id"], row["right"], row["asked"], row["prompt_len"]) for row in rows] == [
         ("passkey", 0, 1, 2, 300), ("passkey", 1, 2, 2, 298),
     ]  # fmt: skip
-    assert "code KL (nats), 2 windows" in (tmp_path / "tables" / f"{TEXTS}.md").read_text()
-    assert "75.0 ± 25.0, 4" in (tmp_path / "tables" / f"{ANSWERS}.md").read_text()
 
 
 def test_a_timed_record_becomes_a_step_under_the_name_of_its_method(tmp_path):
@@ -820,7 +818,6 @@ def test_a_timed_record_becomes_a_step_under_the_name_of_its_method(tmp_path):
     )  # fmt: skip
     assert row["step_s"] == pytest.approx(0.01) and row["compute_s"] == pytest.approx(0.008)
     assert (row["link_bytes"], row["late_bytes"], row["budget"]) == (1000, 500, 0.09)
-    assert "InfiniGen2 + int8" in (tmp_path / "tables" / f"{STEPS}.md").read_text()
 
 
 def test_a_record_that_is_damaged_is_left_out_and_named(tmp_path, caplog):

@@ -1,12 +1,10 @@
-"""Which questions were lost, and what was read of the sentence with the answer: recorded, listed, in the report."""
+"""Which questions were lost, and what was read of the sentence with the answer: recorded and listed."""
 # ruff: noqa: F811, the fixture `loaded` is imported
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-from base64 import b64decode
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ import torch
 from cases import CASES, Case
 from living import tiny
 from replaying import RAGGED, RAGGED_IDS, open_session, pad
-from test_plots import write
-from test_report import score
 from test_tables import TASK_METRICS, save, shares
 from test_tasks import loaded, settings  # noqa: F401, a fixture
 
@@ -26,7 +22,6 @@ from harness.data.needles import needle_of
 from harness.data.ruler import make
 from harness.model.attach import attach
 from harness.replay import decode_pass as passes
-from harness.report import write_report
 from harness.results import record as records
 from harness.results.lost import of_record
 from harness.results.samples import Baselines
@@ -192,15 +187,11 @@ FULL_RIGHT = (True, True, False, True)
 OWN_RIGHT = (True, False, True, False)
 
 
-def save_pair(folder: Path, old: bool = False, **fields: Any) -> tuple[str, str]:
-    """A run of the full cache and one of H2O; their run_ids. old: records of a version that kept no texts."""
+def save_pair(folder: Path, **fields: Any) -> tuple[str, str]:
+    """A run of the full cache and one of H2O; their run_ids."""
     runs = []
     for method, right in (("full", FULL_RIGHT), ("h2o", OWN_RIGHT)):
         samples = [sample_of(at, is_right, 1.0 if method == "full" else at / 8) for at, is_right in enumerate(right)]
-        if old:
-            for sample in samples:
-                for name in [name for name in sample if name.endswith("_text") or name.startswith("needle")]:
-                    del sample[name]
         metrics = {"passkey": TASK_METRICS | shares(1.0 if method == "full" else 0.16)}
         about = {"samples": {"passkey": samples}} | fields
         runs.append(save(folder, ["experiment=fig11", f"method={method}"], metrics, **about)["run_id"])
@@ -224,17 +215,6 @@ def test_lost_and_gained_questions(tmp_path):
     assert (first.needle_tokens, first.needle_read, first.needle_read_max) == (9, 1 / 8, 1 / 4)
     assert first.question_text == "Question: what is item 1?" and first.metrics == ("acc",)
     assert (task.read_where_lost, task.read_elsewhere) == ((1 / 8 + 3 / 8) / 2, (0 + 2 / 8) / 2)
-    assert list(task.missing) == []
-
-
-def test_records_of_an_older_version_are_listed_and_say_what_they_lack(tmp_path, capsys):
-    _, own = save_pair(tmp_path, old=True)
-    (task,) = listed(tmp_path)
-    assert [(each.right, each.full, each.answer) for each in task.lost] == [("choice 0", "choice 0", "choice 1")] * 2
-    assert main([own, "--results-dir", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "not known: this run: the texts of questions and answers, and what was read of the needle" in text
-    assert "not known: the full cache's run: the texts" in text and "  needle    -" in text
 
 
 def test_runs_with_other_questions_are_not_compared(tmp_path):
@@ -292,27 +272,6 @@ def test_refused_in_one_line(words, said, tmp_path, capsys):
     assert main([*(names.get(word, word) for word in words), "--results-dir", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert re.match(said, captured.err) and captured.err.count("\n") == 1 and not captured.out
-
-
-# The report
-
-
-def test_the_report_has_a_page_of_them(tmp_path):
-    save_pair(tmp_path)
-    odd = {"passkey": [{"question": 0, "acc": 1.0}, {"question": 1, "acc": []}]}
-    save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | shares(0.1)}, samples=odd)
-    write(tmp_path, "fig11", [score("A", 0.1, 0.5)])
-    page = write_report(tmp_path).read_text()
-    (packed,) = re.findall(r'data-packed="lost">([^<]+)<', page)
-    (questions_of_task,) = json.loads(gzip.decompress(b64decode(packed)))
-    assert questions_of_task["name"] == "passkey, smollm2-135m (4 questions)"
-    (run,) = questions_of_task["runs"]
-    assert run["name"].startswith("H2O, 16.0 %")
-    assert run["lost"] == [[1, "2222", 1 / 8, 1 / 4], [3, "2222", 3 / 8, 0.75]]
-    assert questions_of_task["questions"]["1"] == ["… item 1 is 1111. …", "Question: what is item 1?", "1111", "1111"]
-    assert 'href="#page-lost-questions"' in page
-    write(tmp_path / "alone", "fig11", [score("A", 0.1, 0.5)])
-    assert "lost-questions" not in write_report(tmp_path / "alone").read_text(), "no records, no page"
 
 
 def test_needle_read_is_a_mean_over_rows_then_layers():

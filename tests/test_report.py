@@ -28,10 +28,7 @@ from harness.report.sections import (
     MODELLED,
     REGISTRY,
     entries_of,
-    main_scores,
-    main_times,
     published_sheet,
-    side_by_side,
 )
 from harness.results import write as tables
 from harness.results.board_rows import OWN_BUDGET
@@ -168,8 +165,8 @@ def test_nothing_comes_from_elsewhere(page):
 
 def test_figures_are_the_drawings_of_matplotlib(page, results):
     images = page.all("src")
-    assert len(images) == 3 == len(page.all("alt")), "Figure 11 on the overview as well"
-    for image, name in zip(images, ("fig11", "fig11", "fig14-modelled"), strict=True):
+    assert len(images) == 2 == len(page.all("alt"))
+    for image, name in zip(images, ("fig11", "fig14-modelled"), strict=True):
         kind, _, text = image.partition(",")
         drawn = (results / "figures" / f"{name}.svg").read_text()
         assert kind == "data:image/svg+xml" and unquote(text) == " ".join(drawn.split())
@@ -188,12 +185,7 @@ def test_the_catalogue_has_every_figure_once():
 
 
 def test_a_section_says_what_there_is(page):
-    text = page.text("main-results")
-    assert (
-        "tiny: closest to the full cache at a budget of 16 %" in text
-        and "A 1 (1 to 1) 2.00 (1.50 to 3.00) -5.0" in text
-    )
-    assert "offload opt-13b, batch 20, 1,920 + 128 tokens, modelled 360.7 1.0" in text and FINDING in text
+    assert "A 1 (1 to 1) 2.00 (1.50 to 3.00) -5.0" in page.text("board")
     text = page.text("fig11")
     assert text.startswith("fig11: Accuracy against budget measured make accuracy H2O reads")
     assert "smollm2-135m" in text and "75.0 ± 6.2" in text and "Also from table perplexity" in text
@@ -236,31 +228,6 @@ def test_published_numbers_stand_beside_ours():
     point = {"model": "opt-13b", "series": "block_input_prev", "x_name": "", "x": None, "metric": "cosine_similarity"}
     sheet = published_sheet("table1", [point | {"value": 0.48}])
     assert [line[-3:-1] for line in sheet.lines][:3] == [["-", "-"], ["0.48", "0.50"], ["-", "-"]]
-
-
-def test_models_are_compared_where_both_have_a_number():
-    ours = [score("A", 0.1, 0.5), score("B", 0.1, 0.6)]
-    ours += [score("A", 0.1, 0.02, metric="kl_nats"), score("A", 0.1, 2, task="x")]
-    sheet = side_by_side({"m": ours, "n": [score("A", 0.1, 0.25), score("C", 0.1, 0.6)]})
-    assert sheet.header == ["label", "settings", "passkey acc (%), m", "passkey acc (%), n"]
-    assert sheet.lines == [["A", "-", "50.0 ± 5.0", "25.0 ± 5.0"]] and sheet.title == "m and n"
-    assert side_by_side({"m": ours}) is None
-
-
-def test_main_results_are_the_closest_methods_and_those_of_the_paper():
-    rows = [place(f"m{number}", ratio=number) for number in range(1, 10)]
-    oracle = place("Oracle", ratio=1)
-    rows = [place("coded", method="oracle", ratio=0.5), rows[0], oracle, *rows[1:], place("H2O", ratio=20)]
-    rows += [place("long", ratio=0.1, seq_len=4096), place("small", asked_budget=0.01), place("m0", apart="lacks x")]
-    rows += [place("other model", over="large", ratio=0.1, asked_budget=0.1)]
-    sheet = main_scores(rows)
-    assert sheet.title == "tiny: closest to the full cache at a budget of 16 %"
-    assert [line[0] for line in sheet.lines] == ["m1", "Oracle", "m2", "m3", "m4", "m5", "H2O"]
-    assert main_scores([place("A", apart="lacks x")]) is None
-    times = {"label": "offload", "total_s": 9.0, "model": "m", "batch_size": 1, "prompt_len": 8, "gen_len": 2}
-    times |= {"source": "emulated"}
-    sheet = main_times([[times, times | {"label": "infinigen", "total_s": 3.0}], []])
-    assert sheet.lines[1] == ["infinigen", "m, batch 1, 8 + 2 tokens, emulated", "3.0", "3.0"]
 
 
 def test_the_explorer_has_every_row_as_a_point_and_says_what_it_is():
@@ -349,9 +316,7 @@ def test_another_models_results_within_the_folder_stand_beside(results, tmp_path
         (inner / "figures" / "fig11.svg").write_text(SVG)
     (tmp_path / "findings.yaml").write_text((results / "findings.yaml").read_text())
     page = Page(report.write_report(tmp_path).read_text())
-    assert "Side by side: first and second" in page.text("fig11") and "In second" in page.text("fig11")
-    assert len(page.all("src")) == 3, "two and the overview's"
-    text = page.text("missing")
-    assert "Scores that a table lacks (2) fig11, first: 1 fig11, second: 1" in text and "without numbers: none." in text
+    assert "In second" in page.text("fig11") and len(page.all("src")) == 2
+    assert "without numbers: none." in page.text("missing")
     alone = report.write_report(tmp_path / "second").read_text()
     assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from test_plots import write
 from test_report import HOSTILE, SVG, Page, digest, place, score
-from test_tables import save
 
 from harness.report import write_report
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
-    """The report of two models: a board, a task, a figure, and the questions that two runs of the first lost."""
+    """The report of two models: a board, a task and a figure."""
     folder = tmp_path_factory.mktemp("results")
     boards = []
     for over in ("all models", "first"):
@@ -43,25 +42,6 @@ def report(tmp_path_factory) -> Path:
         write(inner, "fig11", [score("A", 0.1, value, task=task) for task in "ab" for value in (0.75, 0.5)])
         (inner / "figures").mkdir()
         (inner / "figures" / "fig11.svg").write_text(SVG.replace('"9"', '"900"'))
-    for method, right in (("full", (1, 1, 1)), ("h2o", (0, 0, 1)), ("streaming", (1, 0, 1))):
-        samples = []
-        for at, hit in enumerate(right):
-            known = {
-                "question": at,
-                "acc": float(hit),
-                "needle_tokens": 4,
-                "needle_read": at / 4,
-                "needle_read_max": at / 2,
-            }
-            texts = {
-                "question_text": f"what is {at}?",
-                "context_text": HOSTILE,
-                "gold_text": "1",
-                "predicted_text": method,
-            }
-            samples.append(known | texts)
-        metrics = {"passkey": {"acc": sum(right) / 3, "budget": 0.1, "num_samples": 3, "num_fewshot": 0}}
-        save(folder, ["experiment=fig11", f"method={method}"], metrics, samples={"passkey": samples})
     return write_report(folder)
 
 
@@ -122,26 +102,6 @@ const column = table => [...table.tBodies[0].rows].map(row => row.cells[3].textC
   seen.before = column(table);
   table.querySelectorAll("th button")[3].click();
   seen.after = column(table);
-  location.hash = "#page-lost-questions";
-  const lost = document.querySelector("#lost");
-  const listed = () => [...[...lost.querySelectorAll("table")].at(-1).tBodies[0].rows]
-    .map(row => [...row.cells].map(cell => cell.textContent));
-  await until(() => listed().length);
-  const pick = (name, value, kind) => {
-    const choice = lost.querySelector(`[name=${name}]`);
-    choice.value = value;
-    choice.dispatchEvent(new Event(kind ?? "change"));
-    const found = listed();
-    choice.value = name === "read" ? "any" : "";
-    choice.dispatchEvent(new Event(kind ?? "change"));
-    return found;
-  };
-  seen.lost = listed();
-  seen.ofOne = pick("run", "1");
-  seen.unread = pick("read", "none");
-  seen.partly = pick("read", "part");
-  seen.searched = pick("text", "WHAT IS 0", "input");
-  seen.counted = lost.querySelector(".count").textContent;
   document.title = JSON.stringify({
     ...seen, troubles,
     pages: [...document.querySelectorAll(".page")].filter(each => each.checkVisibility()).length,
@@ -193,11 +153,4 @@ def test_the_explorer_answers_and_nothing_else_happens(report, profile, tmp_path
     assert (seen["pages"], seen["broken"], seen["elements"]) == (1, 0, 0)
     assert seen["scripts"] == len(page.scripts) + len(page.packed) + 3
     assert seen["wider"] <= 0, "the page scrolls sideways on a phone"
-    lost = sorted(seen["lost"])
-    assert [line[0] for line in lost] == ["0", "1", "1"] and seen["counted"] == "3 lost answers"
-    assert lost[0][1].startswith("H2O, 10.0 %")
-    assert lost[0][2:] == [HOSTILE, "what is 0?", "1", "full", "h2o", "0", "0"], "a question and its answers, as text"
-    assert [line[6:] for line in seen["ofOne"]] == [["streaming", "25", "50"]]
-    assert [line[0] for line in seen["unread"]] == [line[0] for line in seen["searched"]] == ["0"]
-    assert [line[0] for line in seen["partly"]] == ["1", "1"]
     assert seen["after"] == sorted(seen["before"], key=lambda cell: float(cell.split()[0]))

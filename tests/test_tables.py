@@ -14,8 +14,8 @@ import pytest
 from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
-from harness.results.columns import LATENCY, OPTIONAL, RENAMED, TABLES, names, read_table, shape_of
-from harness.results.metrics import METRICS, MISSING, SEGMENTS, SHARE, Metric, quantity
+from harness.results.columns import LATENCY, OPTIONAL, TABLES, names, read_table, shape_of
+from harness.results.metrics import METRICS, MISSING, SHARE, Metric, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.samples import Baselines
 from harness.results.sheet import MAX_WIDTH
@@ -200,32 +200,6 @@ def test_a_timed_run_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path
     assert "link (GiB/s)" not in line, "a column without a number"
 
 
-def test_tables_and_records_of_former_columns_are_read_under_the_present_names(tmp_path):
-    """A shipped table that is older than `ttft_s`, and beside it a run of one's own."""
-    new_numbers = {"tpot_p99_s": 0.08, "link_utilisation": 0.5, "hit_rate": 0.25, "ttft_spread_s": None}
-    segments = dict.fromkeys(names(SEGMENTS))
-    save(tmp_path, ["experiment=latency", "system=offload"], LATENCY_METRICS | segments)
-    path = tables.update(tmp_path, "latency")
-    tables.ship(tmp_path)
-    shutil.rmtree(tmp_path / "runs")
-    text = path.read_text()
-    for former, present in RENAMED.items():
-        text = text.replace(present, former)
-    assert text.count("prefill_s") == text.count("step_p50_s") == text.count("step_p95_s") == 1
-    path.write_text(text)
-    former = {former: LATENCY_METRICS[present] for former, present in RENAMED.items()}
-    others = {name: value for name, value in LATENCY_METRICS.items() if name not in RENAMED.values()}
-    save(tmp_path, ["experiment=latency", "system=ideal"], others | former | segments)
-    save(tmp_path, ["experiment=latency", "system=infinigen"], LATENCY_METRICS | segments | new_numbers)
-    rows = {row["label"]: row for row in update(tmp_path, "latency")}
-    assert {row["ttft_s"] for row in rows.values()} == {"2.0"} and len(rows) == 3
-    assert {row["tpot_p95_s"] for row in rows.values()} == {"0.07"}
-    assert [rows[label]["hit_rate"] for label in ("offload", "ideal", "infinigen")] == ["", "", "0.25"]
-    assert not {*RENAMED, "ttft_spread_s"} & {*rows["offload"]}
-    lines = {line["label"]: line for line in sheet(path)}
-    assert lines["infinigen \\*"]["link busy (%)"] == "50.0" and lines["offload"]["TPOT p99 (ms)"] == "-"
-
-
 def test_a_budget_that_was_not_met_has_a_column(tmp_path):
     asked = "budget=nearest:0.1"
     save_text(tmp_path, "method=h2o", asked, budget=0.12)
@@ -328,8 +302,6 @@ def test_a_run_of_ones_own_stands_beside_the_shipped_rows_and_replaces_the_one_i
     assert caplog.messages == []
     shutil.rmtree(shipped / "runs")
     assert values(shipped) == SHIPPED[:2], "no row of a record that is gone"
-    (line,) = caplog.messages
-    assert "fig11.csv: these runs leave it, as their records are gone: H2O (" in line and "Mine (" in line
 
 
 def test_a_run_replaces_all_metrics_and_chunks_of_a_shipped_one_and_a_series_whole(tmp_path):
@@ -384,26 +356,6 @@ def test_a_damaged_table_is_set_aside_and_written_anew_from_the_records(name, tm
         path.write_bytes(aside.read_bytes())
     assert not (path.parent / ".lock").exists()
     assert [file.name for file in path.parent.glob("*.csv")] == ["fig11.csv"], "nothing takes it for a table"
-
-
-def test_shipped_rows_that_a_damaged_table_had_are_counted(shipped, caplog):
-    """They have no records. What a file without a legible header had, nobody knows."""
-    path = shipped / "tables" / "fig11.csv"
-    whole = path.read_text()
-    num_shipped = len(read_table(path))
-    save_task(shipped, "method=quest", "label=mine")
-    for damaged, said in (
-        (whole.replace(",", ";").encode(), f"; {num_shipped} shipped rows, which have no records, are lost"),
-        (of_spreadsheet(whole), f"; {num_shipped} shipped rows, which have no records, are lost"),
-        (b"", "; rows that the project ships in it, if it does, are lost"),
-        (whole.splitlines()[0].replace(",", ";").encode(), "written anew from the records"),
-    ):
-        path.write_bytes(damaged)
-        rows = read_table(tables.update(shipped, "fig11"))
-        assert {row["label"] for row in rows} == {"mine"}
-        (line,) = caplog.messages
-        assert said in line and ("lost" in line) == ("lost" in said)
-        caplog.clear()
 
 
 def test_a_table_of_another_kind_of_run_is_set_aside(tmp_path, caplog):

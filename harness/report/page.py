@@ -28,14 +28,11 @@ from harness.report.sections import (
     Entry,
     Section,
     entries_of,
-    main_scores,
-    main_times,
     sections_of,
 )
 from harness.results import columns
 from harness.results.archive import opened
 from harness.results.columns import TableRow
-from harness.results.lost import lost_questions, lost_sheet
 from harness.results.metrics import GIB, MISSING
 from harness.results.record import Record, read_all
 from harness.results.sheet import NOTES, WORDS
@@ -43,10 +40,6 @@ from harness.settings.kinds import BOARD
 from harness.settings.paths import COMMAND, RESULTS, models_beside
 
 HERE = Path(__file__).parent
-PICTURE = "fig11"
-"""The figure of the overview."""
-TIMED = ("fig14", "fig14-modelled")
-"""The figures of the overview's times."""
 
 
 def write_report(results: str | Path = RESULTS, output: str | Path | None = None) -> Path:
@@ -82,15 +75,11 @@ def _render(folder: Path) -> str:
     pages = columns.grouped(sections.values(), lambda section: section.entry.page)
     boards = sections[BOARD].parts if BOARD in sections else []
     rows_of_boards: list[TableRow] = []
-    main_sheets = []
     for part in boards:
         rows = [row for row in part.rows if columns.shape_of(row) == "board"]
-        main_sheets.append(main_scores(rows))
         for row in rows:
             over = f"{row['over']} ({part.where})" if part.where else row["over"]
             rows_of_boards.append(row | {"over": over})
-    timed = [sections[name].parts[0].rows for name in TIMED if name in sections]
-    main_sheets.append(main_times(timed))
     explored = explorer(rows_of_boards, REGISTRY["families"])
     scripts = [(HERE / "report.js").read_text(encoding="utf-8")]
     packed = {}
@@ -98,11 +87,6 @@ def _render(folder: Path) -> str:
         scripts.append(library())
         packed["library"] = _packed(library())
         packed["explorer"] = _packed(json.dumps(explored, allow_nan=False))
-    lost = lost_questions(records)
-    if lost:
-        packed["lost"] = _packed(json.dumps(lost, allow_nan=False))
-    parts = sections[PICTURE].parts if PICTURE in sections else []
-    images = [part.image for part in parts if part.image]
     environment_of_page = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -112,11 +96,7 @@ def _render(folder: Path) -> str:
     )
     return environment_of_page.get_template("report.html.j2").render(
         pages=pages,
-        main_sheets=list(filter(None, main_sheets)),
-        picture=next(((sections[PICTURE], image) for image in images), None),
         explorer=explored,
-        lost=lost_sheet(lost) if lost else None,
-        command=COMMAND,
         explorer_page=sections[BOARD].entry.page if boards else None,
         beside=list(filter(None, folders)),
         sources=SOURCES,
@@ -135,7 +115,7 @@ def _render(folder: Path) -> str:
 def _missing(
     entries: Sequence[Entry], sections: Mapping[str, Section], records: Iterable[Record]
 ) -> dict[str, list[str]]:
-    not_made, without_numbers, gaps = [], [], []
+    not_made, without_numbers = [], []
     for entry in entries:
         if entry.name not in sections:
             not_made.append(f"{entry.name}: {entry.title} ({entry.command})")
@@ -144,12 +124,9 @@ def _missing(
             run = f"{record['experiment']} {record['config']['label']} ({record['run_id']})"
             error = f", {record['error']}" if record["error"] else ""
             without_numbers.append(f"{run}: {record['status']}{error}")
-    for section in sections.values():
-        gaps += section.gaps
     return {
         "Figures and tables not made yet": not_made,
         "Runs without numbers": without_numbers,
-        "Scores that a table lacks": gaps,
     }
 
 

@@ -5,24 +5,22 @@ A sentence of finding stands where `findings.yaml` of the results gives one, bes
     fig11: At a tenth of the cache InfiniGen loses ...
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress, product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 from xml.etree import ElementTree
 
-import pandas as pd
 import yaml
 
 from harness.errors import UserError, nearest, reason
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperBar, quantity
-from harness.results import board_page, columns, metrics
-from harness.results.board_rows import ORACLES
+from harness.results import columns
 from harness.results.columns import TableRow, read_table
-from harness.results.metrics import ASKED_BUDGET, MISSING
-from harness.results.pages import is_brief, sheets_of
+from harness.results.metrics import MISSING
+from harness.results.pages import sheets_of
 from harness.results.sheet import Sheet
 from harness.settings.paths import PACKAGES_DIR, shipped_beside, tables_to_read
 
@@ -66,27 +64,16 @@ class Part(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A figure or table of all folders. beside: its models side by side."""
+    """A figure or table of all folders."""
 
     entry: Entry
     parts: Sequence[Part]
-    beside: Sheet | None
 
     @property
     def sources(self) -> list[str]:
         """What its numbers are, in the order of `SOURCES`."""
         found = {row.get("source") for part in self.parts for row in part.rows}
         return [source for source in SOURCES if source in found]
-
-    @property
-    def gaps(self) -> list[str]:
-        """How many scores its tables lack, in words."""
-        found = []
-        for part in self.parts:
-            for sheet in chain.from_iterable(part.sheets.values()):
-                if sheet.num_gaps:
-                    found.append(f"{self.entry.name}, {sheet.title}: {sheet.num_gaps}")
-        return found
 
 
 def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
@@ -156,7 +143,7 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
         parts = [_part(entry, of_folder, homes) for of_folder in results]
         known = [part for part in parts if part is not None]
         if known:
-            yield Section(entry, known, side_by_side(_by_model(known)))
+            yield Section(entry, known)
 
 
 def _part(entry: Entry, results: Results, homes: Mapping[str, str]) -> Part | None:
@@ -197,18 +184,6 @@ def _image(entry: Entry, results: Results) -> Path | None:
         folders += origins
     images = [folder / "figures" / f"{entry.name}.svg" for folder in folders]
     return next(filter(Path.exists, images), None)
-
-
-def _by_model(parts: Sequence[Part]) -> dict[str, list[TableRow]]:
-    """The rows by model; two folders of one model go by the folders' names."""
-    models: dict[str, list[TableRow]] = {}
-    for part in parts:
-        for row in part.rows:
-            name = row["model"]
-            if part.where not in name:
-                name = f"{name} in {part.where}"
-            models.setdefault(name, []).append(row)
-    return models
 
 
 def sheets(path: Path, rows: Sequence[TableRow]) -> list[Sheet]:
@@ -264,15 +239,6 @@ HEADER = (
     "model", "series", "setup", "metric", "published", "kind", "ours", "ours / published", "note",
 )  # fmt: skip
 """Headings of published numbers; a column without any number is left out."""
-MAIN_BUDGET = 0.10
-"""Of the board, the budget that the overview shows, or the nearest."""
-BEST = 5
-"""So many methods of that budget the overview shows, the closest to the full cache first; then
-these:"""
-ALWAYS = ("infinigen", "h2o", "streaming")
-BASE = "offload"
-SYSTEMS = (BASE, "offload+int4", "offload+h2o", "infinigen", "ideal")
-"""Systems of which the overview shows times."""
 
 
 def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
@@ -333,82 +299,3 @@ def _the_row(rows: Sequence[TableRow], wanted: TableRow) -> TableRow:
         rows = [row for row in rows if row.get(name) == value]
     (row,) = rows
     return row
-
-
-# Models side by side
-
-
-def side_by_side(models: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
-    """The runs and quantities that more than one model has, a line per method; None
-    without any.
-
-    models: by name, the rows of accuracy tables.
-    """
-    found = []
-    for model, rows in models.items():
-        scored = [row for row in rows if "task" in row and "metric" in row and is_brief(row)]
-        for row in sorted(scored, key=lambda row: metrics.rank(row["metric"])):
-            shown = metrics.quantity(row["metric"])
-            name, text = f"{row['task']} {shown.heading}", shown.show(row["value"], row["stderr"])
-            found.append((name, model, row["label"], row.get("settings") or MISSING, text))
-    run = [metrics.LABEL.heading, metrics.SETTINGS.heading]
-    frame = pd.DataFrame(found, columns=["quantity", "model", *run, "text"])
-    frame = frame[frame.groupby("quantity").model.transform("nunique") > 1]
-    quantities = list(frame.quantity.unique())
-    frame = frame[frame.groupby(run).model.transform("nunique") > 1]
-    if frame.empty:
-        return None
-    in_order = frame.assign(
-        model=frame.model.map(list(models).index), quantity=frame.quantity.map(quantities.index)
-    ).sort_values(["model", "quantity"], kind="stable")
-    columns_of_quantities = list(product(quantities, models))
-    texts = frame.drop_duplicates(["quantity", "model", *run], keep="last")
-    table = texts.pivot(index=run, columns=["quantity", "model"], values="text")
-    table = table.reindex(pd.MultiIndex.from_frame(in_order[run].drop_duplicates()))
-    table = table.reindex(columns=pd.MultiIndex.from_tuples(columns_of_quantities))
-    header = [*run, *(f"{name}, {model}" for name, model in columns_of_quantities)]
-    lines = table.fillna(MISSING).reset_index().to_numpy().tolist()
-    return Sheet(" and ".join(models), header, lines)
-
-
-# Main results
-
-
-def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
-    """The overview's table of a board's rows. None without a compared method.
-
-    It has the oracle, the methods closest to the full cache at `MAIN_BUDGET` and on the shortest
-    windows, and those of the paper.
-    """
-    compared = [row for row in board_page.first_board(rows) if not row["apart"]]
-    if not compared:
-        return None
-    of_length = columns.where(compared, "seq_len", min(columns.values(compared, "seq_len")))
-    budgets = columns.values(of_length, "asked_budget")
-    main_budget = min(budgets, key=lambda budget: abs(budget - MAIN_BUDGET))
-    shown = []
-    count = 0
-    for row in columns.where(of_length, "asked_budget", main_budget):  # the closest first
-        is_oracle = row["method"] in ORACLES
-        count += not is_oracle
-        is_first_oracle = row["method"] == ORACLES[0] and row["ratio"] == 1
-        if is_first_oracle or (not is_oracle and (count <= BEST or row["method"] in ALWAYS)):
-            shown.append(row)
-    words = f"closest to the full cache at a budget of {ASKED_BUDGET.show(main_budget)} %"
-    return board_page.methods_sheet(f"{compared[0]['over']}: {words}", shown)
-
-
-def main_times(tables: Iterable[Sequence[TableRow]]) -> Sheet | None:
-    """The overview's table of times: seconds of a run, and the speedup over offload."""
-    lines = []
-    for rows in tables:
-        timed = {row["label"]: row for row in columns.having(rows, "total_s")}
-        if BASE not in timed:
-            continue
-        for row in [timed[label] for label in SYSTEMS if label in timed]:
-            tokens = f"{row['prompt_len']:,.0f} + {row['gen_len']:.0f} tokens"
-            run = f"{row['model']}, batch {row['batch_size']:.0f}, {tokens}, {row['source']}"
-            speedup = timed[BASE]["total_s"] / row["total_s"]
-            lines.append([row["label"], run, f"{row['total_s']:.1f}", f"{speedup:.1f}"])
-    header = ["system", "run", "prefill and decode (s)", "speedup over offload"]
-    return Sheet("Time of a run", header, lines) if lines else None

@@ -1,4 +1,4 @@
-"""Pages of the board's tables, and of the tables of `experiment=board` behind them.
+"""Pages of the board's tables.
 
 `page` is `board.md`. The pages of the tables and the report show the same sheets.
 """
@@ -35,7 +35,6 @@ from harness.results.sheet import (
     show_range,
     shown_as_is,
 )
-from harness.results.stats import Design
 
 OTHER_BUDGET, LACKS, MODELLED_MARK = "§", "¶", "‡"
 ANSWER_MARKS = {
@@ -366,94 +365,10 @@ def pairs_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         yield Sheet(words, header, [list(map(str, line)) for line in found])
 
 
-# The tables of `experiment=board`
-
-
-def texts_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """KL of each model at a budget and a length, by text."""
-    for (model, *_), group in grouped(rows, _model_and_setting).items():
-        shown = {}
-        texts = grouped(group, itemgetter("text"))
-        for text in sorted(texts):
-            windows = set(values(texts[text], "window"))
-            shown[f"{text} {metrics.KL.heading}, {len(windows)} windows"] = partial(_mean_kl, text)
-        if len(texts) > 1:
-            shown[f"all texts {metrics.KL.heading}"] = partial(_mean_kl, None)
-        title = f"{model}, {_setting_words(group[0])}"
-        yield sheet_of(title, _runs(group), _OF_RUN | shown)
-
-
-def answers_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """Right answers of each model at a budget, by task."""
-    shown = {}
-    for task in sorted(set(values(rows, "task"))):
-        shown[f"{task} (%), questions"] = partial(_mean_answers, task)
-    for (model, budget), group in grouped(rows, itemgetter("model", "asked_budget")).items():
-        yield sheet_of(f"{model}, {_budget_words(budget)}", _runs(group), _OF_RUN | shown)
-
-
-def _runs(rows: Iterable[TableRow]) -> Iterable[list[TableRow]]:
-    """The rows of each run; a label may have several numbers of dense layers."""
-    return grouped(rows, itemgetter("label", "method", "codec", "dense_layers")).values()
-
-
-def _label_of_run(run: Sequence[TableRow]) -> str:
-    label, number = run[0]["label"], run[0]["dense_layers"]
-    return str(label) if number is None else f"{label} ({number:.0f} dense)"
-
-
-def _mean(column: Metric, run: Sequence[TableRow]) -> str:
-    known = values(having(run, column.name), column.name)
-    return column.show(sum(known) / len(known) if known else None)
-
-
-def _mean_kl(text: str | None, run: Sequence[TableRow]) -> str:
-    """Of a text; None: of all."""
-    rows = run if text is None else where(run, "text", text)
-    if not rows:
-        return MISSING
-    places = [values(rows, name) for name in ("model", "text", "place")]
-    found = Design(*places).estimate(values(rows, "kl_nats"))
-    return metrics.KL.show(found.value, found.stderr)
-
-
-def _mean_answers(task: str, run: Sequence[TableRow]) -> str:
-    rows = where(run, "task", task)
-    if not rows:
-        return MISSING
-    contexts = [values(rows, name) for name in ("model", "task", "context_id", "asked")]
-    found = Design(*contexts).estimate([row["right"] / row["asked"] for row in rows])
-    num_questions = sum(values(rows, "asked"))
-    return f"{metrics.ANSWERS.show(found.value, found.stderr)}, {num_questions:.0f}"
-
-
-_OF_RUN: dict[str, Callable[[list[TableRow]], str]] = {
-    metrics.LABEL.heading: _label_of_run,
-    **{column.heading: partial(_mean, column) for column in _OF_BUDGET},
-}
-
-
-def steps_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """The timed decode steps of each model, the shortest first."""
-    shown = shown_as_is(
-        named(
-            "label dense_layers asked_budget budget batch_size prompt_len compute_s link_bytes "
-            "late_bytes link_bytes_per_s step_s"
-        )
-    )
-    groups = grouped(rows, itemgetter("model", "platform", "source"))
-    for (model, platform, source), group in groups.items():
-        by_time = sorted(group, key=itemgetter("step_s"))
-        yield sheet_of(f"{model} on {platform}, {source}", by_time, shown)
-
-
 SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {
     "board": boards,
     "board_claims": claims_sheets,
     "board_models": models_sheets,
     "board_pairs": pairs_sheets,
-    "board_texts": texts_sheets,
-    "board_answers": answers_sheets,
-    "board_steps": steps_sheets,
 }
 """The tables of a page, by shape."""

@@ -81,8 +81,6 @@ LATENCY = (
     *named("budget unmet_budget device_frac tokens_evicted shipped run_id"),
     *SEGMENTS,
 )
-RENAMED = {"prefill_s": "ttft_s", "step_p50_s": "tpot_p50_s", "step_p95_s": "tpot_p95_s"}
-"""Columns of latency tables and records by their former names, under which they are still read."""
 CAPACITY = (
     *named(f"{_TIMED} context memory_bytes largest_batch kv_tokens wall"),
     DECODE_RATE._replace(words="tokens/s"),
@@ -206,11 +204,6 @@ engineers read beyond percentiles of a step."""
 _EVERY = {column.name: column for columns in TABLES.values() for column in columns}
 
 
-def renamed(row: Mapping[str, T]) -> dict[str, T]:
-    """The values under the present names of columns."""
-    return {RENAMED.get(name, name): value for name, value in row.items()}
-
-
 def picked(row: Mapping[str, Any], names: Iterable[str]) -> TableRow:
     """The values of these columns; None for a column that the row lacks."""
     return {name: row.get(name) for name in names}
@@ -317,10 +310,10 @@ def read_table(path: Path) -> list[TableRow]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
         lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        lines.fieldnames = [RENAMED.get(name, name) for name in lines.fieldnames or ()]
+        header = lines.fieldnames or ()
         rows = list(lines)
-        shape = shape_of(lines.fieldnames)
-        has_all = {*lines.fieldnames, *OPTIONAL}.issuperset(names(TABLES[shape]))
+        shape = shape_of(header)
+        has_all = {*header, *OPTIONAL}.issuperset(names(TABLES[shape]))
         # As `csv.DictReader` shows a line that is longer or shorter than the header.
         has_other_length = any(None in row or None in row.values() for row in rows)
         if has_all and not has_other_length:

@@ -1,6 +1,6 @@
 """Compare two results, folders or archives: which numbers moved, and by how many standard errors.
 
-    python -m harness.results.compare before.zip after.zip --csv moved.csv
+    python -m harness.results.compare before.zip after.zip
 
 A number of A is matched with the number of B of the same `KEYS`; of several such runs the newest
 counts. If both were measured on the same questions, windows or prompts, the standard error is that
@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.errors import UserError, exit_code, printable, shortened
-from harness.files import replacing
-from harness.results import columns, metrics
+from harness.results import columns
 from harness.results.archive import opened
 from harness.results.columns import TableRow
 from harness.results.metrics import MISSING
@@ -38,11 +37,6 @@ KEYS = [*NAMES, "metric"]
 VALUES = ["before", "after", "difference", "stderr", "z", "pairs", "ratio", "differs"]
 """z: the difference in standard errors. pairs: questions or windows that both were measured on.
 ratio: B / A, of speed. differs: what else differs between the two runs, in words."""
-WORDS = (
-    "label", "task", "series", "batch_size", "prompt_len", "gen_len", "layer", "x",
-    "experiment", "settings",
-)  # fmt: skip
-"""The names that people read, in their order; also the model if there are several."""
 SHARES = ("budget", "device_frac", "resident_frac")
 SPEED = [
     column.name
@@ -185,43 +179,20 @@ def text_of(frame: pd.DataFrame) -> str:
         if len(alone):
             lines.append(f"only in {name}: {len(alone)} numbers, of {_runs(alone)}")
     if len(moved):
-        words = WORDS if both["model"].nunique() == 1 else (*WORDS, "model")
-        shown = [_shown(change, words) for change in moved.head(MAX_SHOWN).to_dict("records")]
-        sides = ["right"] * (len(shown[0]) - 1) + ["left"]
-        table = type(frame)(shown).to_markdown(
-            index=False, tablefmt="simple", disable_numparse=True, colalign=sides
-        )
-        lines += ["", *table.splitlines()]
+        shown = moved[[*VALUES, "metric", *NAMES]].rename(columns={"before": "A", "after": "B"})
+        is_known = shown.notna() & (shown != "")
+        cells = shown.loc[:, is_known.any()].head(MAX_SHOWN).map(_cell)
+        table = cells.to_markdown(index=False, tablefmt="simple", disable_numparse=True)
+        lines += ["", table]
     if len(moved) > MAX_SHOWN:
-        lines.append(f"and {len(moved) - MAX_SHOWN} that moved less; --csv FILE has all")
-    cut = [line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..." for line in lines]
-    return "\n".join(cut)
+        lines.append(f"and {len(moved) - MAX_SHOWN} that moved less")
+    return "\n".join(lines)
 
 
-def _shown(change: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
-    shown = columns.column(change["metric"])
-    if shown.digits is None:
-        shown = metrics.quantity(change["metric"])
-    difference = f"{shown.factor * change['difference']:+.3g}"
-    if not math.isnan(change["stderr"]):
-        difference += f" ± {shown.factor * change['stderr']:.2g}"
-    if not math.isnan(change["ratio"]):
-        difference = f"x {change['ratio']:.3g}"
-    owner = []
-    for name in names:
-        if change[name] != "":
-            owner.append(columns.column(name).phrase.format(change[name]))
-    words = f"{shown.heading}: {', '.join(owner)}"
-    if change["differs"]:
-        words += f" [{change['differs']}]"
-    return {
-        "z": MISSING if math.isnan(change["z"]) else f"{change['z']:+.1f}",
-        "A": f"{shown.factor * change['before']:.5g}",
-        "B": f"{shown.factor * change['after']:.5g}",
-        "B minus A, B / A": difference,
-        "pairs": MISSING if math.isnan(change["pairs"]) else f"{change['pairs']:.0f}",
-        "of": printable(words),
-    }
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return MISSING if math.isnan(value) else f"{value:.5g}"
+    return printable(str(value))
 
 
 def _runs(frame: pd.DataFrame) -> str:
@@ -236,19 +207,6 @@ def _runs(frame: pd.DataFrame) -> str:
     return printable(", ".join(named))
 
 
-def write_csv(path: Path, frame: pd.DataFrame) -> None:
-    """Every number in both, equal ones included, a row each. Raises UserError if the file cannot be
-    written."""
-    both = frame.loc[frame["_merge"] == "both", [*KEYS, *VALUES]].copy()
-    for name in KEYS:
-        both[name] = [columns.as_cell(key) if isinstance(key, str) else key for key in both[name]]
-    try:
-        with replacing(path) as scratch:
-            both.to_csv(scratch, index=False, lineterminator="\n")
-    except OSError as error:
-        raise UserError(f"--csv {path}: cannot be written ({error.strerror or error})") from error
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what moved; returns the exit code, 2 for a user's mistake."""
     parser = argparse.ArgumentParser(
@@ -256,17 +214,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("before", metavar="A", help="a results folder or an archive")
     parser.add_argument("after", metavar="B", help="another")
-    parser.add_argument("--csv", metavar="FILE", help="write every number that both have")
     args = parser.parse_args(argv)
 
     def command() -> None:
         for name, place in (("A", args.before), ("B", args.after)):
             if not place:
                 raise UserError(f"{name}=: name a results folder or an archive")
-        frame = compare(Path(args.before), Path(args.after))
-        if args.csv:
-            write_csv(Path(args.csv), frame)
-        print(text_of(frame))
+        print(text_of(compare(Path(args.before), Path(args.after))))
 
     return exit_code(command)
 

@@ -1,31 +1,23 @@
 """Which questions were lost: those that the full cache answers and a method does not.
 
 The full cache's run is the one that tables compare with (`Baselines`), question by question. A
-metric counts if each of its numbers is 0 or 1, in both runs. Records of an older version lack the
-texts of questions and what was read of the needle; `OfTask.missing` says so.
+metric counts if each of its numbers is 0 or 1, in both runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from harness.errors import shortened
 from harness.results.columns import values
-from harness.results.metrics import BUDGET, LABEL, MISSING, PERCENT, WAYS, Metric
-from harness.results.record import Record, current, damage_told, in_words
+from harness.results.metrics import WAYS
+from harness.results.record import Record
 from harness.results.samples import Baselines, Sample, is_full
-from harness.results.sheet import Sheet, Shown, sheet_of
-
-Json = dict[str, Any]
 
 NO_SCORES = ("generated_tokens", "at_limit", "unknown_less_known")
 """Metrics of a task that say nothing of right and wrong, and of `WAYS` the difference of two."""
 ANSWER_LETTERS = 240
 """Letters that are shown of an answer."""
-NO_TEXTS = "the texts of questions and answers"
-NO_NEEDLE = "what was read of the sentence that holds the answer (this task does not know it)"
-OLD_RECORD = "an older record; the run made again has it"
 
 
 class Answered(NamedTuple):
@@ -54,7 +46,7 @@ class OfTask(NamedTuple):
     full_run: run_id of the full cache. num_questions: that both answered. num_full, num_own: right
     ones by metric. lost: right under the full cache alone; gained: under the method alone.
     read_where_lost, read_elsewhere: mean of `needle_read` over the lost questions, and over the
-    others; None without any. missing: what the records lack, in words.
+    others; None without any.
     """
 
     task: str
@@ -66,7 +58,6 @@ class OfTask(NamedTuple):
     gained: Sequence[Answered]
     read_where_lost: float | None
     read_elsewhere: float | None
-    missing: Sequence[str]
 
 
 def of_record(record: Record, full: Baselines) -> Iterator[OfTask]:
@@ -126,7 +117,6 @@ def of_task(record: Record, full: Record, task: str) -> OfTask | None:
         gained=gained,
         read_where_lost=fmean(read[True]) if read[True] else None,
         read_elsewhere=fmean(read[False]) if read[False] else None,
-        missing=_missing(own, other, metrics[0]),
     )
 
 
@@ -153,9 +143,9 @@ def _answered(own: Sample, full: Sample, metrics: tuple[str, ...]) -> Answered:
         metrics=metrics,
         context_text=of_own.get("context_text"),
         question_text=of_own.get("question_text"),
-        right=_shown(of_own, ("gold_text", "target"), "gold"),
-        full=_shown(of_full, ("predicted_text", "text"), "predicted"),
-        answer=_shown(of_own, ("predicted_text", "text"), "predicted"),
+        right=_shown(of_own, ("gold_text", "target")),
+        full=_shown(of_full, ("predicted_text", "text")),
+        answer=_shown(of_own, ("predicted_text", "text")),
         needle_tokens=of_own.get("needle_tokens"),
         needle_read=of_own.get("needle_read"),
         needle_read_max=of_own.get("needle_read_max"),
@@ -170,104 +160,11 @@ def _of_way(sample: Sample, metric: str) -> Sample:
     return part
 
 
-def _shown(sample: Sample, names: Sequence[str], choice: str) -> str | None:
-    """An answer as text; of an old record the number of the choice."""
+def _shown(sample: Sample, names: Sequence[str]) -> str | None:
+    """An answer as text: the first of these that the sample has."""
     for name in names:
         if name in sample:
             value = sample[name]
             words = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             return shortened(" ".join(words.split()), ANSWER_LETTERS)
-    return None if sample.get(choice) is None else f"choice {sample[choice]}"
-
-
-def _missing(own: Sequence[Sample], full: Sequence[Sample], metric: str) -> list[str]:
-    words = []
-    if "question_text" not in _of_way(own[0], metric):
-        words.append(f"this run: {NO_TEXTS}, and what was read of the needle ({OLD_RECORD})")
-    elif not any("needle_read" in _of_way(sample, metric) for sample in own):
-        words.append(NO_NEEDLE)
-    if "question_text" not in _of_way(full[0], metric):
-        words.append(f"the full cache's run: {NO_TEXTS} ({OLD_RECORD})")
-    return words
-
-
-# All runs, for the report: `report.js` fills its list from the data made here. They lie packed in
-# the page; a question's texts stand there once, however many methods lost it.
-
-
-def lost_questions(records: Mapping[str, Sequence[Record]]) -> list[Json]:
-    """The sets of questions, of a model, a task and a run of the full cache; [] without records.
-
-    records: by the folder within the results, "" for the results themselves. A set has its `name`;
-    `questions`: by number context, question, right answer and the full cache's; `runs`: of each its
-    `name`, by which they are ordered, and of each question that it lost [number, answer, share of
-    the needle that was read, the largest of a layer].
-    """
-    sets: dict[tuple[str, ...], Json] = {}
-    for where, of_folder in records.items():
-        finished = current(of_folder)
-        full = Baselines(finished)
-        for record in finished:
-            with damage_told(record, "its questions are left out"):
-                for task in of_record(record, full):
-                    _add(sets, where, record, task)
-    for questions in sets.values():
-        questions["runs"].sort(key=itemgetter("name"))
-    return list(sets.values())
-
-
-def _add(sets: dict[tuple[str, ...], Json], where: str, record: Record, task: OfTask) -> None:
-    config = record["config"]
-    model = config["model"]["name"]
-    name = ", ".join(filter(None, [task.task, model, where]))
-    words = f"{task.num_questions} questions"
-    others = [known for known in sets.values() if known["name"].startswith(name)]
-    if others:  # other questions of the task
-        words += f", set {len(others) + 1}"
-    empty: Json = {"name": f"{name} ({words})", "questions": {}, "runs": []}
-    own = sets.setdefault((where, model, task.task, task.full_run), empty)
-    lost = []
-    for answered in task.lost:
-        texts = (answered.context_text, answered.question_text, answered.right, answered.full)
-        own["questions"][str(answered.question)] = [text or MISSING for text in texts]
-        answer, read = answered.answer or MISSING, answered.needle_read
-        lost.append([answered.question, answer, read, answered.needle_read_max])
-    budget = record["metrics"].get(task.task, {}).get(BUDGET.name)
-    settings = in_words(record["settings"])
-    label = config["label"] if budget is None else f"{config['label']}, {BUDGET.show(budget)} %"
-    own["runs"].append(
-        {
-            "name": f"{label} ({settings})" if settings else label,
-            "task": f"{task.task}, {model}",
-            "num_questions": str(task.num_questions),
-            "lost": lost,
-            "num_full": ", ".join(map(str, task.num_full.values())),
-            "num_own": ", ".join(map(str, task.num_own.values())),
-            "num_gained": str(len(task.gained)),
-            "read_where_lost": task.read_where_lost,
-            "read_elsewhere": task.read_elsewhere,
-            "missing": "; ".join(task.missing) or MISSING,
-        }
-    )
-
-
-def lost_sheet(sets: Sequence[Json]) -> Sheet:
-    """A line per run and task: how many questions were lost, and what was read of the needle. Right
-    ones are by metric."""
-    percent = Metric("share", "", PERCENT, 0)
-    shown: Shown = {
-        LABEL.heading: itemgetter("name"),
-        "task": itemgetter("task"),
-        "questions": itemgetter("num_questions"),
-        "full cache right": itemgetter("num_full"),
-        "right": itemgetter("num_own"),
-        "lost": lambda run: str(len(run["lost"])),
-        "gained": itemgetter("num_gained"),
-        "read where lost (%)": lambda run: percent.show(run["read_where_lost"]),
-        "read elsewhere (%)": lambda run: percent.show(run["read_elsewhere"]),
-        "not known": itemgetter("missing"),
-    }
-    runs = []
-    for questions in sets:
-        runs += questions["runs"]
-    return sheet_of("lost questions", runs, shown)
+    return None

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from harness.results import board_page, columns, metrics
+from harness.results import board_page, board_sources, columns, metrics
 from harness.results.columns import TableRow, grouped, having, named, shape_of, values
 from harness.results.metrics import MISSING
 from harness.results.sheet import (
@@ -21,8 +21,7 @@ from harness.results.sheet import (
 )
 
 SCORES = ("acc", "exact_match", "perplexity")
-"""Metrics of `METRICS` that every run on a task or text measures, as it does any metric that is not
-in `METRICS`."""
+"""Metrics of `METRICS` that every run on a task or text measures."""
 BRIEF = (
     *SCORES, "generated_tokens", "at_limit", "kl_nats", "top1_agreement", "text_perplexity",
     "first_divergence", "repetition",
@@ -50,13 +49,15 @@ Key = tuple[str, str]
 
 
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """A table per model, source and shape of row.
+    """A table per model, source and shape of row; none for the plain tables behind the board.
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart. One's own runs among
     shipped ones are marked.
     """
-    if rows and shape_of(rows[0]) in board_page.SHEETS:
-        shape = shape_of(rows[0])
+    shape = shape_of(rows[0]) if rows else ""
+    if shape in board_sources.SHAPES.values():
+        return
+    if shape in board_page.SHEETS:
         marked, notes = (rows, []) if shape == "board" else mark_own(rows, "label")
         for sheet in board_page.SHEETS[shape](marked):
             yield sheet._replace(notes=[*sheet.notes, *notes])
@@ -100,19 +101,13 @@ def render_terminal(rows: Sequence[TableRow]) -> str:
         shape = shape_of(row)
         if shape == "latency":
             shown.append({name: value for name, value in row.items() if name not in hidden})
-        elif shape != "accuracy" or is_brief(row):
+        elif shape != "accuracy":
             shown.append(row)
+        elif not columns.is_part(row):
+            name = row["metric"].partition(",")[0]
+            if name in BRIEF or name not in metrics.METRICS:
+                shown.append(row)
     return "\n\n".join(map(terminal, sheets_of(shown)))
-
-
-def is_brief(row: TableRow) -> bool:
-    """Whether a terminal shows a row of accuracy."""
-    return not columns.is_part(row) and _is_among(BRIEF, row["metric"])
-
-
-def _is_among(names: Sequence[str], metric: str) -> bool:
-    name = metric.partition(",")[0]
-    return name in names or name not in metrics.METRICS
 
 
 # Settings
@@ -206,9 +201,8 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
             told = pairs_of_settings({"settings": line.settings})
             hidden += [pair for pair in pairs_of_settings(row) if pair not in told]
     header = [column.heading for column in (metrics.LABEL, metrics.SETTINGS, *shares)]
-    scores = [heading for (_, metric), heading in of_key.items() if _is_among(SCORES, metric)]
     notes = _note_on_settings(hidden)
-    return Sheet(title, [*header, *of_key.values()], lines, scores=scores, notes=notes)
+    return Sheet(title, [*header, *of_key.values()], lines, notes=notes)
 
 
 def _lines(rows: Sequence[TableRow], by_key: Mapping[Key, Sequence[TableRow]]) -> list[_Line]:

@@ -38,13 +38,11 @@ LOCATIONS = {
 identity instead."""
 IN_COLUMNS = {
     "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "budget_rule",
-    "results_dir", "tracker", "corpus.name", "corpus.path", "platform.name", "data.name",
+    "results_dir", "corpus.name", "corpus.path", "platform.name", "data.name",
     "data.root", "task.include_path", "latency.batch_size", "latency.prompt_len", "latency.gen_len",
 }  # fmt: skip
 """Settings that `changed_settings` leaves out: a table has a column for them, or they decide no
 number."""
-OF_BEFORE = frozenset(("tracker",))
-"""Settings in older records that are none any more, and decided no number."""
 OF_SHEET = "platform.sheet."
 """The data sheet of a modelled machine, which its name stands for."""
 GROUPS = ("method", "task", "latency", "sampling")
@@ -127,7 +125,7 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 
     They are those that its kind of run depends on.
     """
-    foreign = foreign_settings(config["kind"]) | OF_BEFORE
+    foreign = foreign_settings(config["kind"])
     found = without_paths({name: value for name, value in config.items() if name not in foreign})
     if "platform" in found and config["kind"] != HOST_DECIDES:
         found["platform"] = {**found["platform"]}

@@ -6,7 +6,7 @@ Seconds become ms and bytes GiB here (`Metric.show`), and only here.
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -45,23 +45,12 @@ def note(name: str, **fields: object) -> str:
 
 
 class Sheet(NamedTuple):
-    """One table: a title, the headings, and the lines as text.
-
-    scores: headings of metrics that every run measures, so an empty text is a gap. notes: lines
-    below the table.
-    """
+    """One table: a title, the headings, the lines as text, and notes below the table."""
 
     title: str
     header: list[str]
     lines: list[list[str]]
-    scores: Collection[str] = ()
     notes: Sequence[str] = ()
-
-    @property
-    def num_gaps(self) -> int:
-        """How many scores are missing."""
-        scores = [at for at, heading in enumerate(self.header) if heading in self.scores]
-        return sum(line[at] == MISSING for line in self.lines for at in scores)
 
 
 Shown = dict[str, Callable[[TableRow], str]]

@@ -84,7 +84,7 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
     }
     rows: Iterable[TableRow]
     if record["table"] == "latency":
-        rows = [columns.renamed(metrics)]
+        rows = [metrics]
     elif record["table"] == "accuracy":
         rows = [*_whole_rows(record, full), *_chunk_rows(record)]
     else:

@@ -1,5 +1,5 @@
 """The records of an experiment as one tidy table, `tables/<experiment>.csv` of a results folder,
-and a `.md` page of it for people.
+and a `.md` page of it for people. The plain tables behind the board have no page.
 
 The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed run, or per
 point of an analysis. Seconds, bytes, fractions in [0, 1]; empty where nothing was measured. The
@@ -37,7 +37,7 @@ from harness.results.columns import (
     shape_of,
 )
 from harness.results.metrics import rank
-from harness.results.record import Record, read_records, record_path
+from harness.results.record import Record, read_records
 from harness.results.samples import full_runs
 from harness.results.table_rows import Pairs, layer_rows, with_rows
 from harness.settings.kinds import BOARD, find
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHIPPED_LINE = re.compile(r'(^|[,;\t"])yes($|[,;\t"])')
-"""A line with the mark of a shipped row, whatever a spreadsheet put between the values."""
 TableRows = Sequence[TableRow]
 MADE = frozenset(("board", "board_claims", "board_models", "board_pairs"))
 """Shapes of the tables that `harness.results.board` makes of other tables."""
@@ -91,7 +89,6 @@ def update(results_dir: str | Path, experiment: str) -> Path:
             has_own, has_modelled = _join(path, shape, measured), _join(twin, shape, modelled)
             return twin if has_modelled and not has_own else path
         rows = _ordered(shape, merged(path, shape, own))
-        _say_what_is_gone(path, rows)
         _write(path, shape, rows)
         if experiment == "latency":  # its records are the runs of all figures of speed
             for figure, of_figure in _figures_of_speed(rows):
@@ -116,22 +113,6 @@ def _join(path: Path, shape: str, own: TableRows) -> bool:
     if rows:
         _write(path, shape, rows)
     return bool(rows)
-
-
-def _say_what_is_gone(path: Path, rows: TableRows) -> None:
-    """Warn of the runs whose rows leave a table since their records were deleted."""
-    if not path.exists():
-        return
-    stay = {row["run_id"] for row in rows if not row.get("shipped")}
-    gone = {}
-    for row in read_table(path):
-        record = record_path(path.parents[1], row["experiment"], row["run_id"])
-        is_own = row["run_id"] and not row["shipped"]
-        if is_own and row["run_id"] not in stay and not record.exists():
-            gone[row["run_id"]] = row.get("label") or row["series"]
-    if gone:
-        runs = ", ".join(f"{label} ({run_id[:8]})" for run_id, label in gone.items())
-        log.warning("%s: these runs leave it, as their records are gone: %s", path, runs)
 
 
 def _of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
@@ -214,18 +195,17 @@ def merged(path: Path, shape: str, own: Sequence[TableRow]) -> list[TableRow]:
 def _rows_at(path: Path, shape: str) -> list[TableRow]:
     """The rows of the shipped table beside that at `path`, or of that at `path` where none is.
 
-    A table that is damaged or of another shape is set aside. A warning says so and what is lost.
+    A table that is damaged or of another shape is set aside. A warning says so.
     """
     beside = shipped_beside(path.parents[1])
     shipped = None if beside is None else beside / "tables" / path.name
-    has_shipped = shipped is not None and shipped.exists()
     rows: list[TableRow] = []
     if path.exists():
         try:
             rows = _read(path, shape)
         except UserError as damage:
-            _set_aside(path, str(damage), "" if has_shipped else _lost_rows(path))
-    if shipped is None or not has_shipped:
+            _set_aside(path, str(damage))
+    if shipped is None or not shipped.exists():
         return rows
     try:
         return _read(shipped, shape)
@@ -243,7 +223,7 @@ def _read(path: Path, shape: str) -> list[TableRow]:
     return rows
 
 
-def _set_aside(path: Path, damage: str, lost: str) -> None:
+def _set_aside(path: Path, damage: str) -> None:
     # The end of the name keeps everything from taking it for a table.
     kept = free_path(path.with_name(f"{path.name}.damaged-*"))
     try:
@@ -251,22 +231,7 @@ def _set_aside(path: Path, damage: str, lost: str) -> None:
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"{damage}; it cannot be renamed to {kept.name} ({why})") from error
-    log.warning("%s; kept as %s, written anew from the records%s", damage, kept.name, lost)
-
-
-def _lost_rows(path: Path) -> str:
-    """Words on the shipped rows that a damaged table loses; they have no records."""
-    try:
-        text = path.read_bytes().replace(b"\0", b"").decode(errors="replace")  # NULs: of UTF-16
-    except OSError:
-        text = ""
-    count = len(list(filter(SHIPPED_LINE.search, text.splitlines())))
-    if count:
-        return (
-            f"; {count} shipped rows, which have no records, are lost: take the file from the "
-            "project again"
-        )
-    return "" if "shipped" in text else "; rows that the project ships in it, if it does, are lost"
+    log.warning("%s; kept as %s, written anew from the records", damage, kept.name)
 
 
 # A terminal, and what the project ships
@@ -306,7 +271,8 @@ def _write(path: Path, shape: str, rows: TableRows) -> None:
     from harness.results.pages import render_markdown
 
     write_atomic(path, render_csv(TABLES[shape], rows))
-    write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
+    if shape not in board_sources.SHAPES.values():
+        write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 
 
 def _ordered(shape: str, rows: TableRows) -> TableRows:

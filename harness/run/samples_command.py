@@ -180,7 +180,6 @@ def in_text(record: Record, task: OfTask, shown: Sequence[Answered]) -> str:
             f"of the needle {100 * task.read_where_lost:.0f} % is read where a question is lost, "
             f"{100 * task.read_elsewhere:.0f} % elsewhere"
         )
-    lines += [f"not known: {words}" for words in task.missing]
     for answered in shown:
         lines += ["", f"question {answered.question} ({', '.join(answered.metrics)})"]
         for label, text in _fields(answered):
