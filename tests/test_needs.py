@@ -24,7 +24,7 @@ BATCHES = {"padded": (PROMPT, 15), "three": (PROMPT,) * 3}
 NAMES = (
     "full", "h2o", "int4", "infinigen", "infinigen2", "quest", "retroinfer", "shadowkv", "kivi", "streaming", "rkv",
     "snapkv", "pool-lru", "shadowkv+smooth", "infinigen+int4", "sparq", "knorm", "criticalkv", "defensivekv", "capkv",
-    "layers", "layers-residual", "infinigen+layers", "h2o+layers", "infinigen2-sampled",
+    "layers", "layers-residual", "infinigen+layers", "infinigen2-sampled",
 )  # fmt: skip
 
 
