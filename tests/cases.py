@@ -309,7 +309,7 @@ CASES = {
 
 
 WIDE = (*{type(CASES[name].method): name for name in reversed(CASES)}.values(), "full+smooth", "kivi", "pool-lru")
-"""A case of each method: these run in every model family, the others in one."""
+"""A case of each method: these run in two model families, the others in one."""
 
 
 @cache

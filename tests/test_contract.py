@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import CASES, SHIPPED, WIDE, shipped
 from living import (
-    FAMILIES,
     PROMPT,
     PROMPTS,
     STEPS,
@@ -35,7 +34,15 @@ from harness.replay.setup import Setup
 from methods.base import Geometry, QueryRows, Rest, Selection
 from methods.extras import to_calibrate
 
-RUNS = [(name, "gqa") for name in CASES] + [(name, family) for name in WIDE for family in FAMILIES if family != "gqa"]
+RUNS = [
+    *((name, "gqa") for name in CASES),
+    *((name, "opt") for name in WIDE),
+    *(
+        (name, family)
+        for name in ("full", "h2o", "infinigen", "quest", "snapkv")
+        for family in ("llama", "phi3", "gpt_neox")
+    ),
+]
 OFFLOADED = [name for name, case in CASES.items() if case.method.when != "true_scores"]
 PADDED = PROMPTS["padded"]
 CHOOSING = [name for name, case in CASES.items() if case.method.names_rows]
