@@ -23,8 +23,7 @@ from tests.composed import load
 PROMPT, NEW = "Keys and values of a prompt.", 20
 """NEW: tokens that the session has room for."""
 WITH_ROWS = [
-    ("full", 0, False), ("int4", 0, False), ("kivi", 0, False), ("h2o", 0, False), ("infinigen", 0, False),
-    ("infinigen", 1.5, False), ("quest", 0, False), ("quest", 1, False), ("quest", 1.5, True), ("shadowkv", 0, False),
+    ("int4", 0, False), ("kivi", 0, False), ("h2o", 0, False), ("infinigen", 1.5, False), ("quest", 1.5, True),
 ]  # fmt: skip
 
 
