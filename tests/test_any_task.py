@@ -3,7 +3,6 @@
 
 import importlib
 import json
-import re
 import socket
 import statistics
 from collections.abc import Sequence
@@ -353,39 +352,25 @@ class CountingMetric:
     """In the place of the metrics that SQuAD 2 and SCROLLS fetch from the hub."""
 
     def compute(self, predictions, references):
-        return dict.fromkeys(["f1", "exact", "rouge/rouge1", "rouge/rouge2", "rouge/rougeL"], len(predictions))
+        return dict.fromkeys(["f1", "exact"], len(predictions))
 
 
-OF_VALUE = [{"text": "Title: Heat. Year: 1995. The year is", "value": "1995", "key": "year"}] * 2
 LONG_TEXT = "Mira keeps a red cup in the kitchen."
-SUMMARY = [{"id": "0", "pid": "0", "input": LONG_TEXT, "outputs": ["a cup"]}]
-YES_OR_NO = {"id": "0", "pid": "0", "input": f"Is it red?\n\n{LONG_TEXT}", "outputs": ["yes"]}
 LM_EVAL_CLASSES = {
-    "swde.SWDE": OF_VALUE,
-    "fda.FDA": OF_VALUE,
-    "squad_completion.SQUADCompletion": OF_VALUE,
+    "swde.SWDE": [{"text": "Title: Heat. Year: 1995. The year is", "value": "1995", "key": "year"}] * 2,
     "squadv2.SQuAD2": [
         {"id": "0", "title": "T", "context": LONG_TEXT, "question": "What?", "answers": {"text": ["a cup"]}}
     ],
-    "scrolls.Qasper": [YES_OR_NO, YES_OR_NO | {"outputs": ["a cup"]}],
-    "scrolls.NarrativeQA": [YES_OR_NO],
     "scrolls.QuALITY": [
-        YES_OR_NO | {"input": f"What?\n\n (A) a bag (B) a cup (C) it (D) no\n\n{LONG_TEXT}", "outputs": ["a cup"]}
+        {
+            "id": "0",
+            "pid": "0",
+            "input": f"What?\n\n (A) a bag (B) a cup (C) it (D) no\n\n{LONG_TEXT}",
+            "outputs": ["a cup"],
+        }
     ],
-    "scrolls.ContractNLI": [YES_OR_NO | {"outputs": ["Entailment"]}],
-    "scrolls.GovReport": SUMMARY,
-    "scrolls.SummScreenFD": SUMMARY,
-    "scrolls.QMSum": [YES_OR_NO],
 }
-
-
-def test_every_class_of_lm_eval_is_among_those():
-    names = set()
-    for path in [*lm_tasks.location().rglob("*.yaml"), lm_tasks.location() / "unitxt" / "unitxt"]:
-        found = re.search(r"^class: *!function task\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            names.add(f"{path.parent.name}.{found[1]}")
-    assert names - {"unitxt.Unitxt"} == set(LM_EVAL_CLASSES), "unitxt needs a package of its own"
+"""A class that writes, one that writes and scores, and one that scores choices."""
 
 
 @pytest.mark.parametrize("place", LM_EVAL_CLASSES)

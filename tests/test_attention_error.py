@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import CASES, SHIPPED, Case, shipped
+from cases import CASES, Case
 from living import tiny
 from mixed_models import mixed
 from replaying import PROMPT, RAGGED, RAGGED_IDS, open_session, pad, run, run_one, token_ids, watched
@@ -23,6 +23,12 @@ from methods.streaming import Streaming
 from methods.vattention import VAttention
 
 NEEDS_PROMPT = 12
+MEASURED = (
+    "full", "full+smooth", "kivi", "residual-groups", "residual-tiles", "layers-residual", "kvarn", "h2o", "infinigen",
+    "infinigen+int4", "quest-union", "oracle+smooth", "vattention-true", "biased", "sparq", "infinigen-linear",
+    "shadowkv",
+)  # fmt: skip
+"""Cases of every kind of selection and of codec."""
 BATCH = ((PROMPT, 44), (NEEDS_PROMPT, 30), (15, 24))
 """(prompt, length) of a padded batch whose prompts no method refuses."""
 
@@ -85,9 +91,9 @@ def measured_by(attached: Attached, case: Case, batch=BATCH, calls=(4,), with_re
     return run(attached, case, sequences, prompts, **about).errors.numpy()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MEASURED)
 def test_errors_are_those_of_plain_loops(name):
-    """Of every method and codec, in a padded batch and two calls; dense layers and the full cache have exactly 0."""
+    """In a padded batch and two calls; dense layers and the full cache have exactly 0."""
     case = CASES[name]
     measured, expected = both(tiny("gqa"), case)
     assert measured.shape == expected.shape
@@ -107,19 +113,6 @@ def test_with_sinks_softcaps_latents_and_layers_of_other_kinds(family, name):
     measured, expected = both(mixed(family), CASES[name], with_recall=name == "infinigen")
     np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=2e-5)
     assert expected[2:].any()
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_method_is_measured(name):
-    case = shipped(name)
-    if case.method.reads_all and case.codec is None:
-        return
-    with attach(tiny("gqa")) as attached:
-        ids = [token_ids(230)]
-        found = run(attached, case, ids, [200], measure_errors=True)
-        plain = run(attached, case, ids, [200])
-    assert torch.equal(found.logits[0], plain.logits[0]), "measuring changes no logit"
-    assert found.errors.isfinite().all() and not found.errors[: case.method.dense_layers].any()
 
 
 def test_a_method_that_reads_everything_has_next_to_no_error():
@@ -143,6 +136,8 @@ def test_a_fork_begins_to_count_anew_and_blocks_change_nothing():
     prompts = [prompt for prompt, _ in RAGGED][:1]
     with attach(tiny("gqa")) as attached:
         whole = run(attached, case, RAGGED_IDS[:1], prompts, measure_errors=True)
+        plain = run(attached, case, RAGGED_IDS[:1], prompts)
+        assert torch.equal(whole.logits[0], plain.logits[0]), "measuring changes no logit"
         by_rows = run(attached, case, RAGGED_IDS[:1], prompts, measure_errors=True, rows_per_block=3)
         assert torch.allclose(whole.errors, by_rows.errors, atol=1e-5)
         session = open_session(attached, case, [56], 56, measure_errors=True)

@@ -70,26 +70,18 @@ def test_a_methods_tokens_are_those_of_replay_at_the_budget_asked_for(name, budg
     assert cached.usage.budget == pytest.approx(reads.budget)
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"num_beams": 2}, "num_beams=2: .*allowed: 1"),
-        ({"use_cache": False}, "use_cache=False: .*allowed: True"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: "),
-        ({"prefill_chunk_size": 4}, "prefill_chunk_size=4: "),
-        ({"attention_mask": torch.tensor([[1] * PROMPT, [1] * 15 + [0] * 9])}, "attention_mask: .*padding_side"),
-    ],
-)
-def test_what_a_live_cache_does_not_take_is_refused_and_leaves_the_model_as_it_was(asked, message):
+def test_padding_behind_a_prompt_is_refused_and_leaves_the_model_as_it_was():
+    """What `generate` does not take else is in test_generate_arguments.py."""
     ids, plain = prompts_of("even")
     ids, model = ids.repeat(2, 1), tiny("gqa")
+    behind = torch.tensor([[1] * PROMPT, [1] * 15 + [0] * 9])
     before = model.config._attn_implementation
     with (
-        pytest.raises(UserError, match=message),
+        pytest.raises(UserError, match=r"attention_mask: .*padding_side"),
         attached_with_link() as (attached, _),
         CachedModel(attached, Full()) as cached,
     ):
-        cached.generate(ids, **({"max_new_tokens": NEW} | asked))
+        cached.generate(ids, max_new_tokens=NEW, attention_mask=behind)
     assert "forward" not in model.__dict__ and model.config._attn_implementation == before
     assert model.generate(ids[:1], **plain).shape == (1, PROMPT + NEW)
 

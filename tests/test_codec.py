@@ -20,10 +20,13 @@ from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from harness.replay.setup import Setup
 from harness.settings.codecs import codec_named, codec_names
-from methods.codecs.base import FLOAT_DTYPES, code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.base import FLOAT_DTYPES, RowCodec, code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.blockgtq import BlockGtqCodec
 from methods.codecs.channel import ChannelCodec
 from methods.codecs.floats import STORED_DTYPES, FloatCodec
+from methods.codecs.ggml import GGML_BITS, GgmlCodec
 from methods.codecs.integers import INTEGER_BITS, IntegerCodec
+from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.nvfp4 import Nvfp4Codec
 from methods.codecs.split import SplitCodec
 from methods.codecs.turbo import TURBO_BITS, TurboCodec, lloyd_max
@@ -65,39 +68,97 @@ def test_integer_codec_follows_its_definition(name, group_size, shape, seed, sca
     assert torch.equal(codec.roundtrip(x), torch.tensor(np.stack(expected)).view(shape))
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from([*STORED_DTYPES, *INTEGER_BITS]),
-    group_sizes,
-    shapes,
-    seeds,
-    st.sampled_from(sorted(FLOAT_DTYPES)),
-    st.booleans(),
-)
-def test_packed_rows_read_back_as_the_roundtrip(name, group_size, shape, seed, compute, turned):
-    x = rows(shape, seed).to(FLOAT_DTYPES[compute])
+def makers() -> list[RowCodec]:
+    """Every codec, with groups that divide a row and that do not, rotated and not."""
+    of_rows = [
+        codec_named(name, group_size=size, rotation=rotation)
+        for name in (*STORED_DTYPES, *INTEGER_BITS)
+        for size in (1, 3, 8, 64)
+        for rotation in (None, "hadamard")
+    ]
+    of_channels = [
+        ChannelCodec(name, size, rotation)
+        for name in INTEGER_BITS
+        for size in (1, 4)
+        for rotation in (None, "hadamard")
+    ]
+    of_blocks = [
+        half
+        for name in GGML_BITS
+        for rotation in (None, "hadamard")
+        for half in (GgmlCodec(name, rotation).keys, GgmlCodec(name, rotation).values)
+    ]
+    of_tiles = [
+        KvarnCodec("kvarn4", 6),
+        KvarnCodec("kvarn4", 6).values,
+        KvarnCodec("kvarn2", 16).values,
+        BlockGtqCodec("gtq3", 6),
+        BlockGtqCodec("gtq2", 16),
+    ]
+    others = [Nvfp4Codec(), *(TurboCodec(name) for name in TURBO_BITS)]
+    return [*of_rows, *of_channels, *of_blocks, *of_tiles, *others]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(makers()), shapes, seeds, st.sampled_from(sorted(FLOAT_DTYPES)))
+def test_packed_rows_read_back_as_the_roundtrip(codec, shape, seed, compute):
+    sets, tokens, head_dim = shape
+    has_tiles = isinstance(codec, KvarnCodec | BlockGtqCodec)
+    if has_tiles:
+        head_dim += head_dim % 2  # pairs of channels
+    x = rows((2, sets, tokens * codec.span, head_dim), seed)
+    x[..., head_dim // 3] += 20  # a large channel and a row of zeros
+    x[..., 0, :] = 0
+    x = x.to(FLOAT_DTYPES[compute])
     before = x.clone()
-    codec = codec_named(name, group_size=group_size, rotation="hadamard" if turned else None)
     packed = codec.encode(x)
-    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], codec.row_bytes(shape[-1]))
-    back = codec.decode(packed, shape[-1], x.dtype)
+    assert packed.dtype == torch.uint8 and packed.shape == (*x.shape[:-1], codec.row_bytes(head_dim))
+    back = codec.decode(packed, head_dim, x.dtype)
     assert back.dtype == x.dtype and torch.equal(back, codec.roundtrip(x)) and torch.equal(x, before)
+    strided = torch.cat([x, x], -1)[..., :head_dim].transpose(0, 1)  # the same rows, laid out otherwise
+    assert torch.equal(codec.encode(strided), packed.transpose(0, 1))
+    first = 4 if isinstance(codec, FloatCodec) else 2  # where a value may begin in a slot
+    behind = torch.cat([packed.new_zeros(*x.shape[:-1], first), packed], -1)[..., first:]
+    assert torch.equal(codec.decode(behind, head_dim, x.dtype), back)
+    one = slice((tokens - 1) * codec.span, None)  # the last group alone
+    assert torch.equal(codec.encode(x[1:, :1, one]), packed[1:, :1, one])
+    if has_tiles:
+        unfinished = x[..., : codec.span - 1, :]
+        assert torch.equal(codec.roundtrip(torch.cat([x, unfinished], -2))[..., x.shape[-2] :, :], unfinished)
+        assert torch.equal(codec.roundtrip(unfinished), unfinished)
 
 
+FOUR, TWO, ONE = (IntegerCodec(name, 64) for name in ("int4", "int2", "int1"))
+KVARN4, KVARN2 = KvarnCodec("kvarn4"), KvarnCodec("kvarn2")
 SIZES = [
-    ("fp32", 64, 256, 16), ("fp16", 128, 256, 16), ("bf16", 64, 128, 16), ("fp8", 64, 64, 8), ("int8", 64, 64 + 4, 8.5),
-    ("int4", 128, 64 + 8, 4.5), ("int4", 32, 16 + 4, 5), ("int4", 96, 48 + 8, 4 + 2 / 3),  # groups of 64 and 32
-    ("int2", 64, 16 + 4, 2.5), ("int1", 64, 8 + 4, 1.5),
+    # A float counts as 16 bits at least
+    (FloatCodec("fp32"), 64, 256, 16), (FloatCodec("fp16"), 128, 256, 16), (FloatCodec("bf16"), 64, 128, 16),
+    (FloatCodec("fp8"), 64, 64, 8),
+    # Two numbers of two bytes a group: of 96 elements groups of 64 and 32
+    (IntegerCodec("int8", 64), 64, 64 + 4, 8.5), (FOUR, 128, 64 + 8, 4.5), (FOUR, 32, 16 + 4, 5),
+    (FOUR, 96, 48 + 8, 4 + 2 / 3), (TWO, 64, 16 + 4, 2.5), (ONE, 64, 8 + 4, 1.5),
+    # vLLM's: a key of head_dim * bits / 8 + 2 bytes, a value of head_dim * bits / 8 + 4
+    (TurboCodec("turbo4"), 64, 2 + 32, 4.25), (TurboCodec("turbo4"), 128, 2 + 64, 4.125),
+    (TurboCodec("turbo3"), 64, 2 + 16 + 8, 3.25), (TurboCodec("turbo3"), 96, 2 + 24 + 12, 3 + 1 / 6),
+    (TurboCodec("turbo2"), 128, 2 + 32, 2.125), (IntegerCodec("int4", 128), 128, 64 + 4, 4.25),
+    # A scale of 4 bytes, one byte for 16 elements, filled up to an even number, and half a byte an element
+    (Nvfp4Codec(), 64, 4 + 4 + 32, 5), (Nvfp4Codec(), 128, 4 + 8 + 64, 4.75), (Nvfp4Codec(), 16, 4 + 2 + 8, 6.5),
+    # Of a block of 32: a scale, in q5_1 a minimum too, in fp16, and 8, 5 or 4 bits an element; a whole last block
+    (GgmlCodec("q8_0"), 64, 2 * 34, 8.5), (GgmlCodec("q5_1"), 64, 2 * 24, 6), (GgmlCodec("q4_0"), 64, 2 * 18, 4.5),
+    (GgmlCodec("q4_0"), 80, 3 * 18, 5.4),
+    # Two numbers for each channel of keys or token of values and one for the other side, over 128 rows
+    (KVARN4, 64, 32 + 4, 4.5), (KVARN4.values, 64, 32 + 6, 4.75), (KVARN2.values, 64, 16 + 6, 2.75),
+    (KVARN4, 128, 64 + 6, 4.375), (KVARN2.values, 128, 32 + 6, 2.375),
+    # A part of the tile's widths, a length of each width, codes
+    (BlockGtqCodec("gtq3"), 64, 2 + 12 + 24, 4.75), (BlockGtqCodec("gtq2"), 64, 2 + 10 + 16, 3.5),
+    (BlockGtqCodec("gtq3"), 128, 2 + 12 + 48, 3.875),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "head_dim", "row_bytes", "bits"), SIZES)
-def test_sizes_by_hand(name, head_dim, row_bytes, bits):
-    codec = codec_named(name, group_size=64)
-    assert codec.row_bytes(head_dim) == row_bytes
-    assert codec.bits_per_element(head_dim) == pytest.approx(bits)
-    if name not in FLOAT_DTYPES:  # what is counted is what is stored
-        assert codec.row_bytes(head_dim) * 8 == pytest.approx(head_dim * bits)
+def test_sizes_by_hand():
+    for codec, head_dim, row_bytes, bits in SIZES:
+        assert codec.row_bytes(head_dim) == row_bytes, (codec, head_dim)
+        assert codec.bits_per_element(head_dim) == pytest.approx(bits), (codec, head_dim)
 
 
 REFUSED = [
@@ -119,16 +180,12 @@ def test_bad_settings_name_the_setting_and_what_is_allowed(make, message):
 @settings(max_examples=30, deadline=None)
 @given(
     integer_names, st.sampled_from([1, 3, 4, 32]), st.integers(0, 3), st.integers(1, 100), seeds,
-    st.sampled_from(sorted(FLOAT_DTYPES)), st.sampled_from([None, "hadamard"]),
+    st.sampled_from(sorted(FLOAT_DTYPES)),
 )  # fmt: skip
-def test_a_channel_is_coded_as_a_row_is(name, group_size, groups, head_dim, seed, compute, rotation):
+def test_a_channel_is_coded_as_a_row_is(name, group_size, groups, head_dim, seed, compute):
     x = rows((2, 2, groups * group_size, head_dim), seed).to(FLOAT_DTYPES[compute])
-    codec = ChannelCodec(name, group_size, rotation)
-    packed = codec.encode(x)
-    assert packed.shape == (*x.shape[:-1], codec.row_bytes(head_dim))
-    assert torch.equal(codec.decode(packed, head_dim, x.dtype), codec.roundtrip(x))
-    if rotation is None:
-        assert torch.equal(codec.roundtrip(x), IntegerCodec(name, group_size).roundtrip(x.mT).mT)
+    of_channels = ChannelCodec(name, group_size).roundtrip(x)
+    assert torch.equal(of_channels, IntegerCodec(name, group_size).roundtrip(x.mT).mT)
 
 
 def test_fp8_is_e4m3_that_saturates():
@@ -203,34 +260,8 @@ def test_turboquant_follows_its_definition(name, shape, seed, scale):
     assert np.allclose(np.sqrt((found**2).sum(-1)), lengths, rtol=2e-3, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(TURBO_BITS)), shapes, seeds, st.sampled_from(sorted(FLOAT_DTYPES)))
-def test_packed_directions_read_back_as_the_roundtrip(name, shape, seed, compute):
-    x, codec = rows(shape, seed).to(FLOAT_DTYPES[compute]), TurboCodec(name)
-    packed = codec.encode(x)
-    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], codec.row_bytes(shape[-1]))
-    back = codec.decode(packed, shape[-1], x.dtype)
-    assert back.dtype == x.dtype and torch.equal(back, codec.roundtrip(x))
-    strided = torch.cat([x, x], -1)[..., : shape[-1]].transpose(0, 1)  # the same rows, laid out otherwise
-    assert torch.equal(codec.encode(strided), packed.transpose(0, 1))
-
-
 def test_a_row_of_zeros_reads_back_as_zeros():
     assert torch.equal(TurboCodec("turbo3").roundtrip(torch.zeros(2, 64)), torch.zeros(2, 64))
-
-
-@pytest.mark.parametrize(
-    ("name", "head_dim", "row_bytes", "bits"),
-    [("turbo4", 64, 2 + 32, 4.25), ("turbo4", 128, 2 + 64, 4.125), ("turbo3", 64, 2 + 16 + 8, 3.25),
-     ("turbo3", 96, 2 + 24 + 12, 3 + 1 / 6), ("turbo2", 128, 2 + 32, 2.125)],
-)  # fmt: skip
-def test_turboquants_sizes_by_hand(name, head_dim, row_bytes, bits):
-    codec = TurboCodec(name)
-    assert codec.row_bytes(head_dim) == row_bytes and codec.row_bytes(head_dim) * 8 == pytest.approx(head_dim * bits)
-    assert codec.bits_per_element(head_dim) == pytest.approx(bits)
-    # vLLM's sizes: a key of head_dim * bits / 8 + 2 bytes, a value of head_dim * bits / 8 + 4
-    assert codec.row_bytes(head_dim) == head_dim * codec.bits // 8 + 2
-    assert IntegerCodec("int4", 128).row_bytes(head_dim) == head_dim // 2 + 4
 
 
 @settings(max_examples=40, deadline=None)
@@ -291,27 +322,6 @@ def test_a_number_midway_between_two_levels_goes_to_the_even_one():
     halves = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 0.76])
     expected = torch.tensor([6, 0, 1, 1, 2, 2, 4, 4, 0, -1, -1, -2, -2, -4, -4, 1.0])
     assert torch.allclose(Nvfp4Codec().roundtrip(halves), expected, atol=1e-6)
-
-
-@settings(max_examples=60, deadline=None)
-@given(shapes, seeds, st.sampled_from(sorted(FLOAT_DTYPES)))
-def test_packed_floats_read_back_as_the_roundtrip(shape, seed, compute):
-    x, codec = rows(shape, seed).to(FLOAT_DTYPES[compute]), Nvfp4Codec()
-    packed = codec.encode(x)
-    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], codec.row_bytes(shape[-1]))
-    back = codec.decode(packed, shape[-1], x.dtype)
-    assert back.dtype == x.dtype and torch.equal(back, codec.roundtrip(x))
-    behind = torch.cat([packed.new_zeros(*shape[:-1], 2), packed], -1)[..., 2:]  # where a value may begin in a slot
-    assert torch.equal(codec.decode(behind, shape[-1], x.dtype), back)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "row_bytes", "bits"), [(64, 4 + 4 + 32, 5), (128, 4 + 8 + 64, 4.75), (16, 4 + 2 + 8, 4 + 0.5 + 2)]
-)
-def test_nvfp4s_sizes_by_hand(head_dim, row_bytes, bits):
-    """A scale of 4 bytes, one byte for 16 elements, filled up to an even number, and half a byte an element."""
-    assert Nvfp4Codec().row_bytes(head_dim) == row_bytes
-    assert Nvfp4Codec().bits_per_element(head_dim) == bits
 
 
 @pytest.mark.parametrize("name", codec_names())

@@ -50,17 +50,6 @@ def test_bytes_and_numbers_are_those_of_gguf(name, blocks, seed, scale):
     assert torch.equal(codec.decode(packed, 32 * blocks, torch.float32), back) and torch.equal(codec.roundtrip(x), back)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from(sorted(GGML_BITS)), st.integers(1, 150), seeds, dtypes, st.sampled_from([None, "hadamard"]))
-def test_packed_blocks_read_back_as_the_roundtrip(name, head_dim, seed, compute, rotation):
-    x = rows((2, 4, head_dim), seed).to(FLOAT_DTYPES[compute])
-    codec = GgmlCodec(name, rotation)
-    for half in (codec.keys, codec.values):
-        packed = half.encode(x)
-        back = half.decode(torch.cat([packed, packed], -1)[..., : packed.shape[-1]], head_dim, x.dtype)
-        assert back.dtype == x.dtype and torch.equal(back, half.roundtrip(x))
-
-
 @pytest.mark.parametrize(
     ("head_dim", "of_keys", "of_values"),
     [(64, 64, 64), (128, 128, 64), (192, 64, 64), (256, 256, 64), (96, 1, 1), (80, 1, 1)],
@@ -80,13 +69,6 @@ def test_a_method_of_llama_cpp_rotates_keys_and_values():
     split = codec_of(load(["method=full", "codec=q8_0", "value_codec=q4_0", "rotation=hadamard"]))
     assert split == SplitCodec(GgmlCodec("q8_0", "hadamard"), GgmlCodec("q4_0", "hadamard", True))
     assert codec_of(load(["method=full", "codec=q8_0"])).rotation is None
-
-
-def test_ggmls_sizes_by_hand():
-    """Of a block of 32: a scale, in q5_1 a minimum too, in fp16, and 8, 5 or 4 bits an element."""
-    assert [GgmlCodec(name).row_bytes(64) for name in ("q8_0", "q5_1", "q4_0")] == [2 * 34, 2 * 24, 2 * 18]
-    assert [GgmlCodec(name).bits_per_element(64) for name in ("q8_0", "q5_1", "q4_0")] == [8.5, 6, 4.5]
-    assert GgmlCodec("q4_0").row_bytes(80) == 3 * 18, "a whole last block"
 
 
 # KVarN
@@ -140,37 +122,6 @@ def test_kvarn_follows_its_definition(name, of_values, size, head_dim, seed):
         off = np.abs((back if of_values else back.T) - expected)
         # A number midway between two codes may fall to either side.
         assert (off > 0.02 * step + 2e-3 * np.abs(expected)).mean() < 0.02
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from([KvarnCodec("kvarn4", 6), KvarnCodec("kvarn4", 6).values, KvarnCodec("kvarn2", 16).values,
-                     BlockGtqCodec("gtq3", 6), BlockGtqCodec("gtq2", 16)]),
-    st.integers(0, 3), st.integers(1, 40), seeds, dtypes,
-)  # fmt: skip
-def test_packed_tiles_read_back_as_the_roundtrip(codec, tiles, pairs, seed, compute):
-    x = rows((2, 3, 16 * 6 * tiles + 2, 2 * pairs), seed).to(FLOAT_DTYPES[compute])[:, :, 2:]
-    packed = codec.encode(x) if tiles else None
-    if packed is not None:
-        assert packed.dtype == torch.uint8 and packed.shape == (*x.shape[:-1], codec.row_bytes(2 * pairs))
-        assert torch.equal(codec.decode(packed, 2 * pairs, x.dtype), codec.roundtrip(x))
-        one = slice(codec.span, 2 * codec.span)
-        strided = torch.cat([x, x], -1)[..., : 2 * pairs]  # the same rows, laid out otherwise
-        assert torch.equal(codec.encode(strided[1:, :1, one]), packed[1:, :1, one])
-    unfinished = torch.cat([x, x.new_ones(2, 3, 5, 2 * pairs)], 2)
-    assert torch.equal(codec.roundtrip(unfinished)[:, :, x.shape[2] :], unfinished[:, :, x.shape[2] :])
-
-
-@pytest.mark.parametrize(
-    ("codec", "head_dim", "row_bytes"),
-    [(KvarnCodec("kvarn4"), 64, 32 + 4), (KvarnCodec("kvarn4").values, 64, 32 + 6),
-     (KvarnCodec("kvarn2").values, 64, 16 + 6), (KvarnCodec("kvarn4"), 128, 64 + 6),
-     (KvarnCodec("kvarn2").values, 128, 32 + 6), (BlockGtqCodec("gtq3"), 64, 2 + 12 + 24),
-     (BlockGtqCodec("gtq2"), 64, 2 + 10 + 16), (BlockGtqCodec("gtq3"), 128, 2 + 12 + 48)],
-)  # fmt: skip
-def test_sizes_of_tiles_by_hand(codec, head_dim, row_bytes):
-    """KVarN: two numbers for each channel of keys or token of values and one for the other side, over 128 rows."""
-    assert codec.row_bytes(head_dim) == row_bytes and codec.bits_per_element(head_dim) == 8 * row_bytes / head_dim
 
 
 def test_a_tiles_bytes_cross_the_link_once_it_is_full():

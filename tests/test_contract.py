@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import CASES, SHIPPED, WIDE, shipped
 from living import (
-    FAMILIES,
     PROMPT,
     PROMPTS,
     STEPS,
@@ -35,11 +34,15 @@ from harness.replay.setup import Setup
 from methods.base import Geometry, QueryRows, Rest, Selection
 from methods.extras import to_calibrate
 
-PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
-"""Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
-
-
-RUNS = [(name, "gqa") for name in CASES] + [(name, family) for name in WIDE for family in FAMILIES if family != "gqa"]
+RUNS = [
+    *((name, "gqa") for name in CASES),
+    *((name, "opt") for name in WIDE),
+    *(
+        (name, family)
+        for name in ("full", "h2o", "infinigen", "quest", "snapkv")
+        for family in ("llama", "phi3", "gpt_neox")
+    ),
+]
 OFFLOADED = [name for name, case in CASES.items() if case.method.when != "true_scores"]
 PADDED = PROMPTS["padded"]
 CHOOSING = [name for name, case in CASES.items() if case.method.names_rows]
@@ -82,12 +85,12 @@ def test_rows_that_stay_change_the_order_of_rows_only(name):
     assert reused.budget == plain.budget
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if tolerance(name) == TOLERANCE])  # `smooth` speaks for others
+@pytest.mark.parametrize("name", [name for name in WIDE if tolerance(name) == TOLERANCE])  # `smooth` speaks for others
 def test_an_off_by_one_prefill_len_shows(name):
     right = live("gqa", name).logits[:, 2:]
     wrong = replayed("gqa", name, PROMPT + 1).logits[:, 1:]
     difference = largest_difference(wrong, right)
-    if name in PROMPT_LEAVES_NO_TRACE:
+    if name == "full":  # nothing is dropped or coded: a row is the same whether it is the prompt's or a step's
         assert difference <= TOLERANCE
     else:
         assert difference > 5 * tolerance(name)

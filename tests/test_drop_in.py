@@ -334,11 +334,7 @@ def test_only_the_rows_that_are_a_methods_may_be_read(model, attached):
         (lambda model, ids: goes_on(model, ids, position_ids=torch.tensor([[1, 2]])), "position_ids: "),
         (lambda model, ids: model(ids).past_key_values.crop(3), "not cropped"),
         (lambda model, ids: __import__("copy").deepcopy(model(ids).past_key_values), "not cropped, copied"),
-        (lambda model, ids: model.generate(ids, num_beams=2), "num_beams=2: "),
         (lambda model, ids: model.generate(ids, max_length=20), "max_length=20: the prompt has 24 tokens"),
-        (lambda model, ids: model.generate(ids, cache_implementation="static"), "cache_implementation='static': "),
-        (lambda model, ids: model.generate(ids, past_key_values=DynamicCache()), "past_key_values=a DynamicCache: "),
-        (lambda model, ids: model.generate(ids, output_hidden_states=True), "output_hidden_states=True: "),
     ],
 )
 def test_what_it_cannot_is_one_line_and_leaves_the_model(act, said, model, attached):
@@ -366,19 +362,25 @@ def test_what_is_wrong_with_a_text_is_one_line(act, said, model, attached):
         act(model, ids)
 
 
-@pytest.mark.parametrize("call", ["forward", "generate", "decode"])
+CHANGES = {
+    "eager": (lambda model: model.set_attn_implementation("eager"), "attention implementation 'eager': "),
+    "sdpa": (lambda model: setattr(model.config, "_attn_implementation", "sdpa"), "attention implementation 'sdpa': "),
+    "moved": (
+        lambda model: model.to(torch.bfloat16),
+        "moved to torch.bfloat16 on cpu while .* in torch.float32 on cpu",
+    ),
+    "a part moved": (lambda model: model.model.layers[2].self_attn.half(), "moved to torch.float16"),
+    "compiled": (lambda model: model.compile(backend="eager"), "torch.compile: "),
+    "a part compiled": (lambda model: model.model.layers[1].self_attn.compile(backend="eager"), "torch.compile: "),
+}
+
+
 @pytest.mark.parametrize(
-    ("act", "said"),
-    [
-        (lambda model: model.set_attn_implementation("eager"), "attention implementation 'eager': "),
-        (lambda model: setattr(model.config, "_attn_implementation", "sdpa"), "attention implementation 'sdpa': "),
-        (lambda model: model.to(torch.bfloat16), "moved to torch.bfloat16 on cpu while .* in torch.float32 on cpu"),
-        (lambda model: model.model.layers[2].self_attn.half(), "moved to torch.float16"),
-        (lambda model: model.compile(backend="eager"), "torch.compile: "),
-        (lambda model: model.model.layers[1].self_attn.compile(backend="eager"), "torch.compile: "),
-    ],
+    ("change", "call"),
+    [*((change, "forward") for change in CHANGES), ("eager", "generate"), ("eager", "decode")],
 )
-def test_a_model_that_is_changed_inside_the_block_is_refused_at_the_next_call(act, said, call):
+def test_a_model_that_is_changed_inside_the_block_is_refused_at_the_next_call(change, call):
+    act, said = CHANGES[change]
     network = tiny_model("llama", num_key_value_heads=2)
     ids, _ = prompts(24)
     own = network.config._attn_implementation
@@ -417,8 +419,17 @@ def test_a_model_without_a_generation_config_is_refused_and_a_changed_one_is_fol
         assert torch.equal(generated(model, ids, None), bare)
 
 
-@pytest.mark.parametrize("part", ["model", "model.model", "model.lm_head", "model.model.layers[0].self_attn", "cached"])
-@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize(
+    ("take", "part"),
+    [
+        (copy.copy, "model"),
+        (pickle.dumps, "model"),
+        *(
+            (copy.deepcopy, part)
+            for part in ("model", "model.model", "model.lm_head", "model.model.layers[0].self_attn", "cached")
+        ),
+    ],
+)
 def test_an_attached_model_is_neither_copied_nor_pickled(take, part, model, attached):
     ids, _ = prompts(24)
     bare = generated(model, ids, None)

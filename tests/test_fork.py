@@ -45,7 +45,7 @@ def require_same_as_alone(model, case, batch: str, placement: str, **options) ->
             assert session.steps == 0 and not session.reads.rows
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WIDE)
 def test_forks_of_a_session_are_what_sessions_of_their_own_are(name):
     """Tokens, budgets and bytes."""
     require_same_as_alone(tiny("gqa"), CASES[name], "padded", "device")
@@ -53,7 +53,6 @@ def test_forks_of_a_session_are_what_sessions_of_their_own_are(name):
 
 @pytest.mark.parametrize("name", WIDE)
 def test_forks_in_host_memory_are_what_sessions_of_their_own_are(name):
-    """Every method, each at other settings on the device, above."""
     if CASES[name].method.when == "true_scores":
         with pytest.raises(ValueError, match="true scores"):
             require_same_as_alone(tiny("gqa"), CASES[name], "even", "host")

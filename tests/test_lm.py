@@ -360,16 +360,6 @@ def test_contexts_beyond_the_limit_are_cut_on_the_left_as_hflms():
         assert len(lm.truncated) == 2
 
 
-def test_a_repetition_penalty_is_hflms(monkeypatch):
-    monkeypatch.setattr(tiny("gqa").generation_config, "repetition_penalty", 1.3)
-    (request,) = to_write([CONTEXTS[0]])
-    found = answer(request)
-    expected = tiny("gqa").generate(torch.tensor([request.ids]), max_new_tokens=NEW, do_sample=False)
-    assert found == expected[0, len(request.ids) :].tolist()
-    monkeypatch.undo()
-    assert found != answer(request)
-
-
 @pytest.mark.parametrize(
     ("of_task", "differs"),
     [

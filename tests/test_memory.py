@@ -1,4 +1,4 @@
-"""Memory of live decoding: what a session says it needs against what it makes, page-locked slabs, managed memory.
+"""Memory of live decoding: what a session and a prompt need and what is refused, page-locked slabs, managed memory.
 
 CUDA's runtime is a stand-in where there is no GPU (`fake_cuda.Runtime`).
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import CASES
 from fake_cuda import CUDA, LIBC10, fake_gpu, fake_model, fake_runtime
-from living import CPU, PROMPT, PROMPTS, attached_with_link, calibration_of, force, live, open_live, tiny, token_batch
+from living import CPU, PROMPTS, attached_with_link, calibration_of, force, live, open_live, tiny, token_batch
 from test_fake_cuda import opened, system_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,6 @@ from harness.decode.memory import (
     PinnedSlab,
     SessionBytes,
     aligned,
-    layer_bytes,
     require_session,
 )
 from harness.errors import UserError
@@ -92,40 +91,6 @@ class Held(TorchDispatchMode):
 
 
 # What a session needs
-
-
-@pytest.mark.parametrize(
-    ("name", "placement", "gpu_cache"),
-    [
-        *((name, "device", 0) for name in ("int4", "h2o", "infinigen", "oracle")),
-        *((name, "host", 0) for name in ("full", "int4", "h2o", "shadowkv")),
-        *((name, "host", 2) for name in ("infinigen", "quest", "shadowkv")),
-    ],
-)
-def test_a_session_needs_its_slots_and_buffers(name, placement, gpu_cache):
-    prompts = PROMPTS["padded"]
-    with (
-        attached_with_link() as (attached, link),
-        closing(open_live(attached, CASES[name], 3, placement=placement, link=link, gpu_cache=gpu_cache)) as session,
-    ):
-        force(session, prompts, 3)
-        slots = sum(aligned(store.slots.nbytes) for store in session.stores)
-        needed = prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
-        needed += sum(cache.device_bytes for cache in session.caches)  # the GPU cache and its lists
-        if placement == "host":
-            (share,) = session.shares.values()
-            buffers = sum(buffer.nbytes for buffer in share.buffers)
-            rows = len(prompts) * PROMPT
-            of_layers = [store.num_kv_heads * rows * store.slot_bytes for store in session.stores]
-            under_way = 2 * max(of_layers)  # the prompt's rows of two layers
-            assert session.bytes_needed == SessionBytes(slots, buffers + under_way + needed)
-        else:
-            assert session.bytes_needed == SessionBytes(0, slots + needed)
-
-
-def state_bytes(session) -> int:
-    """What the method keeps beside the rows."""
-    return sum(layer_bytes(cache.state, cache.policy.number) for cache in session.caches if cache.state is not None)
 
 
 def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):

@@ -230,6 +230,7 @@ SIZES = [
     (Kascade(anchors=(1,)), ROW, 100),  # 128 at least
     (Kascade(anchors=(), min_tokens=5).with_budget(0.3), ROW, 30),
     (VAttention(), ROW, None),
+    (VAttention(epsilon=0.0, group="union"), ROW, None),
     (VAttention().with_budget(0.001), ROW, 1),
     (InfiniGenPool(alpha=math.inf, budget=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
     (InfiniGen(alpha=math.inf, budget=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),

@@ -24,7 +24,7 @@ BATCHES = {"padded": (PROMPT, 15), "three": (PROMPT,) * 3}
 NAMES = (
     "full", "h2o", "int4", "infinigen", "infinigen2", "quest", "retroinfer", "shadowkv", "kivi", "streaming", "rkv",
     "snapkv", "pool-lru", "shadowkv+smooth", "infinigen+int4", "sparq", "knorm", "criticalkv", "defensivekv", "capkv",
-    "layers", "layers-residual", "infinigen+layers", "h2o+layers", "infinigen2-sampled",
+    "layers", "layers-residual", "infinigen+layers", "infinigen2-sampled",
 )  # fmt: skip
 
 
@@ -40,16 +40,16 @@ def prompts_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.arange(real.numel()).view(real.shape) % 250 + 3, real
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+PLACED = [
+    *((name, placement, 0) for name in NAMES for placement in ("device", "host")),
+    *((name, "host", 2) for name in ("infinigen", "infinigen2", "quest", "shadowkv", "pool-lru", "infinigen+layers")),
+]
+"""Name, placement and rows that stay on the device. Batches alternate by name, the other way on the host."""
+
+
 @pytest.mark.parametrize(
-    ("name", "placement", "gpu_cache"),
-    [
-        *((name, placement, 0) for name in NAMES for placement in ("device", "host")),
-        *(
-            (name, "host", 2)
-            for name in ("infinigen", "infinigen2", "quest", "shadowkv", "pool-lru", "infinigen+layers")
-        ),
-    ],
+    ("name", "placement", "gpu_cache", "batch"),
+    [(*placed, list(BATCHES)[(NAMES.index(placed[0]) + (placed[1] == "host")) % 2]) for placed in PLACED],
 )
 def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, placement, gpu_cache, batch):
     case, prompts = case_of(name), BATCHES[batch]

@@ -74,7 +74,7 @@ def test_a_table_has_every_label_as_it_is(name, results):
     assert not any(re.search(r"[^\\]\]\(|[^\\]:/|www\.|\w@\w", line) for line in body), "no links"
 
 
-@pytest.mark.parametrize("name", ["fig11", "fig12", "fig14", "fig16a"])
+@pytest.mark.parametrize("name", ["fig12", "fig14"])
 def test_a_figure_has_every_label(name, results):
     shown = data.Tables(results / "tables")
     with style.applied():

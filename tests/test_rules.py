@@ -818,8 +818,8 @@ RULES = {
     "vattention-capped": VAttention(budget=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
     "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
 }
-OPT = ("quest", "pqcache", "shadowkv", "doublesparsity", "loki", "sparq", "balanced", "both", "expected", "tova", "rkv",
-       "random", "triattention", "duo", "twilight", "vattention", "pariskv", "socket", "rocketkv")  # fmt: skip
+OPT = ("balanced", "expected", "shadowkv", "duo", "both")
+"""Rules that a model without rotary positions may change, and one of several layers."""
 RUNS = [(name, "gqa") for name in RULES] + [(name, "opt") for name in OPT]
 CALLS = (1, 2, 9, 20)
 """The rows after which replay's calls end: inside a page or a group."""

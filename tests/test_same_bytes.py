@@ -23,8 +23,7 @@ from tests.composed import load
 PROMPT, NEW = "Keys and values of a prompt.", 20
 """NEW: tokens that the session has room for."""
 WITH_ROWS = [
-    ("full", 0), ("int4", 0), ("kivi", 0), ("h2o", 0), ("infinigen", 0),
-    ("infinigen", 1.5), ("quest", 0), ("quest", 1), ("shadowkv", 0),
+    ("int4", 0), ("kivi", 0), ("h2o", 0), ("infinigen", 1.5), ("quest", 1.5),
 ]  # fmt: skip
 
 

@@ -41,16 +41,8 @@ def test_times_of_five_steps_by_hand():
     assert longer.decode_s == pytest.approx(0.4) and longer.tokens_per_s == pytest.approx(3 * 11 / 0.9)
     assert longer.tpot_p99_s == times.tpot_p99_s
     assert times_of(0.5, [0.25], batch_size=1).tpot_std_s is None
-    assert times_of(0.5, [], batch_size=1) == StepTimes(ttft_s=0.5, decode_s=0.0)
-
-
-@pytest.mark.parametrize("num_values", [1, 2, 7, 100])
-def test_percentiles_are_interpolated_linearly(num_values):
-    values = torch.rand(num_values, dtype=torch.float64)
-    times = times_of(0.5, values.tolist(), batch_size=1)
-    for found, share in ((times.tpot_p50_s, 0.5), (times.tpot_p95_s, 0.95), (times.tpot_p99_s, 0.99)):
-        assert found == pytest.approx(values.quantile(share).item())
     assert deviation([1.0]) is None and deviation([1.0, 3.0]) == pytest.approx(2**0.5)
+    assert times_of(0.5, [], batch_size=1) == StepTimes(ttft_s=0.5, decode_s=0.0)
 
 
 class MadeUpLink:

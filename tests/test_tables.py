@@ -578,12 +578,11 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_runs(tmp_path):
 @pytest.mark.parametrize(
     ("name", "column", "value"),
     [
-        ("perplexity", "detectable", "-1"), ("perplexity", "resident_frac", "-0.1"), ("fig11", "num_contexts", "-1"),
-        ("board-steps", "step_s", "-1"), ("board-steps", "link_bytes", "-1"), ("board-methods", "step_s", "-1"),
-        ("board-methods", "budget_low", "-0.1"), ("board-methods", "ratio", "-1"), ("board-models", "count", "-1"),
-        ("capacity", "largest_batch", "-1"), ("disk", "read_amplification", "-1"), ("attention_error", "value", "-1"),
+        ("perplexity", "resident_frac", "-0.1"),
+        ("board-steps", "step_s", "-1"),
+        ("capacity", "largest_batch", "-1"),
     ],
-)  # fmt: skip
+)
 def test_a_number_that_its_column_cannot_have_is_refused(name, column, value, tmp_path):
     with (paths.SHIPPED / "tables" / f"{name}.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))
