@@ -277,6 +277,9 @@ def test_chat_templates(monkeypatch):
     stock = hflm()
     assert lm.apply_chat_template(turns) == stock.apply_chat_template(turns) == "[user] hello[assistant]"
     assert lm.chat_template(True) == template
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ 'a\\ud800' }}")
+    with pytest.raises(UserError, match=r"^model tiny: its chat template makes '\\ud800', which is no UTF-8 text"):
+        lm.apply_chat_template(turns)
     assert lm.tokenizer_name == stock.tokenizer_name == "a__b"
 
 

@@ -23,7 +23,6 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import GenerationConfig
 
-from harness.data.chat import chat_text
 from harness.data.needles import needle_of
 from harness.errors import UserError
 from harness.model.generation import GenerationRule, Settings
@@ -182,22 +181,36 @@ class ReplayLM(TemplateLM):
         return super().chat_template(chat_template)
 
     def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
-        """Turns as one text; a template that knows no system role is tried without that turn."""
+        """Turns as one text; a template that knows no system role is tried without that turn.
+
+        Without `add_generation_prompt` the last turn is left open. Raises UserError for a template
+        that makes no UTF-8 text. What else the template raises comes as it is.
+        """
         self._require_chat_template()
 
         def rendered(turns: Chat) -> str:
-            return chat_text(
-                self.tokenizer,
+            text = self.tokenizer.apply_chat_template(
                 turns,
+                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                model=self._name,
+                continue_final_message=not add_generation_prompt,
                 **self._template_options,
             )
+            return str(text)
 
         try:
-            return rendered(chat_history)
+            text = rendered(chat_history)
         except jinja2.exceptions.TemplateError:
-            return rendered([turn for turn in chat_history if turn["role"] != "system"])
+            text = rendered([turn for turn in chat_history if turn["role"] != "system"])
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            letter = ascii(text[error.start])
+            raise UserError(
+                f"model {self._name}: its chat template makes {letter}, which is no UTF-8 text; "
+                "choose apply_chat_template=false or another model"
+            ) from None
+        return text
 
     def _require_chat_template(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:
