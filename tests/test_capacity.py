@@ -58,7 +58,7 @@ def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200
     """A method on a small machine, sequences of 24 + 8 tokens. Activations are left out."""
     method = method or Full(dense_layers=2)
     geometry = modelled._geometry(SHAPE, "llama")
-    model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS, False)
+    model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS)
     model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
     plan = Plan(model, method, codec, placement, **options)
     return Capacity("platform=machine", plan, 24, 8, device_bytes, host_bytes, max_batch=50)
@@ -118,7 +118,7 @@ def test_rows_that_stay_on_the_device_do_not_cross():
     for hit_frac, rows in ((0.0, 0), (0.75, 2)):
         capacity = capacity_of(method, placement="host", gpu_cache=rows)
         steps[hit_frac] = modelled.Step(MACHINE, SHAPE, capacity, hit_frac, EXACT)
-    read, own = 4 * 11 * ROW / 1e6, 4 * ROW / 1e6  # 0.4 of 28 tokens; own rows cross while others are waited for
+    read, own = 4 * 8 * ROW / 1e6, 4 * ROW / 1e6  # 0.3 of 28 tokens; own rows cross while others are waited for
     assert read < steps[0.0].seconds(1) <= read + own + 1e-5
     assert 0.25 * read < steps[0.75].seconds(1) <= 0.25 * read + own + 1e-5
 
@@ -129,7 +129,7 @@ def test_a_shape_has_the_sizes_of_the_loaded_model(method):
     with attach(model) as attached:
         loaded = sizes_of(attached, method)
     geometry = modelled._geometry(SHAPE, "llama")
-    shaped = modelled._model_sizes(SHAPE, geometry, method, loaded.weight_bytes, False)
+    shaped = modelled._model_sizes(SHAPE, geometry, method, loaded.weight_bytes)
     assert [layer._replace(policy=None) for layer in shaped.layers] == [
         layer._replace(policy=None) for layer in loaded.layers
     ]
