@@ -498,7 +498,7 @@ def test_a_press_stands_on_the_board(own_folder, monkeypatch, capsys):
     for method in ("oracle", press):
         asked = ["experiment=board", "sweep.longer=null", *settings, f"method={method}"]
         assert main(asked) == 0, capsys.readouterr().err
-    board.write([Path("outputs")])
+    board.write(Path("outputs"))
     rows = read_table(Path("outputs/tables/board-methods.csv"))
     of_press = [row for row in rows if row["label"] == "kvpress: AdaKV of Knorm"]
     assert {row["asked_budget"] for row in of_press} == {0.05, 0.1} and {row["method"] for row in of_press} == {press}
