@@ -212,12 +212,7 @@ def put(name: str, data: bytes = b"") -> Callable[[dict[str, bytes]], object]:
 
 
 CSV, RECORD = "tables/fig11.csv", r"runs/fig11/.*"
-UNSAFE = (
-    "/tmp/x", "tables/../../x.csv", "../x.md", "runs/../x/record.json", "runs/a/./record.json", "tables\\x.csv",
-    "tables/\x1b2J.csv", "tables/a/b.csv", "tables/", "run.py", "figures/x.html", "tables/x.csv\n",
-)  # fmt: skip
 TAMPERED: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
-    **{name: (put(name), f"{name!r} is no name of an archive of results") for name in UNSAFE},
     "a record of nothing": (put(RECORD, b"{}"), "damaged record"),
     "a deep record": (put(RECORD, b"[" * 10**5), "damaged record"),
     "no table": (put(CSV, b"no table"), f"changed.zip/{CSV}: not a table of results"),
@@ -246,20 +241,28 @@ def test_a_changed_archive_is_refused_by_name(name, packed, refused):
     assert message in line and str(packed.with_name("changed.zip")) in line
 
 
-def test_links_repeated_members_and_bombs_are_refused(packed, refused, monkeypatch):
-    link = zipfile.ZipInfo("tables/link.csv")
-    link.external_attr = (stat.S_IFLNK | 0o777) << 16
-    changed = rewrite(packed, lambda found: None, (link,))
-    assert "tables/link.csv is a link" in refused(changed)
-    with pytest.warns(UserWarning, match="Duplicate"):
-        changed = rewrite(packed, lambda found: None, (zipfile.ZipInfo(CSV),))
-    assert f"{CSV} is in it twice" in refused(changed)
+def test_bombs_are_refused(packed, refused, monkeypatch):
     monkeypatch.setattr(archive, "MAX_BYTES", 2**20)
     bomb = rewrite(packed, put("tables/x.csv", bytes(2**24)))
     assert "bytes unpacked, more than the 1,048,576 that are read" in refused(bomb)
     lied = bomb.read_bytes().replace((2**24).to_bytes(4, "little"), (2**10).to_bytes(4, "little"))
     bomb.write_bytes(lied)
-    assert "tables/x.csv is damaged" in refused(bomb), "no more is unpacked than the header says"
+    line = refused(bomb)
+    assert "damaged (Bad CRC-32 for file 'tables/x.csv')" in line, "no more is unpacked than the header says"
+
+
+def test_no_member_is_written_outside_of_the_folder(packed, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(archive.tempfile, "tempdir", str(temporary))
+    link = zipfile.ZipInfo("tables/link.csv")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    changed = rewrite(packed, put("../x"), (link,))
+    with archive.opened(changed) as folder:
+        assert [path.name for path in temporary.iterdir()] == [folder.name] and (folder / "x").is_file()
+        written = folder / "tables" / "link.csv"
+        assert written.read_bytes() == b"x" and not written.is_symlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
 
 
 def test_a_member_that_is_not_what_was_packed_is_refused(packed, refused):
@@ -269,15 +272,7 @@ def test_a_member_that_is_not_what_was_packed_is_refused(packed, refused):
     data[info.header_offset + 30 + len(CSV) + info.compress_size // 2] ^= 255
     changed = packed.with_name("changed.zip")
     changed.write_bytes(data)
-    assert f"changed.zip: {CSV} is damaged" in refused(changed)
-
-
-@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_another_compression_is_refused(compression, tmp_path, refused):
-    """Its unpacked size is not limited by the header."""
-    with zipfile.ZipFile(tmp_path / "a.zip", "w", compression) as written:
-        written.writestr(CSV, b"x")
-    assert f"{CSV} is compressed in another way than by deflate" in refused(tmp_path / "a.zip")
+    assert "changed.zip: not an archive of results, or damaged (" in refused(changed)
 
 
 def test_what_is_no_archive_is_refused(tmp_path, packed, refused):

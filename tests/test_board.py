@@ -283,7 +283,7 @@ def results(tmp_path) -> Path:
 
 def made(results: Path, name: str = "board-methods") -> list[TableRow]:
     """The rows of a table; of `board-methods` those of the first board."""
-    board.write([results])
+    board.write(results)
     rows = read_table(results / "tables" / f"{name}.csv")
     return first_board(rows) if name == "board-methods" else rows
 
@@ -318,7 +318,7 @@ def test_the_table_finds_what_is_known(results):
 
 
 def test_each_model_has_a_board_like_that_of_its_own_results(results, tmp_path_factory):
-    board.write([results])
+    board.write(results)
     rows = read_table(results / "tables" / "board-methods.csv")
     boards = columns.grouped(rows, lambda row: row["over"])
     assert list(boards) == ["all models", "big", "small", "slow"]
@@ -444,7 +444,7 @@ def test_numbers_of_each_model_and_text_have_their_counts(results):
 
 def test_the_page_has_readmes_rows_all_methods_and_the_claims(results):
     add(results, TEXTS, window_rows("big", 8, ["Paged"], method="quest", budget=0.13))
-    page = board.write([results]).read_text()
+    page = board.write(results).read_text()
     titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
     setting = "budget 10 %, windows of 1,024 tokens"
     by_memory = "by memory, windows of 1,024 tokens"
@@ -513,7 +513,7 @@ def test_a_method_on_one_further_model_leaves_the_table_as_it_was(results):
 def test_readmes_rows_at_another_length_say_the_questions_too(results):
     for folder, (model, count) in MODELS.items():
         add(results / folder, TEXTS, window_rows(model, count, seq_len=4096))
-    board.write([results])
+    board.write(results)
     page = (results / "board.md").read_text()
     assert page.count("## README rows") == 2 and "windows of 4,096 tokens" in page
     assert page.count("questions on") == 2 and "was not asked" not in page
@@ -638,23 +638,8 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     refused(r"board-texts.csv: not a table of results")
     path.write_text(columns.render_csv(columns.BOARD_ANSWERS, answer_rows("big")))
     refused(r"board-texts.csv: not a table of experiment=board \(it has other columns\)")
-    assert board.main([str(tmp_path / "none")]) == 2 and "no such results folder" in capsys.readouterr().err
+    assert board.main([str(tmp_path / "none")]) == 2 and "no tables/board-texts.csv" in capsys.readouterr().err
     assert not (tmp_path / "board.md").exists()
-
-
-def test_the_source_named_first_counts(results, tmp_path_factory):
-    own = tmp_path_factory.mktemp("of_mine")
-    put(own, TEXTS, window_rows("big", 8, ["Far"], kl_nats=7.0, shipped=""))
-    board.write([own, results])
-    (row,) = (
-        row
-        for row in read_table(own / "tables" / "board-models.csv")
-        if (row["model"], row["label"], row["domain"]) == ("big", "Far", "book")
-    )
-    assert row["value"] == 7
-    rows = by_label(first_board(read_table(own / "tables" / "board-methods.csv")))
-    assert rows["Far"]["shipped"] == "" and rows["Near"]["shipped"] == "yes"
-    assert "| Far \\* " in (own / "board.md").read_text()
 
 
 # Claims
@@ -826,7 +811,7 @@ def test_shipping_marks_what_was_measured(results):
     for name in (TEXTS, ANSWERS):
         path = results / "tables" / f"{name}.csv"
         put(results, name, [row | {"shipped": ""} for row in read_table(path)])
-    board.write([results])
+    board.write(results)
     before = (results / "tables" / "board-methods.csv").read_bytes()
     tables.ship(results)
     for name in (TEXTS, ANSWERS):
@@ -835,14 +820,14 @@ def test_shipping_marks_what_was_measured(results):
 
 
 def test_each_table_is_read_as_it_was_written(results):
-    board.write([results])
+    board.write(results)
     for name, shape in board.SHAPES.items():
         path = results / "tables" / f"{name}.csv"
         assert shape_of(path.read_text().splitlines()[0].split(",")) == shape
         rows = read_table(path)
         assert columns.render_csv(columns.TABLES[shape], rows) == path.read_text()
     first = {path: path.read_bytes() for path in results.rglob("board*")}
-    board.write([results])
+    board.write(results)
     assert all(path.read_bytes() == content for path, content in first.items())
 
 
@@ -850,7 +835,7 @@ def test_the_figure_has_a_panel_a_budget_and_a_line_a_method(results):
     for folder, (model, count) in MODELS.items():
         rows = [*window_rows(model, count, seq_len=4096), *window_rows(model, count, asked_budget=0.05, budget=0.05)]
         add(results / folder, TEXTS, [*rows, *window_rows(model, count, ["Paged"], budget=0.2)])
-    board.write([results])
+    board.write(results)
     with style.applied():
         figure = draw(data.Tables(results / "tables"), "board")
         assert figure is not None
@@ -870,11 +855,11 @@ def test_the_figure_has_a_panel_a_budget_and_a_line_a_method(results):
 
 def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monkeypatch):
     monkeypatch.setitem(style.REGISTRY, "budget", ["Oracle", "Near", "Far"])
-    board.write([results])
+    board.write(results)
     assert budget(data.Tables(results / "tables"), "budget") is None, "of one budget there is no line"
     for folder, (model, count) in MODELS.items():
         add(results / folder, TEXTS, [*window_rows(model, count, asked_budget=0.05, budget=0.05)])
-    board.write([results])
+    board.write(results)
     table = read_table(results / "tables" / "board-methods.csv")
     with style.applied():
         figure = budget(data.Tables(results / "tables"), "budget")
@@ -893,7 +878,7 @@ def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monk
 
 
 def test_the_report_has_a_section_of_it(results):
-    board.write([results])
+    board.write(results)
     report.write_report(results)
     page = Page((results / "report.html").read_text())
     text = page.text("board")

@@ -163,7 +163,7 @@ def test_a_text_and_its_chunks_have_a_row_per_measured_metric(tmp_path):
 
 def test_a_metric_is_one_declaration_and_its_number(tmp_path, monkeypatch, caplog):
     """Heading, unit, digits and range follow; a number that is out of its range is no number."""
-    monkeypatch.setitem(METRICS, "coverage", Metric("coverage", "coverage of words", SHARE, 1, "more"))
+    monkeypatch.setitem(METRICS, "coverage", Metric("coverage", "coverage of words", SHARE, 1))
     for coverage in (0.5, 1.5):
         own = TEXT_METRICS | shares(0.16) | {"coverage": coverage, "coverage_stderr": 0.125}
         save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": own})

@@ -243,7 +243,7 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
     own = ["method=./long_value.py", "codec=./mine.py", "sweep.longer=null"]
     assert cli.main(["experiment=board", *settings, *own]) == 0, capsys.readouterr().err
-    board.write([Path("outputs")])
+    board.write(Path("outputs"))
     rows = [row for row in read_table(Path("outputs/tables/board-methods.csv")) if row["over"] == "smollm2-135m"]
     label = "Long values + mine"
     mine = [row for row in rows if row["shipped"] != "yes"]

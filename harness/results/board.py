@@ -2,10 +2,10 @@
 
     python -m harness.results.board results
 
-It is made of the tables of `experiment=board` alone (`harness/results/board_sources.py`), of
-the named results and of the folders within them. A method or a model of one's own needs no more
-than its own run of `experiment=board`. Of two runs of one method on one model the results named
-first count.
+It is made of the tables of `experiment=board` alone (`harness/results/board_sources.py`), of the
+named results and of the folders within them. A method or a model of one's own needs no more than
+its own run of `experiment=board`. Of two runs of one method on one model the results' own counts,
+then that of the first folder.
 
 `board_rows.py` makes the rows and `board_page.py` the pages. A claim of `board.yaml` holds on a
 model if the whole 95 % interval of its number is on the claimed side.
@@ -74,16 +74,13 @@ NOT_MEASURED, OTHER_BUDGET = "not measured", "another budget"
 SAYS = Path(__file__).with_name("board.yaml")
 
 
-def write(sources: Sequence[Path]) -> Path:
-    """Write the page and the tables into the first source, a folder; returns the page's path.
+def write(results: Path) -> Path:
+    """Write the page and the tables into a results folder; returns the page's path.
 
     Raises UserError: see `read` and `make`; or the folder cannot be written.
     """
-    results = sources[0]
-    if results.is_file():
-        raise UserError(f"{results}: the first results get the page, so they must be a folder")
     says = yaml.safe_load(SAYS.read_text(encoding="utf-8"))
-    tables, models = make(read(sources), says)
+    tables, models = make(read(results), says)
     folder, page = results / "tables", results / "board.md"
     with holding(folder, wait=True):
         for name, rows in tables.items():
@@ -269,10 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "results",
-        nargs="+",
         type=Path,
         metavar="RESULTS",
-        help="results folders or archives; folders within them count, the first gets the page",
+        help="a results folder, which gets the page; folders within it count",
     )
     args = parser.parse_args(argv)
     return exit_code(lambda: print(write(args.results)))

@@ -379,7 +379,7 @@ def _middle(row: TableRow, name: str) -> float:
     return middle
 
 
-TRAFFIC = Metric("traffic", "link + device", CACHE, 1, "less", logarithmic=True)
+TRAFFIC = Metric("traffic", "link + device", CACHE, 1, logarithmic=True)
 COSTS: Mapping[str, Callable[[TableRow], float | None]] = {
     "link": lambda row: _middle(row, "budget"),
     "link + device": traffic,

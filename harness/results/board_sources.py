@@ -3,7 +3,7 @@ task, and for each timed decode step.
 
 `harness.results.board` makes the board of these alone. Results without their records
 can thus be shipped, joined and extended. `rows_of_records` makes the tables, `read` reads those of
-several results, and `series_of` parts them by method and budget.
+a results folder, and `series_of` parts them by method and budget.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from harness.errors import UserError
 from harness.results import columns
-from harness.results.archive import opened
 from harness.results.columns import (
     IDENTITY,
     TableRow,
@@ -163,32 +162,29 @@ def _method_in_words(record: Record) -> str:
 
 
 class Sources(NamedTuple):
-    """The rows of all results: `columns.BOARD_TEXTS`, `BOARD_ANSWERS`, `BOARD_STEPS`."""
+    """The rows of a results folder: `columns.BOARD_TEXTS`, `BOARD_ANSWERS`, `BOARD_STEPS`."""
 
     windows: list[TableRow]
     answers: list[TableRow]
     steps: list[TableRow]
 
 
-def read(sources: Sequence[Path]) -> Sources:
-    """The rows of results folders or archives, and of the folders within them.
+def read(results: Path) -> Sources:
+    """The rows of a results folder, and of the folders within it.
 
     Of two runs of one identity that of the earlier folder counts. Raises UserError where there is
     no such table, or a damaged one.
     """
     found: dict[str, list[TableRow]] = {name: [] for name in SHAPES}
-    for source in sources:
-        with opened(source) as results:
-            folders = [results, *(results / name for name in models_beside(results))]
-            for folder, (name, shape) in itertools.product(folders, SHAPES.items()):
-                known = {identity(shape, row) for row in found[name]}
-                for row in _rows_in(folder, name):
-                    if identity(shape, row) not in known:
-                        found[name].append(row)
+    folders = [results, *(results / name for name in models_beside(results))]
+    for folder, (name, shape) in itertools.product(folders, SHAPES.items()):
+        known = {identity(shape, row) for row in found[name]}
+        for row in _rows_in(folder, name):
+            if identity(shape, row) not in known:
+                found[name].append(row)
     if not found[TEXTS]:
-        named = ", ".join(map(str, sources))
         none = f"no tables/{TEXTS}.csv in it or in a folder within it"
-        raise UserError(f"{named}: {none}; `{COMMAND} experiment=board` makes one")
+        raise UserError(f"{results}: {none}; `{COMMAND} experiment=board` makes one")
     return Sources(*found.values())
 
 

@@ -1,4 +1,4 @@
-"""What is measured: each number once, with its unit, digits, heading, and which way is better.
+"""What is measured: each number once, with its unit, digits and heading.
 
 Tables, pages, figures and the report read it here. A new number of a kind of run is one entry of
 `SCORES`, `SERVING` or `ANALYSES` and the number under this name where the kind measures it. One
@@ -8,7 +8,7 @@ nor pandas.
 
 import math
 import sys
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 MISSING = "-"
 EQUAL = 0.01
@@ -43,15 +43,13 @@ class Metric(NamedTuple):
     """A number that is measured, or another column of a table.
 
     words: the heading without its unit. digits: after the point; None for a column of words.
-    better: "" where neither way is. logarithmic: the axis of a chart. phrase: a value within a
-    sentence; "" to leave it out.
+    logarithmic: the axis of a chart. phrase: a value within a sentence; "" to leave it out.
     """
 
     name: str
     words: str = ""
     unit: Unit = NUMBER
     digits: int | None = None
-    better: Literal["more", "less", ""] = ""
     logarithmic: bool = False
     phrase: str = "{}"
 
@@ -80,13 +78,13 @@ class Metric(NamedTuple):
 
 # Read, kept and moved: `harness/model/budgets.py`
 
-BUDGET = Metric("budget", "budget", CACHE, 1, "less", logarithmic=True)
+BUDGET = Metric("budget", "budget", CACHE, 1, logarithmic=True)
 """Share of the full cache that a decode step reads. Under offloading it crosses the link."""
 UNMET_BUDGET = Metric("unmet_budget", "budget asked for", SHARE, 1)
 """The budget that was asked for, where the run's own differs from it by more than a tenth."""
 BUDGET_ARTIFACT = Metric("budget_artifact", "budget as the artifact counts it", CACHE, 1)
-DEVICE_FRAC = Metric("device_frac", "read on device", CACHE, 1, "less")
-RESIDENT_FRAC = Metric("resident_frac", "resident", CACHE, 1, "less")
+DEVICE_FRAC = Metric("device_frac", "read on device", CACHE, 1)
+RESIDENT_FRAC = Metric("resident_frac", "resident", CACHE, 1)
 TOKENS_EVICTED = Metric("tokens_evicted", "tokens evicted", POSITIVE, 1)
 """Cached tokens that a KV head no longer holds at a decode row, of a method that evicts. 0: its
 budget never bites."""
@@ -103,39 +101,39 @@ models have local layers, recurrent layers or latents."""
 
 # Scores of texts and tasks: `harness/scoring`, by the name in a table's column `metric`
 
-KL = Metric("kl_nats", "KL", KL_NATS, 4, "less", logarithmic=True)
-TOP1 = Metric("top1_agreement", "top-1 agreement", SHARE, 1, "more")
-ATTENTION_ERROR = Metric("attention_error", "attention error", CACHE, 1, "less", logarithmic=True)
-ATTENTION_ERROR_P95 = Metric("attention_error_p95", "attention error, p95", CACHE, 1, "less")
+KL = Metric("kl_nats", "KL", KL_NATS, 4, logarithmic=True)
+TOP1 = Metric("top1_agreement", "top-1 agreement", SHARE, 1)
+ATTENTION_ERROR = Metric("attention_error", "attention error", CACHE, 1, logarithmic=True)
+ATTENTION_ERROR_P95 = Metric("attention_error_p95", "attention error, p95", CACHE, 1)
 SCORES = (
-    Metric("acc", "acc", SHARE, 1, "more"),
-    Metric("acc_norm", "acc_norm", SHARE, 1, "more"),
-    Metric("exact_match", "exact_match", PERCENT, 1, "more"),
-    Metric("known_budget", "budget where the question is known", PERCENT, 1, "less"),
+    Metric("acc", "acc", SHARE, 1),
+    Metric("acc_norm", "acc_norm", SHARE, 1),
+    Metric("exact_match", "exact_match", PERCENT, 1),
+    Metric("known_budget", "budget where the question is known", PERCENT, 1),
     Metric("generated_tokens", "generated", TOKENS, 1),
     Metric("at_limit", "answers at the limit of tokens", PERCENT, 1),
-    Metric("perplexity", "perplexity", POSITIVE, 3, "less"),
+    Metric("perplexity", "perplexity", POSITIVE, 3),
     Metric("perplexity_full", "full cache's perplexity", POSITIVE, 3),
     KL,
     TOP1,
-    Metric("attention_recall", "attention recall", PERCENT, 1, "more"),
+    Metric("attention_recall", "attention recall", PERCENT, 1),
     ATTENTION_ERROR,
     ATTENTION_ERROR_P95,
-    Metric("text_perplexity", "text perplexity under the full cache", NUMBER, 3, "less"),
+    Metric("text_perplexity", "text perplexity under the full cache", NUMBER, 3),
     Metric("text_perplexity_full", "full cache's text perplexity under itself", NUMBER, 3),
     Metric("text_nll_difference", "text NLL minus that of the full cache's text", NATS, 4),
-    Metric("first_divergence", "equal tokens before the texts differ", NUMBER, 1, "more"),
-    Metric("never_diverged", "texts that never differ", NUMBER, 0, "more"),
-    Metric("repetition", "repeated 4-grams", PERCENT, 1, "less"),
+    Metric("first_divergence", "equal tokens before the texts differ", NUMBER, 1),
+    Metric("never_diverged", "texts that never differ", NUMBER, 0),
+    Metric("repetition", "repeated 4-grams", PERCENT, 1),
     Metric("repetition_full", "full cache's repeated 4-grams", PERCENT, 1),
-    Metric("repetition_difference", "repeated 4-grams minus full cache", POINTS, 1, "less"),
+    Metric("repetition_difference", "repeated 4-grams minus full cache", POINTS, 1),
 )
 
 # Analyses: `harness/paper/analysis.py`
 
 ANALYSES = (
     Metric("bytes", "GiB", Unit("", 1 / GIB), 2),
-    Metric("cosine_similarity", "cosine similarity", NUMBER, 3, "more"),
+    Metric("cosine_similarity", "cosine similarity", NUMBER, 3),
     Metric("key_tokens_for_0.9", "key tokens for 0.9 of the attention weight", NUMBER, 1),
     Metric("share_of_queries", "queries", PERCENT, 1),
     Metric("share_of_sparse_queries", "queries that attend to < 1 % of the keys", PERCENT, 1),
@@ -165,7 +163,7 @@ def quantity(metric: str) -> Metric:
         return of_way._replace(name=metric, words=f"{of_way.words}, {WAYS[name]}")
     name, _, num_answers = name.partition("_pass@")
     if name.isdecimal():
-        known = Metric(name, f"right at {int(name):,} tokens", PERCENT, 1, "more")
+        known = Metric(name, f"right at {int(name):,} tokens", PERCENT, 1)
     else:
         known = METRICS.get(name, Metric(name, name, NUMBER, 3))
     words = known.words
@@ -197,49 +195,49 @@ SEGMENTS = (
     Metric("other_s", "other", MS, 3),
 )
 """Seconds of one block in one decode step (Fig 18); transfer is the time that no compute hides."""
-DECODE_RATE = Metric("decode_tokens_per_s", "decode tokens/s", POSITIVE, 2, "more")
-SEQUENCE_RATE = Metric("sequence_tokens_per_s", "tokens/s of a sequence", POSITIVE, 2, "more")
-TPOT = Metric("tpot_p50_s", "TPOT p50", MS, 2, "less")
+DECODE_RATE = Metric("decode_tokens_per_s", "decode tokens/s", POSITIVE, 2)
+SEQUENCE_RATE = Metric("sequence_tokens_per_s", "tokens/s of a sequence", POSITIVE, 2)
+TPOT = Metric("tpot_p50_s", "TPOT p50", MS, 2)
 OF_SPREAD = (
-    Metric("tpot_p99_s", "TPOT p99", MS, 2, "less"),
+    Metric("tpot_p99_s", "TPOT p99", MS, 2),
     Metric("tpot_std_s", "TPOT std", MS, 2),
     Metric("ttft_spread_s", "TTFT std over repeats", MS, 1),
     Metric("tpot_spread_s", "TPOT std over repeats", MS, 2),
 )
 HOST_KV_BYTES = Metric("host_kv_bytes", "KV in host memory", IN_MIB, 1)
-DEVICE_KV_BYTES = Metric("device_kv_bytes", "KV on device", IN_MIB, 1, "less")
+DEVICE_KV_BYTES = Metric("device_kv_bytes", "KV on device", IN_MIB, 1)
 OF_LINK = (
     Metric("link_utilisation", "link busy", SHARE, 1),
-    Metric("hit_rate", "hit rate", SHARE, 1, "more"),
+    Metric("hit_rate", "hit rate", SHARE, 1),
 )
 OF_DISK = (
-    Metric("disk_read_bytes", "read from disk", IN_GIB, 3, "less"),
-    Metric("read_amplification", "bytes read / bytes of rows", POSITIVE, 2, "less"),
+    Metric("disk_read_bytes", "read from disk", IN_GIB, 3),
+    Metric("read_amplification", "bytes read / bytes of rows", POSITIVE, 2),
     Metric("disk_kv_bytes", "KV on disk", IN_MIB, 1),
 )
 LINK_BYTES_PER_S = Metric("link_bytes_per_s", "link", GIB_PER_S, 2)
 SERVING = (
-    Metric("ttft_s", "TTFT", MS, 1, "less"),
-    Metric("decode_s", "decode", MS, 1, "less"),
-    Metric("total_s", "total", MS, 1, "less"),
-    Metric("tokens_per_s", "tokens/s", POSITIVE, 2, "more"),
+    Metric("ttft_s", "TTFT", MS, 1),
+    Metric("decode_s", "decode", MS, 1),
+    Metric("total_s", "total", MS, 1),
+    Metric("tokens_per_s", "tokens/s", POSITIVE, 2),
     DECODE_RATE,
     SEQUENCE_RATE,
     TPOT,
-    Metric("tpot_p95_s", "TPOT p95", MS, 2, "less"),
+    Metric("tpot_p95_s", "TPOT p95", MS, 2),
     *OF_SPREAD,
-    Metric("h2d_bytes", "to device", IN_GIB, 3, "less"),
-    Metric("d2h_bytes", "to host", IN_GIB, 3, "less"),
+    Metric("h2d_bytes", "to device", IN_GIB, 3),
+    Metric("d2h_bytes", "to host", IN_GIB, 3),
     *OF_DISK,
     Metric("weights_on_device", "weights on the device", PERCENT, 1),
     Metric("weight_bytes", "weights to device", IN_GIB, 3),
-    Metric("device_read_bytes", "read on device", IN_GIB, 3, "less"),
+    Metric("device_read_bytes", "read on device", IN_GIB, 3),
     HOST_KV_BYTES,
     DEVICE_KV_BYTES,
     *OF_LINK,
-    Metric("exposed_transfer_s", "exposed transfer", MS, 1, "less"),
+    Metric("exposed_transfer_s", "exposed transfer", MS, 1),
     LINK_BYTES_PER_S,
-    Metric("peak_device_bytes", "device peak", IN_GIB, 3, "less"),
+    Metric("peak_device_bytes", "device peak", IN_GIB, 3),
 )
 """`harness.results.step_stats` and `harness.speed.timed_run` define them."""
 NEWER_OF_SERVING = (DECODE_RATE, SEQUENCE_RATE, *OF_SPREAD, HOST_KV_BYTES, *OF_LINK, *OF_DISK)
@@ -251,7 +249,7 @@ ASKED_BUDGET = Metric("asked_budget", "asked budget", SHARE, 0)
 NUM_CONTEXTS = Metric("num_contexts", "contexts", POSITIVE, 0)
 """Windows, prompts, or contexts of questions, whose errors are independent: one more than the
 degrees of freedom of the standard errors."""
-STEP = Metric("step_s", "decode step", MS, 1, "less", logarithmic=True)
+STEP = Metric("step_s", "decode step", MS, 1, logarithmic=True)
 RATIO = Metric("ratio", "KL / oracle's", POSITIVE, 2)
 ANSWERS = Metric("answers", "right answers", SHARE, 1)
 ANSWERS_DIFFERENCE = Metric("answers_difference", "answers minus full cache", DIFFERENCE, 1)
