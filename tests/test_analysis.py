@@ -321,6 +321,9 @@ def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
 def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_llama, text):
     with pytest.raises(UserError, match=message):
         run_analysis(settings(text, experiment, *overrides), loaded(tiny_llama))
+    post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
+    with pytest.raises(UserError, match="norms after the residual sum"):
+        run_analysis(settings(text, "table1"), loaded(post_norm))
 
 
 def test_refuses_a_text_that_is_too_short(tiny_llama, tmp_path):
@@ -328,6 +331,3 @@ def test_refuses_a_text_that_is_too_short(tiny_llama, tmp_path):
     short.write_text("a" * 50)
     with pytest.raises(UserError, match=r"analysis.num_tokens=60: the text has 50 tokens from token 0 on"):
         run_analysis(settings(short, "fig5"), loaded(tiny_llama))
-    post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
-    with pytest.raises(UserError, match="norms after the residual sum"):
-        run_analysis(settings(text, "table1"), loaded(post_norm))
