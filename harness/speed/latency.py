@@ -27,7 +27,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.load import LoadedModel
-from harness.model.prompts import prompt_bytes
+from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.settings.config import LatencyConfig, RunConfig
@@ -199,8 +199,8 @@ def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int)
     fit into memory. A session that runs its prompt itself checks its own memory
     (`harness.decode.memory`)."""
     geometry = attached.geometry
-    row = geometry.num_layers * geometry.head_dim * attached.dtype.itemsize * batch
-    shared = row * prompt * (geometry.num_heads + 2 * geometry.num_kv_heads)
-    cache = row * (prompt + gen) * 2 * geometry.num_kv_heads
-    needed = shared + prompt_bytes(attached, batch * prompt) + cache
+    shared = kept_bytes(attached, batch * prompt) + prompt_bytes(attached, batch * prompt)
+    elements = geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_dim
+    cache = batch * (prompt + gen) * elements * attached.dtype.itemsize
+    needed = shared + cache
     require_memory(needed, attached.device, "the shared prompt with a cache")
