@@ -143,7 +143,7 @@ class DecodePass(Handler):
             return self._causal_attention(layer, query, kv)
         outputs = []
         for rows in self._blocks(query):
-            block = _Block(self, layer, None, rows, query, query, None)
+            block = _Block(self, layer, None, rows, query, query)
             outputs.append(block.attend_to_all(*kv))
         return torch.cat(outputs, 1)
 
