@@ -34,10 +34,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -369,19 +369,6 @@ def expected_budget(
     return total / weight
 
 
-class LengthWords(NamedTuple):
-    """How a user sets the lengths of a sequence, with `{}` for a number of tokens.
-
-    prompt: its dense tokens. generated: the tokens after them; None where both have a fixed sum.
-    """
-
-    prompt: str
-    generated: str | None
-
-
-OF_A_CALL = LengthWords("a prompt of {} tokens", "{} new tokens")
-
-
 def with_budget_as_stored(
     method: Method,
     codec: CacheCodec | None,
@@ -391,7 +378,6 @@ def with_budget_as_stored(
     *,
     nearest: bool,
     preset: str | None = None,
-    lengths: LengthWords = OF_A_CALL,
     warns: bool = True,
 ) -> Method:
     """`method` with the setting whose reported budget over `rows`, as `codec` stores them, is
@@ -399,10 +385,10 @@ def with_budget_as_stored(
 
     Bisection over the one number that sets it; the reported budget grows with that number in steps.
     nearest: take it however far it is, with a warning beyond a tenth of the target. preset: by
-    which the user chose the method; messages name it, or else the method's title. lengths: how the
-    user sets those of `rows`. warns: False where the caller says that a budget is not met. Raises
-    UserError where, otherwise, nothing lands within `TOLERANCE`, with what would allow it, and
-    where the method has no budget to set, or allows none at these lengths.
+    which the user chose the method; messages name it, or else the method's title. warns:
+    False where the caller says that a budget is not met. Raises UserError where, otherwise, nothing
+    lands within `TOLERANCE`, and where the method has no budget to set, or allows none at these
+    lengths.
     """
     called = f"method {method.title}" if preset is None else f"method={preset}"
     counted, num_layers = Counter(rows), geometry.num_layers
@@ -426,111 +412,15 @@ def with_budget_as_stored(
     taken = size_of(best)
     if abs(taken - target) > TOLERANCE and not nearest:
         allowed = f"{size_of(least):.3f} to {size_of(1.0):.3g}"
-        ways = _ways_to(target, method, counted, num_layers, widths, lengths)
         raise UserError(
             f"budget={target}: the nearest budget of {called} is {taken:.3f}; "
             f"allowed here: {allowed} (method.dense_layers={method.dense_layers} of "
-            f"{num_layers} layers read the full cache); enough would be {', or '.join(ways)}"
+            f"{num_layers} layers read the full cache); fewer dense layers or a prompt of another "
+            f"length may allow it, budget=nearest:{target} takes the nearest"
         )
     if warns and is_unmet(target, taken):
         warn_once(f"{called}: asked for budget {target:g}, the nearest budget here is {taken:.3f}")
     return method.with_budget(best)
-
-
-# What would allow a budget
-
-
-LONGEST = 2**20
-"""Tokens of a prompt or an answer that is looked at."""
-NUM_ROWS = 32
-"""Decode rows, evenly spaced, of a sequence that is looked at."""
-
-
-def _ways_to(
-    target: float,
-    method: Method,
-    rows: Mapping[TokenCounts, int],
-    num_layers: int,
-    widths: Sequence[float],
-    lengths: LengthWords,
-) -> list[str]:
-    """What would allow the budget `target`, as the user sets it; the nearest budget at the least.
-
-    Fewer dense layers, another prompt, another number of generated tokens, or else another prompt
-    and no dense layer. The sequence whose least budget is the largest decides.
-    """
-
-    def least(of: Method, prompt: int, final: int) -> float:
-        return _least_budget(of, prompt, final, num_layers, widths)
-
-    sequences = {(row.prompt, row.final) for row in rows}
-    prompt, final = max(sequences, key=lambda of_sequence: least(method, *of_sequence))
-    generated = final - prompt
-    is_fixed = lengths.generated is None
-    longest = final - 2 if is_fixed else LONGEST
-
-    def with_prompt(of: Method, tokens: int) -> bool:
-        return least(of, tokens, final if is_fixed else tokens + generated) <= target
-
-    ways: list[str] = []
-    if least(method, prompt, final) > target:
-        fewer = [replace(method, dense_layers=n) for n in range(method.dense_layers)]
-        for of in reversed(fewer):
-            if least(of, prompt, final) <= target:
-                ways.append(f"method.dense_layers={of.dense_layers}")
-                break
-        none_dense = fewer[:1] if not ways else []
-        for of in (method, *none_dense):
-            tokens = _nearest_where(1, prompt, longest, partial(with_prompt, of))
-            if tokens is not None:
-                words = lengths.prompt.format(tokens)
-                has_fewer = of is not method
-                ways.append(f"{words} with method.dense_layers=0" if has_fewer else words)
-                break
-        if lengths.generated is not None:
-            tokens = _nearest_where(
-                2,  # one generated token has no decode row
-                generated,
-                LONGEST,
-                lambda number: least(method, prompt, prompt + number) <= target,
-            )
-            if tokens is not None:
-                ways.append(lengths.generated.format(tokens))
-    return [*ways, f"budget=nearest:{target}"]
-
-
-def _least_budget(
-    method: Method, prompt: int, final: int, num_layers: int, widths: Sequence[float]
-) -> float:
-    """The least budget of a method over one sequence, by some of its decode rows; infinite where it
-    allows none."""
-    num_rows = max(1, final - 1 - prompt)
-    stride = max(1, num_rows // NUM_ROWS)
-    rows = [TokenCounts(prompt + at, prompt, final) for at in range(0, num_rows, stride)]
-    try:
-        least = max(method.min_budget(row) for row in rows)
-        return expected_budget(method.with_budget(least), Counter(rows), num_layers, widths)
-    except ValueError:
-        return math.inf
-
-
-def _nearest_where(least: int, current: int, most: int, holds: Callable[[int], bool]) -> int | None:
-    """The number nearest to `current`, above it or else below, from which on `holds`.
-
-    None where it holds neither at `most` nor at `least`.
-    """
-    for end in (most, least):
-        away, near = end, current
-        if not holds(away):
-            continue
-        while abs(away - near) > 1:
-            middle = (away + near) // 2
-            if holds(middle):
-                away = middle
-            else:
-                near = middle
-        return away
-    return None
 
 
 @cache

@@ -15,7 +15,7 @@ from harness.data.text import calibration_ids, token_ids
 from harness.errors import UserError, line_of
 from harness.files import cache_dir
 from harness.model.attached import Attached
-from harness.model.budgets import OF_A_CALL, TOLERANCE, LengthWords, with_budget_as_stored
+from harness.model.budgets import TOLERANCE, with_budget_as_stored
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.replay.session import ReplaySession
@@ -29,18 +29,6 @@ from methods.codecs.channel import ChannelCodec
 from methods.codecs.split import AnyCodec, CacheCodec, LayerCodecs, NamedLayers, SplitCodec
 from methods.extras import Calibrates
 
-OF_TASKS = LengthWords("prompts of {} tokens", "answers of {} tokens")
-OF_TIMED = LengthWords("prompt_len={}", "gen_len={}")
-LENGTHS = {
-    "perplexity": LengthWords("prefill_len={}", None),
-    "long_decode": LengthWords("prefill_len={}", "max_new_tokens={}"),
-    "generate": LengthWords("a prompt of {} tokens", "max_new_tokens={}"),
-    "tasks": OF_TASKS,
-    "turns": OF_TASKS,
-    "latency": OF_TIMED,
-    "capacity": OF_TIMED,
-}
-"""How a user sets the lengths of a run, by its kind."""
 MEASUREMENTS = 14
 """Passes over the calibration text that look for a budget, at most."""
 MAX_ROW_BYTES = 64
@@ -109,7 +97,6 @@ def prepare(
             config.budget,
             nearest=config.budget_rule == "nearest",
             preset=config.method_name,
-            lengths=LENGTHS.get(config.kind, OF_A_CALL),
             warns=not find(config.kind).keeps_record,  # the runner does, of what was read
         )
     return _setup(config, method, loaded, attached)

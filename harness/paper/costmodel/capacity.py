@@ -39,7 +39,7 @@ from harness.paper.costmodel.predict import (
     Work,
     block_ends,
 )
-from harness.replay.setup import LENGTHS, codec_of
+from harness.replay.setup import codec_of
 from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome
 from harness.settings.schema import build
@@ -138,7 +138,6 @@ def plan_of_shape(
             config.budget,
             nearest=config.budget_rule == "nearest",
             preset=config.method_name,
-            lengths=LENGTHS[config.kind],
             warns=False,
         )
     model = _model_sizes(shape, geometry, method, weight_bytes)
