@@ -48,8 +48,8 @@ def replayed(case: Case, needles=NEEDLES) -> tuple[list[torch.Tensor], list[torc
     original = passes._Block.attend_to_selection
 
     def watch(block, key, value):
-        def visible(mask, own):
-            found = of_block(mask, own)
+        def visible(mask):
+            found = of_block(mask)
             seen.setdefault(block.policy.number, []).append(found.expand(-1, block.key.shape[1], -1, -1))
             return found
 
