@@ -264,8 +264,8 @@ def at_write(number: int, after: bool, happens) -> None:
     os.replace = counting
 
 
-WRITES = 1 + 2 * 2 + 2
-"""Of two runs: their list, of each a record as it begins and as it ends, and the two files of the table."""
+WRITES = 2 * 2 + 2
+"""Of two runs: of each a record as it begins and as it ends, and the two files of the table."""
 
 
 @pytest.mark.parametrize("strike", ["full disk", "kill before", "kill after"])
