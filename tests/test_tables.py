@@ -501,6 +501,13 @@ def test_answers_of_several_repeats_have_their_own_error_and_pass_at_k(tmp_path)
     assert "repeats_stderr" not in save_and_read(tmp_path)
 
 
+@pytest.mark.parametrize(("given", "shown"), [([], ""), (["model.dtype=bfloat16"], "model.dtype=bfloat16")])
+def test_a_precision_that_is_not_the_models_own_stands_among_the_settings(given, shown, tmp_path):
+    save(tmp_path, ["experiment=tasks", *given], {"gsm8k": {"exact_match,strict-match": 0.5} | shares(0.2)})
+    (row,) = read_table(tables.update(tmp_path, "tasks"))
+    assert row["settings"] == shown
+
+
 def test_lengths_of_answers_stand_apart_where_there_are_several_tasks(tmp_path):
     metrics = {"exact_match,strict-match": 0.5, "generated_tokens": 120.5, "at_limit": 0.25} | shares(0.2)
     save(tmp_path / "one", ["experiment=tasks"], {"gsm8k": metrics})

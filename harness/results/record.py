@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from harness.errors import UserError, reason
 from harness.files import free_path, text_sha256, write_atomic
 from harness.results.inputs import CODE, code
-from harness.settings.config import RunConfig, prompt_of_window
+from harness.settings.config import CPU_DTYPE, RunConfig, prompt_of_window
 from harness.settings.kinds import find, foreign_settings
 from harness.settings.schema import CONF_DIR
 
@@ -180,9 +180,20 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
         if group in GROUPS and rest not in of_run:  # else a setting of the run has this name
             shown = rest
         found[shown] = value
+    if config.model.dtype not in (CPU_DTYPE, _dtype_of_file(config.model.name)):
+        found["model.dtype"] = config.model.dtype
     if config.budget_is_measured:
         found[BUDGET_MET_ON] = "calibration text"
     return found
+
+
+def _dtype_of_file(model: str) -> str | None:
+    """The dtype of a shipped model's file in `conf/model`; None for a model without one."""
+    path = CONF_DIR / "model" / f"{model}.yaml"
+    if not path.is_file():
+        return None
+    dtype: str | None = yaml.safe_load(path.read_text(encoding="utf-8")).get("dtype")
+    return dtype
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
