@@ -180,20 +180,21 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
         if group in GROUPS and rest not in of_run:  # else a setting of the run has this name
             shown = rest
         found[shown] = value
-    if config.model.dtype not in (CPU_DTYPE, _dtype_of_file(config.model.name)):
-        found["model.dtype"] = config.model.dtype
+    dtype = config.model.dtype
+    if dtype != CPU_DTYPE and dtype != _file_of("model", config.model.name).get("dtype"):
+        found["model.dtype"] = dtype
     if config.budget_is_measured:
         found[BUDGET_MET_ON] = "calibration text"
     return found
 
 
-def _dtype_of_file(model: str) -> str | None:
-    """The dtype of a shipped model's file in `conf/model`; None for a model without one."""
-    path = CONF_DIR / "model" / f"{model}.yaml"
+def _file_of(group: str, name: str) -> dict[str, Any]:
+    """The settings in a shipped file of a group of `conf`; {} where there is no such file."""
+    path = CONF_DIR / group / f"{name}.yaml"
     if not path.is_file():
-        return None
-    dtype: str | None = yaml.safe_load(path.read_text(encoding="utf-8")).get("dtype")
-    return dtype
+        return {}
+    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return settings
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
@@ -208,14 +209,11 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
         group = getattr(config, name)
         if is_dataclass(group):
             found[name] = _defaults_of(group)
-    path = CONF_DIR / "method" / f"{config.method_name}.yaml"
-    if path.is_file():
-        preset = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for name, value in preset.items():
-            if name in found:
-                found[name] = value
-            if name in found["method"]:
-                found["method"][name] = value
+    for name, value in _file_of("method", config.method_name).items():
+        if name in found:
+            found[name] = value
+        if name in found["method"]:
+            found["method"][name] = value
     return flat(jsonable(found))
 
 
