@@ -23,7 +23,7 @@ from harness.run.kinds import digests_of
 from harness.run.runner import Run, run
 from harness.run.sweep import Plan, read_plan
 from harness.settings.schema import CONF_DIR
-from tests.composed import load
+from tests.composed import composed, load
 from tests.runs import outcome, own_experiments
 
 
@@ -37,7 +37,7 @@ def made(sweep, *overrides):
 
 
 def read(*overrides) -> Plan:
-    return read_plan(compose(overrides).sweep, overrides)
+    return read_plan(composed(overrides).sweep, overrides)
 
 
 def test_alternatives_are_combined_and_the_last_key_varies_fastest():
