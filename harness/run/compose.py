@@ -6,7 +6,7 @@ config = load(["method=h2o", "method.heavy_frac=0.05", "experiment=tasks"])
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from numbers import Number
 from pathlib import Path
@@ -97,7 +97,7 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
 
 
 class Composer:
-    """`compose` for the runs of a sweep, many times as fast.
+    """`compose` for the runs of a sweep and the calls of Python, many times as fast.
 
     Hydra composes each choice of files once a process, without the method's. The method's file and
     the values then go into a copy. Whatever is not that plain, or is refused, Hydra composes
@@ -148,8 +148,6 @@ def _is_plain(given: Override) -> bool:
     return given.type == OverrideType.CHANGE and given.package is None
 
 
-def load(
-    overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], DictConfig] = compose
-) -> RunConfig:
+def load(overrides: Sequence[str] = ()) -> RunConfig:
     """The checked settings behind a command line."""
-    return parse(composed(overrides), overrides)
+    return parse(Composer()(overrides), overrides)
