@@ -62,6 +62,8 @@ COMPOSED = [
     ["method=h2o", "experiment=tasks", "+metadata.more=3", "~method.heavy_frac"],
     ["method=infinigen", "experiment=tasks", "method.alpha=inf", "model=opt-125m", "model.shape.hidden_size=8"],
     ["method=infinigen", "experiment=tasks", "method={alpha:5}", "metadata.max_seq_lengths=[1,2]"],
+    ["method=h2o", "experiment=table2", "seq_len=7", "sweep=null"],
+    ["method=h2o", "experiment=table2", "sweep.runs=[{seed:3}]"],
 ]
 REFUSED = [
     ["method=h2o", "method.alpha=3"], ["seqlen=3"], ["method=nothing"], ["seq_len=1,2"], ["a b"], ["method=h2o,full"],

@@ -104,8 +104,9 @@ class Composer:
     itself.
     """
 
-    # Of a folder of settings; pickled, as deepcopy is seven times slower.
-    _bases: ClassVar[dict[tuple[Path, tuple[str, ...]], bytes]] = {}
+    # Of a folder of settings, some without their sweep, which may be most of them; pickled, as
+    # deepcopy is seven times slower.
+    _bases: ClassVar[dict[tuple[Path, tuple[str, ...], bool], bytes]] = {}
 
     def __call__(self, overrides: Sequence[str] = ()) -> DictConfig:
         """The same as `compose(overrides)`."""
@@ -127,10 +128,14 @@ class Composer:
                 values.append(override)
         method = files.pop("method", None)
         chosen = tuple(str(override.input_line) for override in files.values())
-        base = (schema.CONF_DIR, chosen)
-        if base not in self._bases:
-            self._bases[base] = pickle.dumps(compose(chosen))
-        config = pickle.loads(self._bases[base])
+        has_sweep = not any(value.input_line == "sweep=null" for value in values)
+        key = (schema.CONF_DIR, chosen, has_sweep)
+        if key not in self._bases:
+            base = compose(chosen)
+            if not has_sweep:
+                base.sweep = None
+            self._bases[key] = pickle.dumps(base)
+        config = pickle.loads(self._bases[key])
         if method is not None:
             config.method = method_file(method.value())
         for override in values:
