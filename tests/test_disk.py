@@ -30,6 +30,7 @@ from harness.settings.codecs import codec_named
 from harness.speed.link_rate import disk_rate
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.full import Full
+from tests.runs import tiny_loaded
 
 CPU = torch.device("cpu")
 
@@ -333,7 +334,8 @@ def test_settings_without_meaning(words, says):
         load(["experiment=latency", *words])
 
 
-def test_a_systems_label_makes_a_record_of_what_was_measured(folder, tmp_path_factory):
+def test_a_systems_label_makes_a_record_of_what_was_measured(folder, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("harness.model.load.load_model", lambda config: tiny_loaded())
     results = tmp_path_factory.mktemp("results")
     shape = ["prompt_len=40", "gen_len=8", "warmup_steps=1", "timed_steps=3", "repeats=1", "batch_size=2"]
     words = [
