@@ -338,14 +338,8 @@ def test_a_systems_label_makes_a_record_of_what_was_measured(folder, tmp_path_fa
     monkeypatch.setattr("harness.model.load.load_model", lambda config: tiny_loaded())
     results = tmp_path_factory.mktemp("results")
     shape = ["prompt_len=40", "gen_len=8", "warmup_steps=1", "timed_steps=3", "repeats=1", "batch_size=2"]
-    words = [
-        "experiment=disk",
-        "sweep=null",
-        "system=infinigen2+rows",
-        f"platform.disk_dir={folder}",
-        f"results_dir={results}",
-    ]
-    assert main([*words, *shape]) == 0
+    words = ["experiment=disk", "sweep=null", "system=infinigen2+rows", f"platform.disk_dir={folder}"]
+    assert main([*words, f"results_dir={results}", *shape]) == 0
     (row,) = read_table(results / "tables/disk.csv")
     assert (row["source"], row["label"]) == ("measured", "disk+infinigen2+rows")
     assert row["disk_read_bytes"] > row["h2d_bytes"] > 0 and row["hit_rate"] > 0

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,14 +225,11 @@ def small_model(request, monkeypatch, tmp_path):
     block = request.node.callspec.params.get("block") if hasattr(request.node, "callspec") else None
     num_layers = 24 if block and "budget=0.1)" in block.text else 4
     shape = {"num_key_value_heads": 2, "num_hidden_layers": num_layers, "max_position_embeddings": 2048}
+    small = partial(tiny_model, "llama", **shape)
     short = {"num_windows": 1, "seq_len": 256, "prefill_len": 128, "too_long": "truncate", "calibration.num_tokens": 64}
     settings = short | {"results_dir": str(tmp_path / "results"), "platform.link_gbps": 1}
     load = harness.load
-
-    def load_small(name: str) -> harness.Model:
-        return load(tiny_model("llama", **shape), byte_tokenizer(), **settings)
-
-    monkeypatch.setattr(harness, "load", load_small, raising=False)
+    monkeypatch.setattr(harness, "load", lambda name: load(small(), byte_tokenizer(), **settings), raising=False)
 
 
 def written(block: Block) -> str:

@@ -28,13 +28,8 @@ import torch
 from transformers import DynamicCache
 
 class KnormPress:
-    sign = 1
-
-    def __init__(self, compression_ratio):
-        self.kept_share = 1 - compression_ratio
-
-class LargestNormPress(KnormPress):
-    sign = -1
+    def __init__(self, compression_ratio, sign=1):
+        self.kept_share, self.sign = 1 - compression_ratio, sign
 
 class KVPressTextGenerationPipeline:
     def __init__(self, model, tokenizer):
@@ -100,21 +95,15 @@ def test_jobs_whose_peers_are_installed_have_equal_results(model, tmp_path, caps
         assert f"{job}: {peer} is skipped, no interpreter: give --peers-python PATH, or --make-peers once" in printed
 
 
-class Presses(dict):
-    """Of each method that is not in it, a rule that no method of ours has."""
-
-    def __missing__(self, method):
-        return "LargestNormPress", {}, []
-
-
 def test_answers_are_those_of_the_peers_process(model, tmp_path, monkeypatch, capsys):
     (tmp_path / "kvpress.py").write_text(KVPRESS)
     info = tmp_path / "kvpress-0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: kvpress\nVersion: 0.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    other = {"__missing__": lambda *_: ("KnormPress", {"sign": -1}, [])}  # no rule of ours, and not of the sweep
     monkeypatch.setattr(peers, "ASKED", ("knorm", "keydiff"))
-    monkeypatch.setattr(peers, "PRESSES", Presses(knorm=peers.PRESSES["knorm"]))
+    monkeypatch.setattr(peers, "PRESSES", type("Presses", (dict,), other)(knorm=peers.PRESSES["knorm"]))
     jobs = ["--jobs", "question", "sweep", "quantized", "--peers-python", sys.executable]
     assert peers.main([*jobs, "--out", str(tmp_path), model]) == 1
     found = [(row["job"], row["equal"]) for row in rows(tmp_path)]
