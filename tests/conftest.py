@@ -12,6 +12,7 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["COLUMNS"] = "160"  # tables that are printed are as wide as the terminal
+os.environ.pop("MAKEFLAGS", None)  # of the make that runs the tests: ARGS= is not for those that tests run
 
 import pytest
 import torch

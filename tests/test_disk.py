@@ -30,6 +30,7 @@ from harness.settings.codecs import codec_named
 from harness.speed.link_rate import disk_rate
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.full import Full
+from tests.runs import tiny_loaded
 
 CPU = torch.device("cpu")
 
@@ -333,17 +334,12 @@ def test_settings_without_meaning(words, says):
         load(["experiment=latency", *words])
 
 
-def test_a_systems_label_makes_a_record_of_what_was_measured(folder, tmp_path_factory):
+def test_a_systems_label_makes_a_record_of_what_was_measured(folder, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("harness.model.load.load_model", lambda config: tiny_loaded())
     results = tmp_path_factory.mktemp("results")
     shape = ["prompt_len=40", "gen_len=8", "warmup_steps=1", "timed_steps=3", "repeats=1", "batch_size=2"]
-    words = [
-        "experiment=disk",
-        "sweep=null",
-        "system=infinigen2+rows",
-        f"platform.disk_dir={folder}",
-        f"results_dir={results}",
-    ]
-    assert main([*words, *shape]) == 0
+    words = ["experiment=disk", "sweep=null", "system=infinigen2+rows", f"platform.disk_dir={folder}"]
+    assert main([*words, f"results_dir={results}", *shape]) == 0
     (row,) = read_table(results / "tables/disk.csv")
     assert (row["source"], row["label"]) == ("measured", "disk+infinigen2+rows")
     assert row["disk_read_bytes"] > row["h2d_bytes"] > 0 and row["hit_rate"] > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 from test_hostile_files import HEAD, METHOD, SHORT
+from test_processes import forked
 
 from harness import errors, files
 from harness.errors import UserError
@@ -22,17 +23,15 @@ from tests.runs import reading, tiny_loaded
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_a_method_that_ends_the_process_leaves_an_interrupted_run(own_folder):
+def test_a_method_that_ends_the_process_leaves_an_interrupted_run(own_folder, monkeypatch):
     loaded = tiny_loaded()
     loaded.model.save_pretrained("model")
     loaded.tokenizer.save_pretrained("model")
     Path("text.txt").write_text("a cache of keys and values " * 40)
     Path("mine.py").write_text(HEAD + METHOD.replace("return value", "import os; os._exit(0); return value"))
     words = ["method=./mine.py", "model.path=model", "corpus.path=text.txt", *SHORT]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "KV_HARNESS_CACHE": "cache"}
-    command = [sys.executable, "-m", "harness", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("KV_HARNESS_CACHE", "cache")
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(lambda: main(words)), 0)[1]) == 0
     assert [record["status"] for record in read_all("outputs")] == ["interrupted"]
 
 

@@ -142,9 +142,7 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
 
 @pytest.fixture
 def own_server():
-    """Processes whose output is this test's."""
-    forkserver._forkserver._stop()
-    yield
+    """Processes whose output is this test's; that of later ones is lost."""
     forkserver._forkserver._stop()
 
 

@@ -195,6 +195,7 @@ def test_it_is_imported_from_any_folder(tmp_path):
         importlib.metadata.distribution("kv-offload-harness")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the project is not installed; make setup does it")
-    code = "import harness, sys; print('torch' in sys.modules, harness.load.__name__)"
+    code = "import harness, sys; from importlib.util import find_spec; print('torch' in sys.modules, 'load' in "
+    code += "harness.__all__, all(map(find_spec, ('harness.api.interface', 'methods.infinigen', 'plots.drawing'))))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "False load\n", done.stderr
+    assert done.stdout == "False True True\n", done.stderr

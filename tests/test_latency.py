@@ -28,7 +28,6 @@ from harness.results.metrics import OF_DISK, UNMET_BUDGET
 from harness.results.record import settings_id
 from harness.run import all_runs
 from harness.run.cli import main
-from harness.run.compose import compose
 from harness.run.runner import Run
 from harness.run.sweep import read_plan
 from harness.settings.config import LatencyConfig
@@ -42,7 +41,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen2 import InfiniGen2
-from tests.composed import load
+from tests.composed import composed, load
 from tests.dying import die
 from tests.runs import reading, tiny_loaded
 
@@ -421,7 +420,7 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
 )
 def test_speed_grids_time_every_label_at_every_shape(platform, labels, left_out):
     chosen = ["experiment=speedup-paper", "sweep.fixed_fetch=64", f"platform={platform}"]
-    plan = read_plan(compose(chosen).sweep, chosen)
+    plan = read_plan(composed(chosen).sweep, chosen)
     configs = plan.runs
     shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in configs}
     assert len(configs) == len(shapes) * len(labels)
@@ -450,7 +449,7 @@ def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, rea
     if gib is not None:
         card(monkeypatch, gib)
     chosen = ["experiment=speedup-paper", "platform=cuda", "model=opt-13b", "model.weights=random", *more]
-    plan = read_plan(compose(chosen).sweep, chosen)
+    plan = read_plan(composed(chosen).sweep, chosen)
     managed = {(config.label, config.latency.batch_size) for config in plan.runs if config.placement == "managed"}
     every = {(label, batch) for label in ("uvm", "uvm+h2o") for batch in (4, 8, 12, 16, 20)}
     assert every - managed == set(left_out)

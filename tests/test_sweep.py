@@ -23,7 +23,7 @@ from harness.run.kinds import digests_of
 from harness.run.runner import Run, run
 from harness.run.sweep import Plan, read_plan
 from harness.settings.schema import CONF_DIR
-from tests.composed import load
+from tests.composed import composed, load
 from tests.runs import outcome, own_experiments
 
 
@@ -37,7 +37,7 @@ def made(sweep, *overrides):
 
 
 def read(*overrides) -> Plan:
-    return read_plan(compose(overrides).sweep, overrides)
+    return read_plan(composed(overrides).sweep, overrides)
 
 
 def test_alternatives_are_combined_and_the_last_key_varies_fastest():
@@ -62,6 +62,8 @@ COMPOSED = [
     ["method=h2o", "experiment=tasks", "+metadata.more=3", "~method.heavy_frac"],
     ["method=infinigen", "experiment=tasks", "method.alpha=inf", "model=opt-125m", "model.shape.hidden_size=8"],
     ["method=infinigen", "experiment=tasks", "method={alpha:5}", "metadata.max_seq_lengths=[1,2]"],
+    ["method=h2o", "experiment=table2", "seq_len=7", "sweep=null"],
+    ["method=h2o", "experiment=table2", "sweep.runs=[{seed:3}]"],
 ]
 REFUSED = [
     ["method=h2o", "method.alpha=3"], ["seqlen=3"], ["method=nothing"], ["seq_len=1,2"], ["a b"], ["method=h2o,full"],

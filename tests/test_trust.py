@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 
 import pytest
 import torch
 from composed import load
+from transformers import AutoModelForCausalLM
 
-from harness.model.resources import Resources
 from harness.results.columns import read_table, where
 from harness.run import cli, trust
 from harness.settings.paths import PACKAGES_DIR
@@ -18,9 +20,14 @@ HOLDS = re.compile(r"\|\s+holds \|")
 
 
 @pytest.fixture(scope="module")
-def subject() -> trust.Subject:
-    config = load(["experiment=trust"])
-    return trust.Subject(config, Resources().model(config.model))
+def subject(default_model) -> trust.Subject:
+    """The default model's first layers: no check depends on how many there are."""
+    config = copy.deepcopy(default_model.model.config)
+    config.num_hidden_layers = 2
+    first = AutoModelForCausalLM.from_config(config)
+    first.load_state_dict(default_model.model.state_dict(), strict=False)
+    loaded = dataclasses.replace(default_model, model=first.eval().requires_grad_(False))
+    return trust.Subject(load(["experiment=trust"]), loaded)
 
 
 @pytest.fixture
@@ -33,7 +40,8 @@ def few(monkeypatch):
         monkeypatch.setitem(trust.LOOKED_AT, name, value)
 
 
-def test_every_check_holds_and_the_page_says_what_it_saw(few, tmp_path, capfd):
+def test_every_check_holds_and_the_page_says_what_it_saw(subject, few, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("harness.model.load.load_model", lambda config: subject.loaded)
     assert cli.main(["experiment=trust", f"results_dir={tmp_path}"]) == 0
     page = (tmp_path / "trust.md").read_text(encoding="utf-8")
     assert re.search(r"Checks that ran on \d{4}-\d\d-\d\d, of smollm2-135m and code [0-9a-f]{12}", page)

@@ -18,11 +18,11 @@ from harness.results.board_rows import ORACLES
 from harness.results.board_sources import step_at, step_seconds, timed_step
 from harness.results.columns import TableRow, read_table
 from harness.run import cli
-from harness.run.compose import choices, compose
+from harness.run.compose import choices
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.schema import options
-from tests.composed import load
+from tests.composed import composed, load
 from tests.runs import letters
 from tests.tokens import byte_tokenizer
 
@@ -45,11 +45,11 @@ def choosing(*few: str):
 def plan():
     """The plan of `experiment=tune` with a few of the methods."""
     with choosing("full", "int4", "oracle", "quest"):
-        yield read_plan(compose(["experiment=tune"]).sweep, ["experiment=tune"])
+        yield read_plan(composed(["experiment=tune"]).sweep, ["experiment=tune"])
 
 
 def test_every_method_is_in_the_sweep():
-    asked = OmegaConf.to_container(compose(["experiment=tune"]).sweep, resolve=False)
+    asked = OmegaConf.to_container(composed(["experiment=tune"]).sweep, resolve=False)
     left_out = "full,random,triattention,infinigen-pool,oracle-sampled"
     assert asked["methods"] == f"${{choices:method,{left_out}}}"
     assert choices("method") == options("method") and set(ORACLES) <= set(options("method"))
@@ -121,7 +121,7 @@ def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
     asked += ["sweep.long.methods=[quest]", "sweep.over_int8=[oracle,quest]", "sweep.long_over_int8=[quest]"]
     asked += ["sweep.tasks_over_int8=[oracle]"]
     with choosing("full", "quest", "int4", "sparq"):
-        configs = read_plan(compose(asked).sweep, asked).runs
+        configs = read_plan(composed(asked).sweep, asked).runs
     quest = [("quest", 0.05, 2), ("quest", 0.1, 1)]
     oracle = [("oracle", 0.05, 0), ("oracle", 0.1, 0)]
     plain = [*quest, ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
@@ -160,9 +160,9 @@ def test_without_data_and_longer_windows_a_board_remains():
     asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.longer=null"]
     asked += ["sweep.over_int8=[quest]", "sweep.tasks_over_int8=[quest]", "sweep.methods=[quest,infinigen]"]
     with choosing("full", "quest", "infinigen"):
-        configs = read_plan(compose(asked).sweep, asked).runs
+        configs = read_plan(composed(asked).sweep, asked).runs
         own = ["method=kvzip", *asked[1:]]  # takes the place of a method of one's own
-        of_own = read_plan(compose([asked[0], *own]).sweep, [asked[0], *own]).runs
+        of_own = read_plan(composed([asked[0], *own]).sweep, [asked[0], *own]).runs
     parts = {
         (config.kind, config.seq_len, config.corpus.name if config.kind == "perplexity" else "") for config in configs
     }
@@ -183,9 +183,9 @@ def what_runs(config: RunConfig) -> tuple[Any, ...]:
     [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))],
 )
 def test_slower_models_get_fewer_windows_and_questions(model, counts):
-    sweep = compose(["experiment=board", f"model={model}"]).sweep
+    sweep = composed(["experiment=board", f"model={model}"]).sweep
     assert (sweep.windows, sweep.questions) == counts
-    assert compose(["experiment=board", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
+    assert composed(["experiment=board", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
 
 
 def test_an_entry_is_lenient_only_where_it_says_so():

@@ -43,7 +43,7 @@ def in_an_installation(site_packages: Path, folder: Path, *arguments: str) -> su
 
 def test_modules_find_their_files(site_packages, tmp_path):
     code = """
-import harness.checks.families, harness.report.page, plots.style
+import plots.style
 from harness.settings import paths
 from harness.data.tasks import own_tasks
 from harness.results.environment import describe

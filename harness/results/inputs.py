@@ -254,24 +254,24 @@ def _read_version(file: Path, mtime_ns: int, size: int) -> tuple[str, list[str]]
     if file.suffix != ".py":
         return text_sha256(text), []
     tree = ast.parse(text)
-    return text_sha256(repr(_plain(tree))), list(_imports(tree))
+    return text_sha256(_written(tree)), list(_imports(tree))
 
 
-def _plain(node: Any) -> Any:
-    """A tree without docstrings and without empty fields.
+def _written(node: Any) -> str:
+    """A tree without docstrings and without empty fields, as text.
 
     How many fields are empty depends on the version of Python.
     """
     if isinstance(node, list):
-        return [_plain(item) for item in node if not _is_docstring(item)]
+        return f"[{', '.join(_written(item) for item in node if not _is_docstring(item))}]"
     if not isinstance(node, ast.AST):
-        return node
+        return repr(node)
     fields = []
     for name in node._fields:
         value = getattr(node, name, None)
         if value not in (None, []):
-            fields.append((name, _plain(value)))
-    return type(node).__name__, fields
+            fields.append(f"({name!r}, {_written(value)})")
+    return f"({type(node).__name__!r}, [{', '.join(fields)}])"
 
 
 def _is_docstring(node: Any) -> bool:

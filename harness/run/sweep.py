@@ -43,7 +43,7 @@ from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
 from harness.results.tuned import as_tuned
 from harness.run.all_runs import counted, groups
-from harness.run.compose import Composer, compose, load, override
+from harness.run.compose import Composer, load, override
 from harness.run.parse import chosen_model
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
@@ -109,7 +109,7 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
     """
     plan = Plan()
     name = next((word for word in overrides if setting_of(word) == "experiment"), "")
-    _read(plan, node, overrides, (name.partition("=")[2],), Composer())
+    _read(plan, node, overrides, (name.partition("=")[2],))
     if not plan.runs:
         raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
     known = {config.experiment: None for config in plan.runs} | dict(plan.left_out)
@@ -137,13 +137,7 @@ def share_of(runs: Sequence[RunConfig], share: str) -> list[RunConfig]:
     return list(itertools.chain.from_iterable(own_groups))
 
 
-def _read(
-    plan: Plan,
-    node: DictConfig,
-    overrides: Sequence[str],
-    within: tuple[str, ...],
-    composer: Composer,
-) -> None:
+def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -> None:
     """Add the runs of one file to `plan`, then those of the sweeps in it. within: the names of the
     experiments around it, and its own."""
     written: Any = OmegaConf.to_container(node, resolve=False)
@@ -197,7 +191,7 @@ def _read(
         fixed = {key: value for key, value in settings.items() if key not in given}
         try:
             words = [override(key, value) for key, value in fixed.items()]
-            config = load([*words, *given.values(), "sweep=null"], composer)
+            config = load([*words, *given.values(), "sweep=null"])
         except (UserError, HydraException) as error:
             if not where_allowed:
                 raise
@@ -214,10 +208,10 @@ def _read(
             raise UserError(f"sweep.experiments={name}: {nearest(name, options('experiment'))}")
         if name in within:
             raise UserError(f"sweep.experiments={name}: contains itself")
-        part = compose([f"experiment={name}", *given.values()]).sweep
+        part = Composer()([f"experiment={name}", *given.values()]).sweep
         for key in sweep.keys() & part.keys() - KEYWORDS:
             part[key] = sweep[key]
-        _read(plan, part, overrides, (*within, name), composer)
+        _read(plan, part, overrides, (*within, name))
     plan.minutes |= asked.minutes  # the outer sweep's word holds
 
 

@@ -188,10 +188,11 @@ def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
     that calibrate, repeated where it ends."""
     batch, length = config.latency.batch_size, config.latency.prompt_len
     start = torch.tensor(start_ids(loaded.reader), dtype=torch.long)[:length]
-    text = torch.tensor(token_ids(named_text(config.calibration.name), loaded.reader))
-    of_text = length - len(start)
-    places = (config.calibration.num_tokens + torch.arange(batch * of_text)) % len(text)
-    return torch.cat([start.expand(batch, -1), text[places].view(batch, of_text)], 1)
+    text = token_ids(named_text(config.calibration.name), loaded.reader)
+    of_text, first = length - len(start), config.calibration.num_tokens
+    ids = [text[place % len(text)] for place in range(first, first + batch * of_text)]
+    of_prompts = torch.tensor(ids, dtype=torch.long).view(batch, of_text)
+    return torch.cat([start.expand(batch, -1), of_prompts], 1)
 
 
 def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:
