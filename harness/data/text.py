@@ -24,7 +24,6 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from harness.data.rows import from_hub
 from harness.errors import UserError
@@ -141,30 +140,10 @@ def calibration_text(calibration: CalibrationConfig) -> str:
     return read_text(calibration.path, "calibration.path")
 
 
-LONG_TEXT = 10_000
-"""Characters from which on the ids of a text are kept: of half a million, making them takes a
-quarter of a second, and most runs of a sweep ask for the same two texts."""
-_kept_ids: WeakKeyDictionary[Any, dict[tuple[int | None, str], list[int]]] = WeakKeyDictionary()
-"""By tokenizer, whose vocabulary may grow."""
-
-
 def token_ids(text: str, tokenizer: Any) -> list[int]:
     """Ids of a piece of text, tokenized in one call without special tokens; UserError without a
     tokenizer (None)."""
     require_tokenizer(tokenizer)
-    if len(text) < LONG_TEXT:
-        return _made_ids(text, tokenizer)
-    try:
-        kept = _kept_ids.setdefault(tokenizer, {})
-    except TypeError:  # one's own, by which nothing can be kept
-        return _made_ids(text, tokenizer)
-    key = (len(tokenizer) if hasattr(tokenizer, "__len__") else None, text)
-    if key not in kept:
-        kept[key] = _made_ids(text, tokenizer)
-    return list(kept[key])
-
-
-def _made_ids(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
