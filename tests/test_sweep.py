@@ -83,6 +83,15 @@ def test_many_are_composed_as_each_alone():
         assert str(among.value) == str(alone.value)
 
 
+def test_a_file_that_changed_is_composed_anew(monkeypatch, tmp_path):
+    own_experiments(monkeypatch, tmp_path / "conf")
+    file = tmp_path / "conf" / "platform" / "cpu.yaml"
+    as_shipped = file.read_text()
+    for rate in (7, 8):
+        file.write_text(as_shipped.replace("link_gbps: null", f"link_gbps: {rate}"))
+        assert Composer()(["platform=cpu"]).platform.link_gbps == rate
+
+
 @pytest.mark.parametrize("label", ["alpha=1, 80 %", r"it's {a} [b]\'c\\", "null"])
 def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
     assert [config.label for config in made({"runs": [{"method": "full", "label": label}]})] == [label]

@@ -99,14 +99,14 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
 class Composer:
     """`compose` for the runs of a sweep and the calls of Python, many times as fast.
 
-    Hydra composes each choice of files once a process, without the method's. The method's file and
-    the values then go into a copy. Whatever is not that plain, or is refused, Hydra composes
-    itself.
+    Hydra composes each choice of files once a process, without the method's, and again where a
+    file has changed. The method's file and the values then go into a copy. Whatever is not that
+    plain, or is refused, Hydra composes itself.
     """
 
-    # Of a folder of settings, some without their sweep, which may be most of them; pickled, as
-    # deepcopy is seven times slower.
-    _bases: ClassVar[dict[tuple[Path, tuple[str, ...], bool], bytes]] = {}
+    # Some without their sweep, which may be most of them; pickled, as deepcopy is seven times
+    # slower.
+    _bases: ClassVar[dict[tuple[Path, int, tuple[str, ...], bool], bytes]] = {}
 
     def __call__(self, overrides: Sequence[str] = ()) -> DictConfig:
         """The same as `compose(overrides)`."""
@@ -129,7 +129,9 @@ class Composer:
         method = files.pop("method", None)
         chosen = tuple(str(override.input_line) for override in files.values())
         has_sweep = not any(value.input_line == "sweep=null" for value in values)
-        key = (schema.CONF_DIR, chosen, has_sweep)
+        files_of_settings = schema.CONF_DIR.glob("*/*.yaml")
+        last_change = max(file.stat().st_mtime_ns for file in files_of_settings)
+        key = (schema.CONF_DIR, last_change, chosen, has_sweep)
         if key not in self._bases:
             base = compose(chosen)
             if not has_sweep:
