@@ -7,15 +7,20 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
 from cases import CASES, shipped
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from living import attached_with_link, live
+from living import live
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from harness.decode.links import EmulatedLink
+from harness.model.attach import attach
+from harness.model.tiny import tiny_model
 from methods import compiled as switch
 from methods.base import EMPTY, Geometry, Lengths, QueryRows
 from methods.codecs.integers import IntegerCodec
@@ -102,7 +107,7 @@ SPECIAL = (math.inf, 3e38, 1e-40, 0.0, -0.0, -1e-40, -2.0, -torch.finfo(torch.fl
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-@settings(QUICK, max_examples=30)
+@settings(QUICK, max_examples=12)
 @given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 3), st.integers(1, len(SPECIAL)))
 def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by_kernel, seed, slots, rows, kinds):
     """Of two sequences, whose counts differ."""
@@ -311,6 +316,12 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
 # In a session
 
 
+@cache
+def few_numbers() -> PreTrainedModel:
+    """A model with as little for the interpreter to do as selections and evictions need."""
+    return tiny_model("llama", hidden_size=32, num_key_value_heads=2, num_hidden_layers=3)
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
 @pytest.mark.parametrize(
     ("name", "function"),
@@ -327,12 +338,12 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypat
     case = CASES[name] if name in CASES else shipped(name)
     served, kernel = [], getattr(kernels, function)
     monkeypatch.setattr(kernels, function, lambda *args, **named: served.append(1) or kernel(*args, **named))
-    with attached_with_link() as (attached, link):
-        options = {"placement": "host", "link": link, "steps": 3}
-        expected = live(attached, case, (12, 8), **options)
+    with attach(few_numbers()) as attached, EmulatedLink(1e12) as link:
+        options = {"placement": "host", "link": link, "steps": 2}
+        expected = live(attached, case, (6, 4), **options)
         assert not served
         with compiled(64):
-            got = live(attached, case, (12, 8), **options)
+            got = live(attached, case, (6, 4), **options)
     assert served
     rounding = 1e-4 if function == "log_weights" else 0.0  # logarithms differ in their last digit
     torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=rounding)
