@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -100,6 +100,15 @@ def test_closing_in_the_middle_leaves_the_link_usable(name):
 # No leak
 
 
+@pytest.fixture
+def new_objects_alone() -> Iterator[None]:
+    """The collector looks at what is made in the test: after many tests, going through the rest takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def tensor_bytes() -> int:
     gc.collect()
     storages = {
@@ -111,7 +120,7 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def test_a_long_decode_keeps_nothing_but_its_cache():
+def test_a_long_decode_keeps_nothing_but_its_cache(new_objects_alone):
     """What a step needs goes with the step: packed rows, indices, tickets."""
     steps = 60
     with attached_with_link() as (attached, link):
