@@ -49,9 +49,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "gpt_neox": {},
+    "few": {"model_type": "llama", "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3},
 }
 """Llama with one KV head per query head, and with half as many (`gqa`); OPT with its pre-scaled queries and learned
-positions; biases (Qwen2), norms (Qwen3) and one projection (Phi-3, GPT-NeoX) of query, key and value."""
+positions; biases (Qwen2), norms (Qwen3) and one projection (Phi-3, GPT-NeoX) of query, key and value; as few
+numbers as selections and evictions need, for what computes in Python (`few`)."""
 
 
 @cache

@@ -7,20 +7,15 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
 
 import pytest
 import torch
 from cases import CASES, shipped
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from living import live
+from living import attached_with_link, live
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from harness.decode.links import EmulatedLink
-from harness.model.attach import attach
-from harness.model.tiny import tiny_model
 from methods import compiled as switch
 from methods.base import EMPTY, Geometry, Lengths, QueryRows
 from methods.codecs.integers import IntegerCodec
@@ -316,12 +311,6 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
 # In a session
 
 
-@cache
-def few_numbers() -> PreTrainedModel:
-    """A model with as little for the interpreter to do as selections and evictions need."""
-    return tiny_model("llama", hidden_size=32, num_key_value_heads=2, num_hidden_layers=3)
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
 @pytest.mark.parametrize(
     ("name", "function"),
@@ -338,7 +327,7 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypat
     case = CASES[name] if name in CASES else shipped(name)
     served, kernel = [], getattr(kernels, function)
     monkeypatch.setattr(kernels, function, lambda *args, **named: served.append(1) or kernel(*args, **named))
-    with attach(few_numbers()) as attached, EmulatedLink(1e12) as link:
+    with attached_with_link("few") as (attached, link):
         options = {"placement": "host", "link": link, "steps": 2}
         expected = live(attached, case, (6, 4), **options)
         assert not served
