@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: tiny random models of every supported family, and the default model."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -35,6 +36,12 @@ settings.load_profile("suite")
 def pytest_configure(config: pytest.Config) -> None:
     # One compute thread a process: tiny shapes gain nothing from more, and workers share the cores.
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # The collector need not go through half a million objects of modules again and again.
+    gc.collect()
+    gc.freeze()
 
 
 SHAPES: dict[str, dict[str, Any]] = {

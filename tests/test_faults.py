@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -100,15 +100,6 @@ def test_closing_in_the_middle_leaves_the_link_usable(name):
 # No leak
 
 
-@pytest.fixture
-def new_objects_alone() -> Iterator[None]:
-    """The collector looks at what is made in the test: after many tests, going through the rest takes seconds."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def tensor_bytes() -> int:
     gc.collect()
     storages = {
@@ -120,8 +111,10 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def test_a_long_decode_keeps_nothing_but_its_cache(new_objects_alone):
+def test_a_long_decode_keeps_nothing_but_its_cache():
     """What a step needs goes with the step: packed rows, indices, tickets."""
+    gc.collect()
+    gc.freeze()  # of earlier tests there are so many objects that going through them takes seconds
     steps = 60
     with attached_with_link() as (attached, link):
         ids, real = token_batch(EVEN, steps)
