@@ -31,20 +31,23 @@ ARCHITECTURES = (80, 89, 90)
 """Compute capabilities times ten: A100, L4 and RTX 40, H100 and H200. The wide moves are compiled for each, any other
 kernel for one of them: of another architecture its code differs in little."""
 
+READ = {"_move_rows", "_attend_to_parts"}
+"""Kernels whose machine code is read: that takes longer than compiling it."""
+
 
 @dataclass(frozen=True)
 class Binary:
     """The machine code of one launch; registers and spilled bytes of a thread.
 
-    accesses: instructions on global memory by direction and bytes, as {"load 16": 2}. offset_bits: widths of integers
-    that are added to pointers. digest: of the compiled code.
+    accesses: instructions on global memory by direction and bytes, as {"load 16": 2}, None of kernels that are not in
+    `READ`. offset_bits: widths of integers that are added to pointers. digest: of the compiled code.
     """
 
     kernel: str
     arch: int
     registers: int
     spill_bytes: int
-    accesses: dict[str, int]
+    accesses: dict[str, int] | None
     offset_bits: list[int]
     digest: str
 
@@ -240,11 +243,12 @@ def _binary(compiled, arch: int) -> Binary:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage, assembly = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", file.name)
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        assembly = _tool("nvdisasm", "-c", file.name) if compiled.metadata.name in READ else None
     used = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     accesses = Counter(
         f"{'load' if name == 'LDG' else 'store'} {_access_bytes(suffixes)}"
-        for name, suffixes in re.findall(r"\b(LDG|STG)((?:\.\w+)+)", assembly)
+        for name, suffixes in re.findall(r"\b(LDG|STG)((?:\.\w+)+)", assembly or "")
     )
     offsets = re.findall(r"tt\.addptr [^:]+: [^,]+, (?:tensor<[\dx]+)?i(\d+)", compiled.asm["ttir"])
     return Binary(
@@ -252,7 +256,7 @@ def _binary(compiled, arch: int) -> Binary:
         arch=arch,
         registers=used["REG"],
         spill_bytes=used["STACK"] + used["LOCAL"],
-        accesses=dict(accesses),
+        accesses=assembly and dict(accesses),
         offset_bits=sorted({int(bits) for bits in offsets}),
         digest=compiled.hash,
     )

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: tiny random models of every supported family, and the default model."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -38,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # The collector need not go through half a million objects of modules again and again.
+    gc.collect()
+    gc.freeze()
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
     "gqa": {"model_type": "llama", "num_key_value_heads": 2},
@@ -50,9 +57,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "gpt_neox": {},
+    "few": {"model_type": "llama", "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3},
 }
 """Llama with one KV head per query head, and with half as many (`gqa`); OPT with its pre-scaled queries and learned
-positions; biases (Qwen2), norms (Qwen3) and one projection (Phi-3, GPT-NeoX) of query, key and value."""
+positions; biases (Qwen2), norms (Qwen3) and one projection (Phi-3, GPT-NeoX) of query, key and value; as few
+numbers as selections and evictions need, for what computes in Python (`few`)."""
 
 
 @cache
@@ -74,6 +83,15 @@ tiny_qwen3, tiny_mistral, tiny_phi3, tiny_gpt_neox = map(of_family, ("qwen3", "m
 def own_results_alone(monkeypatch) -> None:
     """No shipped results beside those of a test's runs, but where a test asks for `shipped_beside`."""
     monkeypatch.setattr("harness.settings.paths.RESULTS", "no-folder-of-a-test")
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch) -> None:
+    """The Python interface composes the same choices once in a process, not for each call."""
+    from tests.composed import load
+
+    if interface := sys.modules.get("harness.api.interface"):
+        monkeypatch.setattr(interface, "load_settings", load)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -303,6 +304,7 @@ def device_guard() -> Iterator[None]:
 
 KERNELS = {torch.ops.aten.scaled_dot_product_attention.default}
 """Made of other operations on the CPU, one kernel on a GPU."""
+DEVICE_OF = torch.ops.prim.device.default
 LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
 
 
@@ -371,6 +373,8 @@ class Trace(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked so often that the way through the mode costs a third of a test
         kwargs = dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", False)
         if operation.namespace == "aten" and operation not in KERNELS and operation._can_decompose():

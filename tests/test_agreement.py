@@ -17,7 +17,7 @@ from harness.model.calibration import calibrate
 from harness.replay.setup import Setup
 from methods.infinigen import InfiniGen, InfiniGenState
 
-PROMPT, STEPS = 160, 16
+PROMPT, STEPS = 100, 10
 WINDOWS = (2000, 9000)
 SAME, SAME_IN_ALL = 0.97, 0.99
 

@@ -186,7 +186,8 @@ def test_a_layer_that_the_model_does_not_have_is_refused_in_one_line(capsys, tmp
                 run(attached, Case(Full(), beyond), PADDED)
         with pytest.raises(UserError, match=wanted):
             Plan(sizes_of(attached, Full()), Full(), beyond, "device")
-    given = ["method=full", "codec=int4", "codec_layers=[30:int8]", "num_windows=1", f"results_dir={tmp_path}"]
+    given = ["method=full", "codec=int4", "codec_layers=[30:int8]", "num_windows=1", "prefill_len=64", "seq_len=80",
+             f"results_dir={tmp_path}"]  # fmt: skip
     assert main(given) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if "codec_layers" in line]
     assert len(said) == 1 and "codec_layers=[30:int8]: the model has layers 0 to 29 that see every token" in said[0]

@@ -23,7 +23,7 @@ from living import (
 )
 from living import live as live_session
 
-from harness.checks.contract import CHECKS, MODELS, Trial, judge
+from harness.checks.contract import CHECKS, MODELS, HostRun, Trial, judge, live_on_host
 from harness.decode.links import EmulatedLink
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -61,9 +61,15 @@ def replayed(family: str, name: str, prefill_len: int | None = None) -> Result:
 
 
 @cache
-def live(family: str, name: str, placement: str = "device", gpu_cache: float = 0) -> Result:
+def live(family: str, name: str) -> Result:
+    with attached_with_link(family) as (attached, _):
+        return live_session(attached, CASES[name], PADDED)
+
+
+@cache
+def on_host(family: str, name: str) -> HostRun:
     with attached_with_link(family) as (attached, link):
-        return live_session(attached, CASES[name], PADDED, placement=placement, link=link, gpu_cache=gpu_cache)
+        return live_on_host(Trial(attached, link, setup_of(attached, CASES[name]), PADDED))
 
 
 @pytest.mark.parametrize(("name", "family"), RUNS)
@@ -73,14 +79,16 @@ def test_live_is_replay_and_host_is_device_bit_for_bit(name, family):
     assert largest_difference(got.logits, expected.logits) <= tolerance(name)
     assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
     if name in OFFLOADED:
-        host = live(family, name, "host")
+        host = on_host(family, name).result
         assert torch.equal(host.logits, got.logits) and host[1:] == got[1:]
 
 
 # Without a codec the logits and the size of this are checked with those of replay, below.
 @pytest.mark.parametrize("name", [name for name in CHOOSING if CASES[name].codec is not None or name in PLAINLY])
 def test_rows_that_stay_change_the_order_of_rows_only(name):
-    plain, reused = (live("gqa", name, "host", gpu_cache) for gpu_cache in (0, 1))
+    plain = on_host("gqa", name).result
+    with attached_with_link() as (attached, link):
+        reused = live_session(attached, CASES[name], PADDED, placement="host", link=link, gpu_cache=1)
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
     assert reused.budget == plain.budget
 
@@ -105,6 +113,7 @@ def test_over_the_link_goes_the_selection_and_the_budget_is_its_closed_form(name
         if case.codec is None:
             CHECKS["the budget is its closed form"](trial)
         if name in OFFLOADED and not (case.codec and case.codec.residual):  # bytes of such codecs are counted by hand
+            trial.on_host = on_host("gqa", name)
             CHECKS["the link carries what is selected"](trial)
             if case.codec is None and case.method.names_rows:
                 CHECKS["rows of the GPU cache are counted"](trial)

@@ -113,6 +113,8 @@ def tensor_bytes() -> int:
 
 def test_a_long_decode_keeps_nothing_but_its_cache():
     """What a step needs goes with the step: packed rows, indices, tickets."""
+    gc.collect()
+    gc.freeze()  # of earlier tests there are so many objects that going through them takes seconds
     steps = 60
     with attached_with_link() as (attached, link):
         ids, real = token_batch(EVEN, steps)

@@ -143,7 +143,7 @@ def decoded(attached: Attached, case: Case, **options) -> torch.Tensor:
 def test_live_decoding_by_the_kernels(case, by_kernels, monkeypatch):
     served, attend = [], codes.attend
     monkeypatch.setattr(codes, "attend", lambda *args: served.append(1) or attend(*args))
-    with attached_with_link() as (attached, link):
+    with attached_with_link("few") as (attached, link):
         on_host = decoded(attached, case, placement="host", link=link)
         calls = len(served)
         on_device = decoded(attached, case, placement="device")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 from itertools import product
 from statistics import NormalDist
 from typing import NamedTuple
@@ -294,21 +295,19 @@ def socket(method: Socket, geometry: Geometry, layer: int, sequence: Sequence, p
     """Each corner of each table's cube gets a probability, the softmax over all corners."""
     normals = plane_normals(method.tables * method.planes, geometry.head_dim, method.seed).double().numpy()
     tables = normals.reshape(method.tables, method.planes, -1)
-    corners = [np.array(corner) for corner in product((-1, 1), repeat=method.planes)]
+    corners = [*product((-1, 1), repeat=method.planes)]
     read = []
     for head, key in enumerate(sequence.key):
         queries = sequence.query[head * geometry.group : (head + 1) * geometry.group] / geometry.scale
         lengths = norm(sequence.value[head]).astype(np.float16).astype(float)
-        sides = [np.where(key @ planes.T >= 0, 1, -1) for planes in tables]
+        sides = [[corners.index(tuple(side)) for side in np.where(key @ planes.T >= 0, 1, -1)] for planes in tables]
         of_head = []
         for t in range(prompt, len(key)):
             score = np.zeros(t)
             for query in queries[:, t]:
                 for planes, of_table in zip(tables, sides, strict=True):
                     lean = np.tanh(planes @ query) / (method.tau * math.sqrt(geometry.head_dim))
-                    probs = softmax(np.array([corner @ lean for corner in corners]))
-                    by_corner = {tuple(corner): prob for corner, prob in zip(corners, probs, strict=True)}
-                    score += [by_corner[tuple(side)] for side in of_table[:t]]
+                    score += softmax(np.array(corners) @ lean)[of_table[:t]]
             score *= lengths[:t] if method.value_weighted else 1
             size = min(t, method.read_tokens or max(1, math.floor(method.budget * t)))
             score[: method.num_sinks] = np.inf
@@ -381,7 +380,13 @@ def shadowkv(method: ShadowKV, of: Of):
 
 def coded(keys: np.ndarray, bits: int | None) -> np.ndarray:
     """Each row as it reads back, one group of numbers."""
-    return keys if bits is None else np.array([plain.quantized(row, bits, len(row)) for row in keys])
+    return keys if bits is None else np.array([coded_row(tuple(row), bits) for row in keys])
+
+
+@cache
+def coded_row(row: tuple[float, ...], bits: int) -> np.ndarray:
+    """Every later token asks for it again."""
+    return plain.quantized(np.array(row), bits, len(row))
 
 
 def root(matrix: np.ndarray, power: float) -> np.ndarray:

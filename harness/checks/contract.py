@@ -234,6 +234,61 @@ def result_of(session: LiveSession, logits: Tensor) -> Result:
     return Result(logits, session.reads.budget, session.reads.device_frac, float(resident.mean()))
 
 
+class HostRun(NamedTuple):
+    """A run in host placement. Bytes that crossed the link in its steps, and those of the selected
+    rows and the dense layers. miscounted: largest difference in tokens between a selection's
+    `num_read` and its mask."""
+
+    result: Result
+    crossed: int
+    expected: int
+    miscounted: float
+
+
+def live_on_host(trial: Trial) -> HostRun:
+    """`live` in host placement, listening to the selections."""
+    attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
+    num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
+    ids, real = batch_on(attached.device, prompts, seed=trial.seed)
+    selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
+    miscounted = 0.0
+
+    def listening(
+        select: Callable[[int, QueryRows], Selection], evicts: bool
+    ) -> Callable[[int, QueryRows], Selection]:
+        def listen(layer: int, rows: QueryRows) -> Selection:
+            nonlocal miscounted
+            selection = select(layer, rows)
+            mask = rows.visible() if selection.mask is None else selection.mask
+            # The own slot is the last. [batch, num_kv_heads or 1, rows]
+            read = mask[..., :-1].sum(-1).double()
+            crosses = int(read.sum())
+            if selection.mask is None and not evicts:  # as in a dense layer: padding crosses too
+                crosses = read.numel() * (mask.shape[-1] - 1)
+            selected[layer] += crosses * (num_kv_heads // mask.shape[1])
+            miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
+            return selection
+
+        return listen
+
+    with closing(open_live(attached, trial.setup, placement="host", link=trial.link)) as session:
+        logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+        for state in session.states:
+            listen = listening(state.select, isinstance(state, EvictingState))
+            state.select = listen  # type: ignore[method-assign, assignment]
+        for step in range(STEPS):
+            logits.append(session.decode_step(ids[:, columns + step]))
+        decoded = result_of(session, torch.stack(logits, 1))
+        crossed = session.h2d_bytes
+        slot_bytes = [store.slot_bytes for store in session.stores]
+    every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
+    expected = 0
+    for layer, of_slot in enumerate(slot_bytes):
+        reads_all = method.reads_all or layer < method.dense_layers
+        expected += of_slot * (every if reads_all else selected[layer])
+    return HostRun(decoded, crossed, expected, miscounted)
+
+
 # The checks: each returns a line that says how well the method does, or raises BrokenError
 
 
@@ -256,6 +311,10 @@ class Trial:
     def on_device(self) -> Result:
         self.require_live()
         return self.live()
+
+    @cached_property
+    def on_host(self) -> HostRun:
+        return live_on_host(self)
 
     def replay(self, **options: Any) -> Result:
         return replay(self.attached, self.setup, self.prompts, seed=self.seed, **options)
@@ -297,9 +356,9 @@ def live_is_replay(trial: Trial) -> str:
 def host_is_device(trial: Trial) -> str:
     """Both placements give the same logits bit for bit."""
     trial.require_host()
-    host = trial.live(placement="host", link=trial.link)
-    if not torch.equal(host.logits, trial.on_device.logits):
-        difference = largest_difference(host.logits, trial.on_device.logits)
+    on_device, on_host = trial.on_device.logits, trial.on_host.result.logits
+    if not torch.equal(on_host, on_device):
+        difference = largest_difference(on_host, on_device)
         raise BrokenError(f"logits differ by {difference:.1e}")
     return "bit for bit"
 
@@ -308,51 +367,14 @@ def link_carries_the_selection(trial: Trial) -> str:
     """The selected rows and the dense layers cross the link, and nothing else."""
     trial.require_host()
     trial.require_all_coded()
-    attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
-    num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
-    ids, real = batch_on(attached.device, prompts)
-    selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
-    miscounted = 0.0  # largest difference in tokens between a selection's `num_read` and its mask
-
-    def listening(
-        select: Callable[[int, QueryRows], Selection], evicts: bool
-    ) -> Callable[[int, QueryRows], Selection]:
-        def listen(layer: int, rows: QueryRows) -> Selection:
-            nonlocal miscounted
-            selection = select(layer, rows)
-            mask = rows.visible() if selection.mask is None else selection.mask
-            # The own slot is the last. [batch, num_kv_heads or 1, rows]
-            read = mask[..., :-1].sum(-1).double()
-            crosses = int(read.sum())
-            if selection.mask is None and not evicts:  # as in a dense layer: padding crosses too
-                crosses = read.numel() * (mask.shape[-1] - 1)
-            selected[layer] += crosses * (num_kv_heads // mask.shape[1])
-            miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
-            return selection
-
-        return listen
-
-    with closing(open_live(attached, trial.setup, placement="host", link=trial.link)) as session:
-        session.prefill(ids[:, :columns], real[:, :columns])
-        for state in session.states:
-            listen = listening(state.select, isinstance(state, EvictingState))
-            state.select = listen  # type: ignore[method-assign, assignment]
-        for step in range(STEPS):
-            session.decode_step(ids[:, columns + step])
-        crossed = session.h2d_bytes
-        slot_bytes = [store.slot_bytes for store in session.stores]
-    every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
-    expected = 0
-    for layer, of_slot in enumerate(slot_bytes):
-        reads_all = method.reads_all or layer < method.dense_layers
-        expected += of_slot * (every if reads_all else selected[layer])
-    if crossed != expected:
+    host = trial.on_host
+    if host.crossed != host.expected:
         raise BrokenError(
-            f"{crossed} bytes crossed; the selected rows and dense layers are {expected}"
+            f"{host.crossed} bytes crossed; the selected rows and dense layers are {host.expected}"
         )
-    if not miscounted <= BUDGET_TOLERANCE * max(prompts):
-        raise BrokenError(f"num_read is {miscounted:g} tokens off what the mask names")
-    return f"{crossed} bytes"
+    if not host.miscounted <= BUDGET_TOLERANCE * max(trial.prompts):
+        raise BrokenError(f"num_read is {host.miscounted:g} tokens off what the mask names")
+    return f"{host.crossed} bytes"
 
 
 def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
