@@ -85,15 +85,6 @@ def own_results_alone(monkeypatch) -> None:
     monkeypatch.setattr("harness.settings.paths.RESULTS", "no-folder-of-a-test")
 
 
-@pytest.fixture(autouse=True)
-def composed_once(monkeypatch) -> None:
-    """The Python interface composes the same choices once in a process, not for each call."""
-    from tests.composed import load
-
-    if interface := sys.modules.get("harness.api.interface"):
-        monkeypatch.setattr(interface, "load_settings", load)
-
-
 @pytest.fixture
 def shipped_beside(own_results_alone, monkeypatch) -> None:
     """The shipped results stand beside `./outputs`, as they do for users."""
