@@ -16,7 +16,7 @@ from living import PROMPT, STEPS, attached_with_link, force, live, open_live, re
 from harness.checks.contract import open_replay
 from harness.errors import UserError
 from harness.model.budgets import TOLERANCE, code_width, expected_budget, with_budget_as_stored
-from harness.run.compose import Composer, load
+from harness.run.compose import load
 from harness.settings.schema import options
 from methods.base import Geometry, Lengths, TokenCounts
 from methods.codecs.floats import FloatCodec
@@ -151,10 +151,10 @@ LONG_ANSWERS = {"random", "triattention"}
 
 def test_at_the_default_lengths_methods_can_read_a_tenth():
     """Of conf/method, on a model of 30 layers: all that have a budget and no dense part by design."""
-    composed, refused = Composer(), {}
+    refused = {}
     for name in options("method"):
         try:
-            config = load([f"method={name}", "budget=0.1", "method.dense_layers=0"], composed)
+            config = load([f"method={name}", "budget=0.1", "method.dense_layers=0"])
         except UserError as refusal:
             assert "has no budget to set" in str(refusal)
             continue
