@@ -1,6 +1,6 @@
 """The board, from `board-methods.csv`: each method's KL beside the oracle's, by budget.
 
-`budget`: ten methods, a line each, over all models.
+`budget`: eleven methods, a line each, over all models.
 
 `draw`: a panel a budget, a line a method, the closest to the full cache first. A marker is the
 ratio of its KL to the oracle's, its bar the 95 % interval. Full markers are of the shortest

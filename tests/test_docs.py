@@ -425,7 +425,7 @@ def test_the_readmes_table_is_that_of_the_board():
     header, *lines = cells((page := (confirmed / "board.md").read_text())[page.index("| label ") :])
     of_board = {line[0]: dict(zip(header, line, strict=True)) for line in lines}
     readme = (ROOT / "README.md").read_text()
-    header, *lines = cells(readme[readme.index("| label | budget (%) | read on device") :])
+    header, *lines = cells(readme[readme.index("| label | read on device") :])
     assert len(lines) > 5
     for label, *shown in lines:
         assert shown == [of_board[label][heading] for heading in header[1:]], label
@@ -437,7 +437,6 @@ def test_the_readmes_table_is_that_of_the_board():
         row = rows.loc[label]
         coded = rows.loc[f"{label} + int8"] if f"{label} + int8" in rows.index else None
         expected = [
-            [100 * row.budget_low, 100 * row.budget_high],
             [100 * row.device_frac_low, 100 * row.device_frac_high],
             [100 * row.resident_frac_low, 100 * row.resident_frac_high],
             [row.ratio, row.ratio_low, row.ratio_high],
