@@ -13,6 +13,7 @@ from torch import Tensor
 
 from harness.model.tiny import tiny_ids
 from harness.replay.setup import codec_of
+from harness.run.compose import load
 from harness.settings import own_method
 from harness.settings.schema import options
 from methods.base import Method
@@ -52,7 +53,6 @@ from methods.tova import TOVA
 from methods.triattention import TriAttention
 from methods.twilight import Twilight
 from methods.vattention import VAttention
-from tests.composed import load
 
 
 def preset(name: str, **changes: object) -> Method:

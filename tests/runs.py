@@ -18,11 +18,11 @@ from harness.model import source
 from harness.model.load import LoadedModel
 from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
+from harness.run.compose import load
 from harness.run.runner import Run, run
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from harness.settings.schema import CONF_DIR
-from tests.composed import load
 from tests.tokens import byte_tokenizer
 
 

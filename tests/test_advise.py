@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from composed import load
 
 from harness.errors import UserError
 from harness.model.shape import load_shape
@@ -15,6 +14,7 @@ from harness.paper.costmodel.capacity import LAUNCH_S, LAUNCHES_OF_A_PASS, model
 from harness.results.columns import read_table, where
 from harness.results.sheet import pipes
 from harness.run import advise, cli, worked
+from harness.run.compose import load
 from harness.settings.config import RunConfig
 from harness.settings.paths import PACKAGES_DIR
 

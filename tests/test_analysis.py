@@ -23,10 +23,10 @@ from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper import analysis
 from harness.paper.analysis import kv_bytes, run_analysis, run_memory
 from harness.run.cli import main
+from harness.run.compose import load
 from harness.settings.config import RunConfig
 from methods.attention import Softmax
 from methods.infinigen import InfiniGen
-from tests.composed import load
 from tests.runs import letters, start
 from tests.tokens import ByteTokenizer
 

@@ -25,11 +25,11 @@ from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.results import inputs
 from harness.results.samples import clustered_stderr
+from harness.run.compose import load
 from harness.scoring.evaluation import run_tasks
 from harness.scoring.metrics import Repeat, joined, pass_at
 from harness.settings.config import DataConfig, RunConfig, SamplingConfig
 from methods.h2o import H2O
-from tests.composed import load
 
 CHOICE = {
     "task": "toy_colours", "tag": "toy_tag", "dataset_path": "org/toy", "dataset_name": "colours",

@@ -27,10 +27,10 @@ from harness.results.board_rows import COSTS, ORACLES, with_fronts
 from harness.results.board_sources import ANSWERS, SHAPES, STEPS, TEXTS
 from harness.results.columns import TableRow, read_table, shape_of
 from harness.results.stats import Design, Estimate, compare_all, holm, ranks
+from harness.run.compose import composed, load
 from harness.settings.schema import CONF_DIR
 from plots import data, style
 from plots.board import budget, draw
-from tests.composed import composed, load
 
 # The mean and its error
 

@@ -27,6 +27,7 @@ from harness.paper.costmodel import capacity as modelled
 from harness.paper.costmodel.predict import Efficiency, Platform
 from harness.results import columns
 from harness.run.cli import main
+from harness.run.compose import load
 from harness.speed import capacity as emulated
 from harness.speed import latency as speed
 from methods.codecs.integers import IntegerCodec
@@ -34,7 +35,6 @@ from methods.full import Full
 from methods.h2o import H2O
 from plots import speed as figures
 from plots.data import Tables
-from tests.composed import load
 from tests.runs import reading, tiny_loaded
 
 EXACT = Efficiency(1.0, 1.0, 1.0)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from living import Crossed, attached_with_link, force, open_live
 
 from harness.replay.setup import codec_of
+from harness.run.compose import load
 from methods.codecs.base import FLOAT_DTYPES, hadamard
 from methods.codecs.blockgtq import BlockGtqCodec, allocated, layout_of, pack_widths, unpack_widths
 from methods.codecs.ggml import GGML_BITS, GgmlCodec
 from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import SplitCodec
 from methods.codecs.turbo import TurboCodec, lloyd_max
-from tests.composed import load
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from(sorted(FLOAT_DTYPES))

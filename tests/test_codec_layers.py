@@ -17,6 +17,7 @@ from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from harness.replay.setup import codec_of
 from harness.run.cli import main
+from harness.run.compose import load
 from methods.codecs.channel import ChannelCodec
 from methods.codecs.floats import FloatCodec
 from methods.codecs.integers import IntegerCodec
@@ -27,7 +28,6 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.shadowkv import ShadowKV
-from tests.composed import load
 
 MIXED = LayerCodecs(
     IntegerCodec("int4"),

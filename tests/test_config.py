@@ -10,13 +10,13 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.cli import in_words
+from harness.run.compose import composed, load
 from harness.run.kinds import MEASUREMENTS
 from harness.run.parse import OF_THE_FILE, method_file, parse
 from harness.settings.config import PAPER_TASKS, RunConfig
 from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
 from harness.settings.schema import CONF_DIR, options
 from methods.settings import settings_of
-from tests.composed import composed, load
 
 PRESETS = (
     "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "kvzip-plus",

@@ -11,8 +11,8 @@ from harness.errors import UserError
 from harness.model.generation import GenerationRule
 from harness.model.sampling import Draft, drawn, write
 from harness.results.record import changed_settings, settings_id
+from harness.run.compose import load
 from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
-from tests.composed import load
 
 SAMPLINGS = [
     Sampling(1.0), Sampling(0.6), Sampling(2.5), Sampling(1.0, top_p=0.3), Sampling(0.7, top_p=0.9),

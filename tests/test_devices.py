@@ -33,13 +33,13 @@ from harness.model.decoder import read_decoder
 from harness.model.load import load_model
 from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
+from harness.run.compose import load as composed
 from harness.settings.config import ModelConfig
 from methods.base import Selection
 from methods.extras import HandsOn, NeedsInputs
 from methods.full import Full
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 from methods.quest import Quest, QuestState
-from tests.composed import load as composed
 
 SECOND = torch.device("cuda", 1)
 PADDED = PROMPTS["padded"]

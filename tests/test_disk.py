@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES, shipped
-from composed import load
 from living import PROMPTS, live, make_store, tiny
 
 from harness.decode import disk as disks
@@ -26,6 +25,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.results.columns import read_table
 from harness.run.cli import main
+from harness.run.compose import load
 from harness.settings.codecs import codec_named
 from harness.speed.link_rate import disk_rate
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run

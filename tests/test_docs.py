@@ -29,13 +29,13 @@ from harness.checks import methods_page
 from harness.model.tiny import tiny_model
 from harness.run import samples_command
 from harness.run.cli import main
+from harness.run.compose import composed, load
 from harness.run.parse import OF_THE_FILE, method_file
 from harness.run.sweep import is_sweep
 from harness.settings.schema import CONF_DIR
 from methods import extras
 from methods.base import Method, State, TokenCounts
 from methods.selection import SelectingBy
-from tests.composed import composed, load
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

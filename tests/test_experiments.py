@@ -26,6 +26,7 @@ from harness.results.columns import (
 )
 from harness.results.metrics import NEWER_OF_SERVING, NUM_CONTEXTS
 from harness.run.cli import main
+from harness.run.compose import composed
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
@@ -33,7 +34,6 @@ from harness.settings.schema import CONF_DIR
 from methods.base import TokenCounts
 from plots.data import Tables
 from plots.drawing import DRAWINGS
-from tests.composed import composed
 from tests.runs import reading, tiny_loaded
 
 FILES = {

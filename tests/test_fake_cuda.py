@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, WIDE
-from composed import load
 from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from living import PROMPTS
 from torch import Tensor
@@ -26,6 +25,7 @@ from harness.model import output_projection
 from harness.model.tiny import tiny_model
 from harness.replay.setup import codec_of
 from harness.run.advise import KNOWN
+from harness.run.compose import load
 from harness.settings.codecs import codec_named
 from harness.settings.systems import LABELS, ON_A_DISK, System
 from methods.base import Method

@@ -32,12 +32,12 @@ from harness.model.load import from_memory
 from harness.model.resources import Resources
 from harness.model.sampling import Draft
 from harness.model.tiny import tiny_model
+from harness.run.compose import load
 from harness.run.runner import Run
 from harness.scoring.long_decode import FULL, decode_freely
 from harness.settings.config import GREEDY, RunConfig, Sampling
 from harness.speed.generate import Generated, run_generate
 from methods.full import Full
-from tests.composed import load
 
 TOKENIZER = byte_tokenizer()
 PROMPT = "What is a cache?\n\nQ: who?\nA:"

@@ -21,8 +21,8 @@ from benchmarks.gpu_parts import apart, equal, rates, trace
 from harness.decode import memory as pinned
 from harness.decode.memory import Tuning
 from harness.results.record import read_record
+from harness.run.compose import load
 from harness.settings.config import LatencyConfig
-from tests.composed import load
 
 ROOT = Path(__file__).resolve().parent.parent
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -8,7 +8,7 @@ import pytest
 
 from harness.data.graph_search import judged, made, questions, working
 from harness.errors import UserError
-from tests.composed import load
+from harness.run.compose import load
 
 
 def prizes_from(roads: list[list[str]], place: str) -> set[str]:

@@ -25,6 +25,7 @@ from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.results.record import plain
 from harness.run.cli import main
+from harness.run.compose import load
 from harness.run.runner import Run
 from methods import kvpress
 from methods.base import EMPTY, TokenCounts
@@ -35,7 +36,6 @@ from methods.full import Full
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, PromptEvictingState, SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
-from tests.composed import load
 
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"

@@ -28,6 +28,7 @@ from harness.results.metrics import OF_DISK, UNMET_BUDGET
 from harness.results.record import settings_id
 from harness.run import all_runs
 from harness.run.cli import main
+from harness.run.compose import composed, load
 from harness.run.runner import Run
 from harness.run.sweep import read_plan
 from harness.settings.config import LatencyConfig
@@ -41,7 +42,6 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen2 import InfiniGen2
-from tests.composed import composed, load
 from tests.dying import die
 from tests.runs import reading, tiny_loaded
 

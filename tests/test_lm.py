@@ -19,13 +19,13 @@ from harness.model.budgets import SHARES, ReadStats
 from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
+from harness.run.compose import load
 from harness.scoring import answers
 from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.evaluation import ReplayEngine, decode_rows
 from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.question import QuestionFinder
 from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
-from tests.composed import load
 
 MAX_LENGTH = 512
 NEW = 12

@@ -9,8 +9,8 @@ import torch
 import harness
 from harness.errors import UserError
 from harness.run.cli import main
+from harness.run.compose import load
 from harness.settings.schema import options
-from tests.composed import load
 from tests.runs import reading, tiny_loaded
 
 pytestmark = pytest.mark.usefixtures("own_folder")

@@ -39,13 +39,13 @@ from harness.model.prompts import prompt_bytes, run_prompt
 from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
 from harness.results.board_sources import timed_step
+from harness.run.compose import load
 from harness.settings.codecs import codec_named
 from harness.settings.config import LatencyConfig
 from harness.speed import latency as run
 from harness.speed import timed_run as timing
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.full import Full
-from tests.composed import load
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import inputs
 from harness.results.record import read_all
+from harness.run.compose import load
 from harness.scoring.evaluation import ReplayEngine
-from tests.composed import load
 
 CHOICE: dict[str, Any] = {
     "output_type": "multiple_choice", "test_split": "test", "doc_to_text": "{{question}}",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import preset
 
+from harness.run.compose import load
 from harness.run.kinds import digests_of
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
 from methods.extras import RereadsPrompt, to_calibrate
@@ -46,7 +47,6 @@ from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
 from methods.vattention import BASE_SAMPLE, FINAL_SAMPLE, VAttention, VAttentionState
-from tests.composed import load
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
 GEOMETRY = Geometry(

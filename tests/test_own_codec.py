@@ -11,10 +11,10 @@ from conftest import forget
 from harness.replay.setup import codec_of
 from harness.results import record as records
 from harness.run.cli import main
+from harness.run.compose import load
 from harness.run.runner import Run
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec
-from tests.composed import load
 from tests.runs import reading, tiny_loaded
 
 HEAD = """from dataclasses import dataclass

@@ -10,9 +10,8 @@ from conftest import forget
 
 from harness.results import record as records
 from harness.run.cli import main
-from harness.run.compose import override
+from harness.run.compose import load, override
 from harness.run.runner import Run
-from tests.composed import load
 
 HEAD = """from dataclasses import dataclass, field
 from methods.base import Method

@@ -19,6 +19,7 @@ from harness.model.load import LoadedModel
 from harness.model.resources import Memo
 from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
+from harness.run.compose import load
 from harness.run.kinds import measurement_of
 from harness.scoring import long_decode, perplexity
 from harness.scoring.evaluation import running_lm_eval
@@ -31,7 +32,6 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.streaming import Streaming
-from tests.composed import load
 from tests.runs import calls_of, letters
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 512

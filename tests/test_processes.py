@@ -22,8 +22,8 @@ from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
 from harness.results import record as records
 from harness.run import all_runs, runner
+from harness.run.compose import load
 from harness.run.runner import Run, run
-from tests.composed import load
 from tests.dying import linger
 from tests.runs import outcome
 from tests.tokens import byte_tokenizer

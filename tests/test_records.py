@@ -23,9 +23,9 @@ from harness.results import environment, inputs
 from harness.results import record as records
 from harness.run import runner
 from harness.run.cli import main
+from harness.run.compose import load
 from harness.run.kinds import digests_of
 from harness.settings.kinds import Outcome
-from tests.composed import load
 from tests.runs import outcome, reading, start, tiny_loaded
 
 CODE = ("code:method", "code:harness")

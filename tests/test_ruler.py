@@ -20,9 +20,9 @@ from harness.data import ruler
 from harness.data.ruler import MARKERS, NEEDLES, facts, make, num_tokens, rows_of
 from harness.data.tasks import load_suite
 from harness.errors import UserError
+from harness.run.compose import load
 from harness.scoring.evaluation import run_tasks
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
-from tests.composed import load
 from tests.runs import calls_of, tiny_loaded
 
 LENGTH = 800

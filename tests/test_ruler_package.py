@@ -23,8 +23,8 @@ from harness.data.ruler_package import INSTALL, NAMES, QUESTIONS, make
 from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.results.inputs import tasks as identity
+from harness.run.compose import load
 from harness.settings.config import RULER_TASKS
-from tests.composed import load
 from tests.runs import without
 
 LENGTH = 2400

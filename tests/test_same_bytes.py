@@ -15,10 +15,10 @@ from tokens import byte_tokenizer
 
 from harness.api.cached_model import CachedModel
 from harness.model.load import LoadedModel
+from harness.run.compose import load
 from harness.settings.config import LatencyConfig
 from harness.speed import generate as speed
 from harness.speed.timed_run import TimedRun, time_run
-from tests.composed import load
 
 PROMPT, NEW = "Keys and values of a prompt.", 20
 """NEW: tokens that the session has room for."""

@@ -18,12 +18,11 @@ from harness.files import holding
 from harness.model.resources import Resources
 from harness.results import record as records
 from harness.run import cli, status
-from harness.run.compose import Composer, compose
+from harness.run.compose import compose, composed, load
 from harness.run.kinds import digests_of
 from harness.run.runner import Run, run
 from harness.run.sweep import Plan, read_plan
 from harness.settings.schema import CONF_DIR
-from tests.composed import composed, load
 from tests.runs import outcome, own_experiments
 
 
@@ -72,24 +71,25 @@ REFUSED = [
 
 
 def test_many_are_composed_as_each_alone():
-    composer = Composer()
     for overrides in [*COMPOSED, *reversed(COMPOSED)]:
-        assert composer(overrides) == compose(overrides), overrides
+        assert composed(overrides) == compose(overrides), overrides
     for overrides in REFUSED:
         with pytest.raises(HydraException) as alone:
             compose(overrides)
         with pytest.raises(HydraException) as among:
-            composer(overrides)
+            composed(overrides)
         assert str(among.value) == str(alone.value)
 
 
 def test_a_file_that_changed_is_composed_anew(monkeypatch, tmp_path):
     own_experiments(monkeypatch, tmp_path / "conf")
-    file = tmp_path / "conf" / "platform" / "cpu.yaml"
-    as_shipped = file.read_text()
-    for rate in (7, 8):
-        file.write_text(as_shipped.replace("link_gbps: null", f"link_gbps: {rate}"))
-        assert Composer()(["platform=cpu"]).platform.link_gbps == rate
+    group, defaults = (tmp_path / "conf" / name for name in ("platform/cpu.yaml", "config.yaml"))
+    shipped, shipped_defaults = group.read_text(), defaults.read_text()
+    for number in (7, 8):
+        group.write_text(shipped.replace("link_gbps: null", f"link_gbps: {number}"))
+        assert composed(["platform=cpu"]).platform.link_gbps == number
+        defaults.write_text(shipped_defaults.replace("num_windows: 4", f"num_windows: {number}"))
+        assert composed(["platform=cpu"]).num_windows == number
 
 
 @pytest.mark.parametrize("label", ["alpha=1, 80 %", r"it's {a} [b]\'c\\", "null"])

@@ -20,8 +20,8 @@ from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.samples import Baselines
 from harness.results.sheet import MAX_WIDTH
 from harness.results.table_rows import rows_of
+from harness.run.compose import load
 from harness.settings import paths
-from tests.composed import load
 
 TASK_METRICS = {
     "acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "num_truncated": 1, "prefill": "question",

@@ -19,12 +19,12 @@ from harness.data.tasks import load_suite, location, own_tasks
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.results.samples import clustered_stderr
+from harness.run.compose import load
 from harness.scoring.evaluation import prefill_of, run_tasks
 from harness.settings.config import OFFLINE_TASKS, PAPER_TASKS, TASKS, DataConfig, RunConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
-from tests.composed import load
 from tests.runs import tiny_loaded
 
 MAX_LENGTH = 2048

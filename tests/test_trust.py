@@ -8,11 +8,11 @@ import re
 
 import pytest
 import torch
-from composed import load
 from transformers import AutoModelForCausalLM
 
 from harness.results.columns import read_table, where
 from harness.run import cli, trust
+from harness.run.compose import load
 from harness.settings.paths import PACKAGES_DIR
 from methods.codecs.integers import IntegerCodec
 

@@ -18,11 +18,10 @@ from harness.results.board_rows import ORACLES
 from harness.results.board_sources import step_at, step_seconds, timed_step
 from harness.results.columns import TableRow, read_table
 from harness.run import cli
-from harness.run.compose import choices
+from harness.run.compose import choices, composed, load
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.schema import options
-from tests.composed import composed, load
 from tests.runs import letters
 from tests.tokens import byte_tokenizer
 

@@ -24,6 +24,7 @@ from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.results.samples import clustered_stderr
 from harness.run.cli import main
+from harness.run.compose import load
 from harness.scoring.answers import Request, generate
 from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decode_rows, run_turns
 from harness.settings.config import SamplingConfig
@@ -31,7 +32,6 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.oracle import Oracle
 from methods.prompt_evicting import KeyDiff, SnapKV
-from tests.composed import load
 from tests.runs import reading
 
 # A model that answers from what it reads: "the code of item a is c" is one token, and so is a question

@@ -24,8 +24,8 @@ from harness.model.shape import read_yaml
 from harness.results.columns import TableRow, grouped, read_table, where
 from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
 from harness.results.sheet import Sheet, sheet_of, terminal
-from harness.run.compose import Composer
-from harness.run.parse import method_file, parse
+from harness.run.compose import load
+from harness.run.parse import method_file
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 from harness.settings.paths import SHIPPED
@@ -166,7 +166,6 @@ def advise(config: RunConfig) -> str:
 def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     """Every option, the best first, and why a method has none, by label. Raises UserError where the
     full cache cannot be modelled, and so nothing can."""
-    compose = Composer()
     found: list[Option] = []
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
@@ -175,7 +174,7 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
         try:
-            found += _options(config, row, compose)
+            found += _options(config, row)
         except UserError as error:
             if row["method"] == "full":
                 raise
@@ -214,7 +213,7 @@ def reads_own_budget(row: TableRow) -> bool:
     return row["family"] in ("reads all", "codes")
 
 
-def _options(config: RunConfig, row: TableRow, compose: Composer) -> Iterator[Option]:
+def _options(config: RunConfig, row: TableRow) -> Iterator[Option]:
     """A row of the board in each place that its method has. Raises UserError for what cannot be
     known."""
     from harness.paper.costmodel.capacity import modelled_step
@@ -228,7 +227,7 @@ def _options(config: RunConfig, row: TableRow, compose: Composer) -> Iterator[Op
         words.append(f"codec={row['codec']}")
     dense = (row.get("dense_numbers") or "0").split(" or ")[-1]
     words.append(f"method.dense_layers={dense}")
-    made = parse(compose(words), words)
+    made = load(words)
     made = replace(made, model=config.model, platform=config.platform, latency=config.latency)
     given = config.capacity.hit_frac
     hit_frac = HIT_FRAC if given is None else given

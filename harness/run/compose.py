@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from numbers import Number
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -96,53 +96,51 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
         return hydra.compose("config", list(overrides))
 
 
-class Composer:
-    """`compose` for the runs of a sweep and the calls of Python, many times as fast.
+def composed(overrides: Sequence[str] = ()) -> DictConfig:
+    """The same as `compose(overrides)`, for the runs of a sweep and the calls of Python many times
+    as fast.
 
     Hydra composes each choice of files once a process, without the method's, and again where a
     file has changed. The method's file and the values then go into a copy. Whatever is not that
     plain, or is refused, Hydra composes itself.
     """
+    try:
+        given = [read_override(word) for word in overrides]
+        if all(map(_is_plain, given)):
+            return _composed_plain(given)
+    except (HydraException, OmegaConfBaseException, OSError):
+        pass  # `compose` refuses it in Hydra's words
+    return compose(overrides)
 
-    # Some without their sweep, which may be most of them; pickled, as deepcopy is seven times
-    # slower.
-    _bases: ClassVar[dict[tuple[Path, int, tuple[str, ...], bool], bytes]] = {}
 
-    def __call__(self, overrides: Sequence[str] = ()) -> DictConfig:
-        """The same as `compose(overrides)`."""
-        try:
-            given = [read_override(word) for word in overrides]
-            if all(map(_is_plain, given)):
-                return self._insert(given)
-        except (HydraException, OmegaConfBaseException, OSError):
-            pass  # `compose` refuses it in Hydra's words
-        return compose(overrides)
+# Some without their sweep, which may be most of them; pickled, as deepcopy is seven times slower.
+_bases: dict[tuple[Path, int, tuple[str, ...], bool], bytes] = {}
 
-    def _insert(self, given: Sequence[Override]) -> DictConfig:
-        files: dict[str, Override] = {}
-        values: list[Override] = []
-        for override in given:
-            if is_group(override.key_or_group):
-                files[override.key_or_group] = override
-            else:
-                values.append(override)
-        method = files.pop("method", None)
-        chosen = tuple(str(override.input_line) for override in files.values())
-        has_sweep = not any(value.input_line == "sweep=null" for value in values)
-        files_of_settings = schema.CONF_DIR.glob("*/*.yaml")
-        last_change = max(file.stat().st_mtime_ns for file in files_of_settings)
-        key = (schema.CONF_DIR, last_change, chosen, has_sweep)
-        if key not in self._bases:
-            base = compose(chosen)
-            if not has_sweep:
-                base.sweep = None
-            self._bases[key] = pickle.dumps(base)
-        config = pickle.loads(self._bases[key])
-        if method is not None:
-            config.method = method_file(method.value())
-        for override in values:
-            OmegaConf.update(config, override.key_or_group, override.value())
-        return config
+
+def _composed_plain(given: Sequence[Override]) -> DictConfig:
+    files: dict[str, Override] = {}
+    values: list[Override] = []
+    for override in given:
+        if is_group(override.key_or_group):
+            files[override.key_or_group] = override
+        else:
+            values.append(override)
+    method = files.pop("method", None)
+    chosen = tuple(str(override.input_line) for override in files.values())
+    has_sweep = not any(value.input_line == "sweep=null" for value in values)
+    last_change = max(file.stat().st_mtime_ns for file in schema.CONF_DIR.rglob("*.yaml"))
+    key = (schema.CONF_DIR, last_change, chosen, has_sweep)
+    if key not in _bases:
+        base = compose(chosen)
+        if not has_sweep:
+            base.sweep = None
+        _bases[key] = pickle.dumps(base)
+    config = pickle.loads(_bases[key])
+    if method is not None:
+        config.method = method_file(method.value())
+    for override in values:
+        OmegaConf.update(config, override.key_or_group, override.value())
+    return config
 
 
 def _is_plain(given: Override) -> bool:
@@ -157,4 +155,4 @@ def _is_plain(given: Override) -> bool:
 
 def load(overrides: Sequence[str] = ()) -> RunConfig:
     """The checked settings behind a command line."""
-    return parse(Composer()(overrides), overrides)
+    return parse(composed(overrides), overrides)

@@ -43,7 +43,7 @@ from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
 from harness.results.tuned import as_tuned
 from harness.run.all_runs import counted, groups
-from harness.run.compose import Composer, load, override
+from harness.run.compose import composed, load, override
 from harness.run.parse import chosen_model
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
@@ -208,7 +208,7 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
             raise UserError(f"sweep.experiments={name}: {nearest(name, options('experiment'))}")
         if name in within:
             raise UserError(f"sweep.experiments={name}: contains itself")
-        part = Composer()([f"experiment={name}", *given.values()]).sweep
+        part = composed([f"experiment={name}", *given.values()]).sweep
         for key in sweep.keys() & part.keys() - KEYWORDS:
             part[key] = sweep[key]
         _read(plan, part, overrides, (*within, name))

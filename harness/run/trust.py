@@ -36,8 +36,7 @@ from harness.replay.setup import prepare
 from harness.results.inputs import code_digest
 from harness.results.metrics import CLAIM, LABEL
 from harness.results.sheet import Sheet, markdown, terminal
-from harness.run.compose import Composer
-from harness.run.parse import parse
+from harness.run.compose import load
 from harness.scoring.answers import Request, Score
 from harness.scoring.evaluation import ReplayEngine, run_task, running_lm_eval
 from harness.scoring.perplexity import run_perplexity
@@ -68,7 +67,7 @@ class Subject:
 
     def run(self, *words: str) -> RunConfig:
         """The settings of a run of this model."""
-        made = parse(Composer()(words), words)
+        made = load(words)
         return replace(made, model=self.config.model, data=self.config.data)
 
     @cached_property

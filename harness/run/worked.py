@@ -13,8 +13,7 @@ from harness.files import write_atomic
 from harness.results.metrics import LABEL
 from harness.results.sheet import Sheet, pipes
 from harness.run.advise import KNOWN, options_of, recommendation, sheets
-from harness.run.compose import Composer
-from harness.run.parse import parse
+from harness.run.compose import load
 from harness.settings.paths import COMMAND, SHIPPED
 
 
@@ -30,7 +29,7 @@ def page() -> str:
         words = ["experiment=advise", *asked["settings"]]
         lines += ["", f"## {number}. {asked['asks']}", "", "```bash"]
         lines += [f"{COMMAND} advise {' '.join(asked['settings'])}", "```", ""]
-        config = parse(Composer()(words), words)
+        config = load(words)
         try:
             options, _ = options_of(config)
         except UserError as error:
@@ -66,7 +65,7 @@ def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
     shared = [word for word in asked if not word.startswith(("advise", "batch_size", "experiment"))]
     words = ["experiment=capacity", "gen_len=128", *shared, *own]
     words = list({word.partition("=")[0]: word for word in words}.values())
-    return users / modelled_step(parse(Composer()(words), words)).seconds(users)
+    return users / modelled_step(load(words)).seconds(users)
 
 
 def main() -> None:
