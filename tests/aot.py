@@ -68,7 +68,7 @@ def compile_launches(asked: Mapping[Launches, tuple[int, ...]]) -> dict[Launches
 
 def environment(folder: str) -> dict[str, str]:
     """Of a process that compiles into `folder`: it imports this checkout first, then what this process imports."""
-    paths = [str(ROOT), str(ROOT / "tests")]
+    paths = [str(ROOT)]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     return os.environ | {

@@ -26,7 +26,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from living import calibration, token_batch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -49,6 +48,7 @@ from harness.model.attached import Attached
 from harness.model.attention import Rotary
 from harness.model.decoder import read_decoder
 from harness.model.trace import Layer
+from tests.living import calibration, token_batch
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / folder}/" for folder in ("harness", "methods"))

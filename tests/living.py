@@ -9,8 +9,6 @@ from functools import cache
 
 import pytest
 import torch
-from cases import Case
-from conftest import tiny
 from torch import Tensor
 
 from harness.checks import contract as decode
@@ -28,6 +26,8 @@ from harness.replay.setup import Setup
 from harness.settings.codecs import codec_named
 from harness.settings.config import GREEDY
 from methods.codecs.split import AnyCodec, every_codec
+from tests.cases import Case
+from tests.conftest import tiny
 
 PROMPT = 24
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}

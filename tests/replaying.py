@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import Case
-from living import calibration, tiny
 
 from harness.model.attach import attach
 from harness.model.budgets import ReadStats
 from harness.replay.session import ReplaySession
+from tests.cases import Case
+from tests.living import calibration, tiny
 
 LENGTH, PROMPT = 56, 19
 RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))

@@ -1,0 +1,687 @@
+"""A model inside `harness.attach` is a drop-in: whoever calls it runs on the method's cache, and it is left as it was.
+
+With the full cache all results are the bare model's. With a method they are those of `generate`, and of replay.
+"""
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache, TextIteratorStreamer, pipeline
+
+import harness
+from harness.api.cached_model import CachedModel
+from harness.checks.families import tiny_family
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.prompts import run_prompt
+from harness.model.tiny import tiny_model
+from methods.full import Full
+from tests.cases import CASES
+from tests.conftest import tiny
+from tests.living import calibration_of, token_batch
+from tests.replaying import open_session
+from tests.tokens import byte_tokenizer
+
+NEW = 6
+PLAIN = {"calibration.num_tokens": 64, "platform.link_gbps": 1}
+METHODS = {"full": None, "infinigen": "nearest:0.6", "h2o": "nearest:0.7", "int4": None}
+TEXTS = ["What is a cache?", "A cache of keys and values", "Keys"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    network = tiny_model("llama", num_key_value_heads=2)
+    network.generation_config.eos_token_id = None
+    return network
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def attached(model, tokenizer, tmp_path):
+    """`harness.attach` of the tiny model; it fails where the model is not as it was afterwards."""
+
+    @contextmanager
+    def attach_tiny(method="full", budget=None, **settings) -> Iterator[CachedModel]:
+        before = looks_of(model)
+        budget = METHODS.get(method) if budget is None else budget
+        options = {"results_dir": str(tmp_path)} | PLAIN | settings
+        try:
+            with harness.attach(model, tokenizer, method=method, budget=budget, **options) as cached:
+                yield cached
+        finally:
+            assert looks_of(model) == before
+
+    return attach_tiny
+
+
+def looks_of(model) -> dict:
+    return {
+        "methods": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "training": [module.training for module in model.modules()],
+        "hooks": [(len(module._forward_pre_hooks), len(module._forward_hooks)) for module in model.modules()],
+        "config": model.config.to_dict(),
+        "attention": model.config._attn_implementation,
+        "generation_config": model.generation_config.to_dict(),
+    }
+
+
+@contextmanager
+def refused(said: str) -> Iterator[None]:
+    """The block is refused in one line that says so."""
+    with pytest.raises(UserError, match=said) as raised:
+        yield
+    assert "\n" not in str(raised.value)
+
+
+def run_in_threads(*uses: Callable[[], None]) -> None:
+    """All at the same time, until the last has ended."""
+    threads = [threading.Thread(target=use) for use in uses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def prompts(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded ids and their mask."""
+    ids, real = token_batch(lengths or (24,), 0)
+    return ids, real.long()
+
+
+def generated(model, ids, mask, **settings) -> torch.Tensor:
+    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **settings)
+
+
+def written_by_hand(model, ids, mask) -> tuple[torch.Tensor, object]:
+    """The greedy loop of a user, token by token."""
+    out = model(ids, attention_mask=mask)
+    tokens = [ids, out.logits[:, -1].argmax(-1)[:, None]]
+    for _ in range(NEW - 1):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        out = model(tokens[-1], attention_mask=mask, past_key_values=out.past_key_values)
+        tokens.append(out.logits[:, -1].argmax(-1)[:, None])
+    return torch.cat(tokens, 1), out.past_key_values
+
+
+# The ways to run it
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lengths", [(24,), (24, 15)])
+def test_generate_a_loop_and_several_rows_at_once_are_one(model, attached, method, lengths):
+    ids, mask = prompts(*lengths)
+    bare = generated(model, ids, mask)
+    with attached(method, max_new_tokens=NEW) as cached:
+        made = generated(model, ids, mask)
+        usage = cached.usage
+        assert torch.equal(generated(model, ids, mask), made) and torch.equal(generated(cached, ids, mask), made)
+        by_hand, cache = written_by_hand(model, ids, mask)
+        assert torch.equal(by_hand, made)
+        assert cache.usage.budget == usage.budget
+        assert cache.usage.steps == usage.steps == NEW - 1 and cache.get_seq_length() == ids.shape[1] + NEW - 1
+        assert cache.usage.h2d_bytes == usage.h2d_bytes > 0
+        out = model(ids, attention_mask=mask, use_cache=True)
+        rows = model(made[:, ids.shape[1] : -1], past_key_values=out.past_key_values, return_dict=False)[0]
+        assert torch.equal(rows.argmax(-1), made[:, ids.shape[1] + 1 :]) and not rows.is_inference()
+    if method == "full":
+        assert torch.equal(made, bare)
+
+
+def test_the_full_cache_gives_the_bare_models_logits_and_loss(model, attached):
+    ids, mask = prompts(24, 15)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, 9] = -100  # its first token, which no row predicts
+    with torch.inference_mode():
+        whole = model(ids, attention_mask=mask, labels=labels)
+    close = {"atol": 1e-4, "rtol": 0}
+    with attached(prefill_len=1) as cached:
+        found = model(ids, attention_mask=mask)
+        torch.testing.assert_close(found.logits[mask.bool()], whole.logits[mask.bool()], **close)
+        assert type(found.logits) is torch.Tensor and found.logits.shape == whole.logits.shape
+        assert (cached.usage.steps, cached.usage.budget) == (int(mask.sum()) - 2, 1.0) and cached.usage.score_s > 0
+        torch.testing.assert_close(model(ids, attention_mask=mask, labels=labels).loss, whole.loss, **close)
+        assert model(ids, attention_mask=mask, use_cache=False).past_key_values is None
+        last = model(ids, attention_mask=mask, logits_to_keep=2).logits
+        torch.testing.assert_close(last, whole.logits[:, -2:], **close)
+        prompt = model(ids, attention_mask=mask, use_cache=True)
+        torch.testing.assert_close(prompt.logits[:, -1], whole.logits[:, -1], **close)
+        rows = model(ids[:, :3], past_key_values=prompt.past_key_values, labels=ids[:, :3])
+    longer = torch.cat([ids, ids[:, :3]], 1)
+    expected = model(longer, attention_mask=torch.cat([mask, torch.ones_like(mask[:, :3])], 1)).logits[:, -3:]
+    torch.testing.assert_close(rows.logits, expected.detach(), **close)
+    loss = model.loss_function(logits=expected.contiguous(), labels=ids[:, :3], vocab_size=expected.shape[-1])
+    torch.testing.assert_close(rows.loss, loss.detach(), **close)
+
+
+@pytest.mark.parametrize("name", ["infinigen", "h2o", "streaming", "int4"])
+@pytest.mark.parametrize("prefill_len", [1, 5])
+def test_a_whole_text_is_scored_by_the_methods_selections(name, prefill_len):
+    """Padding on either side changes nothing, and the rows are those of replay at T = the text's tokens + 1."""
+    case, lengths = CASES[name], (24, 15, 19)
+    texts = [token_batch((length,), seed)[0][0, :length] for seed, length in enumerate(lengths)]
+    ids, mask = torch.full((3, 26), 7), torch.zeros(3, 26, dtype=torch.long)
+    for at, (text, start) in enumerate(zip(texts, (1, 0, 7), strict=True)):
+        ids[at, start : start + len(text)], mask[at, start : start + len(text)] = text, 1
+    with attach(tiny("gqa")) as under:
+        arguments = {"calibration": calibration_of(under), "codec": case.codec, "prefill_len": prefill_len}
+        with CachedModel(under, case.method, **arguments) as cached:
+            logits = cached(ids, attention_mask=mask).logits
+        budget = cached.usage.budget
+        budgets = []
+        for at, (text, start) in enumerate(zip(texts, (1, 0, 7), strict=True)):
+            session = open_session(under, case, [len(text) + 1], len(text))
+            last = session.prefill(text[None, :prefill_len], torch.ones(1, prefill_len, dtype=torch.bool))[:, -1:]
+            rest = text[None, prefill_len:]
+            rows = session.decode(rest, torch.ones_like(rest, dtype=torch.bool))
+            budgets += [session.reads.budget] * rest.shape[1]
+            expected = under.logits(torch.cat([last, rows], 1))[0]
+            found = logits[at, start + prefill_len - 1 : start + len(text)]
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert budget == pytest.approx(sum(budgets) / len(budgets)) and (budget < 0.95 or name == "int4")
+
+
+def test_a_texts_budget_is_met_at_its_own_length(model, attached):
+    with attached("infinigen", 0.6, prefill_len=4) as cached:
+        for length in (24, 60):
+            ids, _ = prompts(length)
+            labels = ids.clone()
+            labels[:, :4] = -100
+            loss = model(ids, labels=labels).loss
+            assert cached.usage.budget == pytest.approx(0.6, abs=0.02) and loss.isfinite()
+
+
+@pytest.mark.parametrize("given", ["model", "cached"])
+def test_pipelines(given, model, tokenizer, attached):
+    def texts(network) -> list[str]:
+        pipe = pipeline("text-generation", model=network, tokenizer=tokenizer)
+        settings = {"max_new_tokens": NEW, "do_sample": False}
+        one = pipe(TEXTS[0], **settings)
+        batch = pipe(TEXTS, batch_size=3, **settings)
+        return [made["generated_text"] for made in (*one, *(made[0] for made in batch))]
+
+    bare = texts(model)
+    with attached() as cached:
+        assert texts({"model": model, "cached": cached}[given]) == bare
+    with attached("h2o") as cached:
+        found = texts({"model": model, "cached": cached}[given])
+        ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
+        assert found[0] == found[1] == TEXTS[0] + tokenizer.decode(generated(model, ids, None)[0, ids.shape[1] :])
+
+
+def test_a_text_streams_from_another_thread(model, tokenizer, attached):
+    ids, mask = prompts(24)
+    with attached("infinigen") as cached:
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        settings = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+        thread = threading.Thread(target=model.generate, kwargs=settings | {"streamer": streamer})
+        thread.start()
+        text = "".join(streamer)
+        thread.join()
+        assert text == tokenizer.decode(cached.generate(**settings)[0, 24:], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("method", ["full", "infinigen"])
+def test_lm_evals_own_model_runs_on_it(method, model, tokenizer, attached, monkeypatch):
+    from lm_eval.models.huggingface import HFLM
+
+    def asked(*arguments) -> list:
+        return [SimpleNamespace(args=each) for each in arguments]
+
+    monkeypatch.setattr(model.config, "max_position_embeddings", 64)
+    choices = asked(("What is a cache?", " A memory"), ("What is a cache?", " No"), ("Keys", " and values"))
+    whole = asked(("The cache of keys and values outgrows the memory of the device that computes. " * 2,))
+    until = {"until": ["zzz"], "max_gen_toks": NEW, "do_sample": False}
+    open_ended = asked(("What is a cache?", until), ("Keys and values of", until))
+
+    def run(network) -> tuple:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lm = HFLM(pretrained=network, tokenizer=tokenizer, batch_size=1)
+        scores = [score for score, _ in lm.loglikelihood(choices, disable_tqdm=True)]
+        lm.batch_size_per_gpu = 2
+        texts = lm.generate_until(open_ended, disable_tqdm=True)
+        lm.batch_size_per_gpu = 1
+        return scores + lm.loglikelihood_rolling(whole, disable_tqdm=True), texts
+
+    bare, bare_texts = run(model)
+    with attached(method, prefill_len=1) as cached:
+        scores, texts = run(model)
+        assert (scores, texts) == run(cached)
+        if method == "full":
+            assert scores == pytest.approx(bare, abs=1e-3) and texts == bare_texts
+        else:
+            assert all(one != other for one, other in zip(scores, bare, strict=True))
+            ids = torch.tensor([tokenizer("What is a cache?")["input_ids"] + tokenizer(" A memory")["input_ids"]])
+            rows = model(ids[:, :-1]).logits[0].log_softmax(-1)[-len(" A memory") :]
+            assert scores[0] == pytest.approx(float(rows.gather(1, ids[0, -len(" A memory") :, None]).sum()), abs=1e-4)
+            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
+            with pytest.raises(UserError, match=r"a batch of 2 texts .* HFLM: batch_size=1"):
+                lm.loglikelihood(choices, disable_tqdm=True)
+    with attached(method):
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
+        with pytest.raises(UserError, match=r"only logits\[:, -1\] may be read.*prefill_len=N.*harness\.lm\(model"):
+            lm.loglikelihood(choices, disable_tqdm=True)
+
+
+# Logits that may not be read
+
+
+def test_only_the_rows_that_are_a_methods_may_be_read(model, attached):
+    ids, _ = prompts(24)
+    bare = model(ids).logits.detach()
+    with attached("infinigen", prefill_len=5):
+        prompt, text = model(ids, use_cache=True).logits, model(ids).logits
+        with pytest.raises(UserError, match="use_cache=True"):
+            model(ids[:, :1], past_key_values=model(ids).past_key_values)
+    assert prompt.shape == text.shape == bare.shape and len(text) == 1 and prompt.dtype == bare.dtype
+    assert "24" in repr(prompt) and "prefill_len=5" in repr(text)
+    for last in (prompt[:, -1], prompt[0, -1, :], prompt[..., -1, :], prompt[:, -1:, 3:9], prompt[0, 23]):
+        assert type(last) is torch.Tensor and not last.is_inference()
+    torch.testing.assert_close(prompt[:, -1], bare[:, -1], atol=1e-4, rtol=0)
+    assert text[:, 4:].isfinite().all() and text[0, torch.tensor([4, 9])].shape == (2, 256)
+    torch.testing.assert_close(text[:, 4], bare[:, 4], atol=1e-4, rtol=0)  # it sees the prompt alone
+    for read in (
+        lambda: prompt[:, -2],
+        lambda: prompt[0],
+        lambda: prompt.softmax(-1),
+        lambda: torch.cat([prompt, prompt]),
+        lambda: torch.nn.functional.log_softmax(text, dim=-1),
+        lambda: text[:, 3:],
+        lambda: text.tolist(),
+        lambda: text.numpy(),
+        lambda: text[text > 0],
+        lambda: list(text),
+    ):
+        with pytest.raises(UserError, match=r"logits of a prompt.*may be read"):
+            read()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda model, ids: model(ids, use_cache=False), "which of them are its prompt is not known.*prefill_len=N"),
+        (lambda model, ids: model(ids, labels=ids), "which of them are its prompt is not known"),
+        (lambda model, ids: model(ids, past_key_values=DynamicCache()), "past_key_values=a DynamicCache: .*its own"),
+        (lambda model, ids: model(inputs_embeds=torch.zeros(1, 3, 64) + 1), "inputs_embeds=a Tensor: .*leave it out"),
+        (lambda model, ids: model(ids, output_attentions=True), "output_attentions=True: "),
+        (lambda model, ids: model(ids, position_ids=torch.arange(24)[None] + 3), "position_ids: "),
+        (lambda model, ids: model(ids, attention_mask=torch.ones(1, 20)), r"attention_mask: of shape \(1, 20\)"),
+        (lambda model, ids: model(ids, attention_mask=(ids >= 0) & (ids < 3)), "attention_mask: a sequence without"),
+        (lambda model, ids: model(ids, attention_mask=torch.ones(1, 24).tril(-9)[:1]), "attention_mask: "),
+        (lambda model, ids: model(), "input_ids: missing"),
+        (lambda model, ids: model(ids[0]), r"input_ids: of shape \(24,\)"),
+        (lambda model, ids: model(ids - 9999), "input_ids: token -"),
+        (lambda model, ids: model.train()(ids), "training mode"),
+        (lambda model, ids: model.model(ids), "its decoder cannot be called by itself"),
+        (lambda model, ids: goes_on(model, ids, rows=9), "max_new_tokens=6: .*this is number 9"),
+        (lambda model, ids: goes_on(model, ids, batch=2), "2 sequences, and past_key_values of 1"),
+        (lambda model, ids: goes_on(model, ids, attention_mask=torch.ones(1, 2)), r"of shape \(1, 26\)"),
+        (lambda model, ids: goes_on(model, ids, position_ids=torch.tensor([[1, 2]])), "position_ids: "),
+        (lambda model, ids: model(ids).past_key_values.crop(3), "not cropped"),
+        (lambda model, ids: __import__("copy").deepcopy(model(ids).past_key_values), "not cropped, copied"),
+        (lambda model, ids: model.generate(ids, max_length=20), "max_length=20: the prompt has 24 tokens"),
+    ],
+)
+def test_what_it_cannot_is_one_line_and_leaves_the_model(act, said, model, attached):
+    ids, _ = prompts(24)
+    with attached(max_new_tokens=NEW), refused(said):
+        try:
+            act(model, ids)
+        finally:
+            model.eval()
+    assert generated(model, ids, None).shape == (1, 24 + NEW)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda model, ids: model(ids, labels=ids), "labels: the tokens of the prompt .prefill_len=5"),
+        (lambda model, ids: model(ids[:, :5]), "prefill_len=5: a text of 5 tokens leaves no row"),
+        (lambda model, ids: model(ids, attention_mask=ids % 2), "padding at its ends"),
+        (lambda model, ids: model(ids.repeat(1, 30)), "a text of 720 tokens, and the model takes 512"),
+    ],
+)
+def test_what_is_wrong_with_a_text_is_one_line(act, said, model, attached):
+    ids, _ = prompts(24)
+    with attached(prefill_len=5), refused(said):
+        act(model, ids)
+
+
+CHANGES = {
+    "eager": (lambda model: model.set_attn_implementation("eager"), "attention implementation 'eager': "),
+    "sdpa": (lambda model: setattr(model.config, "_attn_implementation", "sdpa"), "attention implementation 'sdpa': "),
+    "moved": (
+        lambda model: model.to(torch.bfloat16),
+        "moved to torch.bfloat16 on cpu while .* in torch.float32 on cpu",
+    ),
+    "a part moved": (lambda model: model.model.layers[2].self_attn.half(), "moved to torch.float16"),
+    "compiled": (lambda model: model.compile(backend="eager"), "torch.compile: "),
+    "a part compiled": (lambda model: model.model.layers[1].self_attn.compile(backend="eager"), "torch.compile: "),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "call"),
+    [*((change, "forward") for change in CHANGES), ("eager", "generate"), ("eager", "decode")],
+)
+def test_a_model_that_is_changed_inside_the_block_is_refused_at_the_next_call(change, call):
+    act, said = CHANGES[change]
+    network = tiny_model("llama", num_key_value_heads=2)
+    ids, _ = prompts(24)
+    own = network.config._attn_implementation
+    with attach(network) as attached, CachedModel(attached, Full()):
+        out = network(ids)
+        act(network)
+        with refused(said):
+            if call == "generate":
+                network.generate(ids, max_new_tokens=NEW)
+            elif call == "decode":
+                network(ids[:, :1], past_key_values=out.past_key_values)
+            else:
+                network(ids)
+    assert network.config._attn_implementation == own
+
+
+def test_a_compiled_wrapper_of_an_attached_model_is_refused():
+    network = tiny_model("llama", num_key_value_heads=2)
+    ids, _ = prompts(24)
+    with attach(network) as attached, CachedModel(attached, Full()):
+        with refused("torch.compile: an attached model runs a method's own code"):
+            torch.compile(network, backend="eager")(ids)
+        assert generated(network, ids, None).shape == (1, 24 + NEW)
+
+
+def test_a_model_without_a_generation_config_is_refused_and_a_changed_one_is_followed(monkeypatch, model, attached):
+    ids, _ = prompts(24)
+    bare = generated(model, ids, None)
+    with attached():
+        monkeypatch.setattr(model.generation_config, "suppress_tokens", bare[0, 24:25].tolist())
+        assert int(generated(model, ids, None)[0, 24]) != int(bare[0, 24])
+        monkeypatch.setattr(model, "generation_config", None)
+        with refused("model.generation_config=None: .*give the model a GenerationConfig"):
+            generated(model, ids, None)
+        monkeypatch.undo()
+        assert torch.equal(generated(model, ids, None), bare)
+
+
+@pytest.mark.parametrize(
+    ("take", "part"),
+    [
+        (copy.copy, "model"),
+        (pickle.dumps, "model"),
+        *(
+            (copy.deepcopy, part)
+            for part in ("model", "model.model", "model.lm_head", "model.model.layers[0].self_attn", "cached")
+        ),
+    ],
+)
+def test_an_attached_model_is_neither_copied_nor_pickled(take, part, model, attached):
+    ids, _ = prompts(24)
+    bare = generated(model, ids, None)
+    with attached() as cached:
+        taken = eval(part, {"model": model, "cached": cached})
+        with refused("a copy or pickle of it would hold on to that cache; copy it before, or after the block"):
+            take(taken)
+        assert torch.equal(generated(model, ids, None), bare)
+    alone = copy.deepcopy(model)
+    with torch.no_grad():
+        alone.lm_head.weight.zero_()
+    assert torch.equal(generated(model, ids, None), bare) and pickle.loads(pickle.dumps(model)) is not model
+
+
+def goes_on(model, ids, rows=2, batch=1, **settings):
+    return model(ids[:, :rows].repeat(batch, 1), past_key_values=model(ids).past_key_values, **settings)
+
+
+IDS = torch.arange(3, 13)[None]
+
+
+@pytest.mark.parametrize(
+    ("ids", "settings", "said"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), {}, r"input_ids: of shape \(1, 0\)"),
+        (IDS.float(), {}, "input_ids: a tensor of float32"),
+        (IDS[0], {}, r"input_ids: of shape \(10,\)"),
+        (IDS.tolist(), {}, "input_ids: a list"),
+        (None, {}, "input_ids: missing"),
+        ("a text", {}, "input_ids: a str"),
+        (IDS + 9999, {}, "input_ids: token 10011; the model knows the tokens 0 to 255"),
+        (-IDS, {}, "input_ids: token -12; "),
+        (IDS, {"max_new_tokens": 0}, "max_new_tokens=0: .*1 or more"),
+        (IDS, {"max_new_tokens": "many"}, "max_new_tokens='many': "),
+        (IDS, {"max_new_tokens": True}, "max_new_tokens=True: "),
+        (IDS, {"max_new_tokens": 10**9}, "a prompt of 10 tokens and max_new_tokens=1000000000: together at most"),
+    ],
+)
+def test_wrong_ids_and_lengths_of_generate_are_one_line(ids, settings, said, attached):
+    with attached() as cached, refused(said):
+        cached.generate(ids, **({"max_new_tokens": NEW} | settings))
+
+
+@pytest.mark.parametrize("given", [None, 3, "smollm2-135m", object(), torch.nn.Linear(2, 2)])
+def test_only_a_model_is_attached(given):
+    with refused("^model=.*no model; allowed"), harness.attach(given):
+        pytest.fail("refused")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"max_new_tokens": 0}, "^max_new_tokens=0: "), ({"prefill_len": "x"}, "^prefill_len='x': ")],
+)
+def test_wrong_settings_of_attach_are_one_line(settings, said, model):
+    with pytest.raises(UserError, match=said), harness.attach(model, method="full", **settings):
+        pytest.fail("refused")
+
+
+@pytest.mark.parametrize("budget", [1e-9, "1e-9"])
+def test_a_budget_that_no_method_has_is_one_line(budget, attached):
+    ids, _ = prompts(24)
+    with refused("budget=1e-0?9"), attached("h2o", budget) as cached:
+        cached.generate(ids, max_new_tokens=NEW)
+
+
+def test_a_method_that_cannot_work_on_the_model_is_one_line(model, attached):
+    ids, _ = prompts(24)
+    with attached("streaming", prefill_len=3, **{"method.dense_layers": 4}):
+        for settings in ({}, {"use_cache": True}):
+            with pytest.raises(UserError, match=r"^method\.dense_layers=4"):
+                model(ids, **settings)
+        with pytest.raises(UserError, match=r"^method\.dense_layers=4"):
+            model.generate(ids)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text", "lfm2", "jamba", "gpt_oss", "deepseek_v3"])
+def test_windows_recurrent_layers_and_latents_run_as_the_bare_model(family, tmp_path):
+    network = tiny_family(family)
+    network.generation_config.eos_token_id = None
+    ids, _ = prompts(26)
+    with torch.no_grad():
+        bare = generated(network, ids, None)
+        logits = network(ids).logits
+    settings = PLAIN | {"results_dir": str(tmp_path), "method.dense_layers": 0}
+    with harness.attach(network, method="full", prefill_len=1, **settings):
+        assert torch.equal(generated(network, ids, None), bare)
+        torch.testing.assert_close(network(ids).logits, logits, atol=1e-4, rtol=0)
+        prompt = network(ids[:, :20], use_cache=True)
+        rows = network(ids[:, 20:], past_key_values=prompt.past_key_values).logits
+        torch.testing.assert_close(rows, logits[:, 20:], atol=1e-4, rtol=0)
+
+
+def test_nothing_works_after_the_block(model, attached):
+    ids, _ = prompts(24)
+    with attached() as cached:
+        cache = model(ids).past_key_values
+        done = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+        with pytest.raises(UserError, match="a generate that has ended"):
+            model(ids[:, :1], past_key_values=done)
+    for act in (
+        lambda: cached.generate(ids, max_new_tokens=NEW),
+        lambda: cached(ids),
+        lambda: model(ids[:, :1], past_key_values=cache),
+        lambda: model.generate(ids, past_key_values=cache, max_new_tokens=2),
+        lambda: cache.usage,
+    ):
+        with refused(r"the block of harness\.attach has ended"):
+            act()
+    assert cached.device == model.device and cached.config is model.config and not hasattr(cached, "no_such")
+
+
+def test_caches_are_freed_with_their_last_reference_and_at_the_end(model, attached):
+    ids, _ = prompts(24)
+    with attached():
+        out = model(ids)
+        first = out.past_key_values.session
+        out = model(ids)
+        second = out.past_key_values.session
+        assert second.caches and not first.caches
+    assert not second.caches and out.past_key_values.session is None
+
+
+# Threads
+
+
+def test_a_second_use_at_the_same_time_is_refused_and_the_model_is_left(model, tokenizer, tmp_path):
+    """As users have done it: two threads, each attaching the one model, many times."""
+    ids, mask = prompts(24)
+    expected, before = generated(model, ids, mask), looks_of(model)
+    outcomes: list[object] = []
+    loaded = harness.load(model, tokenizer, results_dir=str(tmp_path), **PLAIN)
+
+    def use(start: threading.Barrier, at: int) -> None:
+        start.wait()
+        for turn in range(6):
+            try:
+                if (at + turn) % 3:
+                    with harness.attach(model, method="full", results_dir=str(tmp_path), **PLAIN) as cached:
+                        outcomes.append(torch.equal(generated(cached, ids, mask), expected))
+                else:
+                    made = loaded.generate("What is a cache?", method="full", max_new_tokens=2)
+                    outcomes.append(made.num_tokens == 2)
+            except BaseException as error:
+                outcomes.append(error)
+
+    for _ in range(3):
+        start = threading.Barrier(2)
+        run_in_threads(partial(use, start, 0), partial(use, start, 1))
+        assert looks_of(model) == before and torch.equal(generated(model, ids, mask), expected)
+    refused = [error for error in outcomes if error is not True]
+    assert len(refused) < len(outcomes) == 36
+    for error in refused:
+        assert isinstance(error, UserError) and "attached already by another thread" in str(error), error
+
+
+def test_every_run_of_another_thread_is_refused_in_one_line(model, tokenizer, tmp_path):
+    ids, mask = prompts(24)
+    loaded = harness.load(
+        model, tokenizer, results_dir=str(tmp_path), **PLAIN, num_windows=1, seq_len=64, prefill_len=32
+    )
+    runs = {
+        "attach": lambda: harness.attach(model, method="full", **PLAIN).__enter__(),
+        "generate": lambda: loaded.generate("What is a cache?", method="full", max_new_tokens=2),
+        "perplexity": lambda: loaded.perplexity(methods=["full"]),
+        "tasks": lambda: loaded.tasks(["kv_recall"], methods=["full"], num_samples=1, too_long="truncate"),
+    }
+    said = {}
+
+    def use() -> None:
+        for name, run in runs.items():
+            try:
+                run()
+            except UserError as error:
+                said[name] = str(error)
+
+    with harness.attach(model, method="full", results_dir=str(tmp_path), **PLAIN):
+        for run in runs.values():  # in this thread, too
+            with pytest.raises(UserError, match="attached already in this thread"):
+                run()
+        run_in_threads(use)
+        assert generated(model, ids, mask).shape == (1, 24 + NEW)
+    assert said.keys() == runs.keys()
+    assert all("attached already by another thread" in line and "\n" not in line for line in said.values())
+
+
+def test_threads_inside_one_block_take_turns(model, attached):
+    batches = [prompts(24), prompts(20), prompts(24, 15)]
+    with attached("infinigen", max_new_tokens=NEW):
+        expected = [generated(model, *batch) for batch in batches]
+        found: dict[int, torch.Tensor] = {}
+
+        def use(at: int) -> None:
+            found[at] = generated(model, *batches[at]) if at % 2 else written_by_hand(model, *batches[at])[0]
+
+        run_in_threads(partial(use, 0), partial(use, 1), partial(use, 2))
+    assert all(torch.equal(found[at], ids) for at, ids in enumerate(expected))
+
+
+def test_a_thread_that_outlives_the_block_is_told(model, attached):
+    ids, _ = prompts(24)
+    said: list[str] = []
+    steps, go_on = threading.Event(), threading.Event()
+
+    def wait(input_ids, scores, **_):
+        steps.set()
+        go_on.wait(60)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def use() -> None:
+        try:
+            model.generate(ids, max_new_tokens=NEW, stopping_criteria=[wait])
+        except UserError as error:
+            said.append(str(error))
+
+    with attached():
+        thread = threading.Thread(target=use)
+        thread.start()
+        assert steps.wait(60)
+    go_on.set()
+    thread.join()
+    assert len(said) == 1 and "the block of harness.attach has ended" in said[0]
+
+
+def test_a_bare_call_in_the_middle_of_anothers_pass_is_refused(model):
+    """It would go through that pass's attention and write to its cache."""
+    ids, real = prompts(24)
+    said: list[str] = []
+
+    def use() -> None:
+        try:
+            model(ids[:, :9])
+        except UserError as error:
+            said.append(str(error))
+
+    def call_meanwhile(*_) -> None:
+        run_in_threads(use)
+
+    with attach(model) as under:
+        expected = run_prompt(under, ids, real.bool()).hidden
+        hook = model.model.layers[1].register_forward_pre_hook(call_meanwhile)
+        try:
+            assert torch.equal(run_prompt(under, ids, real.bool()).hidden, expected)
+        finally:
+            hook.remove()
+    assert len(said) == 1 and "wait until the run that attached it has ended" in said[0]
+
+
+def test_flags_of_single_modules_are_restored(model):
+    model.model.layers[1].train()
+    before = [module.training for module in model.modules()]
+    with pytest.raises(ZeroDivisionError), attach(model):
+        assert not model.model.layers[1].training
+        raise ZeroDivisionError
+    assert [module.training for module in model.modules()] == before and any(before)
+    model.eval()

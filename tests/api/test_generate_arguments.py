@@ -1,0 +1,228 @@
+"""Every argument of transformers' `generate` inside `harness.attach`: the bare model's tokens, or a refusal whose
+remedy works."""
+
+import inspect
+from ast import literal_eval
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+    WatermarkingConfig,
+)
+
+from harness.api.cached_model import CachedModel
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.generation import GenerationRule
+from harness.model.tiny import tiny_model
+from harness.settings.config import GREEDY
+from methods.full import Full
+from tests.tokens import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+IDS = torch.tensor([TOKENIZER("What is a cache?")["input_ids"]])
+NEW = 6
+PLAIN = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": NEW, "do_sample": False}
+
+
+def model_of(**of_file: Any) -> Any:
+    model = tiny_model("llama", num_key_value_heads=2, vocab_size=len(TOKENIZER), max_position_embeddings=128)
+    model.generation_config = GenerationConfig(pad_token_id=0, **of_file)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of()
+
+
+def new_tokens(model: Any, **asked: Any) -> list[list[int]]:
+    """The sequences of a call, whatever it returns, by random numbers of one seed."""
+    torch.manual_seed(0)
+    ids = asked.pop("ids", IDS)
+    made = model.generate(*([] if ids is None else [ids]), **(PLAIN | asked))
+    return (made if isinstance(made, torch.Tensor) else made.sequences).tolist()
+
+
+@contextmanager
+def attached(model: Any) -> Iterator[CachedModel]:
+    with attach(model) as of_model, CachedModel(of_model, Full(), tokenizer=TOKENIZER, max_length=128) as cached:
+        yield cached
+
+
+SAMPLED = {"do_sample": True}
+TAKEN: dict[str, Any] = {
+    "inputs": {"ids": None, "inputs": IDS},
+    "input_ids": {"ids": None, "input_ids": IDS},
+    "attention_mask": torch.tensor([[0, 0, *[1] * (IDS.shape[1] - 2)]]),
+    "position_ids": None,
+    "tokenizer": {"tokenizer": TOKENIZER, "stop_strings": ["zz"]},
+    "trust_remote_code": False,
+    "generation_config": {"generation_config": GenerationConfig(repetition_penalty=1.5)},
+    "logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor([94, 93])]),
+    "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(IDS.shape[1] + 2)]),
+    "prefix_allowed_tokens_fn": lambda batch, ids: [5, 6, 7],
+    "streamer": {},  # its tokens are tested with pipelines
+    "max_length": {"max_length": IDS.shape[1] + 3, "max_new_tokens": None},
+    "max_new_tokens": 3,
+    "min_length": {"min_length": IDS.shape[1] + 4, "eos_token_id": 94},
+    "min_new_tokens": {"min_new_tokens": 4, "eos_token_id": 94},
+    "early_stopping": False,
+    "max_time": 600.0,
+    "stop_strings": {"tokenizer": TOKENIZER, "stop_strings": "y"},
+    "do_sample": True,
+    "temperature": SAMPLED | {"temperature": 0.5},
+    "top_k": SAMPLED | {"top_k": 3},
+    "top_p": SAMPLED | {"top_p": 0.5},
+    "min_p": SAMPLED | {"min_p": 0.3},
+    "top_h": SAMPLED | {"top_h": 0.3},
+    "typical_p": SAMPLED | {"typical_p": 0.5},
+    "epsilon_cutoff": SAMPLED | {"epsilon_cutoff": 0.01},
+    "eta_cutoff": SAMPLED | {"eta_cutoff": 0.01},
+    "repetition_penalty": 1.5,
+    "encoder_repetition_penalty": 1.5,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[94], [93, 91]],
+    "renormalize_logits": True,
+    "forced_bos_token_id": 5,
+    "forced_eos_token_id": 5,
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 2.0), "eos_token_id": 5},
+    "suppress_tokens": [94],
+    "begin_suppress_tokens": [94],
+    "sequence_bias": [[[94], -20.0]],
+    "watermarking_config": WatermarkingConfig(bias=5.0),
+    "num_return_sequences": SAMPLED | {"num_return_sequences": 2},
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+    "return_dict_in_generate": True,
+    "pad_token_id": 4,
+    "bos_token_id": 4,
+    "eos_token_id": [93, 4],
+    "decoder_start_token_id": 4,
+    "num_assistant_tokens": 4,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.5,
+    "max_matching_ngram_size": 2,
+    "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
+    "assistant_ensemble_weight": 0.5,
+    "compile_config": CompileConfig(),
+    "disable_compile": True,
+    "continuous_batching_config": None,
+    "low_memory": None,
+    "diversity_penalty": 0.0,
+    "transformers_version": None,
+    "_from_model_config": None,
+}
+"""Arguments, and the values that they are called with: a dict is the call's own."""
+REFUSED: dict[str, Any] = {
+    "inputs_embeds": torch.zeros(1, 4, 64),
+    "past_key_values": DynamicCache(),
+    "assistant_model": object(),
+    "assistant_tokenizer": TOKENIZER,
+    "custom_generate": "transformers-community/dola",
+    "synced_gpus": True,
+    "negative_prompt_ids": IDS,
+    "negative_prompt_attention_mask": torch.ones_like(IDS),
+    "num_beams": 2,
+    "num_beam_groups": 2,
+    "constraints": [1],
+    "force_words_ids": [[5]],
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "guidance_scale": 1.5,
+    "token_healing": True,
+    "is_assistant": True,
+    "use_cache": False,
+    "cache_implementation": "static",
+    "cache_config": {"backend": "quanto"},
+    "max_cache_len": 99,
+    "prefill_chunk_size": 4,
+    "prompt_lookup_num_tokens": 3,
+    "assistant_early_exit": 2,
+    "speculation_type": "dflash",
+    "use_mtp": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+}
+
+
+def test_every_argument_is_known():
+    named = {name for name in inspect.signature(GenerationMixin.generate).parameters if name not in ("self", "kwargs")}
+    known = TAKEN.keys() | REFUSED.keys()
+    assert named | vars(GenerationConfig()).keys() <= known
+    assert not TAKEN.keys() & REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.filterwarnings("ignore")
+def test_an_argument_that_is_taken_gives_the_bare_models_tokens(name, model):
+    value = TAKEN[name]
+    asked = value if isinstance(value, dict) else {name: value}
+    expected = new_tokens(model, **asked)
+    with attached(model):
+        assert new_tokens(model, **asked) == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_that_is_refused_says_what_to_do(name, model):
+    expected = new_tokens(model)
+    ids = {"ids": None} if name == "inputs_embeds" else {}
+    with attached(model):
+        with pytest.raises(UserError, match=rf"^{name}=") as error:
+            new_tokens(model, **{name: REFUSED[name]}, **ids)
+        assert "\n" not in str(error.value)
+        _, _, allowed = str(error.value).partition("allowed: ")
+        for word in allowed.split(" or ") if allowed else ["None"]:
+            assert new_tokens(model, **{name: literal_eval(word)}) == expected
+
+
+CACHE_OF_A_FILE = {
+    "cache_implementation": "hybrid",
+    "use_cache": False,
+    "prefill_chunk_size": 4,
+    "prompt_lookup_num_tokens": 3,
+    "output_attentions": True,
+    "max_cache_len": 99,
+}
+
+
+@pytest.mark.parametrize("name", CACHE_OF_A_FILE)
+def test_what_a_models_own_file_says_of_its_cache_plays_no_part(name):
+    """Gemma 2 and 3 say `cache_implementation: hybrid`."""
+    expected = new_tokens(model_of())
+    model = model_of()
+    setattr(model.generation_config, name, CACHE_OF_A_FILE[name])
+    with attached(model):
+        assert new_tokens(model) == expected
+        repeated = GenerationConfig(**{name: CACHE_OF_A_FILE[name]})  # as a pipeline's copy of it does
+        assert new_tokens(model, generation_config=repeated) == expected
+        with pytest.raises(UserError, match=f"^{name}="):
+            new_tokens(model, **{name: CACHE_OF_A_FILE[name]})
+    assert GenerationRule(model, IDS[0].tolist(), **GREEDY.settings, max_new_tokens=3).is_plain
+
+
+def test_stop_strings_need_a_tokenizer_from_somewhere(model):
+    free = new_tokens(model)[0][IDS.shape[1] :]
+    asked = {"stop_strings": ["zz zz", TOKENIZER.decode(free[1:3])]}
+    expected = new_tokens(model, tokenizer=TOKENIZER, **asked)
+    assert len(expected[0]) < IDS.shape[1] + NEW
+    with attached(model) as cached:
+        assert new_tokens(model, **asked) == new_tokens(model, tokenizer=TOKENIZER, **asked) == expected
+        cached.tokenizer = None
+        with pytest.raises(UserError, match=r"^stop_strings=.*tokenizer="):
+            new_tokens(model, **asked)

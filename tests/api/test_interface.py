@@ -1,0 +1,201 @@
+"""`harness.load` and `harness.attach`: the command line's runs, from Python."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import torch
+
+import harness
+from harness.errors import UserError
+from harness.model import dense_prompts
+from harness.model.dense_prompts import DensePrompts
+from harness.model.tiny import tiny_model
+from harness.results.record import read_all
+from harness.run.cli import main
+from tests.runs import calls_of
+from tests.tokens import byte_tokenizer
+
+PROMPT = "What is a cache?"
+SHORT = {"num_windows": 2, "seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1}
+
+
+@pytest.fixture(scope="module")
+def network():
+    model = tiny_model("llama", num_key_value_heads=2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture
+def model(network, tmp_path):
+    return harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
+
+
+def test_generate_gives_the_models_own_text_and_its_bytes(model, network):
+    made = model.generate(PROMPT, method="full", max_new_tokens=8)
+    ids = torch.tensor([model.loaded.tokenizer(PROMPT)["input_ids"]])
+    expected = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    assert made.text == model.loaded.tokenizer.decode(expected[0, ids.shape[1] :])
+    assert (made.budget, made.source, made.num_tokens) == (1.0, "emulated", 8) and made.h2d_bytes > 0
+    assert str(made).startswith(PROMPT + made.text) and "tokens/s" in str(made)
+    assert model.generate(PROMPT, method="infinigen", budget=0.6, max_new_tokens=8).budget < 0.7
+
+
+def test_methods_of_one_call_share_their_dense_prompts(model, network, tmp_path, monkeypatch):
+    """Also of a model in memory: each window's prompt runs once, and every number is that of methods that run alone."""
+    kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
+    methods = ["full", "quest", "h2o", "streaming"]
+    words = {"budget": "nearest:0.6", "quiet": True}
+    together = model.perplexity(methods=methods, **words)
+    assert (len(kept), len(asked)) == (SHORT["num_windows"], 4 * SHORT["num_windows"])
+    alone = []
+    for method in methods:
+        one = harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / method), **SHORT)
+        alone.append(one.perplexity(methods=[method], **words))
+    assert len(asked) == 4 * SHORT["num_windows"], "one method alone keeps nothing"
+    shared = ["label", "perplexity", "kl_nats", "budget"]
+    pd.testing.assert_frame_equal(together[shared], pd.concat(alone, ignore_index=True)[shared])
+    assert model.resources.loaded.prompts is None and not model.resources.shares_prompts
+
+
+def test_a_sampled_text_follows_its_seed_alone(model):
+    settings = {"method": "full", "max_new_tokens": 12, "temperature": 1.0, "top_p": 0.95}
+    first, again, other = (model.generate(PROMPT, **settings, seed=seed).text for seed in (1, 1, 2))
+    assert first == again != other
+    assert model.generate(PROMPT, **settings, seed=1, placement="device").text == first
+    greedy = model.generate(PROMPT, method="full", max_new_tokens=12).text
+    assert greedy == model.generate(PROMPT, method="full", max_new_tokens=12, temperature=0).text != first
+
+
+def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
+    text = tmp_path / "it's, mine.txt"
+    text.write_text("The cache of keys and values outgrows the memory. " * 20)
+    frame = model.perplexity(text, methods=["full", "int4", "streaming"], budget="nearest:0.7")
+    assert list(frame.label) == ["Full cache", "INT4", "Streaming"]
+    assert frame["budget"][0] == 1 and frame["budget"][2] == pytest.approx(0.7, abs=0.02)
+    assert frame.kl_nats[0] == pytest.approx(0, abs=1e-6) and frame.kl_nats[1] > 0
+    table = pd.read_csv(tmp_path / "results" / "tables" / "perplexity.csv")
+    shown = table[(table.metric == "kl_nats") & ~table.task.str.contains("[", regex=False)].set_index("label").value
+    assert dict(zip(frame.label, frame.kl_nats, strict=True)) == pytest.approx(shown.to_dict())
+    made = {record["inputs"]["model"] for record in read_all(tmp_path / "results")}
+    assert made == {model.loaded.fingerprint}, "the weights in memory are a run's identity"
+
+
+def test_a_method_that_a_prompt_excludes_costs_the_others_nothing(model, caplog):
+    frame = model.perplexity(methods=["full", "snapkv", "streaming"])  # 32 dense tokens, SnapKV observes 32
+    assert list(frame.label) == ["Full cache", "Streaming"]
+    (said,) = [message for message in caplog.messages if "no row" in message]
+    assert said.startswith("perplexity SnapKV: no row, ") and "window" in said
+    frame = model.tasks(["kv_recall"], methods=["snapkv", "full"], num_samples=2, too_long="truncate", budget=0.5)
+    assert "Full cache" in list(frame.label)
+    with pytest.raises(UserError, match="window"):
+        model.perplexity(methods=["snapkv"])
+    with pytest.raises(UserError, match="method=snapkw"):
+        model.perplexity(methods=["full", "snapkw"], seed=3)
+
+
+def test_a_budget_that_was_not_read_is_told_each_time(model, caplog):
+    for _ in range(2):  # the second time it is finished before
+        caplog.clear()
+        frame = model.perplexity(methods=["full", "streaming"], budget="nearest:0.01")
+        (said,) = [message for message in caplog.messages if "asked for" in message]
+        words = f"perplexity Streaming at 0.01: offline: budget=0.01 was asked for, {frame['budget'][1]:.3f} was read"
+        assert said == words and frame.unmet_budget[1] == 0.01
+
+
+def test_a_run_says_on_stderr_where_it_is_unless_it_is_to_be_quiet(model, capsys):
+    methods = ["full", "streaming"]
+    model.perplexity(methods=methods, budget=0.7)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "perplexity Full cache: running, 1 of 2"
+    assert lines[1].startswith("perplexity Full cache: took ") and lines[1].endswith("record.json")
+    assert lines[2] == "perplexity Streaming at 0.7: running, 2 of 2" and len(lines) == 4
+    model.perplexity(methods=methods, budget=0.7)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("finished before, skipped" in line for line in said)
+    model.perplexity(methods=methods, budget=0.8, quiet=True)
+    model.tasks(["kv_recall"], methods=["full"], num_samples=2, too_long="truncate", quiet=True)
+    model.generate(PROMPT, method="full", max_new_tokens=2, quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bars_are_shown_in_terminals_and_notebooks_unless_it_is_to_be_quiet(model, monkeypatch, capsys):
+    def shown(**settings):
+        model.generate(PROMPT, method="full", max_new_tokens=2, **settings)
+        return "generate" in capsys.readouterr().err
+
+    assert not shown(), "a file"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert shown() and not shown(quiet=True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert shown() and not shown(quiet=True)
+
+
+def test_tasks_name_their_metrics(model):
+    frame = model.tasks(["kv_recall", "passkey"], methods=["full"], num_samples=2, too_long="truncate")
+    assert {"kv_recall_acc", "passkey_acc"} <= set(frame.columns) and len(frame) == 1
+
+
+def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
+    network.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    settings = {"results_dir": str(tmp_path / "results")} | SHORT
+    harness.load(str(tmp_path / "model"), **settings).perplexity(methods=["full"])
+    words = [f"{name}={value}" for name, value in settings.items()]
+    assert main(["method=full", f"model.path={tmp_path / 'model'}", *words]) == 0
+    assert "finished before, skipped" in capsys.readouterr().out
+    assert len(list(read_all(tmp_path / "results"))) == 1
+
+
+def test_attach_decodes_with_transformers_generate_and_leaves_the_model(network, tmp_path):
+    ids = torch.randint(3, 200, (2, 24), generator=torch.Generator().manual_seed(0))
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    expected = network.generate(ids, **asked)
+    network.train()
+    forward = network.forward
+    with harness.attach(network, method="full", results_dir=str(tmp_path), **SHORT) as cached:
+        assert torch.equal(cached.generate(ids, **asked), expected)
+        assert cached.usage.h2d_bytes > 0
+    assert network.training and network.forward == forward
+    with pytest.raises(UserError, match="true scores"), harness.attach(network, method="oracle", **SHORT):
+        pytest.fail("refused")
+    assert network.training
+    with harness.attach(
+        network, byte_tokenizer(), method="infinigen", budget=0.6, results_dir=str(tmp_path), **SHORT
+    ) as cached:
+        cached.generate(ids, **asked)
+        assert cached.usage.budget == pytest.approx(0.6, abs=0.05)
+    network.eval()
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda model: harness.load("smollm2"), "^model=smollm2: no folder, .*did you mean 'smollm2-135m'"),
+        (lambda model: model.perplexity(methods=["h2p"]), "h2p"),
+        (lambda model: model.perplexity("none.txt"), "corpus.path=none.txt: no such file"),
+        (lambda model: model.perplexity(budget=2), "budget=nearest:2|budget=2"),
+        (lambda model: model.generate(PROMPT, method="oracle"), "true scores"),
+        (lambda model: model.tasks(["no_such_task"]), "no_such_task"),
+        (lambda model: harness.attach(model, method="full", alpha=3).__enter__(), "alpha"),
+    ],
+)
+def test_what_is_wrong_is_one_line(model, act, said):
+    with pytest.raises(UserError, match=said) as raised:
+        act(model)
+    assert "\n" not in str(raised.value)
+
+
+def test_it_is_imported_from_any_folder(tmp_path):
+    try:
+        importlib.metadata.distribution("kv-offload-harness")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the project is not installed; make setup does it")
+    code = "import harness, sys; from importlib.util import find_spec; print('torch' in sys.modules, 'load' in "
+    code += "harness.__all__, all(map(find_spec, ('harness.api.interface', 'methods.infinigen', 'plots.drawing'))))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "False True True\n", done.stderr

@@ -1,0 +1,286 @@
+"""lm-eval's own evaluation of a method has the numbers of `experiment=tasks`; its command line; a task's own files."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+import torch
+import yaml
+from lm_eval.tasks import TaskManager
+
+import harness
+from harness.api import lm_command
+from harness.errors import UserError
+from harness.model.tiny import tiny_model
+from harness.results import inputs
+from harness.results.record import read_all
+from harness.run.compose import load
+from harness.scoring.evaluation import ReplayEngine
+from tests.tokens import byte_tokenizer
+
+CHOICE: dict[str, Any] = {
+    "output_type": "multiple_choice", "test_split": "test", "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{options}}", "doc_to_target": "label", "metric_list": [{"metric": "acc"}],
+}  # fmt: skip
+TASKS: dict[str, dict[str, Any]] = {
+    "mine_short": CHOICE,
+    "mine_long": CHOICE | {"doc_to_text": "{{question}} Say it. {{question}} Say it again. {{question}}"},
+    "mine_text": {
+        "output_type": "generate_until", "test_split": "test", "doc_to_text": "Q: {{question}}\nA:",
+        "doc_to_target": "it", "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "mine_whole": {
+        "output_type": "loglikelihood_rolling", "test_split": "test", "doc_to_text": "",
+        "doc_to_target": "{{question}}", "metric_list": [{"metric": "bits_per_byte"}],
+    },
+}  # fmt: skip
+"""A short and a long one of choices, so that a budget that both share is the budget of neither."""
+SETTINGS: dict[str, Any] = {"method": "streaming", "budget": "nearest:0.6", "prefill": "dense", "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Task YAML that names its own file of rows."""
+    folder = tmp_path_factory.mktemp("tasks")
+    options = ["red", "a blue one", "it"]
+    rows = [{"question": f"What is number {n}, {'x' * n}?", "options": options, "label": n % 3} for n in range(6)]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for name, task in TASKS.items():
+        named = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(named | task))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model() -> harness.Model:
+    network = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=512)
+    network.generation_config.eos_token_id = None
+    return harness.load(network, byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model, tmp_path_factory) -> Path:
+    """The same model as files."""
+    folder = tmp_path_factory.mktemp("model")
+    model.loaded.model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """lm-eval's command looks at the tasks of --include_path alone, since reading all takes ten seconds, and writes
+    nothing about the machine, for which it lists all packages."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
+
+
+def project_samples(model: harness.Model, folder: Path, results: Path, **more: Any) -> dict[str, Any]:
+    """By task, what `experiment=tasks` records of each question."""
+    settings = {name: value for name, value in SETTINGS.items() if name != "method"}
+    model.tasks(
+        list(TASKS), methods=["streaming"], include_path=str(folder), results_dir=str(results), **settings, **more
+    )
+    (record,) = read_all(results)
+    return record["samples"] | {"budgets": {name: record["metrics"][name]["budget"] for name in TASKS}}
+
+
+def test_log_likelihoods_and_texts_are_those_of_experiment_tasks(model, folder, tmp_path, capfd):
+    expected = project_samples(model, folder, tmp_path)
+    lm = harness.lm(model, **SETTINGS)
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = lm_eval.simple_evaluate(model=lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
+    for name in ("mine_short", "mine_long"):
+        for sample, other in zip(expected[name], found["samples"][name], strict=True):
+            assert sample["log_likelihoods"] == [answer[0] for answer in other["filtered_resps"]]
+            assert sample["acc"] == other["acc"]
+    for sample, other in zip(expected["mine_text"], found["samples"]["mine_text"], strict=True):
+        assert sample["text"] == other["resps"][0][0]
+    assert any(sample["text"] for sample in expected["mine_text"])
+    for sample, other in zip(expected["mine_whole"], found["samples"]["mine_whole"], strict=True):
+        assert sample["log_likelihood"] == other["filtered_resps"][0]
+    budgets = {name: shares["budget"] for name, shares in found["config"]["shares"].items()}
+    assert budgets == expected["budgets"] and set(budgets) == set(TASKS)
+    assert f"mine_long: Streaming read {budgets['mine_long']:.1%} of the cache" in capfd.readouterr().err
+
+
+def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tmp_path, monkeypatch):
+    """lm-eval's key is a request's texts: one method's answers came back as another's."""
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    asked: list[int] = []
+    score = ReplayEngine.score
+    monkeypatch.setattr(ReplayEngine, "score", lambda self, each: (asked.append(len(each)), score(self, each))[1])
+
+    def answers(cache: Path | None, **settings: Any) -> tuple[list[float], int]:
+        asked.clear()
+        found = lm_eval.simple_evaluate(
+            model=harness.lm(model, **({"prefill": "dense"} | settings)), tasks=["mine_short"], limit=2,
+            task_manager=manager, bootstrap_iters=0, use_cache=cache and str(cache),
+        )  # fmt: skip
+        likely = [answer[0] for sample in found["samples"]["mine_short"] for answer in sample["filtered_resps"]]
+        return likely, sum(asked)
+
+    runs = [
+        {"method": "full"}, {"method": "full", "codec": "int4"}, {"method": "full", "codec": "int2"},
+        {"method": "streaming", "budget": "nearest:0.5"}, {"method": "streaming", "budget": "nearest:0.7"},
+        {"method": "streaming", "method.num_sinks": 1, "method.budget": 0.4},
+    ]  # fmt: skip
+    cache = tmp_path / "answers"
+    expected = [answers(None, **run)[0] for run in runs]
+    assert len({tuple(likely) for likely in expected}) == len(runs)
+    for _ in range(2):
+        found = [answers(cache, **run) for run in runs]
+        assert [likely for likely, _ in found] == expected
+    assert [count for _, count in found] == [0] * len(runs), "the second time all come from the cache"
+    for _ in range(2):
+        assert answers(cache, method="full", temperature=0.5)[1] == 6, "a sampled run takes none"
+
+
+def test_thinking_is_set_as_of_hflm(model):
+    lm = harness.lm(model, method="full", enable_thinking=True, think_end_token="</think>")
+    assert (lm.config.task.enable_thinking, lm.config.task.think_end_token) == (True, "</think>")
+    with pytest.raises(UserError, match="enable_thinking=true: needs think_end_token"):
+        harness.lm(model, enable_thinking=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_samples": 3}, "num_samples=3: lm-eval decides it, by limit; leave it out"),
+        ({"metadata.max_seq_lengths": [5]}, "lm-eval decides it, by metadata"),
+        ({"method": "h2"}, "method=h2: did you mean 'h2o'"),
+        ({"prefil": "dense"}, "unknown setting prefil: did you mean 'prefill"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(settings, said, model):
+    with pytest.raises(UserError, match=said) as raised:
+        harness.lm(model, **settings)
+    assert "\n" not in str(raised.value)
+
+
+# The command line
+
+
+def evaluate(folder: Path, model_args: str, *options: str) -> int:
+    return lm_command.main(["--include_path", str(folder), "--model", "kv", "--model_args", model_args, *options])
+
+
+def test_the_command_line_has_the_same_numbers_and_lm_evals_options(checkpoint, model, folder, tmp_path, capsys):
+    expected = project_samples(model, folder, tmp_path / "results", num_samples=4)
+    arguments = ",".join(f"{name}={value}" for name, value in SETTINGS.items())
+    output = ["--output_path", str(tmp_path / "out"), "--log_samples", "--batch_size", "4"]
+    assert (
+        evaluate(folder, f"pretrained={checkpoint},{arguments}", "--tasks", "mine_short", "--limit", "4", *output) == 0
+    )
+    assert "|mine_short|" in capsys.readouterr().out
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    written = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(written) == 4 and json.loads(results.read_text())["config"]["method"] == "Streaming"
+    for sample, other in zip(expected["mine_short"], sorted(written, key=lambda line: line["doc_id"]), strict=True):
+        assert sample["log_likelihoods"] == [float(answer[0]) for answer in other["filtered_resps"]]
+
+
+REFUSED = {
+    "method=h2o": "pretrained=: is missing from --model_args; must be an entry of conf/model",
+    "pretrained=smollm2": "model=smollm2: no folder",
+    "pretrained=MODEL,method=h2": "method=h2: did you mean 'h2o'",
+    "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
+    "pretrained=MODEL,apply_chat_template=no": "apply_chat_template=no: lm-eval decides it",
+    "pretrained=MODEL,dtype=float8": "model.dtype=float8: ",
+    "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model's own is used; leave it out",
+    "pretrained=MODEL,batch_size=4": "batch_size=4: plays no part, as replay makes batches that fit; leave it out",
+    "pretrained=MODEL,max_batch_size=4": "max_batch_size=4: plays no part",
+    "pretrained=MODEL,device=cuda:1": "device=cuda:1: ",
+    "pretrained=MODEL,device=cpu,platform=cpu": "device=cpu: contradicts platform=cpu; leave one of them out",
+    "pretrained=MODEL,platform=gpu": "platform=gpu: ",
+    "pretrained=MODEL,max_length=true": "max_length=True: must be a number of tokens from 2 to 512",
+    "pretrained=MODEL,load_in_8bit=true": "unknown setting load_in_8bit: ",
+    "pretrained=MODEL,max_length=513": "max_length=513: must be a number of tokens from 2 to 512",
+    "pretrained=MODEL,method=full,prefill=dense,max_length=20": "question 0: context and answer have",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_wrong_model_args_are_one_line_and_exit_code_2(arguments, checkpoint, folder, capfd):
+    arguments, said = arguments.replace("MODEL", str(checkpoint)), REFUSED[arguments]
+    assert evaluate(folder, arguments, "--tasks", "mine_short") == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+def test_model_args_are_those_of_the_command_line(checkpoint):
+    words = f"pretrained={checkpoint},platform=cpu,method=full,codec=int8,value_codec=null,seed=3"
+    made = lm_command.KVModel.create_from_arg_string(words, {"batch_size": 1, "device": lm_command.DEFAULT_DEVICE})
+    assert (made.config.codec_name, made.config.seed, made.config.platform.name) == ("int8", 3, "cpu")
+    with pytest.raises(UserError, match="device=cpu: --model_args names device or platform too"):
+        lm_command.KVModel.create_from_arg_string(words, {"device": "cpu"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_was_asked_for_is_no_other(checkpoint):
+    with pytest.raises(UserError, match="platform=cuda: torch finds no CUDA device here"):
+        lm_command.KVModel.create_from_arg_string(f"pretrained={checkpoint},device=cuda")
+
+
+def test_a_tokenizer_beside_a_model_that_has_one_is_refused(model):
+    for call in (harness.lm, harness.attach):
+        with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"), call(model, "gpt2"):
+            pass
+    with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"):
+        harness.load("smollm2-135m", "gpt2")
+
+
+def test_a_device_that_is_not_offered_is_refused(checkpoint, folder, capfd):
+    assert evaluate(folder, f"pretrained={checkpoint}", "--tasks", "mine_short", "--device", "mps") == 2
+    assert "error: device=mps: " in capfd.readouterr().err
+
+
+def test_what_lm_eval_refuses_is_one_line_and_a_bug_of_ours_says_so(checkpoint, folder, capfd, monkeypatch):
+    arguments = f"pretrained={checkpoint},method=full,prefill=dense"
+    assert evaluate(folder, arguments, "--tasks", "nothing") == 2
+    assert "error: lm-eval refuses it (ValueError: Tasks not found: nothing" in capfd.readouterr().err
+    monkeypatch.setattr("harness.scoring.lm._document", lambda request: 1 / 0)
+    assert evaluate(folder, arguments, "--tasks", "mine_short") == 1
+    assert "error: division by zero (ZeroDivisionError, a bug)" in capfd.readouterr().err
+
+
+# A task's own files
+
+
+def test_a_task_that_names_its_files_needs_no_data_setting_and_they_count(folder, tmp_path):
+    config = load(["experiment=tasks", "tasks=[mine_short]", f"include_path={folder}"])
+    before = inputs.tasks(config)["mine_short"]
+    file = folder / "rows.jsonl"
+    text = file.read_text()
+    try:
+        file.write_text(text.replace("red", "green"))
+        assert inputs.tasks(config)["mine_short"] != before
+    finally:
+        file.write_text(text)
+    assert inputs.tasks(config)["mine_short"] == before
+
+
+@pytest.mark.parametrize("data", ["offline", "hub"])
+def test_rows_are_read_from_a_folder_and_missing_or_damaged_ones_are_refused(data, model, tmp_path):
+    rows, own = tmp_path / "rows", tmp_path / "own"
+    rows.mkdir()
+    own.mkdir()
+    (own / "mine.yaml").write_text(yaml.safe_dump({"task": "mine", "dataset_path": str(rows)} | CHOICE))
+    asked = {"methods": ["full"], "include_path": str(own), "results_dir": str(tmp_path / "results"), "data": data}
+    with pytest.raises(UserError, match=r"tasks=mine: its YAML names \S+/rows, but there is no such file"):
+        model.tasks(["mine"], **asked)
+    row = {"question": "What is it?", "options": ["red", "blue"], "label": 1}
+    (rows / "test.jsonl").write_text(json.dumps(row))
+    assert "acc" in model.tasks(["mine"], **asked).columns
+    (rows / "test.jsonl").write_text(json.dumps(row | {"label": 5}))
+    with pytest.raises(UserError, match="task mine, split test: tasks=mine: lm-eval cannot build it"):
+        model.tasks(["mine"], **asked)
+    (rows / "test.jsonl").write_text('{"question": ')
+    with pytest.raises(UserError, match="tasks=mine: the files that its YAML names cannot be read"):
+        model.tasks(["mine"], **asked)

@@ -1,0 +1,217 @@
+"""Several turns of `generate` on one cache inside an attached model: each further prompt is decoded row by row."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, pipeline
+
+from harness.api.cached_model import CachedModel
+from harness.checks.families import tiny_family
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.tiny import tiny_model
+from methods.full import Full
+from tests.cases import CASES
+from tests.living import attached_with_link, calibration_of, tiny, token_batch
+from tests.tokens import byte_tokenizer
+
+NEW = 5
+ROOM = 40
+TURNS = (20, 6, 4)
+"""New tokens of each prompt."""
+
+
+@pytest.fixture(autouse=True)
+def no_end(monkeypatch):
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", None)
+
+
+def prompts_of(batch: int) -> list[torch.Tensor]:
+    """The new tokens of each turn, [batch, tokens]."""
+    return [torch.randint(3, 250, (batch, count), generator=torch.Generator().manual_seed(count)) for count in TURNS]
+
+
+@contextmanager
+def cached_of(name: str, placement: str = "host") -> Iterator[CachedModel]:
+    """The tiny model on the live cache of a case."""
+    case = CASES[name]
+    with attached_with_link() as (attached, link):
+        options = {"placement": placement, "link": link if placement == "host" else None, "codec": case.codec}
+        calibration = calibration_of(attached)
+        with CachedModel(attached, case.method, calibration=calibration, max_length=256, **options) as cached:
+            yield cached
+
+
+def talked(generate: Any, cache: Any, batch: int = 1, **settings: Any) -> list[torch.Tensor]:
+    """The sequences after each turn, all turns on one cache."""
+    sequences = torch.empty(batch, 0, dtype=torch.long)
+    turns = []
+    for prompt in prompts_of(batch):
+        ids = torch.cat([sequences, prompt], 1)
+        mask = torch.ones_like(ids)
+        asked = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False} | settings
+        sequences = generate(ids, past_key_values=cache, **asked)
+        turns.append(sequences)
+    return turns
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["full", "infinigen", "h2o", "quest", "kivi", "snapkv"])
+def test_a_further_turn_is_its_tokens_decoded_one_by_one(name, batch):
+    with cached_of(name) as cached:
+        cache = cached.new_cache(ROOM)
+        turns = talked(cached.generate, cache, batch)
+        final, usage = turns[-1], cache.usage
+        assert usage.steps == final.shape[1] - TURNS[0] - 1 == cached.usage.steps
+
+        one_by_one = cached.new_cache(ROOM)
+        logits = [cached(final[:, : TURNS[0]], past_key_values=one_by_one).logits[:, -1]]
+        for column in final[:, TURNS[0] : -1].unbind(1):
+            logits.append(cached(column[:, None], past_key_values=one_by_one).logits[:, -1])
+        assert one_by_one.usage.budget == usage.budget and one_by_one.usage.h2d_bytes == usage.h2d_bytes > 0
+    found = torch.stack(logits, 1).argmax(-1)
+    for sequences in turns:
+        new = slice(sequences.shape[1] - NEW, sequences.shape[1])
+        assert torch.equal(sequences[:, new], found[:, new.start - TURNS[0] : new.stop - TURNS[0]])
+
+
+def test_full_talks_as_the_bare_model_with_its_own_cache():
+    expected = talked(tiny("gqa").generate, DynamicCache())
+    with cached_of("full") as cached:
+        for found, own in zip(talked(cached.generate, cached.new_cache(ROOM)), expected, strict=True):
+            assert torch.equal(found, own)
+        again = talked(cached.generate, cached.new_cache(ROOM), return_dict_in_generate=False, do_sample=False)
+        assert torch.equal(again[-1], expected[-1])
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_windows_and_recurrent_states_go_on(family):
+    network = tiny_family(family)
+    network.generation_config.eos_token_id = None
+    expected = talked(network.generate, DynamicCache(config=network.config))
+    with attach(network) as attached, CachedModel(attached, Full(dense_layers=0)) as cached:
+        assert torch.equal(talked(cached.generate, cached.new_cache(ROOM))[-1], expected[-1])
+
+
+def test_a_prompts_cache_of_the_models_call_goes_on():
+    first, second, _ = prompts_of(1)
+    with cached_of("infinigen", "device") as cached:
+        cached.max_new_tokens = ROOM
+        out = cached(first, use_cache=True)
+        ids = torch.cat([first, second], 1)
+        made = cached.generate(ids, past_key_values=out.past_key_values, max_new_tokens=NEW, do_sample=False)
+        rows = cached(ids[:, TURNS[0] :], past_key_values=cached(first, use_cache=True).past_key_values)
+    assert int(made[0, ids.shape[1]]) == int(rows.logits[0, -1].argmax())
+
+
+def test_padding_of_the_first_prompt_stays_padding():
+    """Also columns that are padding in every sequence, as `pad_to_multiple_of` makes them."""
+    ids, real = token_batch((20, 14), 0)
+    ids = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids], 1)
+    mask = torch.cat([torch.zeros(2, 4), real], 1).long()
+    second = prompts_of(2)[1]
+    asked = {"max_new_tokens": NEW, "do_sample": False}
+
+    def two_turns(generate: Any, cache: Any) -> torch.Tensor:
+        made = generate(ids, attention_mask=mask, past_key_values=cache, **asked)
+        longer = torch.cat([made, second], 1)
+        seen = torch.cat([mask, torch.ones(2, longer.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+        return generate(longer, attention_mask=seen, past_key_values=cache, **asked)
+
+    expected = two_turns(tiny("gqa").generate, DynamicCache())
+    with cached_of("full") as cached:
+        assert torch.equal(two_turns(cached.generate, cached.new_cache(ROOM)), expected)
+
+
+def test_the_times_of_a_turn_are_its_own(monkeypatch):
+    with cached_of("full") as cached:
+        cache = cached.new_cache(ROOM)
+        first, second, _ = prompts_of(1)
+        made = cached.generate(first, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        before = cache.session.clock
+        assert len(before.step_s) == NEW - 1
+        ids = torch.cat([made, second], 1)
+        cached.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        intervals = cache.session.clock._intervals()
+        num_rows = TURNS[1] + 1  # the last token of the turn before has not run
+        assert len(intervals) == num_rows + NEW - 1
+        assert cached.usage.ttft_s == pytest.approx(sum(intervals[:num_rows]))
+        assert cached.usage.decode_s == pytest.approx(sum(intervals[num_rows:]))
+
+
+def continued(cached: CachedModel, change: Any, room: int = ROOM, **settings: Any) -> Any:
+    """A second turn whose ids are changed."""
+    first, second, _ = prompts_of(1)
+    cache = cached.new_cache(room)
+    made = cached.generate(first, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    ids = change(torch.cat([made, second], 1))
+    return cached.generate(ids, **{"past_key_values": cache, "max_new_tokens": NEW, "do_sample": False} | settings)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda cached: continued(cached, lambda ids: ids[:, :20]), r"input_ids: of shape \(1, 20\); allowed: the 24"),
+        (lambda cached: continued(cached, lambda ids: ids.repeat(2, 1)), r"input_ids: of shape \(2, 31\)"),
+        (lambda cached: continued(cached, lambda ids: ids.index_fill(1, torch.tensor([9]), 7)), "column 9 is not"),
+        (lambda cached: continued(cached, lambda ids: ids, attention_mask=torch.ones(1, 6)), "attention_mask: behind"),
+        (lambda cached: continued(cached, lambda ids: ids, room=12), "room for 12 tokens behind its first prompt"),
+        (lambda cached: continued(cached, lambda ids: ids, num_return_sequences=2, do_sample=True), "2 sequences, and"),
+        (lambda cached: continued(cached, lambda ids: ids, room=3), r"room for 3 tokens .*new_cache\(max_new_tokens=N"),
+        (
+            lambda cached: continued(cached, lambda ids: ids.repeat(1, 9)[:, :250]),
+            "room for 40 tokens behind its first",
+        ),
+        (lambda cached: cached.new_cache(0), "max_new_tokens=0: allowed: a number of tokens"),
+    ],
+)
+def test_what_does_not_go_on_is_one_line(act, said):
+    with cached_of("full") as cached, pytest.raises(UserError, match=said) as error:
+        act(cached)
+    assert "\n" not in str(error.value)
+
+
+def test_a_refused_turn_leaves_the_cache():
+    first, second, _ = prompts_of(1)
+    asked = {"max_new_tokens": NEW, "do_sample": False}
+    with cached_of("h2o") as cached:
+        expected = talked(cached.generate, cached.new_cache(ROOM))[1]
+        cache = cached.new_cache(ROOM)
+        made = cached.generate(first, past_key_values=cache, **asked)
+        for wrong in (made[:, :3], torch.cat([made + 1, second], 1)):
+            with pytest.raises(UserError):
+                cached.generate(wrong, past_key_values=cache, **asked)
+        assert torch.equal(cached.generate(torch.cat([made, second], 1), past_key_values=cache, **asked), expected)
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def test_a_pipelines_chat_runs_the_whole_conversation_unless_it_is_given_a_cache():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    network = tiny_model("llama", num_key_value_heads=2, vocab_size=len(tokenizer))
+    network.generation_config.eos_token_id = None
+    network.generation_config.pad_token_id = 0
+    with attach(network) as attached, CachedModel(attached, Full(), max_length=512) as cached:
+        pipe = pipeline("text-generation", model=network, tokenizer=tokenizer)
+
+        def chat(**settings: Any) -> list[tuple[str, int]]:
+            turns, messages = [], []
+            for words in ("What is it?", "And then?"):
+                messages = [*messages, {"role": "user", "content": words}]
+                with warnings.catch_warnings(action="ignore"):
+                    (made,) = pipe(messages, max_new_tokens=NEW, do_sample=False, **settings)
+                messages = made["generated_text"]
+                turns.append((messages[-1]["content"], cached.usage.steps))
+            return turns
+
+        whole = chat()
+        assert [steps for _, steps in whole] == [NEW - 1, NEW - 1]
+        gone_on = chat(past_key_values=cached.new_cache(60))
+    assert [text for text, _ in gone_on] == [text for text, _ in whole]
+    assert gone_on[1][1] > 2 * NEW, "the second prompt was decoded"

@@ -1,0 +1,298 @@
+"""`python -m benchmarks.gpu` on the CPU with a tiny model and under a fake GPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_parts import apart, equal, rates, trace
+from harness.decode import memory as pinned
+from harness.decode.memory import Tuning
+from harness.results.record import read_record
+from harness.run.compose import load
+from harness.settings.config import LatencyConfig
+from tests.fake_cuda import CUDA, FakeSlab, fake_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch):
+    """The folders of which figures were asked for; an emulated link of 1 GB/s, settings composed once."""
+    folders: list[Path] = []
+    monkeypatch.setattr("plots.draw_figures", lambda folder: folders.append(folder) or [])
+    monkeypatch.setattr(gpu, "load", load)
+    monkeypatch.setattr(equal, "load", load)
+    monkeypatch.setattr(gpu, "call_apart", lambda act, limit_s: act())  # here, where the tests' changes are
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 62e9)
+    return folders
+
+
+def run(out: Path, *arguments: str, platform: str = "cpu") -> int:
+    return gpu.main(["--platform", platform, "--out", str(out), *arguments])
+
+
+def records(out: Path) -> list[dict]:
+    return [read_record(path) for path in sorted((out / "runs" / "latency").glob("*/record.json"))]
+
+
+def test_everything_is_measured_in_ordinary_runs_once(tmp_path, drawn, monkeypatch, capsys):
+    labels = ("ideal", "infinigen+int4", "offload+h2o", "offload-pageable")
+    monkeypatch.setattr(gpu, "SYSTEMS", labels)
+    assert run(tmp_path) == 0
+    printed = capsys.readouterr().out
+    with (tmp_path / "rates.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["name"] for row in rows if row["part"] == "link"] == ["h2d", "d2h", "h2d with d2h"]
+    gathers = [row["at"] for row in rows if row["part"] == "gather"]
+    assert len(gathers) == len(rates.ROWS) and "row_bytes 144, int4, head_dim 128" in gathers
+    assert all(float(row["low"]) <= float(row["bytes_per_s"]) <= float(row["high"]) for row in rows)
+    found = {(each["config"]["label"], each["metrics"]["prompt_len"]) for each in records(tmp_path)}
+    assert found == {(label, prompt) for label in labels for prompt in (24, 48)}
+    assert {each["config"]["model"]["weights"] for each in records(tmp_path)} == {"random"}
+    assert drawn == [tmp_path] and (tmp_path / "tables" / "fig15.csv").is_file()
+    assert (tmp_path / "tables" / "latency.csv").read_text().count("\n") == 1 + len(found)
+    for label in labels[1:]:
+        assert f"{label:18}host and device: logits differ by " in printed
+    assert printed.count("2 x 48      ideal ") == len(found), "all runs are shown after each"
+    places = [printed.index(words) for words in ("h2d ", "gather ", "host and device", "2 x 48 ")]
+    assert places == sorted(places), "rates come first"
+    assert run(tmp_path) == 0
+    again = capsys.readouterr().out
+    assert again.count("finished before, skipped") == len(found) + len(("link", "gather", "equal"))
+    code = json.loads((tmp_path / "parts.json").read_text()) | {"gather": "of other code"}
+    (tmp_path / "parts.json").write_text(json.dumps(code))
+    monkeypatch.setattr(gpu, "gather_rates", lambda *_: iter([gpu.Rate("gather", [1.0], "new")]))
+    assert run(tmp_path, "--parts", "link,gather") == 0
+    assert capsys.readouterr().out.count("finished before, skipped") == 1
+    table = (tmp_path / "rates.csv").read_text()
+    assert table.count("\ngather,") == 1 and table.count("\nlink,") == 3, "in place of the part's earlier rates"
+
+
+def test_the_floor_of_a_step_is_ideals_or_its_bytes_over_the_link():
+    common = {"batch_size": 2, "prompt_len": 48, "gen_len": 11, "d2h_bytes": 0, "link_ceiling_bytes_per_s": 1e9}
+    steps = {"infinigen": (1e7, 0.003), "ideal": (0, 0.002), "offload": (4e7, 0.006)}
+    measured = [
+        {"config": {"label": label}, "metrics": common | {"h2d_bytes": moved, "tpot_p50_s": step}}
+        for label, (moved, step) in steps.items()
+    ]
+    assert [" ".join(line.split()[3:]) for line in gpu.render_floors(measured).splitlines()[1:]] == [
+        "ideal 2.00 ms 0.0 MiB 2.00 ms 1.00",
+        "infinigen 3.00 ms 1.0 MiB 2.00 ms 1.50",
+        "offload 6.00 ms 3.8 MiB 4.00 ms 1.50",
+    ]
+
+
+def test_what_does_not_fit_into_the_minutes_is_skipped_with_a_line(tmp_path, capsys):
+    assert run(tmp_path, "--minutes", "1e-6") == gpu.UNFINISHED
+    lines = capsys.readouterr().out.splitlines()
+    assert "link: skipped, estimated at 30 s, 0 s are left" in lines
+    assert sum(": skipped, " in line for line in lines) == 3 + 2 * len(gpu.SYSTEMS)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    def refuse(attached, prompt, timed_run, **settings):
+        if timed_run.placement == "device":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return time_run(attached, prompt, timed_run, **settings)
+
+    def breaks(*_):
+        yield gpu.Rate("h2d", [1.0], "")
+        raise RuntimeError("driver")
+
+    from harness.speed.latency import time_run
+
+    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "offload"))
+    monkeypatch.setattr(gpu, "gather_rates", lambda *_: iter(()))
+    monkeypatch.setattr("harness.speed.latency.time_run", refuse)
+    monkeypatch.setattr(gpu, "link_rates", breaks)
+    monkeypatch.setattr(gpu, "equalities", lambda *_: iter([("offload: 1", False)]))
+    assert run(tmp_path, "--shapes", "1x24") == gpu.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert {"link: failed, RuntimeError: driver", "equal: failed, 1 comparisons of two ways differ"} <= {*lines}
+    (line,) = (line for line in lines if line.startswith("1 x 24 ideal: failed"))
+    assert "out of memory: lower batch_size=1 or prompt_len=24" in line
+    statuses = {each["config"]["label"]: each["status"] for each in records(tmp_path)}
+    assert statuses == {"ideal": "failed", "offload": "finished"}
+    assert "h2d" in (tmp_path / "rates.csv").read_text(), "what came before a failure stays"
+    assert json.loads((tmp_path / "parts.json").read_text()).keys() == {"gather"}
+    monkeypatch.setattr("harness.speed.latency.time_run", time_run)
+    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "infinigen"))
+    assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
+    lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
+    assert lines == ["infinigen", "ideal", "infinigen"], "the run that failed comes last"
+    monkeypatch.setattr(gpu, "SYSTEMS", ("offload+h2o",))
+    assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
+    lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
+    assert lines == ["ideal", "offload+h2o"], "the floor is that of an earlier command's ideal"
+
+
+@pytest.fixture
+def own_server():
+    """Processes whose output is this test's; that of later ones is lost."""
+    forkserver._forkserver._stop()
+
+
+def test_whichever_way_a_process_ends_the_next_begins_clean(own_server, tmp_path, capfd):
+    for act, message in (
+        (partial(int, "x"), "ValueError: invalid literal for int"),
+        (partial(os._exit, 3), "its process ended with exit code 3"),
+        (os.abort, "its process ended with SIGABRT"),
+    ):
+        with pytest.raises(gpu.UserError, match=message):
+            apart.call_apart(act, 60)
+    with pytest.raises(TimeoutError, match="took more than 0.2 s"):
+        apart.call_apart(partial(time.sleep, 60), 0.2)
+    apart.call_apart(partial(print, "the last one"), 60)
+    printed, told = capfd.readouterr()
+    assert "Traceback" in told and "ValueError: invalid literal" in told
+    assert told.count("Fatal Python error: Aborted") == 1
+    assert "Timeout (0:00:00.2" in told and "in _call" in told, "the stacks of what took too long"
+    assert printed == "the last one\n"
+
+
+def test_a_run_that_fails_or_dies_leaves_a_record_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "call_apart", apart.call_apart)
+    words = ["--parts", "steps", "--labels", "ideal", "platform.link_gbps=1"]
+    assert run(tmp_path, "--shapes", "1x2047,1x24", *words) == gpu.FAILED
+    printed = capsys.readouterr().out
+    assert "1 x 2047 ideal: failed, prompt_len=2047 and gen_len=8: opt-125m takes at most 2048 tokens" in printed
+    assert "1 x 24      ideal " in printed
+    monkeypatch.setattr(gpu, "run", time.sleep)  # `partial(run, todo, resources)` is a call that cannot be
+    assert run(tmp_path, "--shapes", "1x25", *words) == gpu.FAILED
+    assert "1 x 25 ideal: failed, TypeError" in capsys.readouterr().out
+    statuses = {each["config"]["latency"]["prompt_len"]: each["status"] for each in records(tmp_path)}
+    assert statuses == {2047: "failed", 24: "finished", 25: "failed"}
+
+
+def test_a_run_that_hangs_is_ended_and_one_that_the_time_ends_is_unfinished(tmp_path, monkeypatch, capsys):
+    def hang(act, limit_s):
+        limits.append(limit_s)
+        raise TimeoutError(f"took more than {limit_s:.0f} s")
+
+    limits: list[float] = []
+    monkeypatch.setattr(gpu, "call_apart", hang)
+    words = ["--parts", "steps", "--labels", "ideal", "--shapes", "1x24"]
+    assert run(tmp_path, *words, "--run-seconds", "20") == gpu.FAILED
+    assert "1 x 24 ideal: failed, took more than 20 s (--run-seconds)" in capsys.readouterr().out
+    assert [each["status"] for each in records(tmp_path)] == ["failed"]
+    assert run(tmp_path, *words, "--minutes", "1") == gpu.UNFINISHED
+    assert "1 x 24 ideal: cut off, the minutes are over" in capsys.readouterr().out
+    assert limits[0] == 20 and limits[1] < 60
+
+
+def test_the_code_is_imported_without_a_call_of_cuda():
+    """The server of processes must not make one: its forks could not use CUDA then."""
+    code = """
+import torch
+def asked(*_): raise SystemExit("CUDA was asked")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = asked
+import benchmarks.gpu
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_decode_step_is_traced(tmp_path, capsys):
+    file = tmp_path / "made" / "step.json.gz"
+    assert run(tmp_path, "--trace", str(file), "--shapes", "1x24") == 0
+    printed = capsys.readouterr().out
+    assert "a step without the profiler" in printed and "aten::" in printed
+    assert "no work of a GPU in the trace" in printed
+    steps = [event for event in trace.read_trace(file) if event.get("name") == trace.STEP]
+    assert len(steps) == 1, "the first profile is left out"
+    assert not (tmp_path / "runs").exists(), "instead of the parts"
+    assert run(tmp_path, "--trace", str(file), "--shapes", "1x2047") == gpu.FAILED
+    assert "trace: failed, prompt_len=2047 and gen_len=8: opt-125m takes" in capsys.readouterr().out
+
+
+def test_a_stream_is_busy_and_idle():
+    def work(stream: int, begin: float, took: float, kind: str = "kernel") -> dict:
+        return {"cat": kind, "name": "", "ts": begin, "dur": took, "args": {"stream": stream}}
+
+    events = [work(7, 1000, 500), work(7, 1600, 400), work(7, 2300, 700, "gpu_memcpy"), work(20, 0, 1000)]
+    events += [{"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1}, {"ph": "M", "name": "process_name"}]
+    assert trace.render_streams(events).splitlines() == [
+        "stream 7: 3 kernels and copies, busy 1.60 ms, idle between them 0.40 ms (median gap 200.0 us)",
+        "stream 20: 1 kernels and copies, busy 1.00 ms, idle between them 0.00 ms (median gap 0.0 us)",
+    ]
+
+
+def test_two_ways_that_differ_are_told(monkeypatch):
+    monkeypatch.setattr(equal, "largest_difference", lambda *_: 1e-5)
+    cpu = torch.device("cpu")
+    verdicts = list(gpu.equalities(cpu, ["offload", "infinigen+reuse"], gpu.link_rate("", cpu, 1.0)))
+    assert [equal for _, equal in verdicts] == [False, True, True], "the last is of scores on coded keys"
+    assert verdicts[0][0] == "offload           host and device: logits differ by 1e-05 (at most 0)"
+
+
+def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):
+    monkeypatch.setattr(rates, "PinnedSlab", FakeSlab)
+    with fake_gpu() as trace:
+        assert [rate.at for rate in gpu.link_rates(CUDA, 2**20, None)] == [f"bytes {2**20}"] * 2 + [f"bytes {2**21}"]
+        gathers = list(gpu.gather_rates(CUDA, 2**22, Tuning()))
+        assert trace.faults == []
+        assert trace.link[None, "cudaMemcpy2DAsync"] == 4 * (rates.REPEATS + 1), "one way, the other, both"
+        assert trace.launches[None, "_move_rows"] == len(gathers) * (rates.REPEATS + 1)
+    locked, unlocked = [], []
+    monkeypatch.setattr(rates, "PinnedSlab", pinned.PinnedSlab)
+    monkeypatch.setattr(pinned, "call_cuda", lambda name, address, num_bytes, flags: locked.append(num_bytes))
+    monkeypatch.setattr(pinned, "_unlock", unlocked.append)
+    (rate,) = gpu.pin_rates(torch.device("cpu"), 2**20)
+    assert locked == [2**20] * (rates.REPEATS + 1) and len(unlocked) == len(rate.samples) + 1, "anew each time"
+
+
+def test_the_runs_of_a_gpu_are_ordinary_ones():
+    options = gpu.parse([])
+    assert (options.platform, options.model, options.minutes) == ("cuda", "opt-13b", 10)
+    for label in gpu.SYSTEMS:
+        config = load([*gpu.run_settings(options), f"system={label}", "batch_size=20", "prompt_len=1920"])
+        assert config.latency == LatencyConfig(20, 1920, 128, 2, 5, 2) and config.platform.name == "cuda"
+    assert gpu.SYSTEMS[0] == "ideal" and gpu.SYSTEMS[-1] == "offload-pageable"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "--minutes 0: must be a number above 0"),
+        (["--minutes", "nan"], "--minutes nan: must be a number above 0"),
+        (["--run-seconds", "-1"], "--run-seconds -1: must be a number above 0"),
+        (["--parts", "link,step"], "--parts link,step: 'step' is none; did you mean 'steps'? allowed: link, gather, "),
+        (["--parts", "pin"], "--parts pin: memory is page-locked under --platform cuda only"),
+        (["--labels", "uvm"], "--labels uvm: 'uvm' is none; allowed: ideal, offload, "),
+        (["--shapes", "8*1920"], "--shapes 8*1920: must be batch size x prompt length"),
+        (["--model", "opt-14b"], "opt-14b"),
+        (["gen_length=3"], "the settings of the runs ("),
+        (["--out", "file"], "--out file ("),
+        (["--platform", "cuda"], "--platform cuda: torch finds no CUDA device here; allowed: cpu"),
+    ],
+)
+def test_refuses_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "file").write_text("")
+    assert gpu.main(["--platform", "cpu", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+@with_gpu
+def test_on_a_gpu_all_of_it_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "call_apart", apart.call_apart)
+    tiny_runs = ["--model", "opt-125m", "--shapes", "2x48", "--labels", "ideal,infinigen+int4"]
+    assert run(tmp_path, *tiny_runs, *gpu.TINY[1:], platform="cuda") == 0
+    assert {each["metrics"]["source"] for each in records(tmp_path)} == {"measured"}
+    assert "page-locking" in (tmp_path / "rates.csv").read_text()

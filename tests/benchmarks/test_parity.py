@@ -1,0 +1,156 @@
+"""`python -m benchmarks.parity` with stand-ins for the authors' code, written here from the rules."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import parity
+from harness.model.attach import attach
+from harness.settings.codecs import codec_names
+from harness.settings.schema import options
+from tests.living import tiny
+from tests.replaying import token_ids
+
+SNAPKV = """
+import torch
+
+class SnapKVCluster:
+    def __init__(self, window, capacity, kernel, pooling):
+        self.window, self.capacity, self.kernel, self.pooling = window, capacity, kernel, pooling
+
+    def update_kv(self, keys, queries, values, mask, groups):
+        tokens, before = keys.shape[2], keys.shape[2] - self.window
+        scores = queries[:, :, before:] @ keys.mT / keys.shape[-1] ** 0.5
+        later = torch.arange(tokens) > torch.arange(before, tokens)[:, None]
+        score = scores.masked_fill(later, -float("inf")).softmax(-1).sum(2)[..., :before]
+        pool = {"avgpool": torch.nn.AvgPool1d, "maxpool": torch.nn.MaxPool1d}[self.pooling]
+        score = pool(self.kernel, 1, self.kernel // 2)(score)
+        best = SIGN * score.topk(self.capacity - self.window).indices
+        chosen = best[..., None].expand(-1, -1, -1, keys.shape[-1])
+        return None, torch.cat([values.gather(2, chosen), values[:, :, before:]], 2)
+"""
+FREEKV = """
+import torch
+
+def quest_sel(query, lowest, highest, policy, num_heads, num_kv_heads):
+    group = num_heads // num_kv_heads
+    low, high = (each.repeat_interleave(group, 2) for each in (lowest, highest))
+    bounds = torch.maximum(query * low, query * high).sum(-1).transpose(1, 2)
+    scaled = bounds / query.shape[-1] ** 0.5 if policy == "avgSdM" else bounds
+    return scaled.softmax(-1).unflatten(1, (num_kv_heads, group)).mean(2)
+"""
+SOCKET = """
+import itertools
+import torch
+
+def get_protos_T(cache, P, device, dtype):
+    return torch.tensor(list(itertools.product([-1.0, 1.0], repeat=P)), dtype=dtype).T
+
+def hard_hash(keys, planes):
+    bits = torch.einsum("bhnd,lpd->bhlnp", keys, planes) >= 0
+    return (bits * 2 ** torch.arange(planes.shape[1]).flip(0)).sum(-1)
+
+def soft_hash(queries, planes, corners, tau):
+    lean = torch.einsum("bhqd,lpd->bhqlp", queries, planes).tanh() / queries.shape[-1] ** 0.5
+    return (SIGN * lean @ corners / tau).softmax(-1)
+
+def topk_soft_collision_scores_blockwise(q_probs, key_buckets, v_mag, allowed_bool, M):
+    probs = q_probs[:, :, 0].gather(-1, key_buckets)
+    return (probs.sum(2) * v_mag).unsqueeze(2).topk(M).indices, None
+"""
+KNORM = """
+class KnormPress:
+    def score(self, module, hidden, keys, values, attentions, kwargs):
+        return -keys.norm(dim=-1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_imported_for_good(monkeypatch):
+    """Installed, kvpress and gguf are out of sight meanwhile."""
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] in ("kvpress", "rkv")]
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("kvpress", "gguf") else find_spec(name)
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {name: sys.modules.pop(name) for name in loaded()}
+    yield
+    for name in loaded():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def write(root: Path, name: str, text: str) -> Path:
+    path = root / parity.COMPARISONS[name].file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return root
+
+
+def lines(*sources: Path) -> list[str]:
+    def layers() -> list[parity.Layer]:
+        with attach(tiny("gqa")) as attached:
+            return parity.layers_of(attached, token_ids(330), 2)
+
+    return list(parity.compare(sources, layers))
+
+
+def agreement(printed: list[str], name: str) -> float:
+    (line,) = (line for line in printed if line.startswith(f"| {name}:"))
+    return float(line.split("|")[3].partition(",")[0])
+
+
+def test_the_same_rule_agrees_and_another_does_not(tmp_path):
+    right = write(tmp_path / "right", "snapkv, average", SNAPKV.replace("SIGN * ", ""))
+    printed = lines(right, write(tmp_path / "free", "freekv, scaled", FREEKV))
+    assert agreement(printed, "snapkv, average") == 100 == agreement(printed, "freekv, scaled")
+    assert 90 < agreement(printed, "snapkv, maximum") <= 100  # neighbours of a peak tie, and topk takes any
+    wrong = write(tmp_path / "wrong", "snapkv, average", SNAPKV.replace("SIGN", "297 + -1"))
+    assert agreement(lines(wrong), "snapkv, average") < 90
+
+
+def test_soft_collisions_agree_with_probabilities_of_corners(tmp_path):
+    right = write(tmp_path / "right", "socket", SOCKET.replace("SIGN * ", ""))
+    assert agreement(lines(right), "socket") == pytest.approx(100, abs=0.2)  # rounding may decide between two tokens
+    wrong = write(tmp_path / "wrong", "socket", SOCKET.replace("SIGN", "-1"))
+    assert agreement(lines(wrong), "socket") < 50
+
+
+def test_best_tokens_that_are_always_read_leave_places_empty(tmp_path):
+    printed = lines(write(tmp_path, "socket", SOCKET.replace("SIGN * ", "")))
+    assert 50 < agreement(printed, "socket, first and recent") < agreement(printed, "socket")
+
+
+def test_a_package_is_imported_from_its_folder(tmp_path):
+    root = write(tmp_path, "knorm", KNORM)
+    assert agreement(lines(root), "knorm") == 100
+
+
+def test_what_cannot_be_compared_is_one_line_each(tmp_path, capsys):
+    broken = write(tmp_path, "tova", "import nothing_of_this_name\n")
+    printed = lines(broken)
+    assert len(printed) == len(parity.COMPARISONS) and all(line.startswith("skipped ") for line in printed)
+    assert "skipped tova: cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'" in printed
+    of = "it is part of https://github.com/FasterDecoding/SnapKV"
+    assert f"skipped snapkv, average: snapkv/monkeypatch/snapkv_utils.py is in no --source; {of}" in printed
+    assert parity.main(["--source", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"error: --source {tmp_path / 'none'}: no such folder\n"
+
+
+def test_the_ledger_names_methods_that_there_are_and_every_comparison():
+    """A method that was compared with no code needs no row."""
+    text = (Path(__file__).parents[2] / "benchmarks" / "PARITY.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    assert named <= {*options("method"), *codec_names()}
+    for each in parity.COMPARISONS.values():
+        assert each.file in text, each.file

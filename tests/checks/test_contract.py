@@ -1,0 +1,214 @@
+"""The contract: live decoding gives the logits of replay, for every method, family, padding and placement, and only the
+selected rows and the dense layers cross the link."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.checks.contract import CHECKS, MODELS, HostRun, Trial, judge, live_on_host
+from harness.decode.links import EmulatedLink
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.calibration import calibrate
+from harness.model.policies import SelectErrors, check_selection
+from harness.model.tiny import tiny_model
+from harness.replay.setup import Setup
+from methods.base import Geometry, QueryRows, Rest, Selection
+from methods.extras import to_calibrate
+from tests.cases import CASES, SHIPPED, WIDE, shipped
+from tests.living import (
+    PROMPT,
+    PROMPTS,
+    STEPS,
+    TOLERANCE,
+    Result,
+    attached_with_link,
+    largest_difference,
+    of_codec,
+    replay,
+    setup_of,
+)
+from tests.living import live as live_session
+
+RUNS = [
+    *((name, "gqa") for name in CASES),
+    *((name, "opt") for name in WIDE),
+    *(
+        (name, family)
+        for name in ("full", "h2o", "infinigen", "quest", "snapkv")
+        for family in ("llama", "phi3", "gpt_neox")
+    ),
+]
+OFFLOADED = [name for name, case in CASES.items() if case.method.when != "true_scores"]
+PADDED = PROMPTS["padded"]
+CHOOSING = [name for name, case in CASES.items() if case.method.names_rows]
+PLAINLY = ("infinigen", "quest", "pool-lru")
+"""Cases without a codec whose rows stay on the device."""
+
+
+def tolerance(name: str) -> float:
+    return of_codec(CASES[name].codec)
+
+
+@cache
+def replayed(family: str, name: str, prefill_len: int | None = None) -> Result:
+    with attached_with_link(family) as (attached, _):
+        return replay(attached, CASES[name], PADDED, prefill_len)
+
+
+@cache
+def live(family: str, name: str) -> Result:
+    with attached_with_link(family) as (attached, _):
+        return live_session(attached, CASES[name], PADDED)
+
+
+@cache
+def on_host(family: str, name: str) -> HostRun:
+    with attached_with_link(family) as (attached, link):
+        return live_on_host(Trial(attached, link, setup_of(attached, CASES[name]), PADDED))
+
+
+@pytest.mark.parametrize(("name", "family"), RUNS)
+def test_live_is_replay_and_host_is_device_bit_for_bit(name, family):
+    expected, got = replayed(family, name), live(family, name)
+    assert got.logits.shape[1] == 1 + STEPS
+    assert largest_difference(got.logits, expected.logits) <= tolerance(name)
+    assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
+    if name in OFFLOADED:
+        host = on_host(family, name).result
+        assert torch.equal(host.logits, got.logits) and host[1:] == got[1:]
+
+
+# Without a codec the logits and the size of this are checked with those of replay, below.
+@pytest.mark.parametrize("name", [name for name in CHOOSING if CASES[name].codec is not None or name in PLAINLY])
+def test_rows_that_stay_change_the_order_of_rows_only(name):
+    plain = on_host("gqa", name).result
+    with attached_with_link() as (attached, link):
+        reused = live_session(attached, CASES[name], PADDED, placement="host", link=link, gpu_cache=1)
+    assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
+    assert reused.budget == plain.budget
+
+
+@pytest.mark.parametrize("name", [name for name in WIDE if tolerance(name) == TOLERANCE])  # `smooth` speaks for others
+def test_an_off_by_one_prefill_len_shows(name):
+    right = live("gqa", name).logits[:, 2:]
+    wrong = replayed("gqa", name, PROMPT + 1).logits[:, 1:]
+    difference = largest_difference(wrong, right)
+    if name == "full":  # nothing is dropped or coded: a row is the same whether it is the prompt's or a step's
+        assert difference <= TOLERANCE
+    else:
+        assert difference > 5 * tolerance(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_over_the_link_goes_the_selection_and_the_budget_is_its_closed_form(name):
+    case, expected = CASES[name], replayed("gqa", name)
+    with attached_with_link() as (attached, link):
+        trial = Trial(attached, link, setup_of(attached, case), PADDED)
+        trial.replayed, trial.on_device = expected, live("gqa", name)
+        if case.codec is None:
+            CHECKS["the budget is its closed form"](trial)
+        if name in OFFLOADED and not (case.codec and case.codec.residual):  # bytes of such codecs are counted by hand
+            trial.on_host = on_host("gqa", name)
+            CHECKS["the link carries what is selected"](trial)
+            if case.codec is None and case.method.names_rows:
+                CHECKS["rows of the GPU cache are counted"](trial)
+
+
+# Every method in conf/method, with its defaults: a new file there is a new test here
+
+LONG = (200, 180)
+WINDOWS = ("full_attention", "sliding_attention", "full_attention", "full_attention")
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if shipped(name).codec is not None])
+def test_a_shipped_codecs_live_is_its_replay(name):
+    case = shipped(name)
+    with attached_with_link("gqa") as (attached, link):
+        expected, got = replay(attached, case, LONG), live_session(attached, case, LONG, placement="device", link=link)
+        assert largest_difference(got.logits, expected.logits) <= of_codec(case.codec)
+        assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
+        host = live_session(attached, case, LONG, placement="host", link=link)
+        assert torch.equal(host.logits, got.logits)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if shipped(name).codec is None])
+def test_a_shipped_method_passes_every_check_between_windows(name):
+    """As `experiment=contract` asks it, on its model with windows and a softcap, of four layers in place of six."""
+    method = shipped(name).method
+    model_type, shape = MODELS["Gemma 2"]
+    few_layers = shape | {"num_hidden_layers": len(WINDOWS), "layer_types": [*WINDOWS]}
+    with attach(tiny_model(model_type, **few_layers)) as attached, EmulatedLink(1e12) as link:
+        measured = calibrate(attached, method, list(range(3, 253))) if to_calibrate(method) else None
+        trial = Trial(attached, link, Setup(method, None, measured), LONG)
+        found = [judge(check, trial) for check in CHECKS.values()]
+    assert len(found) == len(CHECKS) == 7 and "FAILED" not in {finding.verdict for finding in found}, found
+    assert found[-1].verdict == "ok"
+
+
+# A selection that is none
+
+GOOD = Selection(torch.ones(2, 1, 3, 8, dtype=torch.bool), torch.ones(2, 3).double())
+WRONG = {
+    "nothing": (None, "NoneType; allowed: a Selection"),
+    "a shape": (GOOD._replace(num_read=torch.ones(2, 1)), r"num_read torch.float32 \[2, 1\]; allowed: .*\[2, 3\]"),
+    "heads": (GOOD._replace(mask=GOOD.mask.expand(-1, 4, -1, -1)), r"mask .*; allowed: .*\[2, 1 or 2, 3, 8\]"),
+    "side": (GOOD._replace(side=torch.ones(2, 3, 1)), r"side .*; allowed"),
+    "bias": (GOOD._replace(bias=torch.ones(2, 3, 8)), r"bias .*; allowed"),
+    "rest": (GOOD._replace(rest=Rest(torch.ones(2, 3), torch.ones(1))), r"rest.share .*; allowed"),
+    "no rest": (GOOD._replace(rest=Rest(None, torch.ones(2, 2, 1, 3, 8))), r"rest.share NoneType; allowed"),
+    "rest's value": (
+        GOOD._replace(rest=Rest(torch.ones(2, 2, 2, 3), torch.ones(2, 2, 3, 8))),
+        r"rest.value .*; allowed: .*\[2, 2, 1 or 2, 3, 8\]",
+    ),
+    "log_mass": (
+        GOOD._replace(rest=Rest(None, torch.ones(2, 2, 1, 3, 8), torch.ones(2, 2, 2, 3))),
+        "rest.log_mass; allowed: for a method that derives from WeighsRest",
+    ),
+}  # fmt: skip
+
+
+class Odd:
+    """A state of a user's own method."""
+
+    geometry = Geometry(1, 4, 2, 8, 1.0, "llama")
+    method = SimpleNamespace()
+
+    def __init__(self, result):
+        self.result = result
+
+    def select(self, layer, rows):
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+def selected_by(result) -> Selection:
+    positions = torch.ones(2, 3, dtype=torch.int32)
+    rows = QueryRows(None, positions, positions > 0, torch.zeros(2, 1, 8).int(), None, None)
+    state = Odd(result)
+    with SelectErrors(state):
+        selection = state.select(0, rows)
+        check_selection(selection, state, rows)
+    return selection
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_selection_is_one_line_with_its_place(name):
+    result, message = WRONG[name]
+    with pytest.raises(UserError, match=rf"{__file__}:\d+: select returned {message}") as refusal:
+        selected_by(result)
+    assert "\n" not in str(refusal.value) and selected_by(GOOD) is GOOD
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ValueError("two\nlines")])
+def test_an_error_of_an_own_method_is_one_line_with_its_place(error):
+    with pytest.raises(UserError, match=rf"{__file__}:\d+: select raised {type(error).__name__}") as refusal:
+        selected_by(error)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(torch.OutOfMemoryError):
+        selected_by(torch.OutOfMemoryError())

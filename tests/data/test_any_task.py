@@ -1,0 +1,606 @@
+"""Tasks, groups and tags of lm-eval by their names: found, given their rows, run as lm-eval runs them, or refused."""
+# ruff: noqa: F811, the fixture `loaded` is imported
+
+import importlib
+import json
+import socket
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+
+from harness.data import tasks as lm_tasks
+from harness.data.tasks import load_suite, plan
+from harness.errors import UserError
+from harness.model.load import LoadedModel
+from harness.results import inputs
+from harness.results.samples import clustered_stderr
+from harness.run.compose import load
+from harness.scoring.evaluation import run_tasks
+from harness.scoring.metrics import Repeat, joined, pass_at
+from harness.settings.config import DataConfig, RunConfig, SamplingConfig
+from methods.h2o import H2O
+from tests.data.test_tasks import loaded, refuse, settings, write_rows  # noqa: F401, a fixture
+from tests.tokens import byte_tokenizer
+
+CHOICE = {
+    "task": "toy_colours", "tag": "toy_tag", "dataset_path": "org/toy", "dataset_name": "colours",
+    "output_type": "multiple_choice", "test_split": "test", "fewshot_split": "dev", "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{options}}", "doc_to_target": "label",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}  # fmt: skip
+SHAPES = CHOICE | {"task": "toy_shapes", "dataset_name": "shapes"}
+SUMS = {
+    "task": "toy_sums", "dataset_path": "org/sums", "output_type": "generate_until", "test_split": "test",
+    "doc_to_text": "Q: {{question}}\nA:", "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}  # fmt: skip
+GROUP = {
+    "group": "toy",
+    "task": ["toy_colours", "toy_shapes"],
+    "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+}
+
+
+def question(number: int) -> dict[str, Any]:
+    return {"question": f"What is number {number}?", "options": ["red", "a blue one", "it"], "label": number % 3}
+
+
+def write_yaml(folder: Path, *tasks: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for task in tasks:
+        (folder / f"{task.get('group', task['task'])}.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A user's own folder of task YAML."""
+    return write_yaml(tmp_path / "own", CHOICE, SHAPES, SUMS, GROUP)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    """Rows as JSON lines and as parquet, named as on the hub; no cache of data sets outside the test's folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    root = tmp_path / "data"
+    numbers = {
+        "org/toy/colours/test.jsonl": range(7),
+        "org/toy/colours/dev.jsonl": range(20, 24),
+        "toy/shapes/data/test-00000-of-00002.parquet": range(30, 32),
+        "toy/shapes/data/test-00001-of-00002.parquet": range(32, 33),
+    }
+    for file, of_file in numbers.items():
+        write_rows(root / file, [question(number) for number in of_file])
+    write_rows(root / "toy_sums/test.json", [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(3)])
+    return root
+
+
+def stock(config: RunConfig, loaded: LoadedModel, **options) -> dict[str, Any]:
+    """What lm-eval's own `HFLM` makes of the same tasks and groups."""
+    lm = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1)
+    tasks = load_suite(config, loaded)._asdict()
+    return evaluate(lm, tasks, limit=config.num_samples, bootstrap_iters=100, **options)
+
+
+# Names
+
+
+def test_the_index_is_made_once_and_a_damaged_one_anew(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(lm_tasks, "location", lambda: folder)
+    found = lm_tasks.packaged()
+    assert set(found) == {"toy_colours", "toy_shapes", "toy_sums", "toy", "toy_tag"}
+    assert (found["toy"].kind.name, found["toy_tag"].tags) == ("GROUP", {"toy_colours", "toy_shapes"})
+    (note,) = (tmp_path / "cache" / "tasks").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_tasks, "_index", refuse)
+        assert lm_tasks.packaged() == found
+    note.write_text('{"toy": ["GROUP"]}')
+    assert lm_tasks.packaged() == found and len(json.loads(note.read_text())) == len(found)
+    monkeypatch.setattr(lm_tasks, "version", lambda: "0.0.0")
+    assert lm_tasks.packaged() == found
+    assert len(list(note.parent.iterdir())) == 2, "another version has an index of its own"
+
+
+OFFLINE = "data=offline has kv_recall, .*, aime26 alone; needs data=hub"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("gsm8kk", "hub", "tasks=gsm8kk: did you mean 'gsm8k'"),
+        ("toy_color", "hub", "tasks=toy_color: did you mean 'toy_colours'"),
+        ("Passkey", "hub", "tasks=Passkey: did you mean 'passkey'"),
+        ("broken", "hub", r"include_path=\S+: \S+broken.yaml cannot be read"),
+        ("toy_meant", "hub", r"include_path=\S+: \S+broken.yaml cannot be read"),
+        ("arc_easy", "offline", f"tasks=arc_easy: {OFFLINE}, or data=local data.root=DIR with test"),
+        ("graphwalks_128k", "offline", f"tasks=graphwalks_128k: {OFFLINE}(?!.*data=local)"),
+        ("mmlu", "offline", "tasks=mmlu: .* data=local data.root=DIR with test.jsonl, .* in mmlu"),
+    ],
+)
+def test_a_name_is_refused_in_one_line(name, data, message, folder):
+    if name in ("broken", "toy_meant"):
+        (folder / "broken.yaml").write_text("task: toy_meant\ntag: [")
+    with pytest.raises(UserError, match=f"^{message}") as error:
+        load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", f"data={data}"])
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_broken_does_not_cost_the_folder(folder, root, loaded, caplog):
+    """A byte that is no text, an open bracket, and Python that is not there, beside three tasks."""
+    (folder / "bytes.yaml").write_bytes(b"task: caf\xe9")
+    (folder / "open.yaml").write_text("task: [")
+    (folder / "include.yaml").write_text("include: nowhere.yaml\ntask: toy_none")
+    config = settings("toy_colours", folder=folder, root=root, num_samples=2)
+    assert run_tasks(config, loaded).metrics["toy_colours"]["num_samples"] == 2
+    said = [message for message in caplog.messages if "it is left out" in message]
+    for name in ("bytes", "open", "include"):
+        assert sum(f"{name}.yaml cannot be read" in message for message in said) == 1
+
+
+def test_a_file_in_place_of_a_name_is_refused_with_both_settings(folder):
+    for file, named in (("toy_colours", "toy_colours"), ("toy", "toy"), ("nothing", "NAME")):
+        with pytest.raises(UserError) as error:
+            load(["experiment=tasks", f"tasks={folder}/{file}.yaml"])
+        said = f"tasks={folder}/{file}.yaml: is a file; tasks go by the name in it: "
+        assert str(error.value) == f"{said}include_path={folder} tasks=[{named}]"
+
+
+def test_a_group_that_cannot_be_resolved(folder):
+    for member, message in (
+        ("toy_colour", "its member toy_colour is unknown; did you mean 'toy_colours'"),
+        ("circle", "its YAML cannot be read .RecursionError"),
+    ):
+        write_yaml(folder, GROUP | {"group": "circle", "task": [member]})
+        with pytest.raises(UserError, match=f"^tasks=circle: {message}"):
+            plan(settings("circle", folder=folder, data=DataConfig("hub")))
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "cais/mmlu/{part}/{split}.jsonl",
+        "mmlu/{part}/data/{split}-00000-of-00001.parquet",
+        "{part}/{split}.parquet",
+        "mmlu_{part}/{split}.jsonl",
+    ],
+)
+def test_rows_lie_where_the_hub_has_them(place, root, monkeypatch):
+    row = {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}
+    for split, count in (("test", 3), ("dev", 4)):
+        rows = [row | {"question": f"{number} + 1?"} for number in range(count)]
+        write_rows(root / place.format(part="abstract_algebra", split=split), rows)
+    task = load_suite(settings("mmlu_abstract_algebra", root=root, num_fewshot=2), None).tasks["mmlu_abstract_algebra"]
+    monkeypatch.setattr(lm_tasks, "_number_of", lambda *_: pytest.fail("a split is read for each example of it"))
+    task.build_all_requests()
+    assert len(task.instances) == 3 * 4
+    assert task.instances[0].args[0].count("Answer:") == 3
+    assert task.instances[0].args[0].startswith("The following are multiple choice questions")
+
+
+def test_examples_follow_lm_evals_rule(folder, root):
+    write_yaml(folder, CHOICE | {"task": "toy_zero", "num_fewshot": 0}, CHOICE | {"task": "toy_two", "num_fewshot": 2})
+    names = ("toy_zero", "toy_two", "toy_colours")
+    for given, expected in ((None, [0, 2, 0]), (3, [0, 3, 3]), (1, [0, 1, 1])):
+        tasks = load_suite(settings(*names, folder=folder, root=root, num_fewshot=given), None).tasks
+        assert [tasks[name].config.num_fewshot for name in names] == expected
+    with pytest.raises(UserError, match="num_fewshot=4: toy_two has 4 rows of its split dev"):
+        load_suite(settings("toy_two", folder=folder, root=root, num_fewshot=4), None)
+    with pytest.raises(UserError, match="num_fewshot=1: toy_shapes has 0 rows of its split dev"):
+        load_suite(settings("toy_shapes", folder=folder, root=root, num_fewshot=1), None)
+
+
+def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):
+    (folder / "made.py").write_text(
+        "import random, numpy, datasets\n"
+        "def rows(tokenizer, size=2, **others):\n"
+        "    made = [{'q': tokenizer, 'a': f'{random.random()} {numpy.random.rand()}'} for _ in range(size)]\n"
+        "    return {'test': datasets.Dataset.from_list(made)}\n"
+    )
+    (folder / "made.yaml").write_text(
+        "task: toy_made\ncustom_dataset: !function made.rows\ntest_split: test\noutput_type: loglikelihood\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\nmetric_list: [{metric: acc}]\n"
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.name_or_path = "org/model"
+    loaded = replace(loaded, tokenizer=tokenizer)
+
+    def docs(metadata=None, **changes):
+        config = settings("toy_made", folder=folder, task={"metadata": metadata or {}}, **changes)
+        return load_suite(config, loaded).tasks["toy_made"].eval_docs
+
+    assert docs()["a"][:] == docs()["a"][:] != docs(seed=1)["a"][:]
+    assert docs()["q"][:] == ["org/model"] * 2
+    assert docs({"size": 3, "tokenizer": "org/other"})["q"][:] == ["org/other"] * 3
+
+
+# Runs
+
+
+def test_groups_and_tags(folder, root, loaded):
+    """A group counts as lm-eval counts it; a task that is named twice runs once."""
+    about = {"folder": folder, "root": root, "num_fewshot": 0}
+    outcome = run_tasks(settings("toy", "toy_colours", "toy_tag", method=H2O(), prefill="dense", **about), loaded)
+    assert list(outcome.metrics) == ["toy_colours", "toy_shapes", "toy"]
+    assert list(outcome.samples) == list(outcome.methods) == ["toy_colours", "toy_shapes"]
+    assert [metrics["num_samples"] for metrics in outcome.metrics.values()] == [7, 3, 10]
+    assert outcome.metrics["toy"]["tasks"] == ["toy_colours", "toy_shapes"]
+    one, two, group = (metrics["budget"] for metrics in outcome.metrics.values())
+    assert min(one, two) <= group <= max(one, two) < 1
+    config = settings("toy", **about)
+    own, theirs = run_tasks(config, loaded).metrics, stock(config, loaded)["results"]
+    for name in ("toy", "toy_colours", "toy_shapes"):
+        assert own[name]["acc"] == pytest.approx(theirs[name]["acc,none"])
+        assert own[name]["acc_stderr"] == pytest.approx(theirs[name]["acc_stderr,none"])
+    assert own["toy_shapes"]["acc_norm"] == pytest.approx(theirs["toy_shapes"]["acc_norm,none"])
+
+
+def test_a_folder_comes_first_and_its_groups_may_hold_tasks(folder, root):
+    inline = {name: value for name, value in SHAPES.items() if name not in ("task", "tag")} | {"task": "inside"}
+    outer = GROUP | {"group": "outer", "task": ["toy_colours", inline, "toy"]}
+    write_yaml(folder, CHOICE | {"task": "copa"}, CHOICE | {"task": "gsm8k"}, outer)
+    planned = plan(settings("copa", "gsm8k", "outer", folder=folder, root=root))
+    assert list(planned.tasks) == ["copa", "gsm8k", "toy_colours", "outer::inside", "toy_shapes"]
+    assert list(planned.groups) == ["outer", "toy"]
+    assert all(leaf.config["dataset_path"] == "org/toy" for leaf in planned.tasks.values())
+
+
+@pytest.mark.parametrize("multiturn", [False, True, None])
+def test_chat_templates_as_with_hflm(multiturn, folder, root, loaded):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    loaded = replace(loaded, tokenizer=tokenizer)
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "system_instruction": "Be brief."}
+    config = settings("toy_colours", folder=folder, root=root, task=chat, num_fewshot=2, num_samples=2)
+    by_command = chat | {"fewshot_as_multiturn": multiturn is not False}  # lm-eval's, where none is given
+    theirs = stock(config, loaded, **by_command)
+    own = run_tasks(config, loaded).samples["toy_colours"]
+    for mine, other in zip(own, theirs["samples"]["toy_colours"], strict=True):
+        assert other["arguments"][0][0].startswith("[system] Be brief.\n[user] What is")
+        assert other["arguments"][0][0].count("[user]") == (1 if multiturn is False else 3)
+        assert mine["log_likelihoods"] == pytest.approx([answer[0] for answer in other["filtered_resps"]], abs=1e-3)
+
+
+def test_gsm8k_as_with_hflm(root, loaded):
+    rows = [{"question": f"What is {n} + 2?", "answer": f"It is more.\n#### {n + 2}"} for n in range(6)]
+    for split, examples in (("train", rows[2:]), ("test", rows)):
+        write_rows(root / f"gsm8k/{split}.jsonl", examples)
+    config = settings("gsm8k", root=root, num_samples=2, num_fewshot=2, prefill="question")
+    outcome, theirs = run_tasks(config, loaded), stock(config, loaded)
+    metrics, samples = outcome.metrics["gsm8k"], outcome.samples["gsm8k"]
+    for name in ("strict-match", "flexible-extract"):
+        expected = [sample for sample in theirs["samples"]["gsm8k"] if sample["filter"] == name]
+        texts = [sample["resps"][0][0] for sample in expected]
+        assert [sample["text"] for sample in samples] == texts and all(texts)
+        assert [sample["filtered"][name] for sample in samples] == [each["filtered_resps"][0] for each in expected]
+        name = f"exact_match,{name}"
+        assert metrics[name] == theirs["results"]["gsm8k"][name]
+        assert all(name in sample for sample in samples) and f"{name}_stderr" in metrics
+    assert samples[0]["target"] == rows[0]["answer"]
+    own = [len(f"Question: {row['question']}\nAnswer:") for row in rows[:2]]
+    assert [sample["context_tokens"] - sample["prefill_len"] for sample in samples] == own
+
+
+def test_a_task_whose_code_ends_the_process_is_one_line(folder, root, loaded):
+    (folder / "leaves.py").write_text("import sys\ndef ends(doc, results): sys.exit('done')\n")
+    task = yaml.safe_dump(CHOICE | {"task": "toy_ends"})
+    (folder / "ends.yaml").write_text(f"{task}process_results: !function leaves.ends\n")
+    with pytest.raises(UserError, match=r"^tasks?[= ]toy_ends: .*exit\('done'\)"):
+        run_tasks(settings("toy_ends", folder=folder, root=root), loaded)
+
+
+BOTH = """
+import datasets
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+
+class Both(ConfigurableTask):
+    def __init__(self, config=None):
+        super().__init__(config={"metadata": {"version": 1}, "doc_to_text": "q", "doc_to_target": "q"})
+    def download(self, *args, **kwargs):
+        self.dataset = {"test": datasets.Dataset.from_list([{"q": "What is it?"}] * 2)}
+    has_test_docs = lambda self: True
+    test_docs = lambda self: self.dataset["test"]
+    aggregation = lambda self: {"written": max, "scored": max}
+    higher_is_better = lambda self: {"written": True, "scored": True}
+    def construct_requests(self, doc, ctx, chat_template=None, apply_chat_template=False, **about):
+        asks = {"generate_until": (ctx, {"until": [], "max_gen_toks": 4}), "loglikelihood": (ctx, " it is")}
+        return [Instance(kind, doc, given, 0, **about) for kind, given in asks.items()]
+    def process_results(self, doc, results):
+        return {"written": len(results[0]) > 0, "scored": results[1][0] < 0}
+"""
+
+
+def test_a_task_that_asks_for_texts_and_for_scores(folder, root, loaded):
+    """As lm-eval's squadv2 does: both are decoded, and both count in the budgets."""
+    (folder / "both.py").write_text(BOTH)
+    (folder / "both.yaml").write_text("task: toy_both\nclass: !function both.Both\n")
+    outcome = run_tasks(settings("toy_both", folder=folder, root=root, method=H2O(), prefill="dense"), loaded)
+    metrics = outcome.metrics["toy_both"]
+    assert metrics["written"] == metrics["scored"] == 1 and 0 < metrics["budget"] < 1
+    assert [len(sample["text"]) > 0 for sample in outcome.samples["toy_both"]] == [True, True]
+
+
+CLASSES = """
+import datasets
+from lm_eval.tasks.{package}.task import {name} as Theirs
+
+ROWS = {rows!r}
+
+class Mine(Theirs):
+    def download(self, *args, **kwargs):
+        self.dataset = {{split: datasets.Dataset.from_list(ROWS) for split in ("train", "validation", "test")}}
+"""
+"""A class of lm-eval's with rows that are made here: its own come from the hub."""
+
+
+class CountingMetric:
+    """In the place of the metrics that SQuAD 2 and SCROLLS fetch from the hub."""
+
+    def compute(self, predictions, references):
+        return dict.fromkeys(["f1", "exact"], len(predictions))
+
+
+LONG_TEXT = "Mira keeps a red cup in the kitchen."
+LM_EVAL_CLASSES = {
+    "swde.SWDE": [{"text": "Title: Heat. Year: 1995. The year is", "value": "1995", "key": "year"}] * 2,
+    "squadv2.SQuAD2": [
+        {"id": "0", "title": "T", "context": LONG_TEXT, "question": "What?", "answers": {"text": ["a cup"]}}
+    ],
+    "scrolls.QuALITY": [
+        {
+            "id": "0",
+            "pid": "0",
+            "input": f"What?\n\n (A) a bag (B) a cup (C) it (D) no\n\n{LONG_TEXT}",
+            "outputs": ["a cup"],
+        }
+    ],
+}
+"""A class that writes, one that writes and scores, and one that scores choices."""
+
+
+@pytest.mark.parametrize("place", LM_EVAL_CLASSES)
+def test_a_class_of_lm_eval_runs_as_with_hflm(place, tmp_path, loaded, monkeypatch):
+    package, name = place.split(".")
+    monkeypatch.setattr("evaluate.load", lambda *name, **options: CountingMetric())
+    monkeypatch.setattr("lm_eval.tasks.scrolls.task.load", lambda *name, **options: CountingMetric())
+    monkeypatch.setattr("lm_eval.tasks.scrolls.task._download_metric", lambda: "")
+    rows = LM_EVAL_CLASSES[place]
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own.py").write_text(CLASSES.format(package=package, name=name, rows=rows))
+    (folder / "mine.yaml").write_text("task: mine\nclass: !function own.Mine\n")
+    config = settings("mine", folder=folder, prefill="dense")
+    outcome = run_tasks(config, loaded)
+    theirs = stock(config, loaded)
+    for key, value in theirs["results"]["mine"].items():
+        metric, _, _ = key.partition(",")
+        if "," in key and "stderr" not in key:
+            assert outcome.metrics["mine"][metric] == pytest.approx(value), metric
+    assert outcome.metrics["mine"]["num_samples"] == len(rows)
+    for sample, logged in zip(outcome.samples["mine"], theirs["samples"]["mine"], strict=True):
+        answer = logged["resps"][0][0]
+        if isinstance(answer, str):
+            assert sample["text"] == answer
+        else:
+            expected = [float(response[0][0]) for response in logged["resps"]]
+            assert sample["log_likelihoods"] == pytest.approx(expected, abs=1e-3)
+            assert sample["gold_text"].lower() == rows[sample["question"]]["outputs"][0].lower()
+
+
+@pytest.mark.parametrize(
+    ("gold", "given", "exact", "f1"),
+    [
+        ("The red cup.", "a red  cup", 1, 1.0),
+        ("a red cup", "the cup is blue", 0, 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
+        ("cup cup", "cup", 0, 2 * 1 * (1 / 2) / (1 + 1 / 2)),
+        ("cup", "bag", 0, 0.0),
+        ("the", "", 1, 1.0),
+        ("", "cup", 0, 0.0),
+    ],
+)
+def test_squads_metrics_by_hand(gold, given, exact, f1):
+    module = importlib.import_module("transformers.data.metrics.squad_metrics")
+    assert module.compute_exact(gold, given) == exact
+    assert module.compute_f1(gold, given) == pytest.approx(f1)
+
+
+def test_a_class_with_images_is_refused(folder, root):
+    (folder / "seen.py").write_text("class Seen:\n    MULTIMODAL = True\n")
+    (folder / "seen.yaml").write_text("task: toy_seen\nclass: !function seen.Seen\n")
+    with pytest.raises(UserError, match="^tasks=toy_seen: needs images or sound"):
+        plan(settings("toy_seen", folder=folder, root=root))
+
+
+def test_how_many_questions_were_truncated(folder, root, loaded):
+    config = settings("toy_sums", folder=folder, root=root)
+    assert "num_truncated" not in run_tasks(config, loaded).metrics["toy_sums"], "refused"
+    config = settings("toy_sums", folder=folder, root=root, task={"too_long": "truncate"})
+    assert run_tasks(config, loaded).metrics["toy_sums"]["num_truncated"] == 0
+    assert run_tasks(config, replace(loaded, max_length=16)).metrics["toy_sums"]["num_truncated"] == 3
+
+
+# Sampled answers
+
+
+def repeat_of(**scores: Sequence[float]) -> Repeat:
+    """A repeat in which the questions have these scores; two questions share a context."""
+    logged = [{"doc_id": number, "doc": {"context_id": number // 2}} for number in range(4)]
+    means = {f"{name},none": sum(values) / 4 for name, values in scores.items()}
+    return Repeat(logged, means | dict.fromkeys([f"{name}_stderr,none" for name in scores]), {
+        f"{name},none": dict(enumerate(values)) for name, values in scores.items()
+    })  # fmt: skip
+
+
+def test_metrics_over_repeats_by_hand():
+    runs = [
+        repeat_of(right=[1, 0, 0, 1], share=[0.5, 0, 0, 0]),
+        repeat_of(right=[1, 0, 1, 0], share=[0.5, 0, 0, 1]),
+        repeat_of(right=[1, 0, 0, 0], share=[0.5, 0, 0, 1]),
+    ]
+    metrics, by_question = joined(runs)
+    assert metrics["right,none"] == pytest.approx(5 / 12)
+    assert metrics["right_repeats_stderr,none"] == pytest.approx(statistics.stdev([0.5, 0.5, 0.25]) / 3**0.5)
+    means = [1, 0, 1 / 3, 1 / 3]
+    assert list(by_question["right,none"].values()) == pytest.approx(means)
+    assert metrics["right_stderr,none"] == pytest.approx(clustered_stderr(means, [0, 0, 1, 1]))
+    # Pairs of three answers with a right one: all where all are right, 2 of 3 where one is.
+    assert metrics["right_pass@2,none"] == pytest.approx((1 + 0 + 2 / 3 + 2 / 3) / 4)
+    assert metrics["right_pass@3,none"] == pytest.approx((1 + 0 + 1 + 1) / 4)
+    assert metrics["right_pass@3_stderr,none"] == pytest.approx(clustered_stderr([1, 0, 1, 1], [0, 0, 1, 1]))
+    assert [name for name in metrics if "pass@" in name and name.startswith("share")] == []
+    assert metrics["share,none"] == pytest.approx((0.125 + 0.375 + 0.375) / 3)
+    assert joined(runs[:1]) == (runs[0].metrics, runs[0].by_question)
+    runs[1].metrics["right,none"] = None
+    assert joined(runs)[0]["right,none"] is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(count):
+    for right in range(count + 1):
+        answers = [1] * right + [0] * (count - right)
+        for k in range(1, count + 1):
+            expected = statistics.mean(max(chosen) for chosen in combinations(answers, k))
+            assert pass_at(k, count, right) == pytest.approx(expected)
+
+
+def test_answers_of_several_repeats(folder, root, loaded):
+    """Each repeat has random numbers of its own, and the metrics are means over repeats."""
+    sampling = SamplingConfig(temperature=1.0, repeats=3)
+    config = settings("toy_sums", folder=folder, root=root, method=H2O(), sampling=sampling, prefill="dense")
+    outcome = run_tasks(config, loaded)
+    metrics, samples = outcome.metrics["toy_sums"], outcome.samples["toy_sums"]
+    texts = [[repeat["text"] for repeat in sample["repeats"]] for sample in samples]
+    assert [len(set(each)) for each in texts] == [3] * 3 and len({text for each in texts for text in each}) > 6
+    assert [sample["text"] for sample in samples] == [each[0] for each in texts]
+    for name in ("exact_match", "generated_tokens", "at_limit"):
+        values = [[repeat[name] for repeat in sample["repeats"]] for sample in samples]
+        assert metrics[name] == pytest.approx(statistics.mean(map(statistics.mean, values)))
+        assert [sample[name] for sample in samples] == pytest.approx([*map(statistics.mean, values)])
+    assert 0 < metrics["generated_tokens"] <= 6 and metrics["num_samples"] == 3
+    alone = run_tasks(replace(config, sampling=replace(sampling, repeats=1)), loaded).samples["toy_sums"]
+    assert [sample["text"] for sample in alone] == [each[0] for each in texts], "the first repeat is a run of one"
+    again = run_tasks(config, loaded)
+    assert again.samples == outcome.samples and again.metrics == outcome.metrics
+    other = run_tasks(replace(config, seed=1), loaded).samples["toy_sums"]
+    assert [sample["text"] for sample in other] != [sample["text"] for sample in samples]
+
+
+def test_the_length_of_greedy_answers_stands_beside_their_score(folder, root, loaded):
+    metrics = run_tasks(settings("toy_sums", folder=folder, root=root), loaded).metrics["toy_sums"]
+    assert {"exact_match", "generated_tokens", "generated_tokens_stderr", "at_limit", "at_limit_stderr"} <= set(metrics)
+    assert not [name for name in metrics if "repeats" in name or "pass@" in name]
+
+
+def test_a_task_that_samples_by_its_own_yaml(folder, root, loaded):
+    """Its settings hold where the project's are not given; several answers to a question go through its own filters."""
+    kwargs = SUMS["generation_kwargs"] | {"do_sample": True, "temperature": 1.0}
+    last = {"name": "last-of-3", "filter": [{"function": "take_first_k", "k": 3}, {"function": "majority_vote"},
+                                            {"function": "take_first"}]}  # fmt: skip
+    own = SUMS | {"task": "toy_sampled", "generation_kwargs": kwargs, "repeats": 3, "filter_list": [last]}
+    write_yaml(folder, own, SUMS | {"task": "toy_warm", "generation_kwargs": kwargs})
+    about = {"folder": folder, "root": root, "prefill": "dense"}
+    (root / "toy_sums").rename(root / "sums")
+    samples = run_tasks(settings("toy_sampled", **about), loaded).samples["toy_sampled"]
+    assert [len({sample["text"], *sample["more_texts"]}) for sample in samples] == [3] * 3
+    warm = run_tasks(settings("toy_warm", **about), loaded).samples["toy_warm"]
+    assert [sample["text"] for sample in warm] == [sample["text"] for sample in samples], "the same random numbers"
+    cold = run_tasks(settings("toy_warm", **about, sampling=SamplingConfig(temperature=0.0)), loaded)
+    greedy = run_tasks(settings("toy_sums", **about), loaded)
+    assert cold.metrics["toy_warm"] == greedy.metrics["toy_sums"], "temperature=0 comes before the task's"
+    with pytest.raises(UserError, match="^repeats=2: task toy_sampled joins 3 answers to a question by its own rule"):
+        run_tasks(settings("toy_sampled", **about, sampling=SamplingConfig(1.0, repeats=2)), loaded)
+
+
+@pytest.mark.parametrize("name", ["temperature=0.5", "repeats=2", "top_k=4"])
+def test_settings_of_sampling_where_nothing_is_generated(name, loaded):
+    setting, _, value = name.partition("=")
+    sampling = SamplingConfig(**{setting: float(value) if "." in value else int(value)})
+    with pytest.raises(UserError, match=f"^{name}: no answer of kv_recall is generated; leave it out"):
+        run_tasks(settings("kv_recall", sampling=sampling), loaded)
+
+
+# Refusals
+
+CANNOT_RUN = {
+    "executes the code that a model writes": {"unsafe_code": True},
+    "needs images or sound": {"doc_to_image": "picture"},
+    "needs the Python package nowhere_to_be_found, which is not installed": "import nowhere_to_be_found",
+    "its YAML cannot be read": "raise ValueError('of two\\nlines')",
+}
+"""What a task's YAML, or the Python beside it, says."""
+
+
+@pytest.mark.parametrize("reason", CANNOT_RUN)
+def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
+    bad = CANNOT_RUN[reason]
+    task = CHOICE | {"task": "toy_bad"} | (bad if isinstance(bad, dict) else {})
+    write_yaml(folder, task, GROUP | {"group": "mixed", "task": ["toy_colours", "toy_bad"]})
+    if isinstance(bad, str):
+        (folder / "beside.py").write_text(f"{bad}\n")
+        with (folder / "toy_bad.yaml").open("a") as file:
+            file.write("process_docs: !function beside.rows\n")
+    for name, place in (("toy_bad", ""), ("mixed", "its task toy_bad: ")):
+        with pytest.raises(UserError, match=f"^tasks={name}: {place}{reason}") as error:
+            inputs.tasks(settings(name, folder=folder, root=root))
+        assert "\n" not in str(error.value)
+
+
+def test_longprocs_tasks_run_but_for_those_that_execute_what_a_model_writes(tmp_path, monkeypatch, loaded):
+    """lm-eval marks all sixteen, which share YAML."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    name = "longproc_path_traversal_0.5k"
+    row = {"input_prompt": "Go from Aa to Bb.", "reference_output": "From Aa, take a bus to Bb.", "metadata": "{}"}
+    write_rows(tmp_path / "data" / "PrincetonPli" / "LongProc" / "path_traversal_0.5k" / "test.jsonl", [row])
+    task = load_suite(settings(name, root=tmp_path / "data"), loaded).tasks[name]
+    assert task.OUTPUT_TYPE == "generate_until" and not getattr(task, "UNSAFE_CODE", False)
+    (doc,) = task.test_docs()
+    answer = f"<Route>\n{row['reference_output']}\n</Route>"
+    assert task.process_results(doc, [answer])["accuracy"] == 1
+    for executed in ("longproc_countdown_0.5k", "longproc_pseudo_to_code_0.5k"):
+        with pytest.raises(UserError, match=f"^tasks={executed}: executes the code that a model writes"):
+            plan(settings(executed, root=tmp_path / "data"))
+
+
+def test_without_a_hub_one_line_says_what_to_do(monkeypatch, loaded):
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"not cached.*data=local data.root=DIR with test.jsonl, .* in gsm8k/") as error:
+        load_suite(settings("gsm8k", data=DataConfig("hub")), loaded)
+    assert "\n" not in str(error.value)
+
+
+# Identity
+
+
+def test_what_decides_a_tasks_numbers_is_in_its_digest(folder, root, tmp_path, monkeypatch):
+    def digests(folder=folder, root=root, **changes) -> dict[str, str]:
+        return inputs.tasks(settings("toy", folder=folder, root=root, **changes))
+
+    first = digests()
+    assert set(first) == {"toy_colours", "toy_shapes", "toy", "include_path"}
+    assert first == digests() != digests(num_fewshot=1)
+    assert digests(folder.rename(tmp_path / "elsewhere"), root.rename(tmp_path / "moved")) == first
+    (tmp_path / "elsewhere").rename(folder), (tmp_path / "moved").rename(root)
+    write_rows(root / "toy/shapes/data/test-00000-of-00002.parquet", [question(1)])
+    assert {name for name, digest in digests().items() if digest != first[name]} == {"toy_shapes"}
+    (folder / "notes.py").write_text("# beside the YAML\n")
+    assert digests()["include_path"] != first["include_path"]
+    packaged = lm_tasks.packaged()
+    monkeypatch.setattr(lm_tasks, "packaged", lambda: packaged)
+    monkeypatch.setattr(lm_tasks, "version", lambda: "0.0.0")
+    assert digests()["toy_colours"] != first["toy_colours"], "lm-eval's version"

@@ -1,0 +1,387 @@
+"""How many sequences fit: hand-computed sizes and steps, the emulated limit, refusals, the figure."""
+
+import csv
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from harness.decode import memory
+from harness.decode.capacity import Capacity
+from harness.decode.memory import GIB
+from harness.decode.needs import Plan, sizes_of
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.load import LoadedModel
+from harness.model.prompts import run_prompt
+from harness.model.random_ids import RandomIds
+from harness.model.shape import ModelShape
+from harness.model.tiny import tiny_model
+from harness.paper.costmodel import capacity as modelled
+from harness.paper.costmodel.predict import Efficiency, Platform
+from harness.results import columns
+from harness.run.cli import main
+from harness.run.compose import load
+from harness.speed import capacity as emulated
+from harness.speed import latency as speed
+from methods.codecs.integers import IntegerCodec
+from methods.full import Full
+from methods.h2o import H2O
+from plots import speed as figures
+from plots.data import Tables
+from tests.cases import CASES
+from tests.decode.test_needs import prompts_of
+from tests.living import PROMPT, attached_with_link, calibration_of, force, open_live, tiny
+from tests.runs import reading, tiny_loaded
+
+EXACT = Efficiency(1.0, 1.0, 1.0)
+SHAPE = ModelShape("tiny", 4, 64, 4, 2, 16, 128, 3, 256, 1)
+"""The sizes of a tiny llama with 2 KV heads; 128 bytes a cached token, layer and sequence in half precision."""
+ROW = 128
+WEIGHTS = 10_000
+MACHINE = Platform(
+    "machine",
+    "modelled",
+    "nowhere",
+    flops_per_s=1e15,
+    memory_bytes_per_s=1e9,
+    device_bytes=1e6,
+    link_bytes_per_s=1e6,
+    host_channel_bytes_per_s=1e9,
+)
+
+
+def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200_000, host_bytes=None, **options):
+    """A method on a small machine, sequences of 24 + 8 tokens. Activations are left out."""
+    method = method or Full(dense_layers=2)
+    geometry = modelled._geometry(SHAPE, "llama")
+    model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS)
+    model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
+    plan = Plan(model, method, codec, placement, **options)
+    return Capacity("platform=machine", plan, 24, 8, device_bytes, host_bytes, max_batch=50)
+
+
+def test_the_largest_batch_by_hand():
+    """190,000 bytes are left. A sequence of the full cache has 4 layers x 32 tokens x 128 bytes = 16,384; on the host
+    it has 2 buffers of 33 rows, 8,448, and while the prompt is read 24 rows of two layers are under way, 6,144."""
+    on_device = capacity_of()
+    assert (on_device.largest, on_device.wall_of(12)) == (190_000 // 16_384, "device memory")
+    assert on_device.full.largest == on_device.equal_batch == 11
+    on_host = capacity_of(placement="host")
+    assert on_host.largest == 190_000 // (8_448 + 6_144) == 13 and on_host.equal_batch == 11
+    # Half the host memory: 16,384 bytes a sequence there.
+    limited = capacity_of(placement="host", host_bytes=10 * 16_384 + 1)
+    assert (limited.largest, limited.wall_of(11)) == (10, "host memory")
+    # Two dense layers whole, and 8 of 32 tokens in the two others: slots, tokens and score (10 of 8 bytes, 2 heads),
+    # and 2 limits of 8 bytes.
+    h2o = H2O(heavy_frac=0.125, recent_frac=0.125, dense_layers=2)
+    slots, state = 2 * 32 * ROW + 2 * 8 * ROW, 2 * (2 * 10 * 8 + 2 * 8) + 16
+    assert capacity_of(h2o).needs(1).session == slots + state
+    assert capacity_of(h2o).largest == 190_000 // (slots + state)
+    assert capacity_of(device_bytes=16_384 + 9_999).largest == 0
+    assert capacity_of(device_bytes=10**9).largest == 50 and capacity_of(device_bytes=10**9).wall_of(51) == "max_batch"
+
+
+def test_the_batches_that_are_timed():
+    assert capacity_of().batches(curve=True) == [1, 2, 4, 8, 11]
+    assert capacity_of(placement="host").batches(curve=True) == [1, 2, 4, 8, 11, 13]
+    assert capacity_of(placement="host").batches(curve=False) == [11, 13]
+    assert capacity_of(device_bytes=16_384 + 9_999).batches(curve=True) == []
+
+
+def test_a_modelled_step_by_hand():
+    """Arithmetic costs nothing here, so a kernel takes its bytes at 1 GB/s, and a transfer its own at 1 MB/s."""
+    block = 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128)  # weights of attention and FFN in fp16
+    head = 2 * 256 * 64
+    rows = 3 * 28 * ROW  # of a layer, at 28 tokens, the middle of the decoding
+    on_device = modelled.Step(MACHINE, SHAPE, capacity_of(), efficiency=EXACT)
+    compute = (4 * (block + rows) + head) / 1e9
+    assert on_device.seconds(3) == pytest.approx(compute) and on_device.budget == 1
+    # Over the link all rows of all layers cross, and hide everything else; so do the own rows.
+    on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT)
+    assert on_host.seconds(3) == pytest.approx(4 * (rows + 3 * ROW) / 1e6, rel=0.01)
+    # INT4 in two of four layers: 16 codes and an fp16 scale and minimum, for key and value.
+    coded = capacity_of(Full(dense_layers=2), IntegerCodec("int4"), "host")
+    int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT)
+    share = 2 * (8 + 4) / (2 * 32)
+    assert int4.budget == pytest.approx((2 + 2 * share) / 4)
+    expected = (2 + 2 * share) * rows + 2 * 3 * ROW * (1 + share)
+    assert int4.seconds(3) == pytest.approx(expected / 1e6, rel=0.01)
+
+
+def test_rows_that_stay_on_the_device_do_not_cross():
+    method = CASES["infinigen-own"].method
+    steps = {}
+    for hit_frac, rows in ((0.0, 0), (0.75, 2)):
+        capacity = capacity_of(method, placement="host", gpu_cache=rows)
+        steps[hit_frac] = modelled.Step(MACHINE, SHAPE, capacity, hit_frac, EXACT)
+    read, own = 4 * 8 * ROW / 1e6, 4 * ROW / 1e6  # 0.3 of 28 tokens; own rows cross while others are waited for
+    assert read < steps[0.0].seconds(1) <= read + own + 1e-5
+    assert 0.25 * read < steps[0.75].seconds(1) <= 0.25 * read + own + 1e-5
+
+
+@pytest.mark.parametrize("method", [Full(dense_layers=2), CASES["h2o"].method, CASES["quest"].method])
+def test_a_shape_has_the_sizes_of_the_loaded_model(method):
+    model = tiny_model("llama", num_key_value_heads=2)
+    with attach(model) as attached:
+        loaded = sizes_of(attached, method)
+    geometry = modelled._geometry(SHAPE, "llama")
+    shaped = modelled._model_sizes(SHAPE, geometry, method, loaded.weight_bytes)
+    assert [layer._replace(policy=None) for layer in shaped.layers] == [
+        layer._replace(policy=None) for layer in loaded.layers
+    ]
+    kinds = [(layer.policy.kind, layer.policy.number, layer.policy.when) for layer in shaped.layers]
+    assert kinds == [(layer.policy.kind, layer.policy.number, layer.policy.when) for layer in loaded.layers]
+    assert shaped.sizes._replace(ffn_rows=None) == loaded.sizes._replace(ffn_rows=None)
+
+
+# The emulated device
+
+
+@pytest.mark.parametrize(("name", "placement"), [("full", "device"), ("infinigen", "host"), ("h2o", "device")])
+def test_an_emulated_device_refuses_one_byte_too_few(name, placement):
+    case = CASES[name]
+    ids, real = prompts_of((PROMPT,) * 2)
+    with attached_with_link() as (attached, link):
+        plan = Plan(sizes_of(attached, case.method), case.method, case.codec, placement)
+        prompt = run_prompt(attached, ids, real)
+
+        def start() -> None:
+            with closing(open_live(attached, case, 3, placement=placement, link=link)) as session:
+                session.start(prompt)
+                lengths.append(session.max_new_tokens)
+
+        lengths: list[int] = []
+        start()
+        plan = replace(plan, calibration=calibration_of(attached))
+        capacity = Capacity("here", plan, PROMPT, lengths[0], 10**9, None, 8)
+        needs = capacity.needs(2)
+        with memory.emulated_device(needs.device / GIB, needs.weights):
+            start()
+        with (
+            memory.emulated_device((needs.device - 1) / GIB, needs.weights),
+            pytest.raises(UserError, match=r"^platform.device_gib=\S+: the weights take 0.001 GiB and live") as refusal,
+        ):
+            start()
+        assert "\n" not in str(refusal.value)
+        start()  # no limit is left behind
+        with pytest.raises(UserError, match="must be above"), memory.emulated_device(1e-9, needs.weights):
+            pass
+
+
+SHORT = ["prompt_len=40", "gen_len=12", "timed_steps=2", "calibration.num_tokens=40", "platform.link_gbps=1"]
+
+
+def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tmp_path, capsys):
+    texts = reading(monkeypatch, tmp_path, tiny_loaded())
+    device = ["platform.device_gib=0.003"]
+    for words in (["system=ideal"], ["system=offload"], ["system=infinigen2+rows"]):
+        assert main(["experiment=capacity", *texts[1:], *SHORT, "gen_len=60", *device, *words]) == 0
+    capsys.readouterr()
+    with Path("outputs/tables/capacity.csv").open(newline="") as stream:
+        rows = [columns.typed(row) for row in csv.DictReader(stream)]
+    by_label = columns.grouped(rows, lambda row: row["label"])
+    assert list(by_label) == ["ideal", "infinigen2+rows", "offload"]
+    equal = by_label["ideal"][-1]["largest_batch"]
+    assert by_label["offload"][-1]["largest_batch"] > equal > 1
+    for of_label in by_label.values():
+        last = of_label[-1]
+        assert (last["equal_batch"], last["wall"], last["source"]) == (equal, "device memory", "emulated")
+        assert last["kv_tokens"] == last["largest_batch"] * 100 and last["context"] == 100
+        assert [row["batch_size"] for row in of_label] == sorted(row["batch_size"] for row in of_label)
+        assert all(row["decode_tokens_per_s"] > 0 and row["tpot_p50_s"] > 0 for row in of_label)
+        at_equal = {row["batch_size"]: row["decode_tokens_per_s"] for row in of_label}.get(equal)
+        assert last["equal_tokens_per_s"] == at_equal
+        used = last["model_bytes"] + last["device_kv_bytes"] + last["workspace_bytes"]
+        assert used <= last["memory_bytes"] == int(0.003 * GIB)
+    figure = figures.capacity(Tables(Path("outputs/tables")), "capacity")
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "batch size (sequences)"
+
+
+def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeypatch, tmp_path, capsys):
+    texts = reading(monkeypatch, tmp_path, tiny_loaded())
+    words = ["experiment=latency", *texts[1:], *SHORT, "system=ideal", "platform.device_gib=0.003", "batch_size=400"]
+    assert main(words) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("error: platform.device_gib=0.003: the weights take") and "\n" not in line
+
+
+# A GPU
+
+
+@pytest.mark.parametrize(
+    ("room", "attempts", "ran_out_at"),
+    [
+        (11, [1, 2, 4, 8, 11], None),
+        (10, [1, 2, 4, 8, 11, 9, 10], 11),
+        (8, [1, 2, 4, 8, 11, 9], 9),
+        (6, [1, 2, 4, 8, 6, 7], 7),
+        (0, [1], 1),
+    ],
+)
+def test_where_memory_does_not_suffice_the_largest_batch_that_runs_is_found(room, attempts, ran_out_at):
+    """11 sequences fit by arithmetic."""
+    tried: list[int] = []
+
+    def attempt(batch):
+        tried.append(batch)
+        return None if batch <= room else "host memory" if batch == 11 else "device memory"
+
+    found = emulated.largest_that_runs(capacity_of(), True, attempt)
+    assert (tried, found.ran_out_at, found.largest) == (attempts, ran_out_at, room)
+    assert found.wall_of(room + 1) == ("host memory" if ran_out_at == 11 else "device memory")
+    assert found.equal_batch == 11, "of the full cache by arithmetic"
+
+
+def test_a_batch_whose_prompts_pass_together_is_sized_to_the_byte():
+    """As a session that runs its prompts asks for it; test_needs.py has the sizes of every kind of method."""
+    case = CASES["full"]
+    with attached_with_link() as (attached, _):
+        with closing(open_live(attached, case, 3)) as session:
+            force(session, (PROMPT,) * 2, 2)
+            asked, gen_len = session.bytes_needed.device, session.max_new_tokens
+        sizes = sizes_of(attached, case.method)
+        plan = Plan(sizes, case.method, case.codec, "device", calibration=calibration_of(attached))
+        capacity = Capacity("here", plan, PROMPT, gen_len, 10**9, None, 8, in_one_pass=True)
+        needs = capacity.needs(2)
+        assert needs.asked + needs.workspace == asked and needs.workspace == 2 * capacity.needs(1).workspace
+
+
+@pytest.mark.parametrize(("gib", "memory_gib"), [(None, 0.25), (0.3, 0.3)])
+def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib, memory_gib):
+    """On the CPU instead of a GPU of .4 GiB. A batch above 5 runs out of the host's memory, above 6 of the GPU's."""
+    timed: list[tuple[int, torch.Size]] = []
+
+    def time_run(attached, prompt, run, **options):
+        timed.append((run.shape.batch_size, prompt.shape))
+        if run.shape.batch_size > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if run.shape.batch_size > 5:
+            raise memory.NoRoomError("live decoding needs too much of cpu memory", is_host=True)
+        return real(attached, prompt, run, **options)
+
+    real = emulated.time_run
+    monkeypatch.setattr(emulated, "time_run", time_run)
+    monkeypatch.setattr(emulated, "available_bytes", lambda home: int(0.4 * GIB))
+    monkeypatch.setattr(speed, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
+    cards: list[float | None] = []
+    loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256))
+    words = ["experiment=capacity", "platform=cuda", "system=offload", "model.weights=random", "prompt_len=40"]
+    words += ["gen_len=4", "timed_steps=1", "calibration.num_tokens=40"]
+    words += ["capacity.max_batch=20", f"platform.device_gib={'null' if gib is None else gib}"]
+    outcome = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded)
+    assert timed == [(batch, (batch, 40)) for batch in (1, 2, 4, 8, 6, 5)] and cards == [gib]
+    rows = outcome.metrics["points"]
+    assert [row["batch_size"] for row in rows] == [1, 2, 4, 5]
+    assert all(row["decode_tokens_per_s"] > 0 and row["source"] == "measured" for row in rows)
+    (last,) = {(row["largest_batch"], row["wall"], row["memory_bytes"], row["platform"]) for row in rows}
+    assert last == (5, "host memory", int(memory_gib * GIB), "cuda")
+    assert outcome.samples["ran_out_at"] == [8, 6] and outcome.samples["batch_5"]["peak_device_bytes"] > 0
+    bounded = load([*words, f"results_dir={tmp_path}", "capacity.host_gib=0.00001"])
+    (row,) = emulated.run_capacity(bounded, loaded).metrics["points"]
+    assert (row["largest_batch"], row["wall"]) == (0, "host memory")
+    monkeypatch.setattr(emulated, "available_memory", lambda: 2 * row["host_kv_bytes"])
+    rows = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded).metrics["points"]
+    assert (rows[-1]["largest_batch"], rows[-1]["wall"]) == (2, "host memory")
+
+
+# Refusals
+
+H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["method=full"], "platform.device_gib=null: kind=capacity needs the memory of the emulated device"),
+        ([*H100, "method=oracle", "budget=0.1"], "placement=host: Oracle selects by the true scores"),
+        ([*H100, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
+        ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
+        ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
+        ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for gpu_cache"),
+        ([*H100, "system=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
+        (["platform=cuda", "method=full", "model.device=map"], "model.device=map: kind=capacity is about one device"),
+        (
+            ["platform=cuda", "method=full", "platform.weights_on_device=0.5"],
+            "platform.weights_on_device=0.5: kind=capacity has all weights on the device",
+        ),
+        (["platform=cuda", "method=full", "placement=managed"], "placement=managed: allowed in kind=capacity: device"),
+        (["platform=cpu", "platform.device_gib=0", "method=full"], "platform.device_gib=0: must be above 0"),
+    ],
+)
+def test_settings_without_meaning_are_refused(words, refusal):
+    with pytest.raises(UserError) as error:
+        load(["experiment=capacity", *words])
+    assert str(error.value).startswith(refusal) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (
+            ["platform=rtx4090-pcie4", "model=opt-30b", "method=full"],
+            "platform=rtx4090-pcie4: its 24 GiB must be above",
+        ),
+        (
+            [*H100, "method=full", "prompt_len=131072"],
+            "prompt_len=131072 and gen_len=32: llama3.1-8b takes at most 131072",
+        ),
+        ([*H100, "method=infinigen"], "method=infinigen: how many tokens it reads depends on the text"),
+        (["platform=h100-pcie5", "model=gemma3-270m", "method=full"], "model=gemma3-270m: the cost model knows opt"),
+    ],
+)
+def test_a_modelled_run_refuses_what_it_cannot_say(words, refusal):
+    with pytest.raises(UserError) as error:
+        modelled.run_modelled(load(["experiment=capacity", *words]))
+    assert str(error.value).startswith(refusal) and "\n" not in str(error.value)
+
+
+def test_a_limit_plays_no_part_where_nothing_is_decoded():
+    with pytest.raises(UserError, match="^platform.device_gib=0.7: experiment=perplexity decodes through no device"):
+        load(["experiment=perplexity", "platform.device_gib=0.7"])
+
+
+def test_a_modelled_run_makes_rows(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=capacity", "platform=rtx4090-pcie4", "model=llama3.1-8b", "gen_len=128", "timed_steps=4"]
+    for more in (["prompt_len=8064"], ["prompt_len=130944"]):
+        for system in ("system=ideal", "system=offload"):
+            assert main([*words, *more, system, "capacity.host_gib=512"]) == 0
+    assert "modelled" in capsys.readouterr().out
+    rows = columns.read_table(Path("outputs/tables/capacity-modelled.csv"))
+    assert not Path("outputs/tables/capacity.csv").exists()
+    assert {row["source"] for row in rows} == {"modelled"}
+    # 128 KiB a token: 8,192 tokens are 1 GiB, 131,072 are 16, which do not fit beside 15 GiB of weights.
+    ideal = {row["context"]: row for row in rows if row["label"] == "ideal"}
+    assert ideal[8192]["device_kv_bytes"] == ideal[8192]["batch_size"] * GIB
+    assert (ideal[131072]["batch_size"], ideal[131072]["kv_tokens"], ideal[131072]["decode_tokens_per_s"]) == (
+        0,
+        0,
+        None,
+    )
+    offload = {row["context"]: row for row in rows if row["label"] == "offload"}
+    assert offload[131072]["largest_batch"] > 0 and offload[131072]["equal_batch"] == 1
+    assert torch.tensor(offload[131072]["host_kv_bytes"]) == offload[131072]["batch_size"] * 16 * GIB
+
+
+def test_the_figure_marks_walls_and_where_a_method_wins(monkeypatch):
+    base = {"model": "m", "platform": "cpu", "source": "emulated", "context": 1024, "memory_bytes": GIB}
+    rows = []
+    for label, rates, wall in (("ideal", [10, 15], "device memory"), ("offload", [5, 9, 16, 20], "max_batch")):
+        for power, rate in enumerate(rates):
+            numbers = {"label": label, "batch_size": 2**power, "decode_tokens_per_s": rate, "wall": wall}
+            rows.append(base | numbers)
+    rows.append(base | {"label": "h2o (device)", "batch_size": 0, "decode_tokens_per_s": None, "wall": "device memory"})
+    figure = figures._draw_capacity(pd.DataFrame(rows))
+    (axes,) = figure.axes
+    drawn = [(line.get_marker(), list(line.get_xdata(orig=True))) for line in axes.lines]
+    assert ("|", [2]) in drawn, "the full cache ends at 2"
+    assert not any(marker == "|" and x == [8] for marker, x in drawn), "the search ended, not the memory"
+    rings = [x for marker, x in drawn if marker == "o" and len(x) == 1]
+    assert rings == [[4]], "the first batch of offload above 15 tokens/s"
+    assert ("x", [1]) in drawn, "not one sequence fits"

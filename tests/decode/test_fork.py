@@ -1,0 +1,99 @@
+"""Several texts that go on from one cache: each is what it is on a cache of its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.decode.session import LiveSession
+from harness.model.attach import attach
+from tests.cases import CASES, WIDE
+from tests.conftest import tiny
+from tests.living import PROMPTS, LatestLink, open_live, token_batch
+from tests.mixed_models import mixed
+
+ROOM = 14
+TEXTS = ((3, 9, 20, 4, 8), (11, 2), (9, 7, 7, 40, 1, 12))
+"""Tokens that are decoded, of unequal numbers: some leave rows behind that the next one must not see."""
+
+
+def decoded(session: LiveSession, text: tuple[int, ...]) -> Tensor:
+    """Logits [tokens, batch, vocab] after each token of a text, the same in every sequence."""
+    batch = len(session.batch.prompts)
+    return torch.stack([session.decode_step(torch.tensor([token] * batch)) for token in text])
+
+
+def require_same_as_alone(model, case, batch: str, placement: str, **options) -> None:
+    ids, real = token_batch(PROMPTS[batch], 0)
+    with attach(model) as attached, ExitStack() as stack:
+        if placement == "host":
+            options |= {"placement": "host", "link": stack.enter_context(LatestLink())}
+        alone = []
+        for text in TEXTS:
+            with closing(open_live(attached, case, ROOM, **options)) as session:
+                session.prefill(ids, real)
+                alone.append((decoded(session, text), session.reads.budget, int(session.loaded_bytes)))
+        with closing(open_live(attached, case, ROOM, **options)) as session:
+            session.prefill(ids, real)
+            for text, (logits, budget, num_bytes) in zip(TEXTS, alone, strict=True):
+                with closing(session.fork()) as fork:
+                    assert torch.equal(decoded(fork, text), logits)
+                    assert (fork.reads.budget, int(fork.loaded_bytes)) == (budget, num_bytes)
+            assert session.steps == 0 and not session.reads.rows
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_forks_of_a_session_are_what_sessions_of_their_own_are(name):
+    """Tokens, budgets and bytes."""
+    require_same_as_alone(tiny("gqa"), CASES[name], "padded", "device")
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_forks_in_host_memory_are_what_sessions_of_their_own_are(name):
+    if CASES[name].method.when == "true_scores":
+        with pytest.raises(ValueError, match="true scores"):
+            require_same_as_alone(tiny("gqa"), CASES[name], "even", "host")
+    else:
+        require_same_as_alone(tiny("gqa"), CASES[name], "even", "host")
+
+
+def test_forks_begin_without_rows_on_the_device():
+    require_same_as_alone(tiny("gqa"), CASES["quest"], "even", "host", gpu_cache=1.5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "deepseek_v3"])
+def test_forks_have_windows_and_recurrent_states_of_their_own(family):
+    for name in "h2o", "infinigen":
+        require_same_as_alone(mixed(family), CASES[name], "even", "device")
+
+
+def test_only_a_method_that_evicts_while_it_decodes_has_rows_copied():
+    ids, real = token_batch(PROMPTS["even"], 0)
+    with attach(tiny("gqa")) as attached:
+        for name, is_copied in (("full", False), ("infinigen", False), ("snapkv", False), ("h2o", True)):
+            with closing(open_live(attached, CASES[name], ROOM)) as session:
+                session.prefill(ids, real)
+                with closing(session.fork()) as fork:
+                    assert bool(session._prompt_rows) == is_copied, name
+                    assert [cache.store for cache in fork.caches] == [cache.store for cache in session.caches]
+
+
+def test_what_has_decoded_is_not_forked():
+    ids, real = token_batch(PROMPTS["even"], 0)
+    with attach(tiny("gqa")) as attached, closing(open_live(attached, CASES["full"], ROOM)) as session:
+        session.prefill(ids, real)
+        decoded(session, (3,))
+        with pytest.raises(RuntimeError, match="before its first decode step"):
+            session.fork()
+
+
+def test_a_cache_on_a_disk_is_not_forked():
+    ids, real = token_batch(PROMPTS["even"], 0)
+    with attach(tiny("gqa")) as attached, closing(open_live(attached, CASES["full"], ROOM)) as session:
+        session.prefill(ids, real)
+        session.placement = "disk"
+        with pytest.raises(ValueError, match="placement=disk: a session is not forked there"):
+            session.fork()

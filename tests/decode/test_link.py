@@ -1,0 +1,194 @@
+"""The emulated link: rows and order, pace, overlap and its absence, faults.
+
+Times are bounded from below exactly and from above loosely, since other processes share the cores.
+"""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.decode.links import EmulatedLink, open_link
+from harness.decode.store import chosen
+from harness.errors import UserError
+from tests.living import Crossed, make_store
+
+BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
+FAST = 1e12  # bytes/s: the copy's own time decides
+ROW_BYTES = 2 * HEAD_DIM * 4
+ALL_BYTES = BATCH * HEADS * CAPACITY * ROW_BYTES  # 49,152
+
+
+def filled_store(codec="fp32"):
+    store = make_store(HEAD_DIM, codec, batch=BATCH, num_kv_heads=HEADS, capacity=CAPACITY)
+    keys, values = torch.randn(2, BATCH, HEADS, CAPACITY, HEAD_DIM).unbind()
+    store.write(store.format.pack(keys, values), at=0)
+    return store, keys, values
+
+
+def some_rows(store, count):
+    return store.rows_in(store.new_buffer(count), count)[:, :, :count]
+
+
+def prefetch(link, store, request):
+    """A ticket for rows in a buffer of their own."""
+    rows = some_rows(store, request if isinstance(request, int) else request.shape[-1])
+    ticket = link.prefetch(store, request if isinstance(request, int) else chosen(request), rows)
+    ticket.rows = rows
+    return ticket
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv-link"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rows_arrive_and_reads_see_earlier_writes(overlap):
+    store, keys, values = filled_store("int4")
+    new_keys, new_values = torch.randn(2, BATCH, HEADS, 1, HEAD_DIM).unbind()
+    index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
+    with EmulatedLink(FAST, overlap=overlap) as link:
+        link.write_back(store, store.format.pack(new_keys, new_values), at=5)
+        tickets = prefetch(link, store, index), prefetch(link, store, 7)
+        for ticket in tickets:
+            ticket.wait()
+        some, first = (store.format.unpack(ticket.rows) for ticket in tickets)
+    keys[:, :, 5:6], values[:, :, 5:6] = new_keys, new_values
+    keys, values = store.codec.roundtrip(keys), store.codec.roundtrip(values)
+    assert torch.equal(first.keys, keys[:, :, :7]) and torch.equal(first.values, values[:, :, :7])
+    assert torch.equal(some.keys[:, :, [0, 1, 3]], keys[:, :, [5, 63, 0]])
+    assert not some.keys[:, :, 2].any()
+
+
+class TimedLink(EmulatedLink):
+    """Records when the link was occupied, in seconds, and by how many bytes."""
+
+    def __init__(self, bytes_per_s, **options):
+        self.transfers = []
+        super().__init__(bytes_per_s, **options)
+
+    def ends_at(self, start_s, num_bytes):
+        end_s = super().ends_at(start_s, num_bytes)
+        self.transfers.append((start_s, end_s, num_bytes))
+        return end_s
+
+
+@settings(max_examples=30)
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(["read", "gather", "write", "copy"]), st.integers(1, 20)), max_size=15),
+    overlap=st.booleans(),
+)
+def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap):
+    rate = 2e9
+    store, _, _ = filled_store()
+    with TimedLink(rate, overlap=overlap) as link, Crossed() as crossed:
+        for kind, num_rows in moves:
+            if kind == "write":
+                link.write_back(store, some_rows(store, num_rows), at=3)
+            elif kind == "copy":
+                source = torch.randint(256, (num_rows * BATCH * HEADS * ROW_BYTES,), dtype=torch.uint8)
+                link.copy(source, target := torch.zeros_like(source)).wait()
+                assert torch.equal(source, target)
+            else:
+                index = torch.arange(num_rows).expand(BATCH, HEADS, -1)
+                prefetch(link, store, num_rows if kind == "read" else index).wait()
+        link.drain()
+    sizes = [BATCH * HEADS * num_rows * ROW_BYTES for _, num_rows in moves]
+    assert [num_bytes for _, _, num_bytes in link.transfers] == sizes
+    written = sum(size for (kind, _), size in zip(moves, sizes, strict=True) if kind == "write")
+    copied = sum(size for (kind, _), size in zip(moves, sizes, strict=True) if kind == "copy")
+    assert crossed.written[store] == written
+    assert crossed.loaded[store] == sum(sizes) - written - copied, "of rows, not of tensors"
+    free_s = 0.0
+    for start_s, end_s, num_bytes in link.transfers:
+        assert start_s >= free_s
+        assert end_s - start_s >= num_bytes / rate - 1e-9
+        free_s = end_s
+
+
+def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
+    store, _, _ = filled_store()
+    exposed = {}
+    for overlap in (True, False):
+        with EmulatedLink(ALL_BYTES / 0.05, overlap=overlap) as link:
+            ticket = prefetch(link, store, CAPACITY)
+            time.sleep(0.08)  # stands for the layer that computes meanwhile
+            times = [time.perf_counter()]
+            for _ in range(2):
+                ticket.wait()
+                times.append(time.perf_counter())
+            exposed[overlap] = times[1] - times[0]
+            assert times[2] - times[1] < 0.04, "waiting again costs nothing"
+    assert exposed[True] < 0.04
+    assert exposed[False] >= 0.05
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failing_copy_ends_in_its_error_everywhere(overlap):
+    store, _, _ = filled_store()
+    gate, began = threading.Event(), time.perf_counter()
+    with EmulatedLink(FAST, overlap=overlap) as link:
+        link.start(lambda: gate.wait() and 0, [])
+        failing = prefetch(link, store, torch.full((BATCH, HEADS, 1), CAPACITY))
+        behind = prefetch(link, store, 1) if overlap else failing
+        gate.set()
+        for later in (
+            failing.wait,
+            behind.wait,
+            lambda: prefetch(link, store, 1).wait(),
+            lambda: link.copy(torch.zeros(1), torch.zeros(1)).wait(),
+            lambda: link.write_back(store, some_rows(store, 1), at=0),
+            link.drain,
+        ):
+            with pytest.raises(IndexError, match="slot index 64"):
+                later()
+    assert time.perf_counter() - began < 5
+
+
+def test_a_worker_that_dies_raises_instead_of_hanging_and_a_closed_link_takes_no_more():
+    store, _, _ = filled_store()
+
+    def die():
+        raise SystemExit("killed")
+
+    with EmulatedLink(FAST) as link:
+        link.start(die, [])
+        for later in (link.drain, lambda: prefetch(link, store, 1)):
+            with pytest.raises(SystemExit, match="killed"):
+                later()
+    link = EmulatedLink(FAST)
+    link.close()
+    link.close()
+    with pytest.raises(RuntimeError, match="the link is closed"):
+        prefetch(link, store, 1)
+
+
+def test_a_rate_is_for_the_emulated_link_and_never_left_out_there():
+    with pytest.raises(UserError, match=r"link_gbps=2\.5 sets the emulated link of a CPU: leave it null under cuda"):
+        open_link(torch.device("cuda"), bytes_per_s=2.5e9)
+    with pytest.raises(ValueError, match="needs its bytes_per_s"):
+        open_link(torch.device("cpu"))
+
+
+def test_an_interrupt_ends_a_wait_and_the_link(monkeypatch):
+    """While ten minutes are waited for, and as a command line has it: a shell's background jobs ignore SIGINT."""
+    store, _, _ = filled_store()
+    before, waits = signal.signal(signal.SIGINT, signal.default_int_handler), []
+
+    def interrupted(seconds: float) -> None:
+        waits.append(seconds)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt), EmulatedLink(ALL_BYTES / 600) as link:
+            prefetch(link, store, CAPACITY).wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(waits) == 1 and 0 < waits[0] <= 600

@@ -1,0 +1,184 @@
+"""Live decoding: bytes counted by hand, sessions one after another, refusals."""
+
+import pytest
+import torch
+
+from harness.decode import links as emulated
+from harness.decode import timeline as timelines
+from harness.decode.gpu_cache import GpuCacheFetcher
+from harness.decode.session import generate
+from harness.decode.timeline import SEGMENTS, Timeline
+from harness.errors import UserError
+from harness.model.prompts import run_prompt
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
+from tests.cases import CASES, Case
+from tests.living import (
+    PROMPT,
+    PROMPTS,
+    STEPS,
+    Crossed,
+    attached_with_link,
+    endless,
+    force,
+    live,
+    open_live,
+    token_batch,
+)
+
+KV_HEADS, HEAD_DIM = 2, 16  # of `gqa`
+HEADS = 2 * KV_HEADS  # of the batch
+FP32_ROW = 2 * HEAD_DIM * 4  # K and V
+INT4_ROW = 2 * (HEAD_DIM // 2 + 4)  # two codes a byte, lo and step in fp16 for the one group
+EVEN = (PROMPT, PROMPT)
+CACHED = [PROMPT + step for step in range(STEPS)]
+"""Tokens cached before each step."""
+
+
+# Bytes over the link
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_cache"), [("pool-counter", 1), ("infinigen+int4", 2), ("quest", 1), ("quest", 1.5)]
+)
+def test_rows_that_were_read_last_do_not_cross_again(name, gpu_cache, monkeypatch):
+    """By the tokens that are asked for, against lists in the order of their use."""
+    asked = {}
+    original = GpuCacheFetcher.request_selected
+
+    def spy(fetcher, mask, most):
+        tokens = fetcher.tokens.expand(-1, KV_HEADS, -1)
+        picked = [set(t[m].tolist()) for t, m in zip(tokens.flatten(0, 1), mask.flatten(0, 1), strict=True)]
+        asked.setdefault(fetcher.store, []).append(picked)
+        return original(fetcher, mask, most)
+
+    monkeypatch.setattr(GpuCacheFetcher, "request_selected", spy)
+    with attached_with_link() as (attached, link), Crossed() as crossed:
+        session = open_live(attached, CASES[name], placement="host", link=link, gpu_cache=gpu_cache)
+        force(session, EVEN)
+        counted = session.h2d_bytes, session.d2h_bytes
+        rooms, late = session.caches[2].share.rooms, int(session.late_bytes)
+        session.close()
+        assert counted == (session.h2d_bytes, session.d2h_bytes) == (session.loaded_bytes, session.written_bytes)
+        to_device = [crossed.loaded[store] for store in session.stores]
+    row = INT4_ROW if name.endswith("int4") else FP32_ROW
+    missed = 0
+    for layer in (2, 3):
+        requests, recent, before = asked[session.stores[layer]], [[] for _ in range(HEADS)], missed
+        assert len(requests) == STEPS
+        for request in requests:
+            for wanted, there in zip(request, recent, strict=True):
+                missed += len(wanted - {*there})
+                there[:] = ([token for token in there if token not in wanted] + sorted(wanted))[-rooms[0] :]
+        loaded = missed - before
+        assert to_device[layer] == loaded * row
+        assert loaded < sum(len(head) for request in requests for head in request), "nothing stayed"
+    assert late == (missed * row if name == "quest" else 0)
+    assert to_device[:2] == [HEADS * sum(CACHED) * FP32_ROW] * 2
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "h2o-recent", "infinigen-union"])
+def test_the_dense_layers_cross_the_link_every_step(name):
+    with attached_with_link() as (attached, link), Crossed() as crossed:
+        session = open_live(attached, CASES[name], placement="host", link=link)
+        ids, real = token_batch(EVEN)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        for step in range(STEPS):
+            session.decode_step(ids[:, PROMPT + step])
+            session.drain()
+            for layer in range(CASES[name].method.dense_layers):
+                early = layer == 0 or session.caches[0].fetcher.is_ahead  # asked for in the step before
+                ahead = 1 if early and step + 2 < STEPS else 0  # unless the next token is the last
+                store, tokens = session.stores[layer], sum(CACHED[: step + 1 + ahead])
+                assert crossed.loaded[store] == HEADS * tokens * store.slot_bytes
+
+
+# Sessions
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "int4", "h2o", "infinigen", "oracle", "kivi", "shadowkv", "snapkv-both", "kvzip"]
+)
+def test_a_prompt_that_is_handed_over_is_as_good_as_ones_own(name):
+    placement = "device" if CASES[name].method.when == "true_scores" else "host"
+    ids, real = token_batch(PROMPTS["padded"])
+    with attached_with_link() as (attached, link):
+        prompt = run_prompt(attached, ids[:, :PROMPT], real[:, :PROMPT])
+        expected = live(attached, CASES[name], PROMPTS["padded"], placement=placement, link=link).logits
+        for steps in (STEPS, 1):  # a prompt serves many sessions
+            session = open_live(attached, CASES[name], placement=placement, link=link)
+            logits = [session.start(prompt)]
+            logits += [session.decode_step(ids[:, PROMPT + step]) for step in range(steps)]
+            session.close()
+            assert torch.equal(torch.stack(logits, 1), expected[:, : 1 + steps])
+
+
+def test_generate_feeds_each_token_and_stops_at_max_new_tokens():
+    ids, real = token_batch(EVEN)
+    with attached_with_link() as (attached, _):
+        session, plain = open_live(attached, CASES["h2o"]), open_live(attached, CASES["h2o"])
+        texts = [endless(prompt, STEPS) for prompt in ids[:, :PROMPT].tolist()]
+        steps = generate(session, session.prefill(ids[:, :PROMPT], real[:, :PROMPT]), texts)
+        expected = [plain.prefill(ids[:, :PROMPT], real[:, :PROMPT]).argmax(-1)]
+        for step, _ in enumerate(steps):
+            assert torch.equal(torch.tensor([text.tokens[-1] for text in texts]), expected[-1]), step
+            expected.append(plain.decode_step(expected[-1]).argmax(-1))
+    assert [len(text.tokens) for text in texts] == [STEPS] * len(texts)
+    assert session.steps == STEPS - 1
+
+
+class Clock:
+    """A clock that goes on by a microsecond where it is read, and by what is slept: none of the machine's load."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        self.sleep(1e-6)
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def test_the_segments_of_a_step_sum_to_it(monkeypatch):
+    rate, clock = 2e5, Clock()
+    for module in (emulated, timelines):
+        monkeypatch.setattr(module, "time", clock)
+    with attached_with_link(bytes_per_s=rate) as (attached, link):
+        timeline = Timeline(attached.device)
+        session = open_live(attached, CASES["infinigen"], placement="host", link=link, timeline=timeline)
+        ids, real = token_batch(EVEN)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        began = clock.perf_counter()
+        for step in range(3):
+            timeline.begin_step()
+            session.decode_step(ids[:, PROMPT + step])
+        steps = timeline.take()
+        seconds = clock.perf_counter() - began
+        session.close()
+    assert [set(step) for step in steps] == [set(SEGMENTS)] * 3
+    assert sum(sum(step.values()) for step in steps) == pytest.approx(seconds, abs=1e-5)
+    assert all(value > 0 for step in steps for value in step.values())
+    one_layer = HEADS * FP32_ROW * PROMPT / rate  # seconds of one layer's transfer, of which a step has more than two
+    assert all(step["transfer"] > one_layer for step in steps)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "error", "message"),
+    [
+        (Oracle(), {"placement": "host"}, UserError, "placement=host.*Oracle.*placement=device"),
+        (InfiniGen(), {"gpu_cache": 1}, UserError, "gpu_cache=1: placement=device.*placement=host"),
+        (H2O(), {"placement": "host", "gpu_cache": 1}, UserError, "gpu_cache=1: H2O selects no rows"),
+        (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, disk, managed"),
+        (Full(), {"placement": "host", "link": None}, ValueError, "placement=host: needs a link"),
+    ],
+)
+def test_combinations_without_meaning_are_refused(method, options, error, message):
+    with attached_with_link() as (attached, link), pytest.raises(error, match=message):
+        open_live(attached, Case(method), **({"link": link} | options))

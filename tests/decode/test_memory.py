@@ -1,0 +1,435 @@
+"""Memory of live decoding: what a session and a prompt need and what is refused, page-locked slabs, managed memory.
+
+CUDA's runtime is a stand-in where there is no GPU (`fake_cuda.Runtime`).
+"""
+
+import sys
+import weakref
+from contextlib import closing
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.decode import memory
+from harness.decode.cache import LayerCache
+from harness.decode.memory import (
+    ALIGNMENT,
+    GIB,
+    RUNTIME,
+    PinnedSlab,
+    SessionBytes,
+    aligned,
+    require_session,
+)
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.decoder import read_decoder
+from harness.model.load import LoadedModel
+from harness.model.prompts import prompt_bytes, run_prompt
+from harness.model.random_ids import RandomIds
+from harness.model.tiny import tiny_model
+from harness.results.board_sources import timed_step
+from harness.run.compose import load
+from harness.settings.codecs import codec_named
+from harness.settings.config import LatencyConfig
+from harness.speed import latency as run
+from harness.speed import timed_run as timing
+from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
+from methods.full import Full
+from tests.cases import CASES
+from tests.decode.test_fake_cuda import opened, system_of
+from tests.fake_cuda import CUDA, LIBC10, fake_gpu, fake_model, fake_runtime
+from tests.living import CPU, PROMPTS, attached_with_link, calibration_of, force, live, open_live, tiny, token_batch
+
+
+@pytest.fixture
+def runtime():
+    """A GPU with 40 GiB free, a host with 50."""
+    with fake_runtime() as runtime:
+        yield runtime
+
+
+SHAPE = LatencyConfig(2, 20, gen_len=12, warmup_steps=2, timed_steps=4, repeats=2)
+
+
+class Held(TorchDispatchMode):
+    """Bytes that tensors on a kind of device hold, of those made under it: now, and at most since `restart`."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.storages: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def restart(self) -> None:
+        """Forget what has been freed."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
+                self._hold(tensor.untyped_storage())
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.storages:
+            self.storages[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.storages.pop(key)
+
+
+# What a session needs
+
+
+def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):
+    kept, keep_prompt = [], LayerCache.keep_prompt
+    monkeypatch.setattr(LayerCache, "keep_prompt", lambda cache, *states: keep_prompt(cache, *states) or kept.append(1))
+    first = CASES["infinigen"].method.dense_layers
+    monkeypatch.setattr(memory, "available_bytes", lambda home: 100 if len(kept) > first else 2**40)
+    with attached_with_link() as (attached, _), closing(open_live(attached, CASES["infinigen"])) as session:
+        message = r"^what the method keeps of the prompt needs 0\.0 GiB of cpu memory and .* lower batch_size"
+        with pytest.raises(UserError, match=message) as refusal:
+            force(session, PROMPTS["even"])
+        assert "\n" not in str(refusal.value) and len(kept) == first + 1 < len(session.caches)
+
+
+LARGE = {"hidden_size": 256, "num_attention_heads": 16}
+MODELS = {
+    "opt": ("opt", {"ffn_dim": 1024, "word_embed_proj_dim": 256}),
+    "gqa": ("llama", {"intermediate_size": 896, "num_key_value_heads": 4}),
+    "small ffn": ("qwen2", {"intermediate_size": 256, "num_key_value_heads": 16}),
+}
+
+
+@pytest.mark.parametrize(("family", "rows"), [*((family, 2048) for family in MODELS), ("gqa", 64)])
+def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(family, rows, monkeypatch):
+    """In a session, and as a shared prompt beside a cache of 260 tokens, which is asked for with it."""
+    model_type, shape = MODELS[family]
+    asked = []
+    monkeypatch.setattr(run, "require_memory", lambda num_bytes, *_: asked.append(num_bytes))
+    ids, real = token_batch((256, 256), 0)
+    with attach(tiny_model(model_type, **LARGE, **shape)) as attached, torch.inference_mode():
+        attached.decoder.rows_at_once = rows
+        calibration_of(attached)  # kept by the process, so it is no part of the first session
+        for codec in ("full", "int4"):
+            with Held("cpu") as held, closing(open_live(attached, CASES[codec], 4)) as session:
+                token = session.prefill(ids, real).argmax(-1)
+                needed = session.bytes_needed.device
+                assert 0.7 * needed < held.peak <= needed
+                with Held("cpu") as held_by_step:
+                    session.decode_step(token)
+                assert held_by_step.peak < prompt_bytes(attached, 512)
+        geometry = attached.geometry
+        run.require_shared_prompt(attached, 2, 256, 4)
+        cache = geometry.num_layers * 2 * 260 * 2 * geometry.num_kv_heads * geometry.head_dim * 4
+        with Held("cpu") as held:
+            run_prompt(attached, ids, real)
+    assert 0.7 * (asked[0] - cache) < held.peak <= asked[0] - cache
+
+
+@pytest.mark.parametrize(
+    ("needed", "device", "message"),
+    [
+        (SessionBytes(4 * GIB, 2 * GIB), CUDA, None),
+        (SessionBytes(4 * GIB, 3 * GIB), CUDA, r"needs 3\.0 GiB of cuda memory and 2\.0 .* lower batch_size, prompt_l"),
+        (SessionBytes(3 * GIB, GIB), CPU, None),  # one memory for both
+        (SessionBytes(3 * GIB, 2 * GIB), CPU, r"needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"),
+    ],
+)
+def test_each_memory_is_asked_by_itself(needed, device, message, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda home: {"cpu": 4, "cuda": 2}[home.type] * GIB)
+    if message is None:
+        require_session(needed, device)
+    else:
+        with pytest.raises(UserError, match=f"live decoding {message}"):
+            require_session(needed, device)
+
+
+# On a fake GPU: OPT-13B, batch 20, 1,920 + 128 tokens. Fake tensors have sizes and are freed as real ones are. Four
+# layers stand for forty: a further one adds its store, and with a GPU cache its buffer, to both sides alike. Memory
+# that the link's stream uses is not free before the host knows that the stream is done.
+
+CODED = 39 // 2 + 1 + 2 * 2
+"""Of 39 columns in 4 bits, with scale and minimum."""
+PARTIAL_KEYS = 800 * 39 * 2 * (1920 + 128 + 128)
+"""Of 800 heads and a layer: 39 of 128 columns of every key, and the projection to them."""
+KEPT = {
+    "offload+h2o": [800 * (204 + 204 + 2) * (4 + 4) + 20 * 2 * 8],
+    "infinigen+reuse": [PARTIAL_KEYS],
+    "infinigen2": [3 * 800 * ((1920 + 128 + 2 * 128) * CODED + 39 * 2)],
+}
+"""What the state takes in all layers behind its first: of H2O a number and a score of each token that is kept, and of
+two slots, and limits. Of InfiniGen2 the keys' mean, too, and all layers are under it."""
+
+
+@pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
+@pytest.mark.parametrize("label", ["ideal", "offload", "offload+int4", "offload+h2o", "infinigen+reuse", "infinigen2"])
+def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
+    pytest.importorskip("triton")
+    asked = []
+    keeps = "what the method keeps of the prompt"
+    monkeypatch.setattr(memory, "require_memory", lambda size, _, what="": what == keeps and asked.append(size))
+    method, system = system_of(label)
+    codec = codec_named(system.codec) if system.codec else None
+    options = {"placement": system.placement, "gpu_cache": system.gpu_cache, "codec": codec, "steps": 128}
+    with fake_gpu() as trace:
+        model = fake_model("opt-13b", num_hidden_layers=4)  # its weights are not counted
+        read_decoder(model)
+        with Held("cuda") as held, opened(trace, model, (1920,) * 20, method, **options) as (session, token):
+            needed, prompt = session.bytes_needed.device, held.peak
+            held.restart()
+            for _ in range(2):
+                token = session.decode_step(token).argmax(-1)
+            assert session.device_bytes <= needed and held.peak <= needed
+            assert 0.8 * needed <= prompt <= needed
+            assert asked == KEPT.get(label, [])
+
+
+# Page-locked memory
+
+
+def test_pieces_are_aligned_zero_and_lie_in_what_was_locked(runtime):
+    slab = PinnedSlab(1280 + 256 + 256)
+    pieces = [slab.take(shape) for shape in ((2, 3, 5, 36), (1,), (4, 64))]
+    ((address, size),) = runtime.locked.items()
+    assert size == slab.nbytes == 1792
+    assert [piece.data_ptr() - address for piece in pieces] == [0, 1280, 1536]
+    assert address % ALIGNMENT == 0 and not any(piece.any() for piece in pieces)
+    with pytest.raises(AssertionError, match="as large as its pieces"):
+        slab.take((1,))
+    slab.close()
+    slab.close()
+    assert runtime.names == ["cudaHostRegister", "synchronize", "cudaHostUnregister"], "once, the device being done"
+
+
+@pytest.mark.parametrize(("num_bytes", "fails", "shown"), [(3 << 20, "cudaHostRegister", "0.0"), (1 << 52, "", "4194")])
+def test_memory_that_cannot_be_locked_or_mapped_is_refused(runtime, num_bytes, fails, shown):
+    runtime.fails = fails
+    with pytest.raises(UserError, match=f"^platform.pinned=true: {shown}.* page-locked .*pinned=false$"):
+        PinnedSlab(num_bytes)
+    assert runtime.names == ["cudaHostRegister", "cudaGetLastError"] * bool(fails), "CUDA's last error is forgotten"
+
+
+def test_a_session_locks_what_its_stores_take_and_no_more(runtime):
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, CASES["int4"], placement="host", link=link)
+        assert session.pinned_bytes == 0 and not session.pinned, "nothing is locked for a CPU"
+        session.pinned = True
+        runtime.fails = "cudaHostRegister"
+        with pytest.raises(UserError, match="cannot be page-locked"):
+            force(session, PROMPTS["even"])
+        assert session.caches == [] and session.pinned_bytes == 0 and not runtime.locked
+        runtime.fails = ""
+        force(session, PROMPTS["even"])
+        slots = sum(aligned(store.nbytes) for store in session.stores)
+        assert session.pinned_bytes == slots == sum(runtime.locked.values())
+        session.close()
+        assert not runtime.locked and session.pinned_bytes == 0
+
+
+def test_sessions_one_after_another_lock_their_memory_once(runtime):
+    """Until one needs another size. What the session before has left there is not seen."""
+    logits, slabs = [], {}
+    with attached_with_link() as (attached, link):
+        for steps, locked in ((3, 1), (3, 1), (5, 2)):
+            session = open_live(attached, CASES["kivi"], steps, placement="host", link=link, slabs=slabs)
+            session.pinned = True
+            logits.append(force(session, PROMPTS["padded"], 3))
+            assert session.pinned_bytes == sum(runtime.locked.values()) == slabs[CPU].nbytes
+            session.close()
+            assert session.pinned_bytes == 0 and len(runtime.locked) == 1
+            assert runtime.names.count("cudaHostRegister") == locked
+            with torch.inference_mode():
+                slabs[CPU]._memory.fill_(255)  # not a number, if it is read
+    assert torch.equal(logits[0], logits[1])
+    slabs[CPU].close()
+    assert not runtime.locked
+
+
+def test_a_kept_slab_is_not_asked_for_again(runtime, monkeypatch):
+    slabs: dict[torch.device, PinnedSlab] = {}
+    with attached_with_link() as (attached, link):
+        asked = []
+        monkeypatch.setattr(memory, "require_session", lambda needed, device: asked.append(needed.host))
+        for _ in range(2):
+            with closing(open_live(attached, CASES["full"], 3, placement="host", link=link, slabs=slabs)) as session:
+                session.pinned = True
+                force(session, PROMPTS["even"], 3)
+    assert asked == [slabs[CPU].nbytes, 0]
+
+
+def test_a_timed_run_locks_its_memory_once(runtime, monkeypatch):
+    class Pinned(timing.LiveSession):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.pinned = True
+
+    monkeypatch.setattr(timing, "LiveSession", Pinned)
+    ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
+    with attached_with_link() as (attached, link):
+        timing_of = time_run(attached, ids, TimedRun(Full(), SHAPE), link=link)
+    assert timing_of.metrics["num_timed_steps"] == 8 and timing_of.samples["pinned_bytes"] > 0
+    locks = [name for name in runtime.names if name != "synchronize"]
+    assert locks == ["cudaHostRegister", "cudaHostUnregister"], "for a warm-up and two repeats"
+
+
+# Managed memory
+
+
+@pytest.fixture
+def anywhere(runtime, monkeypatch):
+    """Managed memory where the tests compute."""
+    monkeypatch.setattr(memory, "require_managed", lambda num_bytes, device: None)
+    return runtime
+
+
+def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
+    tensor = memory.managed_empty((2, 3, 4), CUDA)
+    assert (tensor.shape, tensor.dtype) == ((2, 3, 4), torch.uint8)
+    assert [*runtime.blocks] == [tensor.data_ptr()] and len(runtime.blocks[tensor.data_ptr()]) == 24
+    view = tensor[1]
+    del tensor
+    assert runtime.blocks and "cudaFree" not in runtime.names
+    del view
+    assert not runtime.blocks
+    assert runtime.names[-3:] == ["cudaSetDevice", "cudaDeviceSynchronize", "cudaFree"], "no kernel may be reading it"
+    runtime.fails = "cudaMallocManaged"
+    with pytest.raises(RuntimeError, match="^cudaMallocManaged: out of memory$"):
+        memory.managed_empty((8,), CUDA)
+
+
+def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch):
+    with pytest.raises(UserError, match="^placement=managed: needs platform=cuda; allowed on cpu: device, host$"):
+        memory.require_managed(SessionBytes(0, 0, GIB), CPU)
+    runtime.concurrent = 0
+    with pytest.raises(UserError, match="GPU has no concurrent managed access; allowed on it: device, host$"):
+        memory.require_managed(SessionBytes(0, 0, GIB), CUDA)
+    monkeypatch.setitem(sys.modules, RUNTIME, None)
+    with pytest.raises(UserError, match="^platform=cuda: needs the package cuda-bindings, which torch's CUDA build"):
+        memory.require_managed(SessionBytes(0, 0, GIB), CUDA)
+
+
+@pytest.mark.parametrize(("gib", "free"), [(None, 40), (30, 25)])
+def test_managed_memory_is_refused_beyond_what_is_free(runtime, monkeypatch, gib, free):
+    """Of 45 GiB, 5 are held. A smaller card has less that is free."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
+    with memory.smaller_card(CUDA, gib):
+        require_session(SessionBytes(0, 0, free * GIB), CUDA)
+        require_session(SessionBytes(0, 2 * GIB, (free - 2) * GIB), CUDA)
+        refusal = rf"^placement=managed: the KV cache of {free - 2}.0 GiB and 2.1 GiB .* at most the {free}.0 GiB of"
+        with pytest.raises(UserError, match=refusal):
+            require_session(SessionBytes(0, int(2.1 * GIB), (free - 2) * GIB), CUDA)
+    monkeypatch.setattr(memory, "available_memory", lambda: 20 * GIB)
+    with pytest.raises(UserError, match="needs 20.1 GiB of host memory, where its pages go, and 20.0 GiB are avail"):
+        require_session(SessionBytes(0, 0, int(20.1 * GIB)), CUDA)
+
+
+def test_what_a_method_keeps_beside_a_managed_cache_is_asked_for_with_it(anywhere, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory, "require_memory", lambda size, _, what="": asked.append((size, what)))
+    with attached_with_link() as (attached, _):
+        for placement in ("device", "managed"):
+            with closing(open_live(attached, CASES["h2o"], placement=placement)) as session:
+                force(session, PROMPTS["even"])
+                managed = session.bytes_needed.managed
+    words = "what the method keeps of the prompt"
+    (alone,) = [size for size, what in asked if what == words]
+    assert (alone + managed, f"{words} and the managed cache") in asked and managed > 0
+
+
+def test_a_smaller_card_leaves_what_is_asked_for(runtime, monkeypatch):
+    """Of 45 GiB, 5 are held and 40 are free."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
+    for gib, taken in ((45, [0]), (44.5, [GIB // 2]), (6, [39 * GIB]), (None, [])):
+        with memory.smaller_card(CUDA, gib):
+            assert [*runtime.blocks] == taken
+        assert not runtime.blocks
+    with pytest.raises(KeyError), memory.smaller_card(CUDA, 20):
+        raise KeyError
+    assert not runtime.blocks
+    for gib in (5, 45.1):
+        with (
+            pytest.raises(UserError, match=f"^platform.device_gib={gib}: must be above 5.0, .* and at most 45.0, "),
+            memory.smaller_card(CUDA, gib),
+        ):
+            pytest.fail("refused before")
+
+
+@pytest.mark.parametrize("name", ["h2o", "kivi", "infinigen", "oracle"])
+def test_managed_is_the_device_bit_for_bit(name, anywhere):
+    with attached_with_link() as (attached, _):
+        expected = live(attached, CASES[name], PROMPTS["padded"], placement="device")
+        got = live(attached, CASES[name], PROMPTS["padded"], placement="managed")
+    assert torch.equal(got.logits, expected.logits)
+    assert (got.budget, got.device_frac) == (expected.budget, expected.device_frac)
+    assert "cudaMallocManaged" in anywhere.names and not anywhere.blocks
+
+
+# Timing under managed memory
+
+
+def timed(shape):
+    ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
+    with attach(tiny("gqa")) as attached:
+        prompt = run_shared_prompt(attached, ids, shape.repeats)
+        return time_run(attached, prompt, TimedRun(Full(), shape, "managed"))
+
+
+def test_what_the_driver_moves_is_not_measured(anywhere):
+    metrics = timed(SHAPE).metrics
+    over_link = {"h2d_bytes", "d2h_bytes", "late_bytes", "exposed_transfer_s", "transfer_s", "link_bytes_per_s"}
+    over_link |= {"link_utilisation", "hit_rate", "host_kv_bytes"}
+    other = {
+        "disk_read_bytes",
+        "read_amplification",
+        "disk_kv_bytes",
+        "weight_bytes",
+        "weights_on_device",
+        "prediction_s",
+        "tokens_evicted",
+    }  # no disk; all weights are there; nothing is evicted
+    assert {name for name, value in metrics.items() if value is None} == over_link | other
+    assert metrics["num_timed_steps"] == 8 and metrics["device_kv_bytes"] == 0
+    assert timed_step(metrics) == {}, "the board's seconds go with bytes"
+
+
+@pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (10, [4]), (11, [4, 1]), (15, [4, 2]), (None, [4, 4])])
+def test_a_time_limit_ends_a_run_with_the_steps_it_has(anywhere, monkeypatch, limit_s, steps):
+    """The clock goes on by two seconds whenever it is looked at: before the warm-up, after it, and after each timed
+    step, so four steps take 10 seconds. A warm-up that takes all the time leaves one step; the second repeat has what
+    the first leaves, and does not begin where that is nothing."""
+    seconds = count(step=2)
+    monkeypatch.setattr(timing, "_now", lambda device: float(next(seconds)))
+    metrics, samples = timed(replace(SHAPE, time_limit_s=limit_s))
+    assert [len(repeat) for repeat in samples["step_s"]] == steps and len(samples["segments"]) == sum(steps)
+    assert metrics["num_timed_steps"] == sum(steps) and len(samples["dense_s"]) == len(steps)
+    assert metrics["decode_s"] == 22, "two seconds a step, of gen_len - 1"
+    assert (metrics["tpot_spread_s"] is None) == (len(steps) == 1)
+
+
+def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
+    config = load([
+        "experiment=latency", "platform=cuda", "system=uvm+h2o", "model.weights=random", "batch_size=2",
+        "prompt_len=20", "gen_len=6", "timed_steps=1", "platform.device_gib=48", f"results_dir={tmp_path}",
+    ])  # fmt: skip
+    cards = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
+    monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
+    outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256)))
+    assert cards == 2 * [[12 * GIB]], "of 60 GiB, in each repeat"
+    assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
+    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["budget"] < 1
+    assert not anywhere.blocks

@@ -1,0 +1,334 @@
+"""Slots, buffers and what moves between them, against plain Python: stores, row kernels, copies, fetches."""
+
+import importlib.util
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.decode import store as rows_module
+from harness.decode.gpu_cache import GpuCache, missing_rows, rooms
+from harness.decode.links import EmulatedLink
+from harness.decode.memory import Tuning
+from harness.decode.store import chosen
+from harness.errors import UserError
+from harness.model.policies import policies_of
+from harness.settings.codecs import codec_named
+from methods.codecs.floats import STORED_DTYPES
+from methods.codecs.integers import INTEGER_BITS
+from methods.infinigen import InfiniGen
+from tests.cases import CASES
+from tests.fake_cuda import fake_runtime
+from tests.living import CPU, PROMPTS, Crossed, LatestLink, attached_with_link, live, make_store
+
+BATCH, HEADS, CAPACITY = 2, 3, 12
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# The store, against a dict
+
+
+def store_of(codec="fp32", placement="host", head_dim=8, **shape):
+    return make_store(
+        head_dim, codec, placement=placement, **({"batch": BATCH, "num_kv_heads": HEADS, "capacity": CAPACITY} | shape)
+    )
+
+
+def key_value(num_rows, generator, head_dim=8):
+    return torch.randn(2, BATCH, HEADS, num_rows, head_dim, generator=generator).unbind()
+
+
+def loaded(store, request, buffer=None):
+    """The requested rows, at once; through `buffer`, where one of negative index keeps what it held, or a new one."""
+    count = request if isinstance(request, int) else request.shape[-1]
+    rows = store.rows_in(store.new_buffer(count) if buffer is None else buffer, count)[:, :, :count]
+    store.load(request if isinstance(request, int) else chosen(request), rows)
+    return store.format.unpack(rows)
+
+
+class Reference:
+    """{(batch, head, slot): (k, v)} with rows as the codec gives them back, and rows counted one by one."""
+
+    def __init__(self, codec):
+        self.codec, self.content, self.loaded, self.written = codec, {}, 0, 0
+
+    def write(self, keys, values, index):
+        states = torch.stack([self.codec.roundtrip(keys), self.codec.roundtrip(values)], 3)
+        for batch, head, row in (index >= 0).nonzero().tolist():
+            self.content[batch, head, int(index[batch, head, row])] = states[batch, head, row]
+            self.written += 1
+
+    def check(self, got, index, *, untouched):
+        states = torch.stack(got[:2], 3)
+        for batch, head, row in torch.ones_like(index).nonzero().tolist():
+            slot = int(index[batch, head, row])
+            self.loaded += slot >= 0
+            want = self.content[batch, head, slot] if slot >= 0 else untouched.expand(2, -1)
+            assert torch.equal(states[batch, head, row], want), (batch, head, slot)
+
+
+OPERATIONS = st.tuples(st.sampled_from(["append", "write", "read", "gather"]), st.integers(1, 5), st.booleans())
+
+
+@settings(max_examples=60)
+@given(
+    operations=st.lists(OPERATIONS, max_size=12),
+    codec=st.sampled_from([*STORED_DTYPES, *INTEGER_BITS]),
+    placement=st.sampled_from(["device", "host"]),
+    seed=st.integers(0, 2**31),
+)
+def test_random_operations_agree_with_a_dict(operations, codec, placement, seed):
+    generator = torch.Generator().manual_seed(seed)
+    store, reference, filled = store_of(codec, placement), Reference(codec_named(codec)), 0
+    buffer = store.new_buffer(CAPACITY)
+    with Crossed() as crossed:
+        for operation, num_rows, ragged in [("append", 4, False), *operations]:
+            index = torch.rand(BATCH, HEADS, CAPACITY, generator=generator).argsort(-1)
+            dropped = (torch.rand(index.shape, generator=generator) < 0.3) & ragged
+            index = index.masked_fill(dropped | (index >= filled), -1)[..., :num_rows]
+            if operation == "append" and filled + num_rows <= CAPACITY:
+                keys, values = key_value(num_rows, generator)
+                moved = store.write(store.format.pack(keys, values), at=filled)
+                assert moved == BATCH * HEADS * num_rows * store.slot_bytes
+                reference.write(keys, values, torch.arange(filled, filled + num_rows).expand(BATCH, HEADS, -1))
+                filled += num_rows
+            elif operation == "write":  # freed slots used again, each head its own
+                keys, values = key_value(num_rows, generator)
+                moved = store.write(store.format.pack(keys, values), at=chosen(index))
+                assert moved == int((index >= 0).sum()) * store.slot_bytes
+                reference.write(keys, values, index)
+            elif operation == "read":
+                every = torch.arange(min(filled, num_rows)).expand(BATCH, HEADS, -1)
+                reference.check(loaded(store, every.shape[-1], buffer), every, untouched=None)
+            elif operation == "gather":
+                zero = codec_named(codec).decode(
+                    torch.zeros(codec_named(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32
+                )
+                reference.check(loaded(store, index), index, untouched=zero)
+    on_host = placement == "host"
+    assert crossed.loaded[store] == reference.loaded * store.slot_bytes * on_host
+    assert crossed.written[store] == reference.written * store.slot_bytes * on_host
+
+
+def test_refusals(monkeypatch):
+    store = store_of()
+    rows = store.format.pack(*key_value(2, torch.Generator().manual_seed(0)))
+    beyond = torch.tensor([[[CAPACITY], [0], [0]]] * 2)  # no row of the next head
+    for refused, error, message in (
+        (lambda: store.write(rows, at=CAPACITY - 1), ValueError, "column 13 is beyond the capacity of 12"),
+        (lambda: loaded(store, CAPACITY + 1), ValueError, "column 13 is beyond the capacity of 12"),
+        (lambda: loaded(store, beyond), IndexError, "slot index 12 is beyond the capacity of 12"),
+        (lambda: store.write(rows[:, :, :1], chosen(beyond)), IndexError, "slot index 12 is beyond the capacity of 12"),
+    ):
+        with pytest.raises(error, match=message):
+            refused()
+    monkeypatch.setattr("harness.decode.memory.available_bytes", lambda home: 2**30)
+    with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
+        store_of("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)
+
+
+# Rows by index, on the CPU and as the Triton kernel, against a loop
+
+
+def backend(name):
+    if name == "cpu":
+        return rows_module, CPU
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed: its kernel is not covered here")
+    from harness.decode.kernels import rows as kernels
+
+    return kernels, DEVICE
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 40))
+tunings = st.builds(Tuning, num_programs=st.sampled_from([1, 2, 64]), bytes_in_flight=st.sampled_from([64, 512, 2**18]))
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+@settings(max_examples=40)
+@given(
+    shape=shapes,
+    slot_bytes=st.sampled_from([4, 8, 20, 32, 72, 136, 256]),
+    ragged=st.booleans(),
+    placed=st.booleans(),
+    spare=st.integers(0, 2),
+    tuning=tunings,
+    seed=st.integers(0, 2**31),
+)
+def test_gather_and_scatter_against_a_loop(name, shape, slot_bytes, ragged, placed, spare, tuning, seed):
+    module, device = backend(name)
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, capacity, num_rows = shape
+    num_rows = min(num_rows, capacity)  # scatter needs distinct slots
+    slots, rows = (
+        torch.randint(256, (batch, heads, each, slot_bytes), dtype=torch.uint8, generator=generator)
+        for each in (capacity, num_rows)
+    )
+    slots = slots.pin_memory() if DEVICE.type == "cuda" else slots
+    index = torch.rand(batch, heads, capacity, generator=generator).argsort(-1)[..., :num_rows]
+    if ragged:
+        counts = torch.randint(0, num_rows + 1, (batch, heads, 1), generator=generator)
+        index = index.masked_fill(torch.arange(num_rows) >= counts, -1)
+    targets = torch.rand(index.shape, generator=generator).argsort(-1) if placed else None
+    gathered, scattered = rows.clone(), slots.clone()
+    for b, h, row in (index >= 0).nonzero().tolist():
+        gathered[b, h, row if targets is None else targets[b, h, row]] = slots[b, h, index[b, h, row]]
+        scattered[b, h, index[b, h, row]] = rows[b, h, row]
+
+    buffer = torch.nn.functional.pad(rows, (0, 0, 0, spare), value=7).to(device)
+    places = None if targets is None else targets.to(device)
+    module.gather_rows(slots, index.to(device), buffer[:, :, :num_rows], places, tuning)
+    assert torch.equal(buffer[:, :, :num_rows].cpu(), gathered)
+    assert (buffer[:, :, num_rows:] == 7).all(), "what lies behind a head's rows has changed"
+    module.scatter_rows(slots, index.to(device), rows.to(device), tuning)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(slots, scattered)
+
+
+# Columns of every head as one strided copy, against a loop
+
+STREAM, TO_HOST = 1234, 2
+
+
+def random_bytes(*shape):
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_columns_cross_by_one_copy_that_is_a_loop_over_their_rows():
+    """Into the rows of a buffer with room for one more behind each head's, and back."""
+    slots, rows = random_bytes(2, 2, 7, 8), random_bytes(2, 2, 4, 8)
+    written = torch.zeros_like(slots)
+    expected = rows.clone()
+    for batch, head, row in product(range(2), range(2), range(3)):
+        expected[batch, head, row] = slots[batch, head, 2 + row]
+    with fake_runtime() as runtime:
+        for source, target in ((slots[:, :, 2:5], rows[:, :, :3]), (rows[:, :, :3], written[:, :, 2:5])):
+            rows_module._memcpy_2d(*(each.flatten(2).flatten(0, 1) for each in (source, target)))
+        (_, _, pitch, _, slots_pitch, *size, _, stream), (*_, kind, _) = runtime.calls
+        assert (pitch, slots_pitch, *size, stream, kind) == (3 * 8 + 8, 7 * 8, 3 * 8, 4, STREAM, TO_HOST)
+        runtime.fails = "cudaMemcpy2DAsync"
+        with pytest.raises(RuntimeError, match="^cudaMemcpy2DAsync: out of memory$"):
+            rows_module._memcpy_2d(lines := random_bytes(3, 4), lines.clone())
+    assert torch.equal(rows, expected)
+    assert torch.equal(written[:, :, 2:5], slots[:, :, 2:5]) and written.sum() == rows[:, :, :3].sum()
+
+
+# Lists of slots
+
+
+@st.composite
+def masks(draw, min_slots=0):
+    """bool [batch, heads, slots]: ragged, empty and full heads."""
+    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    slots = draw(st.integers(min_slots, 9))
+    ragged = st.lists(st.booleans(), min_size=slots, max_size=slots)
+    head = st.one_of(st.just([False] * slots), st.just([True] * slots), ragged)
+    return torch.tensor([draw(head) for _ in range(batch * heads)], dtype=torch.bool).view(batch, heads, slots)
+
+
+@given(masks(min_slots=1), st.data())
+def test_missing_rows_go_where_the_oldest_give_way_and_nothing_else_moves(mask, data):
+    slots, now = mask.shape[-1], 7 << 32
+    most = max(1, int(mask.sum(-1).max()))
+    room = data.draw(st.integers(most, most + 3))
+    kept, age = [], []
+    for _ in range(mask.shape[0] * mask.shape[1]):
+        there = data.draw(st.lists(st.integers(0, slots - 1), unique=True, max_size=room))
+        kept.append(data.draw(st.permutations(there + [-1] * (room - len(there)))))
+        age.append(data.draw(st.permutations(range(room))))
+    kept, age = (torch.tensor(each).view(*mask.shape[:2], room) for each in (kept, age))
+    tokens = torch.arange(slots).flip(0).expand(len(mask), 1, -1).int()
+    before = kept.clone(), age.clone()
+    missing, targets, *after, num_missing = missing_rows(mask, tokens, kept, age, now, most)
+    assert num_missing == (missing >= 0).sum()
+    assert (missing >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
+    assert torch.equal(kept, before[0]) and torch.equal(age, before[1]), "what is kept was changed in place"
+    fetched = chosen(missing, targets).by_target(room)
+    heads = (each.flatten(0, 1).tolist() for each in (kept, age, fetched, *after))
+    for head, old, ages, fetch, new, new_ages, present in zip(mask.flatten(0, 1), *heads, strict=True):
+        wanted = set(head.nonzero().view(-1).tolist())
+        oldest = [row for row in sorted(range(room), key=ages.__getitem__) if old[row] not in wanted]
+        expected = dict(zip(oldest, sorted(wanted - {*old}), strict=False))
+        assert fetch == [expected.get(row, -1) for row in range(room)]
+        assert new == [expected.get(row, was) for row, was in enumerate(old)]
+        assert present == [slot in wanted for slot in new]
+        of_slot = [now + slots - 1 - slot for slot in new]
+        assert new_ages == [mine if slot in wanted else was for slot, mine, was in zip(new, of_slot, ages, strict=True)]
+
+
+@given(st.data())
+def test_rows_leave_by_least_recent_use(data):
+    """Against lists of tokens in the order of their use, each sequence with room of its own."""
+    slots, steps = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    rooms = data.draw(st.lists(st.integers(1, slots), min_size=1, max_size=2))
+    gpu_cache, recent = GpuCache(rooms, 2, torch.device("cpu")), [[[], []] for _ in rooms]
+    for _ in range(steps):
+        choices = [st.sets(st.integers(0, slots - 1), max_size=room) for room in rooms for _ in range(2)]
+        wanted = [data.draw(each) for each in choices]
+        mask = torch.zeros(len(rooms), 2, slots, dtype=torch.bool)
+        expected = []
+        for number, asked in enumerate(wanted):
+            sequence, head = divmod(number, 2)
+            mask[sequence, head, sorted(asked)] = True
+            there = recent[sequence][head]
+            expected.append(len(asked - {*there}))
+            there[:] = ([slot for slot in there if slot not in asked] + sorted(asked))[-rooms[sequence] :]
+        most = max(1, *map(len, wanted))
+        fetch, present = gpu_cache.request(mask, torch.arange(slots).expand(len(rooms), 1, -1).int(), most)
+        assert (fetch.slots >= 0).sum(-1).flatten().tolist() == expected
+        for number, kept in enumerate(gpu_cache.slots.flatten(0, 1).tolist()):
+            sequence, head = divmod(number, 2)
+            there = recent[sequence][head]
+            assert sorted(slot for slot in kept if slot >= 0) == sorted(slot for slot in there if slot is not None)
+        assert present.sum(-1).flatten().tolist() == [*map(len, wanted)]
+        if data.draw(st.booleans()):  # a slot is written anew
+            written = data.draw(st.integers(0, slots - 1))
+            gpu_cache.forget(torch.full((len(rooms), 2, 1), written))
+            for there in (head for sequence in recent for head in sequence):
+                there[:] = [None if slot == written else slot for slot in there]  # its row leaves in its turn
+
+
+def test_room_is_rounded_up_and_never_more_than_the_sequence():
+    """The method reads 5 tokens at most."""
+    method = InfiniGen(fixed_fetch=5)
+    with attached_with_link() as (attached, _):
+        policies = policies_of(attached, method)
+    assert rooms(method, policies, 1.5, [(20, 30), (3, 6)]) == [8, 6]
+    assert rooms(method, policies, 0, [(20, 30)]) is None
+
+
+def test_a_fork_keeps_the_rows_and_ages_of_its_own_sequences():
+    def ask(rows: GpuCache, *slots: int) -> list[bool]:
+        """Whether each sequence's slot must be fetched."""
+        mask = torch.zeros(len(slots), 1, 4, dtype=torch.bool)
+        mask[range(len(slots)), 0, slots] = True
+        fetch, _ = rows.request(mask, torch.arange(4).expand(len(slots), 1, -1).int(), 1)
+        return (fetch.slots >= 0).flatten().tolist()
+
+    trunk = GpuCache([2, 2], 1, torch.device("cpu"))
+    for slots in ((0, 0), (1, 1), (1, 0)):  # slot 0 is the older one in the first sequence, slot 1 in the second
+        ask(trunk, *slots)
+    child = trunk.fork(torch.tensor([1, 0]))
+    assert ask(child, 2, 2) == [True, True]
+    assert ask(child, 0, 1) == [False, False], "the younger one stays"
+    assert ask(trunk, 0, 1) == [False, False], "the trunk is as it was"
+
+
+# Fetches
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_cache"),
+    [("int4", 0), ("h2o-fills", 0), ("infinigen", 0), ("infinigen-union", 1), ("pool-lru", 2)],
+)
+def test_rows_are_neither_read_too_early_nor_overwritten_too_early(name, gpu_cache):
+    """Under a link at its latest, one without overlap, and one that is slow."""
+    prompts = PROMPTS["padded"]
+    with attached_with_link() as (attached, link), EmulatedLink(2e7, overlap=bool(gpu_cache)) as slow:
+        expected = live(attached, CASES[name], prompts, placement="host", link=link, gpu_cache=gpu_cache)
+        for other in (LatestLink(), slow):
+            got = live(attached, CASES[name], prompts, placement="host", link=other, gpu_cache=gpu_cache)
+            assert torch.equal(got.logits, expected.logits)

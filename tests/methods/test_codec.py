@@ -1,0 +1,431 @@
+"""Row codecs: exact semantics, packed sizes, `roundtrip` = `decode(encode)` bit for bit; KIVI a token at a time."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.checks.contract import Trial, codec_rows_are_as_counted, judge
+from harness.model.attach import attach
+from harness.model.prompts import PromptPass
+from harness.replay.decode_pass import DecodePass
+from harness.replay.setup import Setup
+from harness.settings.codecs import codec_named, codec_names
+from methods.codecs.base import FLOAT_DTYPES, RowCodec, code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.blockgtq import BlockGtqCodec
+from methods.codecs.channel import ChannelCodec
+from methods.codecs.floats import STORED_DTYPES, FloatCodec
+from methods.codecs.ggml import GGML_BITS, GgmlCodec
+from methods.codecs.integers import INTEGER_BITS, IntegerCodec
+from methods.codecs.kvarn import KvarnCodec
+from methods.codecs.nvfp4 import Nvfp4Codec
+from methods.codecs.split import SplitCodec
+from methods.codecs.turbo import TURBO_BITS, TurboCodec, lloyd_max
+from methods.full import Full
+from tests.cases import CASES, Case
+from tests.living import Crossed, attached_with_link, force, open_live, tiny, token_batch
+from tests.replaying import open_session, watched
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 200))
+seeds = st.integers(0, 2**31)
+integer_names = st.sampled_from(sorted(INTEGER_BITS))
+group_sizes = st.sampled_from([1, 3, 8, 32, 64])
+
+
+def rows(shape, seed, scale=1.0):
+    """Gaussian rows around a random offset, a tenth of the rows constant."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * scale + torch.randn(1, generator=generator) * scale
+    constant = torch.rand(*shape[:-1], 1, generator=generator) < 0.1
+    return torch.where(constant, x[..., :1], x)
+
+
+def coded(group: np.ndarray, bits: int) -> np.ndarray:
+    """float32 numbers that share a minimum and a step, as they read back: the definition."""
+    low = group.min()
+    step = np.float32(np.float16((group.max() - low) / np.float32(2**bits - 1)))
+    low = np.float32(np.float16(low))
+    codes = np.clip(np.round((group - low) / (step or np.float32(1))), 0, 2**bits - 1)
+    return codes * step + low
+
+
+def per_token(row: np.ndarray, bits: int, size: int) -> np.ndarray:
+    return np.concatenate([coded(row[at : at + size], bits) for at in range(0, len(row), size)])
+
+
+@settings(max_examples=30, deadline=None)
+@given(integer_names, group_sizes, shapes, seeds, st.sampled_from([1e-4, 1.0, 300.0]))
+def test_integer_codec_follows_its_definition(name, group_size, shape, seed, scale):
+    x = rows(shape, seed, scale)
+    codec = IntegerCodec(name, group_size)
+    expected = [per_token(row, codec.bits, group_size) for row in x.flatten(0, -2).numpy()]
+    assert torch.equal(codec.roundtrip(x), torch.tensor(np.stack(expected)).view(shape))
+
+
+def makers() -> list[RowCodec]:
+    """Every codec, with groups that divide a row and that do not, rotated and not."""
+    of_rows = [
+        codec_named(name, group_size=size, rotation=rotation)
+        for name in (*STORED_DTYPES, *INTEGER_BITS)
+        for size in (1, 3, 8, 64)
+        for rotation in (None, "hadamard")
+    ]
+    of_channels = [
+        ChannelCodec(name, size, rotation)
+        for name in INTEGER_BITS
+        for size in (1, 4)
+        for rotation in (None, "hadamard")
+    ]
+    of_blocks = [
+        half
+        for name in GGML_BITS
+        for rotation in (None, "hadamard")
+        for half in (GgmlCodec(name, rotation).keys, GgmlCodec(name, rotation).values)
+    ]
+    of_tiles = [
+        KvarnCodec("kvarn4", 6),
+        KvarnCodec("kvarn4", 6).values,
+        KvarnCodec("kvarn2", 16).values,
+        BlockGtqCodec("gtq3", 6),
+        BlockGtqCodec("gtq2", 16),
+    ]
+    others = [Nvfp4Codec(), *(TurboCodec(name) for name in TURBO_BITS)]
+    return [*of_rows, *of_channels, *of_blocks, *of_tiles, *others]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(makers()), shapes, seeds, st.sampled_from(sorted(FLOAT_DTYPES)))
+def test_packed_rows_read_back_as_the_roundtrip(codec, shape, seed, compute):
+    sets, tokens, head_dim = shape
+    has_tiles = isinstance(codec, KvarnCodec | BlockGtqCodec)
+    if has_tiles:
+        head_dim += head_dim % 2  # pairs of channels
+    x = rows((2, sets, tokens * codec.span, head_dim), seed)
+    x[..., head_dim // 3] += 20  # a large channel and a row of zeros
+    x[..., 0, :] = 0
+    x = x.to(FLOAT_DTYPES[compute])
+    before = x.clone()
+    packed = codec.encode(x)
+    assert packed.dtype == torch.uint8 and packed.shape == (*x.shape[:-1], codec.row_bytes(head_dim))
+    back = codec.decode(packed, head_dim, x.dtype)
+    assert back.dtype == x.dtype and torch.equal(back, codec.roundtrip(x)) and torch.equal(x, before)
+    strided = torch.cat([x, x], -1)[..., :head_dim].transpose(0, 1)  # the same rows, laid out otherwise
+    assert torch.equal(codec.encode(strided), packed.transpose(0, 1))
+    first = 4 if isinstance(codec, FloatCodec) else 2  # where a value may begin in a slot
+    behind = torch.cat([packed.new_zeros(*x.shape[:-1], first), packed], -1)[..., first:]
+    assert torch.equal(codec.decode(behind, head_dim, x.dtype), back)
+    one = slice((tokens - 1) * codec.span, None)  # the last group alone
+    assert torch.equal(codec.encode(x[1:, :1, one]), packed[1:, :1, one])
+    if has_tiles:
+        unfinished = x[..., : codec.span - 1, :]
+        assert torch.equal(codec.roundtrip(torch.cat([x, unfinished], -2))[..., x.shape[-2] :, :], unfinished)
+        assert torch.equal(codec.roundtrip(unfinished), unfinished)
+
+
+FOUR, TWO, ONE = (IntegerCodec(name, 64) for name in ("int4", "int2", "int1"))
+KVARN4, KVARN2 = KvarnCodec("kvarn4"), KvarnCodec("kvarn2")
+SIZES = [
+    # A float counts as 16 bits at least
+    (FloatCodec("fp32"), 64, 256, 16), (FloatCodec("fp16"), 128, 256, 16), (FloatCodec("bf16"), 64, 128, 16),
+    (FloatCodec("fp8"), 64, 64, 8),
+    # Two numbers of two bytes a group: of 96 elements groups of 64 and 32
+    (IntegerCodec("int8", 64), 64, 64 + 4, 8.5), (FOUR, 128, 64 + 8, 4.5), (FOUR, 32, 16 + 4, 5),
+    (FOUR, 96, 48 + 8, 4 + 2 / 3), (TWO, 64, 16 + 4, 2.5), (ONE, 64, 8 + 4, 1.5),
+    # vLLM's: a key of head_dim * bits / 8 + 2 bytes, a value of head_dim * bits / 8 + 4
+    (TurboCodec("turbo4"), 64, 2 + 32, 4.25), (TurboCodec("turbo4"), 128, 2 + 64, 4.125),
+    (TurboCodec("turbo3"), 64, 2 + 16 + 8, 3.25), (TurboCodec("turbo3"), 96, 2 + 24 + 12, 3 + 1 / 6),
+    (TurboCodec("turbo2"), 128, 2 + 32, 2.125), (IntegerCodec("int4", 128), 128, 64 + 4, 4.25),
+    # A scale of 4 bytes, one byte for 16 elements, filled up to an even number, and half a byte an element
+    (Nvfp4Codec(), 64, 4 + 4 + 32, 5), (Nvfp4Codec(), 128, 4 + 8 + 64, 4.75), (Nvfp4Codec(), 16, 4 + 2 + 8, 6.5),
+    # Of a block of 32: a scale, in q5_1 a minimum too, in fp16, and 8, 5 or 4 bits an element; a whole last block
+    (GgmlCodec("q8_0"), 64, 2 * 34, 8.5), (GgmlCodec("q5_1"), 64, 2 * 24, 6), (GgmlCodec("q4_0"), 64, 2 * 18, 4.5),
+    (GgmlCodec("q4_0"), 80, 3 * 18, 5.4),
+    # Two numbers for each channel of keys or token of values and one for the other side, over 128 rows
+    (KVARN4, 64, 32 + 4, 4.5), (KVARN4.values, 64, 32 + 6, 4.75), (KVARN2.values, 64, 16 + 6, 2.75),
+    (KVARN4, 128, 64 + 6, 4.375), (KVARN2.values, 128, 32 + 6, 2.375),
+    # A part of the tile's widths, a length of each width, codes
+    (BlockGtqCodec("gtq3"), 64, 2 + 12 + 24, 4.75), (BlockGtqCodec("gtq2"), 64, 2 + 10 + 16, 3.5),
+    (BlockGtqCodec("gtq3"), 128, 2 + 12 + 48, 3.875),
+]  # fmt: skip
+
+
+def test_sizes_by_hand():
+    for codec, head_dim, row_bytes, bits in SIZES:
+        assert codec.row_bytes(head_dim) == row_bytes, (codec, head_dim)
+        assert codec.bits_per_element(head_dim) == pytest.approx(bits), (codec, head_dim)
+
+
+REFUSED = [
+    (lambda: IntegerCodec("int3"), r"codec='int3': must be one of int8, int4, int2, int1"),
+    (lambda: FloatCodec("int8"), r"codec='int8': must be one of fp32, fp16, bf16, fp8"),
+    *[(lambda size=size: IntegerCodec("int4", size), r"group_size=.*>= 1") for size in (0, -1, 2.0, True)],
+    (lambda: ChannelCodec("fp16"), "codec='fp16': must be one of int8, int4, int2, int1"),
+    *[(lambda residual=residual: SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4"), residual),
+       rf"residual={residual}: must be a multiple of the 4 tokens of a group") for residual in (0, 6)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_bad_settings_name_the_setting_and_what_is_allowed(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    integer_names, st.sampled_from([1, 3, 4, 32]), st.integers(0, 3), st.integers(1, 100), seeds,
+    st.sampled_from(sorted(FLOAT_DTYPES)),
+)  # fmt: skip
+def test_a_channel_is_coded_as_a_row_is(name, group_size, groups, head_dim, seed, compute):
+    x = rows((2, 2, groups * group_size, head_dim), seed).to(FLOAT_DTYPES[compute])
+    of_channels = ChannelCodec(name, group_size).roundtrip(x)
+    assert torch.equal(of_channels, IntegerCodec(name, group_size).roundtrip(x.mT).mT)
+
+
+def test_fp8_is_e4m3_that_saturates():
+    x = torch.tensor([0.0, -1.0, 447.0, 449.0, -1e9, 1.0625, 2.0**-9, 2.0**-11, 464.0])
+    expected = torch.tensor([0.0, -1.0, 448.0, 448.0, -448.0, 1.0, 2.0**-9, 0.0, 448.0])  # 1.0625 ties to even
+    assert torch.equal(FloatCodec("fp8").roundtrip(x), expected)
+    assert SplitCodec(FloatCodec("fp8"), FloatCodec("fp16")).bits == 12
+
+
+@pytest.mark.parametrize(("head_dim", "block"), [(1, 1), (16, 16), (64, 64), (96, 32), (80, 16), (7, 1)])
+def test_the_rotation_is_the_orthonormal_hadamard_matrix_of_each_block(head_dim, block):
+    matrix = torch.ones(1, 1)
+    while len(matrix) < block:  # Sylvester's doubling rule
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    x = torch.randn(5, 3, head_dim)
+    expected = x.unflatten(-1, (-1, block)) @ matrix.div(block**0.5)
+    assert torch.allclose(hadamard(x), expected.flatten(-2), atol=1e-5)
+    assert torch.allclose(hadamard(hadamard(x)), x, atol=1e-5)
+
+
+def test_a_rotated_codec_quantizes_what_is_rotated():
+    x = rows((4, 6, 64), 3)
+    plain, rotated = IntegerCodec("int4", 32), IntegerCodec("int4", 32, "hadamard")
+    assert torch.equal(rotated.roundtrip(x), hadamard(plain.roundtrip(hadamard(x))))
+    assert rotated.row_bytes(64) == plain.row_bytes(64) and rotated.bits_per_element(64) == plain.bits_per_element(64)
+
+
+# TurboQuant
+
+MAX_1960 = {
+    2: (0.4528, 1.510), 3: (0.2451, 0.7560, 1.344, 2.152),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
+}  # fmt: skip
+"""Max, Quantizing for Minimum Distortion (1960), table I: the positive outputs for 4, 8 and 16 levels."""
+DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497}
+"""The same table's mean squared error of a normal number of variance 1."""
+
+
+@pytest.mark.parametrize("bits", MAX_1960)
+def test_the_centroids_are_those_that_max_published(bits):
+    centroids, positive = lloyd_max(bits), MAX_1960[bits]
+    assert centroids == pytest.approx([*(-each for each in reversed(positive)), *positive], abs=5e-4)
+    numbers = torch.randn(200_000, 1, generator=torch.Generator().manual_seed(0)).double()
+    nearest = (numbers - torch.tensor(centroids)).abs().amin(-1)
+    assert float(nearest.square().mean()) == pytest.approx(DISTORTION[bits], rel=0.03)
+
+
+def turbo_row(row: np.ndarray, bits: int) -> np.ndarray:
+    """One row as it reads back, by the rule: rotate, take the nearest centroids of the direction, keep the length."""
+    size = len(row)
+    block = size & -size
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    turn = np.kron(np.eye(size // block), matrix / np.sqrt(block))
+    centroids = np.array(lloyd_max(bits))
+    length = np.sqrt((row * row).sum())
+    direction = turn @ row / (length or 1)
+    near = centroids[np.abs(np.sqrt(size) * direction[:, None] - centroids).argmin(1)]
+    return turn @ (near * length / np.sqrt((near * near).sum()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(TURBO_BITS)), shapes, seeds, st.sampled_from([1e-2, 1.0, 300.0]))
+def test_turboquant_follows_its_definition(name, shape, seed, scale):
+    x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    expected = np.stack([turbo_row(row, TURBO_BITS[name]) for row in x.flatten(0, -2).double().numpy()])
+    found = TurboCodec(name).roundtrip(x).flatten(0, -2).double().numpy()
+    lengths = np.sqrt((expected**2).sum(-1))
+    off = np.sqrt(((found - expected) ** 2).sum(-1))
+    assert (off > 2e-3 * lengths + 1e-6).sum() <= 1  # a coordinate midway between two centroids may fall to either side
+    assert np.allclose(np.sqrt((found**2).sum(-1)), lengths, rtol=2e-3, atol=1e-6)
+
+
+def test_a_row_of_zeros_reads_back_as_zeros():
+    assert torch.equal(TurboCodec("turbo3").roundtrip(torch.zeros(2, 64)), torch.zeros(2, 64))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 8]), shapes, seeds)
+def test_packed_codes_are_the_codes(bits, shape, seed):
+    codes = torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(seed))
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], code_bytes(shape[-1], bits))
+    assert torch.equal(unpack_codes(packed, bits, shape[-1]).long(), codes)
+
+
+def test_the_bytes_of_codes_by_hand():
+    """A plane has an even number of bytes; codes of 3 bits have a plane of two and one of one."""
+    found = [code_bytes(count, bits) for count, bits in ((64, 3), (16, 3), (600, 1), (15, 1), (10, 4), (3, 8))]
+    assert found == [16 + 8, 4 + 2, 76, 2, 6, 4]
+
+
+# NVFP4
+
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+E4M3 = [mantissa * 2.0**-9 for mantissa in range(8)]
+E4M3 += [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
+E4M3.pop()  # not a number
+
+
+def nearest_code(number: float, levels) -> int:
+    """Of two levels as near as one another the one with the even code."""
+    return min(range(len(levels)), key=lambda code: (abs(levels[code] - number), code % 2))
+
+
+def nvfp4_row(row: np.ndarray) -> list[np.float32]:
+    """One row as it reads back, by the rule, an element at a time in float32."""
+    one_row, six = np.float32(np.abs(row).max()), np.float32(6)
+    tensor_scale = one_row / np.float32(6 * 448)
+    back = []
+    for begin in range(0, len(row), 16):
+        block = row[begin : begin + 16]
+        wanted = np.float32(np.abs(block).max()) / six / (tensor_scale or np.float32(1))
+        step = np.float32(E4M3[nearest_code(float(min(wanted, np.float32(448))), E4M3)]) * tensor_scale
+        for number in block:
+            code = nearest_code(float(np.abs(number) / step), E2M1) if step else 0
+            back.append(np.copysign(np.float32(E2M1[code]) * step, number))
+    return back
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes, seeds, st.sampled_from([1e-30, 1e-3, 1.0, 300.0]))
+def test_nvfp4_follows_its_definition(shape, seed, scale):
+    x = rows(shape, seed, scale)
+    x[..., ::7] *= 100  # blocks of unequal sizes
+    x[0, 0] = 0
+    expected = np.array([nvfp4_row(row) for row in x.flatten(0, -2).numpy()], np.float32)
+    assert torch.equal(Nvfp4Codec().roundtrip(x), torch.tensor(expected).view(shape))
+
+
+def test_a_number_midway_between_two_levels_goes_to_the_even_one():
+    """The largest element of each block is 6, so that all steps are 1."""
+    halves = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 0.76])
+    expected = torch.tensor([6, 0, 1, 1, 2, 2, 4, 4, 0, -1, -1, -2, -2, -4, -4, 1.0])
+    assert torch.allclose(Nvfp4Codec().roundtrip(halves), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_every_shipped_codec_keeps_the_contract(name):
+    with attach(tiny("gqa")) as attached:
+        trial = Trial(attached, None, Setup(Full(), codec_named(name), None), (8,))
+        assert judge(codec_rows_are_as_counted, trial).verdict == "ok"
+
+
+# KIVI: keys per channel in groups of tokens, the last tokens exact
+
+GROUP, RESIDUAL, PROMPT, STEPS = 4, 8, 21, 20
+PADDED = (PROMPT, 13, 5)
+"""Real prompt tokens; that of 5 is shorter than what stays exact."""
+
+
+def kivi(bits: int, residual: int = RESIDUAL, dense_layers: int = 2) -> Case:
+    keys, values = ChannelCodec(f"int{bits}", GROUP), IntegerCodec(f"int{bits}", GROUP)
+    return Case(Full(dense_layers=dense_layers), SplitCodec(keys, values, residual))
+
+
+def per_channel(keys: np.ndarray, bits: int) -> list[np.ndarray]:
+    """Whole groups of rows."""
+    return list(np.stack([per_token(column, bits, GROUP) for column in keys.T.copy()]).T) if len(keys) else []
+
+
+class Plain:
+    """The cache of one KV head as the rule tells it: what is coded, and a tail that is not."""
+
+    def __init__(self, bits: int, residual: int, keys: np.ndarray, values: np.ndarray) -> None:
+        self.bits, self.residual = bits, residual
+        cut = len(keys) - len(keys) % residual
+        self.keys, self.key_tail = per_channel(keys[:cut], bits), list(keys[cut:])
+        cut = max(0, len(values) - residual)
+        self.values = [per_token(row, bits, GROUP) for row in values[:cut]]
+        self.value_tail = list(values[cut:])
+
+    def attend(self, queries: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float) -> np.ndarray:
+        """A step of the group's queries [group, head_dim]; its current token enters exactly, then what is due is
+        coded."""
+        self.key_tail.append(key)
+        self.value_tail.append(value)
+        scores = queries.astype(np.float64) @ np.stack(self.keys + self.key_tail).T * scale
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        output = weights / weights.sum(-1, keepdims=True) @ np.stack(self.values + self.value_tail)
+        if len(self.key_tail) == self.residual:
+            self.keys += per_channel(np.stack(self.key_tail), self.bits)
+            self.key_tail = []
+        if len(self.value_tail) > self.residual:
+            self.values.append(per_token(self.value_tail.pop(0), self.bits, GROUP))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, dense_layers=0))], ids=["gqa", "opt"]
+)
+def test_kivi_in_replay_is_the_rule(family, case):
+    """Every decode row of every coded layer and head, in several calls, whose edges lie within groups; in forks too."""
+    ids, real = token_batch(PADDED, STEPS)
+    seen: dict[int, list[tuple]] = {}
+
+    def note(layer, *states):
+        seen.setdefault(layer, []).append(tuple(state.clone() for state in states))
+
+    with attach(tiny(family)) as attached, watched(note, (PromptPass, DecodePass)):
+        session = open_session(attached, case, real.sum(-1).tolist(), ids.shape[1])
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        for begin, end in ((0, 7), (7, 8), (8, STEPS)):
+            columns = slice(PROMPT + begin, PROMPT + end)
+            session.decode(ids[:, columns], real[:, columns])
+            session = session.fork(torch.arange(len(PADDED)), ids.shape[1])
+    geometry, bits = attached.geometry, case.codec.keys.bits
+    for layer in range(case.method.dense_layers, geometry.num_layers):
+        *parts, outputs = zip(*seen[layer], strict=True)
+        query, key, value = (torch.cat(part, 2).numpy() for part in parts)
+        output = torch.cat(outputs, 1).numpy()
+        for (b, prompt), head in product(enumerate(PADDED), range(geometry.num_kv_heads)):
+            group = slice(head * geometry.group, (head + 1) * geometry.group)
+            of_prompt = slice(PROMPT - prompt, PROMPT)
+            plain = Plain(bits, case.codec.residual, key[b, head, of_prompt], value[b, head, of_prompt])
+            for at in range(PROMPT, key.shape[2]):
+                expected = plain.attend(query[b, group, at], key[b, head, at], value[b, head, at], geometry.scale)
+                assert np.abs(output[b, at, group] - expected).max() < 1e-5, (layer, b, head, at)
+
+
+def test_kivis_bytes_and_sizes_by_hand():
+    """Of 24 to 33 cached tokens, 8 or more stay on the device; groups of 4 leave it as a whole."""
+    stored = [16, 16, 16, 16, 20, 20, 20, 20, 24, 24]
+    heads, exact_slot, coded_slot = 2, 2 * 16 * 4, 2 * (16 * 4 // 8 + 16)  # codes, and 4 groups of 4 bytes
+    with (
+        attached_with_link("gqa") as (attached, link),
+        closing(open_live(attached, CASES["kivi"], placement="host", link=link)) as session,
+        Crossed() as crossed,
+    ):
+        force(session, (24,), 10)
+        cached = range(24, 34)
+        assert session.h2d_bytes == heads * 2 * (exact_slot * sum(cached) + coded_slot * sum(stored))
+        assert session.d2h_bytes == heads * 2 * (exact_slot * 10 + coded_slot * (24 - 16))
+        session.drain()  # the last rows may be under way
+        assert crossed.written.total() == heads * 2 * (exact_slot * 34 + coded_slot * 24)
+        width = (4 + 32 / 4) / 16
+        of_link = [(2 + 2 * width * s / n) / 4 for s, n in zip(stored, cached, strict=True)]
+        on_device = [2 * (n - s) / n / 4 for s, n in zip(stored, cached, strict=True)]
+        assert session.reads.budget == pytest.approx(np.mean(of_link))
+        assert session.reads.device_frac - session.reads.budget == pytest.approx(np.mean(on_device))
+        ring = heads * (RESIDUAL + GROUP + 1) * (exact_slot + coded_slot)
+        assert [cache.device_bytes for cache in session.caches] == [0, 0, ring, ring]

@@ -1,0 +1,136 @@
+"""Kascade against plain rules: what anchors choose, what layers behind read, how anchors and heads are found."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+
+from harness.model.attach import attach
+from harness.model.calibration import calibrate
+from harness.model.prompts import PromptPass
+from harness.replay import decode_pass as passes
+from methods.base import Geometry, Lengths, TokenCounts
+from methods.kascade import Kascade, best_anchors
+from tests.cases import Case
+from tests.living import attached_with_link, calibration_of, force, open_live, setup_of, tiny
+from tests.reference import softmax
+from tests.replaying import LENGTH, PROMPT, run, token_ids, watched
+
+REPLAYING = (PromptPass, passes.DecodePass)
+METHODS = {
+    "one anchor": Kascade(budget=0.3, min_tokens=3, anchors=()),
+    "two anchors": Kascade(budget=0.2, min_tokens=8, anchors=(2,)),
+    "behind a dense layer": Kascade(budget=0.3, min_tokens=1, anchors=(1, 3), dense_layers=1),
+    "from the second layer on": Kascade(budget=0.25, min_tokens=1, anchors=(), dense_layers=1),
+}
+
+
+@pytest.mark.parametrize("model", ["gqa", "opt"])
+@pytest.mark.parametrize("name", METHODS)
+def test_layers_read_what_their_anchors_heads_chose(name, model):
+    """The attention's output in every layer and row, from its queries, keys and values."""
+    method, seen = METHODS[name], [[], [], [], []]
+
+    def note(layer, query, key, value, output):
+        seen[layer].append((query[0], key[0], value[0], output[0].transpose(0, 1)))
+
+    with attach(tiny(model)) as attached, watched(note, REPLAYING):
+        run(attached, Case(method), [token_ids(LENGTH)], [PROMPT], calls=(1, 9), rows_per_block=4)
+        geometry, similarity = attached.geometry, calibration_of(attached)["similarity"].numpy()
+    layers = [[torch.cat(parts, 1).double().numpy() for parts in zip(*each, strict=True)] for each in seen]
+    anchor, chosen, dense_layers = None, {}, method.dense_layers
+    for layer, (query, key, value, output) in enumerate(layers):
+        scores = query * geometry.scale @ key.repeat(geometry.group, 0).swapaxes(1, 2)
+        is_anchor = layer == dense_layers or layer in method.anchors
+        if is_anchor:
+            anchor = layer
+        for kv in range(geometry.num_kv_heads):
+            heads = range(kv * geometry.group, (kv + 1) * geometry.group)
+            for t in range(PROMPT, LENGTH):
+                if layer < dense_layers:
+                    tokens = {*range(t)}
+                elif is_anchor:
+                    weights = sum(softmax(scores[head, t, : t + 1]) for head in heads)
+                    count = min(t, max(method.min_tokens, math.floor(method.budget * t)))
+                    tokens = chosen[anchor, kv, t] = {*sorted(range(t), key=lambda token: -weights[token])[:count]}
+                    tokens = {*range(t)} if layer == 0 else tokens
+                else:
+                    tokens = chosen[anchor, similarity[layer, anchor, kv].argmax(), t]
+                read = [*sorted(tokens), t]
+                for head in heads:
+                    wanted = softmax(scores[head, t, read]) @ value[kv, read]
+                    assert np.abs(output[head, t] - wanted).max() < 1e-4, (layer, head, t)
+
+
+def test_heads_are_compared_by_the_attention_on_each_others_best_tokens():
+    text = torch.randint(3, 256, (50,), generator=torch.Generator().manual_seed(1)).tolist()
+    seen, measure = [], Kascade.calibrate
+
+    def note(method, query, key, geometry, earlier):
+        seen.append((query.double().numpy(), key.double().numpy()))
+        return measure(method, query, key, geometry, earlier)
+
+    with pytest.MonkeyPatch.context() as patch, attach(tiny("gqa")) as attached:
+        patch.setattr(Kascade, "calibrate", note)
+        found, geometry = calibrate(attached, Kascade(), text), attached.geometry
+    weights = np.zeros((len(seen), geometry.num_kv_heads, 25, 50))  # of the second half's rows
+    for layer, (query, key) in enumerate(seen):
+        for head, own in enumerate(query):
+            for row in range(25):
+                probs = softmax(geometry.scale * key[head // geometry.group, : row + 25] @ own[row + 25])
+                weights[layer, head // geometry.group, row, : row + 25] += probs
+    best = np.argsort(-weights, axis=-1)[..., : 50 // 16]
+    for layer, theirs in enumerate(weights):
+        for other in range(len(seen)):
+            for head, own in enumerate(theirs):
+                for of_other in range(geometry.num_kv_heads):
+                    shares = [
+                        own[row, best[other, of_other, row]].sum() / own[row, best[layer, head, row]].sum()
+                        for row in range(25)
+                    ]
+                    wanted = np.mean(shares) if other <= layer else 0
+                    assert float(found["similarity"][layer, other, head, of_other]) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize(("first", "number"), [(0, 1), (0, 3), (2, 2), (1, 4), (3, 9)])
+def test_the_best_anchors_are_those_of_trying_all(first, number):
+    similarity = torch.rand(8, 8, generator=torch.Generator().manual_seed(first + 10 * number)).tolist()
+
+    def total(anchors):
+        return sum(similarity[layer][max(each for each in anchors if each <= layer)] for layer in range(first, 8))
+
+    every = [(first, *others) for others in combinations(range(first + 1, 8), min(number, 8 - first) - 1)]
+    assert best_anchors(similarity, first, number) == max(every, key=total)
+
+
+def test_anchors_are_settled_by_the_calibration_and_change_no_budget():
+    similarity = torch.zeros(6, 6, 2, 2)
+    similarity[range(6), range(6)] = 1.0
+    similarity[1, 0], similarity[3, 2], similarity[5, 4] = 0.1, 0.9, 0.8
+    method = Kascade(num_anchors=4, budget=0.5, min_tokens=1)
+    settled = method.settled({"similarity": similarity})
+    assert settled.anchors == (0, 1, 2, 4) and settled.settled({"similarity": similarity}) is settled
+    whens = ["kept", "kept", "kept", "earlier_layer", "kept", "earlier_layer"]
+    assert [settled.when_of(layer) for layer in range(6)] == whens
+    row = TokenCounts(100, 80, 120)
+    for each in (method, settled):
+        assert sum(each.tokens_read(row, layer) for layer in range(6)) == 4 * 100 + 2 * 50
+    with attach(tiny("gqa")) as attached:
+        of_run = setup_of(attached, Case(Kascade(num_anchors=2)))
+        assert of_run.method.anchors is not None and len(of_run.method.anchors) == 2
+    lengths = Lengths(torch.tensor([10]), torch.tensor([20]))
+    with pytest.raises(ValueError, match=r"method\.anchors=\(0, 7\): must be layers from 0 to 5"):
+        Kascade(anchors=(0, 7)).new_state(Geometry(6, 4, 2, 8, 1.0, "llama"), lengths, {"similarity": similarity})
+
+
+def test_a_step_forgets_what_was_chosen_for_the_step_before():
+    with attached_with_link("gqa") as (attached, link):
+        case = Case(METHODS["two anchors"])
+        with closing(open_live(attached, case, placement="host", link=link)) as session:
+            force(session, (24,))
+            assert [len(state.chosen) for state in session.states] == [1]

@@ -1,0 +1,483 @@
+"""Presses of kvpress as methods: the tokens that stay are those of our own files and of the presses' own code; what a
+press needs is handed to it in replay and live, for any batch; what cannot be a method is refused in one line."""
+
+import dataclasses
+import importlib.util
+import pickle
+import subprocess
+import sys
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.checks.contract import Trial, budget_is_its_closed_form, live_is_replay, open_replay, padded_is_alone
+from harness.errors import UserError
+from harness.model import dense_prompts
+from harness.model.attach import attach
+from harness.model.dense_prompts import DensePrompts
+from harness.model.prompts import run_prompt
+from harness.model.tiny import tiny_model
+from harness.replay.setup import Setup
+from harness.results.record import plain
+from harness.run.cli import main
+from harness.run.compose import load
+from harness.run.runner import Run
+from methods import kvpress
+from methods.base import EMPTY, TokenCounts
+from methods.capkv import CapKV
+from methods.criticalkv import CriticalKV
+from methods.extras import NeedsInputs, RereadsPrompt
+from methods.full import Full
+from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, PromptEvictingState, SnapKV
+from methods.streaming import Streaming
+from methods.tova import TOVA
+from tests.cases import CASES, Case
+from tests.conftest import tiny
+from tests.living import PROMPTS, TOLERANCE, largest_difference, live, open_live, replay, token_batch
+
+needs_kvpress = pytest.mark.skipif(
+    importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"
+)
+PROMPT = (200, 180)
+KEPT = 48
+"""Tokens of the longer prompt that stay."""
+SHORT = {
+    "SnapKVPress": {"window_size": 16},
+    "PyramidKVPress": {"window_size": 2},  # the press is SnapKV's where a layer would keep less than the window
+    "LagKVPress": {"lag_size": 32},
+    "ChunkPress": {"chunk_length": 50},
+    "BlockPress": {"block_size": 40},
+}
+"""Settings for prompts of `PROMPT` tokens."""
+TIES = {"LagKVPress"}
+"""Presses whose scores are ranks, so that many are equal."""
+INNER = {"BlockPress": "KeyDiffPress"}
+"""The press that another one wraps, where it is not SnapKV's."""
+
+
+def make(choice, **settings):
+    """The method of a choice, with settings for short prompts."""
+    for name in choice.split(":"):
+        settings = SHORT.get(name, {}) | settings
+    return kvpress.press_class(choice)(**settings)
+
+
+def choices():
+    """Every press that can be a method, one that wraps another with it."""
+    if importlib.util.find_spec("kvpress") is None:
+        return []
+    return [f"{name}:{INNER.get(name, 'SnapKVPress')}" if name in kvpress._wrapping() else name
+            for name in kvpress.allowed()]  # fmt: skip
+
+
+def prompted(model, method, prompts=PROMPT, steps=0):
+    """The state of a method after a batch of prompts, and each layer's query, key and value."""
+    ids, real = token_batch(prompts, steps)
+    seen = []
+    with attach(model) as attached:
+        session = open_replay(attached, Setup(method, None, None), real)
+        keep = session._keep_prompt
+        session._keep_prompt = lambda layer, prompt: (seen.append(prompt.tensors()), keep(layer, prompt))
+        columns = max(prompts)
+        session.prefill(ids[:, :columns], real[:, :columns])
+        (state,) = session.states.values()
+    return state, seen
+
+
+def kept(model, method, prompts=PROMPT, steps=0):
+    """The tokens that stay, bool [layers, batch, num_kv_heads, columns]."""
+    state, _ = prompted(model, method, prompts, steps)
+    return torch.stack([tokens[..., : max(prompts)] != EMPTY for tokens in state.tokens.values()])
+
+
+# The tokens that stay
+
+OWN = {
+    "KnormPress": Knorm(0, kept_tokens=KEPT),
+    "KeyDiffPress": KeyDiff(0, kept_tokens=KEPT),
+    "ExpectedAttentionPress": ExpectedAttention(0, kept_tokens=KEPT),
+    "SnapKVPress": SnapKV(0, kept_tokens=KEPT, window=16, kernel=5, pooling="avg"),
+    "TOVAPress": TOVA(0, kept_tokens=KEPT, protect_last=True),
+    "StreamingLLMPress": Streaming(0, budget=KEPT / 200),
+    "CapPress": CapKV(0, kept_tokens=KEPT),
+    # The press counts the window's 16 tokens among the first half: 24 of 48 are 8 of the 32 that compete.
+    # Its smoothing is our default.
+    "CriticalKVPress:SnapKVPress": CriticalKV(0, kept_tokens=KEPT, window=16, first_share=0.25),
+}
+
+
+@needs_kvpress
+@pytest.mark.parametrize("name", OWN)
+def test_a_press_keeps_the_tokens_of_our_own_file(name):
+    prompts = (200, 200) if name == "StreamingLLMPress" else PROMPT  # the window of ours is a share of each sequence
+    ours = kept(tiny("gqa"), OWN[name], prompts)
+    theirs = kept(tiny("gqa"), make(name, kept_tokens=KEPT), prompts)
+    assert ours.shape == (4, 2, 2, 200) and ours.sum(-1).unique().tolist() == [KEPT]
+    assert torch.equal(theirs, ours)
+
+
+@needs_kvpress
+@pytest.mark.parametrize("choice", choices())
+def test_the_tokens_are_those_that_the_press_compresses_to(choice):
+    """By the press's own `compress`, as its hook calls it: on the module, its input, and keys and values."""
+    model, method = tiny("gqa"), make(choice, kept_tokens=KEPT)
+    state, seen = prompted(model, method)
+    layers = [block.self_attn for block in model.model.layers]
+    assert not any({"rotary_emb", "masked_key_indices"} & vars(module).keys() for module in layers)  # left as they were
+    inputs = []
+    with attach(model) as attached:  # its own pass, so that hidden states come from another hook than ours
+        hooks = [module.register_forward_pre_hook(lambda _, __, kwargs: inputs.append(kwargs), with_kwargs=True)
+                 for module in layers]  # fmt: skip
+        ids, real = token_batch(PROMPT, 0)
+        run_prompt(attached, ids, real)
+    for hook in hooks:
+        hook.remove()
+    for layer, module in enumerate(layers):
+        query, key, value = seen[layer][:3]
+        for at, length in enumerate(PROMPT):
+            first = 200 - length
+            hidden = inputs[layer]["hidden_states"][at : at + 1, first:]
+            cos, sin = (part[-1:, first:] if len(part) == 1 else part[at : at + 1, first:]
+                        for part in inputs[layer]["position_embeddings"])  # fmt: skip
+            keys, values = key[at : at + 1, :, first:].contiguous(), value[at : at + 1, :, first:].contiguous()
+            weights = (query[at, :, first:].double() @ keys[0].double().repeat_interleave(2, 0).mT) * module.scaling
+            weights = weights.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)[None]
+            press = method.press()
+            press.compression_ratio = method.ratio(length)
+            config = SimpleNamespace(_attn_implementation="sdpa")
+            before = module.config._attn_implementation
+            module.config._attn_implementation = config._attn_implementation
+            module.rotary_emb = model.model.rotary_emb
+            try:
+                torch.manual_seed(layer)
+                attentions = weights.float() if choice == "ObservedAttentionPress" else None
+                kwargs = {"hidden_states": hidden, "position_embeddings": (cos, sin)}
+                arguments = module, hidden, keys, values, attentions, kwargs
+                got, _ = press.compress(*arguments)
+                scores = press.score(*arguments) if choice in TIES else None
+                expected = torch.zeros(2, length, dtype=torch.bool)
+                marked = vars(module).get("masked_key_indices")
+                if marked is not None:
+                    expected[:] = True
+                    expected[marked[1], marked[2]] = False
+                else:  # a returned key is one of the keys, which are all different
+                    for head in range(2):
+                        expected[head, torch.cdist(got[0, head], keys[0, head]).argmin(-1)] = True
+            finally:
+                module.config._attn_implementation = before
+                del module.rotary_emb
+                vars(module).pop("masked_key_indices", None)
+            stays = state.tokens[layer][at, :, first:200] != EMPTY
+            if choice in TIES:  # topk takes any of equal scores
+                stays, expected = (scores[0, mask].sort().values for mask in (stays, expected))
+            assert torch.equal(stays, expected), (choice, layer, at)
+
+
+@needs_kvpress
+def test_the_pyramid_is_that_of_the_press_and_its_mean_is_exact():
+    method = make("PyramidKVPress", kept_tokens=KEPT)
+    press = method.press()
+    press.compression_ratio = 1 - KEPT / 200
+    config = SimpleNamespace(num_hidden_layers=4)
+    budgets = [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=layer), 200) for layer in range(4)]
+    assert kept(tiny("gqa"), method, (200,)).sum(-1)[:, 0, 0].tolist() == budgets
+    assert len(set(budgets)) == 4 and sum(budgets) == 4 * KEPT
+    for tokens in range(1, 200):
+        shares = make("PyramidKVPress", kept_tokens=tokens).shares(200, 29)
+        assert sum(shares) == 29 * tokens and max(shares) <= make("PyramidKVPress", kept_tokens=tokens)._most(200)
+
+
+@needs_kvpress
+def test_a_padded_sequence_is_itself_alone_and_draws_are_repeated():
+    for choice in ("RandomPress", "CompactorPress", "AdaKVPress:KnormPress"):
+        together = kept(tiny("gqa"), make(choice, budget=0.25))
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        for at, length in enumerate(PROMPT):
+            ids, real = token_batch(PROMPT, 0, only=at)
+            with attach(tiny("gqa")) as attached:
+                session = open_replay(attached, Setup(make(choice, budget=0.25), None, None), real)
+                session.prefill(ids, real)
+            (state,) = session.states.values()
+            for layer, tokens in state.tokens.items():
+                assert torch.equal(tokens[0, :, :length] != EMPTY, together[layer, at, :, 200 - length :])
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+# In replay and live
+
+
+@needs_kvpress
+@pytest.mark.parametrize("choice", choices())
+def test_live_is_replay_and_budgets_have_their_closed_form(choice):
+    with attach(tiny("gqa")) as attached:
+        trial = Trial(attached, None, Setup(make(choice), None, None), PROMPT)
+        for check in (live_is_replay, budget_is_its_closed_form, padded_is_alone):
+            check(trial)
+
+
+class ProjectedState(PromptEvictingState):
+    """Score: the length of what the output projection makes of a token's value, plus a number of its input."""
+
+    def prompt_score(self, layer, query, key, value, rows):
+        module, hidden, embeddings, rotary = rows.inputs
+        assert hidden.shape[:2] == key.shape[:1] + key.shape[2:3] and hidden.device == key.device
+        again = module.q_proj(hidden).unflatten(-1, (-1, key.shape[-1])).transpose(1, 2)
+        cos, sin = (part.unsqueeze(1) for part in embeddings)
+        half = key.shape[-1] // 2
+        again = again * cos + torch.cat((-again[..., half:], again[..., :half]), -1) * sin
+        assert (again - query).abs().max() < 1e-5
+        assert torch.equal(rotary(hidden, torch.arange(3)[None])[0][0], cos_of(module, 3))
+        matrix = module.o_proj.weight.mT.unflatten(0, (query.shape[1], -1))
+        made = value.repeat_interleave(2, 1) @ matrix
+        return made.norm(dim=-1).unflatten(1, (key.shape[1], 2)).sum(2) + hidden.norm(dim=-1)[:, None]
+
+
+def cos_of(module, length):
+    """The cosines of the first positions of a Llama."""
+    frequencies = 1 / 10000.0 ** (torch.arange(0, module.head_dim, 2) / module.head_dim)
+    angles = torch.arange(length)[:, None].float() * frequencies
+    return torch.cat((angles, angles), -1).cos()
+
+
+@dataclasses.dataclass(frozen=True)
+class Projected(NeedsInputs, PromptEvicting):
+    """A rule that uses W_O and the layer's input."""
+
+    dense_layers: int = 1
+    budget: float = 0.5
+
+    title = "Projected"
+    state = ProjectedState
+
+
+PROJECTED = Case(Projected())
+
+
+def test_a_method_gets_each_layers_module_and_input_wherever_its_prompt_runs():
+    with attach(tiny("gqa")) as attached:
+        expected = replay(attached, PROJECTED, PROMPTS["padded"])
+        got = live(attached, PROJECTED, PROMPTS["padded"])
+        assert largest_difference(got.logits, expected.logits) <= TOLERANCE and got.budget == expected.budget
+        # a prompt that ran for others has no inputs
+        ids, real = token_batch(PROMPTS["padded"])
+        columns = max(PROMPTS["padded"])
+        prompt = run_prompt(attached, ids[:, :columns], real[:, :columns])
+        with closing(open_live(attached, PROJECTED)) as session:
+            assert torch.equal(session.start(prompt), got.logits[:, 0])
+
+
+def test_runs_that_share_a_prompt_share_the_inputs_of_its_layers(monkeypatch):
+    """The prompt runs once more for the first method that needs them, and for none after it."""
+    cases = {"full": Case(Full()), "projected": PROJECTED, "snapkv": CASES["snapkv"]}
+    if choices():
+        for choice in "TOVAPress", "KnormPress", "CriticalAdaKVPress:ExpectedAttentionPress":
+            cases[choice] = Case(make(choice))
+    alone = {}
+    with attach(tiny("gqa")) as attached:
+        for name, case in cases.items():
+            alone[name] = replay(attached, case, PROMPTS["padded"]).logits
+    passes, run = [], dense_prompts._run_into_file
+    monkeypatch.setattr(
+        dense_prompts, "_run_into_file", lambda *args, **named: passes.append(named) or run(*args, **named)
+    )
+    with attach(tiny("gqa"), DensePrompts(2**30)) as sharing:
+        for name in (*cases, *cases):
+            assert torch.equal(replay(sharing, cases[name], PROMPTS["padded"]).logits, alone[name]), name
+        assert [named["has_inputs"] for named in passes] == [False, True]
+    small = DensePrompts(1000)
+    with attach(tiny("gqa"), small) as sharing:
+        assert torch.equal(replay(sharing, PROJECTED, PROMPTS["padded"]).logits, alone["projected"])
+    assert small.free == 1000, "what does not fit is not kept"
+    room = DensePrompts(2**30)
+    with attach(tiny("gqa"), room) as sharing:
+        replay(sharing, cases["full"], PROMPTS["padded"])
+    room.free = 0
+    del passes[:]
+    with attach(tiny("gqa"), room) as sharing:
+        assert torch.equal(replay(sharing, PROJECTED, PROMPTS["padded"]).logits, alone["projected"])
+        assert torch.equal(replay(sharing, cases["full"], PROMPTS["padded"]).logits, alone["full"])
+    assert not passes and room.free == 0, "a pass that has no room for its inputs stays as it is"
+
+
+def test_a_method_cannot_reread_and_have_inputs():
+    both = type("Both", (Projected, RereadsPrompt), {})
+    with (
+        attach(tiny("gqa")) as attached,
+        pytest.raises(UserError, match="NeedsInputs and RereadsPrompt; a method can have"),
+    ):
+        replay(attached, Case(both()), PROMPTS["even"])
+
+
+def test_inputs_are_not_held_beyond_their_layer():
+    with attach(tiny("gqa")) as attached:
+        ids, real = token_batch(PROMPTS["even"], 0)
+        session = open_replay(attached, Setup(Projected(), None, None), real)
+        session.prefill(ids, real)
+        assert all(rows.inputs is None for rows in session.prompt_rows.values())
+
+
+# What it does not take
+
+FAMILIES = {
+    "opt": ({"word_embed_proj_dim": 64}, "SnapKVPress", "makes no queries from OPTAttention"),
+    "olmo2": ({}, "TOVAPress", "makes other queries than Olmo2Attention"),
+    "cohere": ({}, "SnapKVPress", "makes other queries than CohereAttention"),
+    "gpt_neox": ({}, "ExpectedAttentionPress", "makes no queries from GPTNeoXAttention"),
+    "opt, W_O": ({"word_embed_proj_dim": 64}, "CriticalKVPress:KnormPress", "OPTAttention has no o_proj"),
+    "deepseek_v3": (
+        {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 4, "num_attention_heads": 4},
+        "KnormPress", "presses know no latent attention",
+    ),
+}  # fmt: skip
+
+
+@needs_kvpress
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_a_press_does_not_know_is_refused_in_one_line(family):
+    shape, choice, expected = FAMILIES[family]
+    model = tiny_model(family.partition(",")[0], **shape)
+    with attach(model) as attached, pytest.raises(ValueError) as refused:
+        replay(attached, Case(make(choice)), PROMPT)
+    said = str(refused.value)
+    assert said.startswith(f"method.name=kvpress:{choice}: {expected}") and "\n" not in said
+
+
+@needs_kvpress
+def test_other_families_are_taken():
+    for family, choice in [
+        ("opt", "KnormPress"),
+        ("qwen3", "CriticalAdaKVPress:SnapKVPress"),
+        ("phi3", "KeyDiffPress"),
+    ]:
+        with attach(tiny(family)) as attached:
+            live_is_replay(Trial(attached, None, Setup(make(choice), None, None), PROMPT))
+
+
+@needs_kvpress
+def test_a_prompt_shorter_than_a_window_is_one_line():
+    with attach(tiny("gqa")) as attached, pytest.raises(ValueError) as refused:
+        replay(attached, Case(make("SnapKVPress", window_size=64)), PROMPTS["even"])
+    assert str(refused.value) == (
+        "method.name=kvpress:SnapKVPress: failed on a prompt of 24 tokens (AssertionError: Query length 24 should be "
+        "greater than the window size 64)"
+    )
+
+
+REFUSED = [
+    ("NoSuchPress", "kvpress 0.5.5 has no press NoSuchPress; allowed: AdaKVPress, "),
+    ("KVzipPress", "KVzipPress runs the model over the prompt again by itself; method=kvzip does so here"),
+    ("QFilterPress", "QFilterPress needs trained filters from the hub"),
+    ("AdaKVPress", "AdaKVPress wraps another press; name it, as in kvpress:AdaKVPress:SnapKVPress"),
+    ("SnapKVPress:KnormPress", "SnapKVPress wraps no other press; allowed before `:`: "),
+    ("AdaKVPress:AdaKVPress:KnormPress", "AdaKVPress gives no scores, so that no other press wraps it"),
+    ("AdaKVPress:ThinKPress", "ThinKPress removes channels of keys, and no token"),
+]  # fmt: skip
+SETTINGS = [
+    ("SnapKVPress", "window_size=0", "method.window_size=0: must be an integer >= 1"),
+    ("SnapKVPress", "window_size=1.5", "method.window_size=1.5: must be a whole number"),
+    ("SnapKVPress", "kernel_size=4", "method.kernel_size=4: must be an odd integer >= 1"),
+    ("SnapKVPress", "pooling=max", "unknown setting method.pooling: "),
+    ("SnapKVPress", "compression_ratio=0.5", "unknown setting method.compression_ratio: "),
+    ("SnapKVPress", "version=0.1.0", "method.version=0.1.0: must be 0.5.5, which is installed"),
+    ("CURPress", "leverage_type=keys", "method.leverage_type=keys: did you mean 'key'"),
+    ("AdaKVPress:KnormPress", "alpha_safeguard=2",
+     "method.name=kvpress:AdaKVPress:KnormPress: alpha_safeguard should be in [0, 1]"),
+    ("CriticalKVPress:KnormPress", "first_stage_ratio=2", "method.first_stage_ratio=2.0: must be in [0, 1]"),
+]  # fmt: skip
+
+
+@needs_kvpress
+@pytest.mark.parametrize(("choice", "expected"), REFUSED)
+def test_what_is_no_method_is_one_line(choice, expected, runs, capsys):
+    assert main([f"method=kvpress:{choice}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: method=kvpress:{choice}: {expected}")
+
+
+@needs_kvpress
+@pytest.mark.parametrize(("choice", "setting", "expected"), SETTINGS)
+def test_a_wrong_setting_is_one_line(choice, setting, expected, runs, capsys):
+    override = f"+method.{setting}" if "unknown" in expected else f"method.{setting}"
+    assert main([f"method=kvpress:{choice}", override]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {expected}")
+
+
+def test_without_kvpress_a_line_says_how_to_install_it(runs, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    for cached in (kvpress._presses, kvpress.press_class):
+        cached.cache_clear()
+    try:
+        assert main(["method=kvpress:SnapKVPress"]) == 2
+    finally:
+        for cached in (kvpress._presses, kvpress.press_class):
+            cached.cache_clear()
+    assert capsys.readouterr().err == (
+        "error: method=kvpress:SnapKVPress: needs the Python package kvpress, which is not installed: "
+        f"{kvpress.INSTALL}\n"
+    )
+
+
+@needs_kvpress
+def test_every_press_is_a_method_or_refused_with_a_reason():
+    presses = set(kvpress._presses())
+    assert kvpress.REFUSED.keys() <= presses
+    assert presses - kvpress.REFUSED.keys() == set(kvpress.allowed())
+    assert presses >= kvpress.SHARING | kvpress.MOVING | kvpress.USING_OUTPUT | kvpress.KEYS_AND_VALUES
+
+
+@needs_kvpress
+def test_importing_it_changes_nothing_in_transformers():
+    code = (
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions\n"
+        "before = dict(functions.items())\n"
+        "from methods.kvpress import press_class\n"
+        "press_class('KnormPress')\n"
+        "assert dict(functions.items()) == before and not functions._local_mapping\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Chosen and recorded
+
+
+@needs_kvpress
+def test_its_settings_are_those_of_the_press():
+    config = load(["method=kvpress:SnapKVPress", "method.window_size=32", "budget=0.2"])
+    names = {each.name for each in dataclasses.fields(config.method)}
+    assert names == {"dense_layers", "budget", "kept_tokens", "version", "window_size", "kernel_size"}
+    assert (config.method_name, config.label) == ("kvpress:SnapKVPress", "kvpress: SnapKV")
+    assert config.method.press().window_size == 32 and config.method.dense_layers == 0
+    nested = kvpress.press_class("CriticalKVPress:ExpectedAttentionPress")(press_epsilon=0.5, use_vnorm=False)
+    assert (nested.press().epsilon, nested.press().press.epsilon) == (1e-4, 0.5)
+    assert nested.title == "kvpress: CriticalKV of ExpectedAttention"
+    assert pickle.loads(pickle.dumps(nested)) == nested and nested.with_budget(0.5).press_epsilon == 0.5
+
+
+@needs_kvpress
+def test_press_and_version_belong_to_a_run(monkeypatch):
+    def run_id(*words):
+        return Run.of(load([*words, "seq_len=300"])).path.parent.name
+
+    snapkv = run_id("method=kvpress:SnapKVPress")
+    assert plain(load(["method=kvpress:SnapKVPress"]))["method"]["version"] == "0.5.5"
+    assert run_id("method=kvpress:SnapKVPress") == snapkv != run_id("method=kvpress:TOVAPress")
+    monkeypatch.setattr(kvpress, "_version", lambda: "0.6.0")
+    kvpress.press_class.cache_clear()
+    try:
+        assert run_id("method=kvpress:SnapKVPress") != snapkv
+    finally:
+        kvpress.press_class.cache_clear()
+
+
+@needs_kvpress
+def test_sizes_follow_the_prompt():
+    row = TokenCounts(cached=230, prompt=200, final=240)
+    assert make("KnormPress").with_budget(0.2).tokens_read(row, 0) == 40 + 30
+    assert make("AdaKVPress:KnormPress").with_budget(0.2).tokens_kept(row, 0) == 230
+    # each chunk rounds down by itself
+    assert make("ChunkPress:KnormPress", chunk_length=30).with_budget(0.25).budget_in_tokens(200) == 6 * 7 + 5

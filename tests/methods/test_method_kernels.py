@@ -1,0 +1,357 @@
+"""The kernels of methods against the torch code, bit for bit, interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from methods import compiled as switch
+from methods.base import EMPTY, Geometry, Lengths, QueryRows
+from methods.codecs.integers import IntegerCodec
+from methods.coded_keys import room_for_keys
+from methods.h2o import H2O
+from methods.infinigen2 import coded_product
+from methods.infinigen_pool import SATURATED, InfiniGenPool
+from methods.oracle import Oracle, OracleSampled
+from methods.selection import largest
+from tests.cases import CASES, shipped
+from tests.living import attached_with_link, live
+
+pytest.importorskip("triton")
+from methods import kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+QUICK = settings(max_examples=10, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
+
+
+@contextmanager
+def compiled(elements: int) -> Iterator[None]:
+    """The kernels serve the tensors of these tests, in tiles of so many elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(switch, "COMPILED", {DEVICE.type})
+        patch.setattr(kernels, "ELEMENTS", elements)
+        yield
+
+
+# Selections
+
+shapes = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 2),
+        "num_kv_heads": st.integers(1, 3),
+        "group": st.integers(1, 3),
+        "rows": st.integers(1, 2),
+        "slots": st.integers(1, 40),
+        "of_heads": st.booleans(),
+        "ties": st.booleans(),
+        "seed": st.integers(0, 2**31),
+    }
+)
+methods = st.builds(
+    Oracle,
+    alpha=st.sampled_from([0.0, 0.3, 1.5, math.inf]),
+    budget=st.sampled_from([0.01, 0.2, 0.29, 1.0]),
+    cap_of=st.sampled_from(["cached", "final"]),
+    fixed_fetch=st.sampled_from([None, None, 1, 5]),
+)
+
+
+def make(case) -> tuple[torch.Tensor, QueryRows, torch.Tensor]:
+    """Random scores, rows that see some of the slots, which hold their tokens in any order or none; and T."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    batch, kv, group, rows, slots = (case[name] for name in ("batch", "num_kv_heads", "group", "rows", "slots"))
+    scores = 3 * torch.randn(batch, kv, group, rows, slots, generator=generator)
+    scores = scores.round() if case["ties"] else scores
+    heads = kv if case["of_heads"] else 1
+    tokens = torch.rand(batch, heads, slots + 3, generator=generator).argsort(-1).int()
+    tokens = tokens.masked_fill(tokens % 5 == 4, EMPTY)[..., :slots]  # of a longer buffer
+    positions = torch.randint(0, slots + 4, (batch, rows), generator=generator).int()
+    query = torch.empty(batch, kv * group, rows, 0)
+    seen = QueryRows(query, positions, positions >= 0, tokens, tokens[..., :1], lambda: scores)
+    return scores, seen, positions.amax(1) + 9
+
+
+def rows_on_device(rows: QueryRows) -> QueryRows:
+    held = {name: each.to(DEVICE) for name, each in vars(rows).items() if isinstance(each, torch.Tensor)}
+    return QueryRows(**{**vars(rows), **held})
+
+
+@QUICK
+@given(case=shapes, method=methods, elements=st.sampled_from([16, 64]))
+def test_selections_are_those_of_the_torch_code(case, method, elements):
+    scores, rows, final = make(case)
+    geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
+    expected = method.choose(scores.clone(), rows, final, geometry)
+    with compiled(elements):
+        got = method.choose(scores.to(DEVICE), rows_on_device(rows), final.to(DEVICE), geometry)
+    assert torch.equal(got.mask.cpu(), expected.mask)
+    assert torch.equal(got.num_read.cpu(), expected.num_read)
+
+
+SPECIAL = (math.inf, 3e38, 1e-40, 0.0, -0.0, -1e-40, -2.0, -torch.finfo(torch.float32).max, -math.inf)
+"""Forced tokens, numbers below the normal ones, both zeros, what is hidden."""
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@settings(QUICK, max_examples=12)
+@given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 3), st.integers(1, len(SPECIAL)))
+def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by_kernel, seed, slots, rows, kinds):
+    """Of two sequences, whose counts differ."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.tensor(SPECIAL)[torch.randperm(len(SPECIAL), generator=generator)[:kinds]]
+    values = drawn[torch.randint(0, kinds, (2, 2, rows, slots), generator=generator)]
+    count = torch.randint(0, slots + 3, (2, rows), generator=generator)
+    if by_kernel:
+        with compiled(16):
+            spread = values.to(DEVICE).repeat_interleave(2, -1)[..., ::2]  # no piece of memory
+            mask = largest(spread, count.to(DEVICE))
+    else:
+        mask = largest(values, count)
+    for sequence, head, row in itertools.product(range(2), range(2), range(rows)):
+        own = values[sequence, head, row].tolist()
+        ranked = sorted((slot for slot in range(slots) if own[slot] > -math.inf), key=lambda slot: -own[slot])
+        expected = sorted(ranked[: int(count[sequence, row])])
+        assert mask[sequence, head, row].nonzero().flatten().tolist() == expected
+
+
+@QUICK
+@given(case=shapes, elements=st.sampled_from([16, 64]))
+def test_summed_probabilities_are_those_of_the_torch_code(case, elements):
+    scores, rows, final = make(case)
+    method = Oracle(alpha=math.inf, group="sum_probs")
+    seen = scores.masked_fill(~rows.visible().unsqueeze(2), -math.inf)
+    expected = method.reduced(seen.clone())
+    geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
+    with compiled(elements):
+        on_gpu = rows_on_device(rows)
+        summed = kernels.summed_probs(scores.to(DEVICE), on_gpu).cpu()
+        got = method.choose(scores.to(DEVICE), on_gpu, final.to(DEVICE), geometry)
+    torch.testing.assert_close(summed, expected, rtol=1e-5, atol=1e-30)
+    assert torch.equal(got.mask.cpu(), largest(summed, got.num_read.cpu().long()))
+
+
+@QUICK
+@given(case=shapes, elements=st.sampled_from([16, 64]))
+def test_samples_are_those_of_the_torch_code(case, elements):
+    """A token whose score / number is that of another up to rounding may be drawn in its place."""
+    scores, rows, final = make({**case, "ties": False})
+    method = OracleSampled(budget=0.3, seed=case["seed"])
+    expected = method.draw(5, scores.clone(), rows, final)
+    with compiled(elements):
+        on_gpu = rows_on_device(rows)
+        got = method.draw(5, scores.to(DEVICE), on_gpu, final.to(DEVICE))
+    assert torch.equal(got.num_read.cpu(), expected.num_read)
+    assert torch.equal(got.mask.cpu(), expected.mask)
+    torch.testing.assert_close(got.bias.cpu(), expected.bias, rtol=1e-4, atol=1e-4)
+
+
+@QUICK
+@given(
+    case=shapes,
+    bits=st.sampled_from([1, 2, 4, 8]),
+    columns=st.sampled_from([1, 7, 32, 65, 130]),
+    behind=st.booleans(),
+    elements=st.sampled_from([16, 64]),
+)
+def test_scores_on_coded_keys_are_those_of_decoded_ones(case, bits, columns, behind, elements):
+    """`behind`: the keys lie as a state keeps them, else a key in one piece."""
+    generator, codec = torch.Generator().manual_seed(case["seed"]), IntegerCodec(f"int{bits}")
+    batch, heads, rows, slots = (case[name] for name in ("batch", "num_kv_heads", "rows", "slots"))
+    packed = codec.encode(torch.randn(batch, heads, slots, columns, generator=generator) + 3)
+    query = torch.randn(batch, heads, rows, columns, generator=generator).to(DEVICE)
+    room = room_for_keys(packed, slots + 2) if behind else packed.new_empty(batch, heads, slots + 2, packed.shape[-1])
+    keys = room.to(DEVICE)
+    keys[:, :, :slots] = packed.to(DEVICE)
+    expected = query @ codec.decode(packed.to(DEVICE), columns, torch.float32).mT
+    with compiled(elements):
+        by_kernel = kernels.coded_scores(query, keys[:, :, :slots], codec)
+    torch.testing.assert_close(by_kernel, expected, atol=3e-5, rtol=1e-5)
+
+
+# Evictions
+
+GEOMETRY = Geometry(1, 4, 2, 8, 1.0, "opt")
+LAYER = 0
+
+cases = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 3),
+        "slots": st.integers(2, 24),
+        "tile": st.sampled_from([8, 64]),
+        "padded": st.booleans(),
+        "seed": st.integers(0, 2**31),
+    }
+)
+
+
+class Drawn:
+    """Slots of two KV heads that hold tokens of different numbers, in any order; values from `generator`."""
+
+    def __init__(self, case) -> None:
+        self.case, self.generator = case, torch.Generator().manual_seed(case["seed"])
+        self.batch, self.slots = case["batch"], case["slots"]
+        tokens = torch.rand(self.batch, 2, self.slots + 1, generator=self.generator).argsort(-1).int()
+        self.tokens = tokens.masked_fill(tokens >= self.integers(1, self.slots + 2, (self.batch, 1, 1)), EMPTY)
+        self.tokens[..., -1] = EMPTY  # the dump
+        self.position = self.integers(1, self.slots + 9, (self.batch,)).int()
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def like_tokens(self, high: int, dtype: torch.dtype, width: tuple[int, ...] = ()) -> Tensor:
+        """Of few values, so that many are equal."""
+        return self.integers(0, high, (*self.tokens.shape, *width)).to(dtype)
+
+
+def on_device(state):
+    for name, held in list(vars(state).items()):
+        if isinstance(held, dict):
+            setattr(state, name, {layer: each.to(DEVICE) for layer, each in held.items()})
+        elif isinstance(held, Tensor):
+            setattr(state, name, held.to(DEVICE))
+    return state
+
+
+def assert_alike(state, case, step: Callable, real: slice = slice(None)) -> None:
+    """`step` changes a state by the kernels as by torch, of the `real` sequences all of it, and returns the same."""
+    by_kernel = on_device(deepcopy(state))
+    expected = step(state, torch.device("cpu"))
+    with compiled(case["tile"]):
+        got = step(by_kernel, DEVICE)
+    assert expected is None or torch.equal(got.cpu(), expected)
+    for name in state.slot_tensors:
+        for layer, data in getattr(state, name).items():  # all but the dump
+            of = slice(None) if name == "tokens" else real
+            assert torch.equal(getattr(by_kernel, name)[layer][of, :, :-1].cpu(), data[of, :, :-1]), name
+
+
+def pool(case, drawn: Drawn, **chosen):
+    final = drawn.position.long() + 5
+    method = InfiniGenPool(skew=False, pool_tokens=max(1, case["slots"] // 2), **chosen)
+    return method.new_state(GEOMETRY, Lengths(final, final))
+
+
+@QUICK
+@given(case=cases, own_stays=st.booleans())
+def test_the_current_token_takes_the_first_free_slot(case, own_stays):
+    drawn = Drawn(case)
+    state, own = pool(case, drawn), drawn.slots - 1
+    drawn.tokens[..., own] = drawn.slots + 50 if own_stays else EMPTY
+    state.tokens[LAYER] = drawn.tokens
+    state.fetches[LAYER], state.last_fetch[LAYER] = (drawn.like_tokens(99, torch.int32) for _ in range(2))
+    state.partial_keys = {LAYER: drawn.like_tokens(99, torch.float16, (5,))}
+    assert_alike(state, case, lambda state, device: state.place_own(LAYER, own))
+
+
+@QUICK
+@given(case=cases, recent=st.sampled_from([0.0, 0.1, 0.9]), scores=st.sampled_from([1, 3, 1000]))
+def test_the_lowest_score_leaves(case, recent, scores):
+    drawn = Drawn(case)
+    lengths = Lengths(drawn.position.long(), drawn.position.long())
+    state = H2O(heavy_frac=0.1, recent_frac=recent).new_state(GEOMETRY, lengths)
+    state.tokens[LAYER], state.score[LAYER] = drawn.tokens, drawn.like_tokens(scores, torch.float32)
+    state.limits[LAYER] = torch.stack((state.budget(LAYER), state.recent), -1).double()
+    scores = torch.zeros(drawn.batch, 2, 2, 1, drawn.slots)
+    real = torch.arange(drawn.batch)[:, None] >= case["padded"]
+
+    def step(state, device: torch.device) -> Tensor:
+        own = torch.full((drawn.batch, 1, 1), drawn.slots - 1, device=device)
+        at, slots = drawn.position[:, None].to(device), state.tokens[LAYER][..., :-1]
+        row = QueryRows(None, at, real.to(device), slots, own, lambda: scores.to(device), case["padded"])
+        return state.select(LAYER, row).mask
+
+    assert_alike(state, case, step, slice(int(case["padded"]), None))
+
+
+@QUICK
+@given(
+    case=cases,
+    policy=st.sampled_from(["fifo", "lru", "counter"]),
+    protect=st.sampled_from([0.0, 0.5, 1.0]),
+    saturates=st.booleans(),
+)
+def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, saturates):
+    drawn = Drawn(case)
+    state = pool(case, drawn, pool_policy=policy, protect_recent=protect)
+    own = drawn.integers(0, drawn.slots, (drawn.batch, 2, 1))
+    drawn.tokens = drawn.tokens.masked_fill(drawn.tokens >= drawn.position[:, None, None], EMPTY)
+    held = (drawn.tokens[..., :-1] != EMPTY).scatter(-1, own, False).sum(-1).amin(-1)
+    state.capacities = torch.minimum(state.capacities, held).clamp(min=1)  # what is full holds so many at least
+    state.unprotected = torch.minimum(state.unprotected, state.capacities)
+    drawn.position = drawn.position.masked_fill(held < 1, 0)
+    drawn.tokens = drawn.tokens.masked_fill(drawn.tokens >= drawn.position[:, None, None], EMPTY)
+    drawn.tokens.scatter_(-1, own, drawn.position[:, None, None].expand_as(own))
+    state.tokens[LAYER], state.last_fetch[LAYER] = drawn.tokens, drawn.like_tokens(6, torch.int32)
+    state.fetches[LAYER] = drawn.like_tokens(4, torch.int32) + saturates * (SATURATED - 3)
+    tokens = drawn.tokens[..., :-1]
+    chosen = (drawn.like_tokens(2, torch.bool)[..., :-1]) & (tokens < drawn.position[:, None, None])
+    real = torch.arange(drawn.batch)[:, None] >= case["padded"]
+
+    def step(state, device: torch.device) -> None:
+        at = drawn.position[:, None].to(device)
+        slots = state.tokens[LAYER][..., :-1]
+        row = QueryRows(None, at, real.to(device), slots, own.to(device), None, case["padded"])
+        state.use(LAYER, row, chosen.to(device), slots.sort(-1).values)
+
+    before = state.tokens[LAYER].clone()
+    assert_alike(state, case, step, slice(int(case["padded"]), None))
+    freed = (before != state.tokens[LAYER]).sum(-1)
+    assert torch.equal(freed > 0, ((drawn.position >= state.capacities) & real[:, 0])[:, None].expand_as(freed))
+
+
+# In a session
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("h2o", "place_own"),
+        ("infinigen", "largest"),
+        ("pool-tokens", "largest"),
+        ("infinigen-coded", "coded_scores"),
+        ("infinigen2", "summed_probs"),
+        ("infinigen-sampled", "log_weights"),
+    ],
+)
+def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypatch):
+    case = CASES[name] if name in CASES else shipped(name)
+    served, kernel = [], getattr(kernels, function)
+    monkeypatch.setattr(kernels, function, lambda *args, **named: served.append(1) or kernel(*args, **named))
+    with attached_with_link("few") as (attached, link):
+        options = {"placement": "host", "link": link, "steps": 2}
+        expected = live(attached, case, (6, 4), **options)
+        assert not served
+        with compiled(64):
+            got = live(attached, case, (6, 4), **options)
+    assert served
+    rounding = 1e-4 if function == "log_weights" else 0.0  # logarithms differ in their last digit
+    torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "columns"), [(4, 64, 28), (4, 20, 7), (8, 16, 5), (2, 128, 56), (1, 16, 3)]
+)
+def test_products_with_coded_projections_are_those_of_the_torch_code(bits, head_dim, columns, rows):
+    """The torch code multiplies codes, not what they decode to. Sides lie beside one another in memory."""
+    generator = torch.Generator().manual_seed(bits)
+    codec = IntegerCodec(f"int{bits}", columns)
+    sides = codec.encode(torch.randn(2, 2, 3, head_dim, columns, generator=generator))
+    states = torch.randn(2, rows, 3, head_dim, generator=generator).transpose(1, 2)
+    for side in sides.unbind(1):
+        decoded = codec.decode(side, columns, torch.float32)
+        plain = coded_product(states, side, codec)
+        torch.testing.assert_close(plain, states @ decoded, rtol=1e-5, atol=1e-4)
+        with compiled(64):
+            found = coded_product(states.to(DEVICE), side.to(DEVICE), codec)
+        torch.testing.assert_close(found.cpu(), plain, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,687 @@
+"""Methods without a model: refusals, sizes by hand, the choice itself, columns of the index."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from harness.run.compose import load
+from harness.run.kinds import digests_of
+from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
+from methods.extras import RereadsPrompt, to_calibrate
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen, choose_columns
+from methods.infinigen2 import (
+    InfiniGen2,
+    InfiniGen2Sampled,
+    balanced,
+    eigenvectors,
+    fitted_query_side,
+    mixing,
+    moments,
+)
+from methods.infinigen_pool import InfiniGenPool
+from methods.kascade import Kascade
+from methods.loki import Loki
+from methods.oracle import Oracle
+from methods.pariskv import ParisKV, shares_of, sphere_levels
+from methods.pqcache import PQCache
+from methods.projection import right_vectors
+from methods.prompt_evicting import ExpectedAttention, SnapKV
+from methods.quest import Quest
+from methods.rkv import RKV
+from methods.rocketkv import RocketKV
+from methods.sampling import random_numbers
+from methods.selection import GROUPS
+from methods.shadowkv import ShadowKV, low_rank
+from methods.socket import Socket
+from methods.sparq import SparQ
+from methods.streaming import DuoAttention, Streaming
+from methods.tova import TOVA
+from methods.twilight import Twilight
+from methods.vattention import BASE_SAMPLE, FINAL_SAMPLE, VAttention, VAttentionState
+from tests.cases import preset
+
+KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
+GEOMETRY = Geometry(
+    num_layers=1, num_heads=KV_HEADS * GROUP, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=0.5, family="llama"
+)
+SHAPE = Geometry(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, family="llama")
+
+
+def lengths_of(prompts: list[int], finals: list[int]) -> Lengths:
+    return Lengths(torch.tensor(prompts), torch.tensor(finals))
+
+
+# Refusals
+
+REFUSED = {
+    ">= 0": [(Full, "dense_layers", -1), (Streaming, "num_sinks", -1), (ExpectedAttention, "epsilon", -0.1)],
+    ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
+    ">= 1": [(Quest, "page_size", 0), (SnapKV, "window", 0), (Kascade, "num_anchors", 0)],
+    "a list of layers >= 0, or null": [(Kascade, "anchors", (-1,))],
+    ">= 1 or null": [(Oracle, "fixed_fetch", 0), (TOVA, "kept_tokens", 0)],
+    "odd integer >= 1": [(SnapKV, "kernel", 4), (RKV, "kernel", 2)],
+    "in [0, 1]": [(H2O, "heavy_frac", -0.1), (H2O, "heavy_frac", math.nan), (DuoAttention, "sparsity", -0.1)],
+    "in (0, 1]": [(Streaming, "budget", 0.0), (Quest, "budget", math.nan), (InfiniGenPool, "pool_frac", 1.5)],
+    "in (0, 2]": [(RocketKV, "budget", 0.0), (RocketKV, "budget", 2.1)],
+    "an integer from 1 to 16": [(Socket, "planes", 0), (Socket, "planes", 17)],
+    "a number > 0": [(Socket, "tau", 0.0)],
+    "in (0, 0.5]": [(VAttention, "delta", 0.0), (VAttention, "delta", 0.6)],
+    "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0), (ParisKV, "collision_frac", 1.1)],
+    "above num_sinks + window=32, or null": [(SnapKV, "kept_tokens", 32)],
+    "above window=8, or null": [(RKV, "kept_tokens", 8)],
+    "best, the distance that alpha bounds": [(Oracle, "group", "sum_probs")],
+    "one of previous_step, previous_layer, own_query": [(Quest, "when", "layer")],
+    "own_query, where the current token's weight is known; or set mean_value=false": [
+        (SparQ, "when", "previous_layer")
+    ],
+    "one of prompt, calibration, both": [(InfiniGen2, "statistics", "text")],
+    "one of best": [(InfiniGenPool, "group", "sum_probs")],
+    "one of 8, 4, 2, 1, null": [
+        (InfiniGen, "index_bits", 16), (InfiniGen2, "projection_bits", 3),
+        (Loki, "index_bits", 3), (Twilight, "index_bits", 5),
+    ],
+    "a file that exists, or null": [(DuoAttention, "pattern", "nowhere.tsv")],
+}  # fmt: skip
+"""By what is allowed."""
+
+
+@pytest.mark.parametrize("allowed", REFUSED)
+def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(allowed):
+    for method, name, value in REFUSED[allowed]:
+        with pytest.raises(ValueError) as refusal:
+            method(**{name: value})
+        assert str(refusal.value).startswith(f"method.{name}={value}: must be ")
+        assert allowed in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+AT_A_BATCH = [
+    (lambda: H2O(heavy_frac=0.7, recent_frac=0.6), [], [], "method.heavy_frac + method.recent_frac=1.29"),
+    (Streaming(budget=0.1, num_sinks=4), [50, 20], [100, 40], "method.budget=0.1: must be more: it keeps 4"),
+    (InfiniGen(), [20], [40], "method InfiniGen: needs a calibration; calibrate first"),
+    (InfiniGenPool(skew=False, pool_frac=0.01), [20], [40], "method.pool_frac=0.01: must be larger, to hold at"),
+    (Loki(), [20], [40], "method Loki: needs a calibration; calibrate first"),
+    (SnapKV(budget=0.2, window=4), [40, 20], [50, 30], "method.budget=0.2: must be at least 0.25 for a"),
+    (ExpectedAttention(), [40, 20], [50, 30], "method.budget=0.2: must be at least 0.25 for a prompt of 20 tokens"),
+    (PQCache(sub_vectors=3), [90], [120], "method.sub_vectors=3: must be a divisor of 16, the elements of a head"),
+    (PQCache(budget=0.3), [90], [120], "method.num_sinks=32: must be below 27, what is read of"),
+    (RocketKV(), [90, 40], [99, 60], "method.budget=0.2: must be more: it keeps 23 of 40 tokens, which"),
+    (RocketKV(budget_tokens=4), [60], [80], "method.budget_tokens=4: must be more: it keeps 18 of 60 tokens, which"),
+    (RocketKV(budget_tokens=40, num_sinks=20), [90], [99], "method.num_sinks=20: must be below 20, what is read of a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "prompts", "finals", "message"), AT_A_BATCH)
+def test_settings_that_do_not_go_together_or_with_a_batch_are_refused(method, prompts, finals, message):
+    with pytest.raises(ValueError) as refusal:
+        (method() if callable(method) else method).new_state(SHAPE, lengths_of(prompts, finals))
+    assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
+
+
+def test_the_least_budget_is_one_that_works():
+    for method, allowed in ((SnapKV(), r"window=32: must be below 30"), (RKV(), "window=8: must be below 7")):
+        with pytest.raises(ValueError, match=allowed):
+            method.min_budget(TokenCounts(5, 30, 35) if isinstance(method, SnapKV) else TokenCounts(6, 5, 7))
+    with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=4: must be below 3, the shortest prompt"):
+        ExpectedAttention().min_budget(TokenCounts(7, 3, 8))
+    with pytest.raises(ValueError, match=r"num_sinks=4: must be below 3, the shortest sequence"):
+        Streaming().min_budget(TokenCounts(2, 1, 3))
+    row = TokenCounts(40, 30, 50)
+    assert RKV().with_budget(RKV().min_budget(row)).budget_in_tokens(50) == 9
+    assert ExpectedAttention().with_budget(ExpectedAttention().min_budget(row)).budget_in_tokens(30) == 5
+    assert Streaming().with_budget(Streaming().min_budget(row)).tokens_kept(row, 2) == 5
+    sinks = Quest(budget=0.2, page_size=1, num_sinks=20)
+    least = sinks.min_budget(TokenCounts(100, 100, 120))
+    assert least == pytest.approx(0.22, abs=1e-6)
+    sinks.with_budget(least).new_state(GEOMETRY, lengths_of([100], [120]))
+    with pytest.raises(ValueError, match="method Full has no budget"):
+        Full().with_budget(0.5)
+
+
+def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
+    pattern = tmp_path / "gates.tsv"
+    pattern.write_text("0\t1\n1\t0\n0.3\t0.9\n0.4\t0.1\n")
+    method, lengths = DuoAttention(pattern=str(pattern), dense_layers=2), lengths_of([40, 20], [50, 30])
+    assert to_calibrate(method) is None and to_calibrate(DuoAttention())
+    assert method.file == str(pattern) and DuoAttention().file is None
+    heads = method.new_state(SHAPE, lengths).heads.tolist()
+    assert heads == [[False, False], [False, False], [True, False], [False, True]]
+    three = DuoAttention(pattern=str(pattern), sparsity=0.65, dense_layers=2).new_state(SHAPE, lengths)
+    assert three.heads.tolist() == [[False, False], [False, False], [True, False], [True, True]]
+    config = load(["method=duo", f"method.pattern={pattern}"])
+    first = digests_of(config)["method"]
+    for text, allowed in (("0\t1\n", "4 lines of 2 finite numbers"), ("a\tb\n", "numbers separated by tabs")):
+        pattern.write_text(text)
+        with pytest.raises(ValueError, match=rf"method\.pattern=.*: must be {allowed}"):
+            method.new_state(SHAPE, lengths)
+    assert digests_of(config)["method"] != first, "the file's contents are an input of the run"
+    assert "method" not in digests_of(load(["method=duo"]))
+    with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file: llama has no rotary positions"):
+        DuoAttention().new_state(SHAPE, lengths, {"gates": torch.ones(4, 2)})
+
+
+@dataclass(frozen=True)
+class Again(RereadsPrompt, Quest):
+    """A base of `methods.extras` before the one with the settings."""
+
+
+def test_a_base_without_settings_leaves_the_defaults():
+    assert Again() == Again(**{field.name: getattr(Quest(), field.name) for field in fields(Quest)})
+    assert Again().dense_layers == 2 and InfiniGenPool().dense_layers == 2
+
+
+# Names, and sizes by hand
+
+
+@pytest.mark.parametrize(
+    ("method", "label"),
+    [
+        (Full(), "Full cache"), (InfiniGen(), "InfiniGen"),
+        (InfiniGen(skew=False, index_bits=2), "InfiniGen without skewing, coded index"),
+        (InfiniGen2(), "InfiniGen2"), (InfiniGen2Sampled(), "InfiniGen2, sampled rest"),
+        (SnapKV(layers="pyramid"), "PyramidKV"), (SnapKV(heads="adaptive"), "Ada-KV"),
+        (SnapKV(layers="pyramid", heads="adaptive"), "Ada-PyramidKV"),
+    ],
+)  # fmt: skip
+def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):
+    assert method.title == label
+
+
+@pytest.mark.parametrize(
+    ("method", "needs"),
+    [(SparQ(), False), (Quest(), False), (InfiniGen(), True), (InfiniGen(skew=False), False), (Loki(), True),
+     (preset("infinigen-balanced", statistics="prompt"), False), (preset("infinigen-balanced"), True)],
+)  # fmt: skip
+def test_a_method_says_whether_it_needs_a_calibration(method, needs):
+    assert (to_calibrate(method) is not None) == needs
+
+
+def test_budgets_of_the_artifacts_prefill():
+    assert H2O(heavy_frac=0.25, recent_frac=0.125).artifact_budget() == 0.375
+    assert TOVA(budget=0.3).artifact_budget() == 0.3 and TOVA(kept_tokens=3).artifact_budget() == 1
+    given = (Streaming(budget=0.4), InfiniGen(budget=0.4), Oracle(budget=0.4), Quest(budget=0.4))
+    assert [method.artifact_budget() for method in given] == [0.4] * 4
+    assert Full().artifact_budget() == SnapKV(budget=0.4).artifact_budget() == 1
+
+
+ROW = TokenCounts(100, 80, 120)
+SIZES = [
+    # In pages of 16, six of them full: floor(0.6 * 100 / 16) = 3 pages, the last among them; three are the least
+    (Quest(budget=0.6), ROW, 2 * 16 + 4),
+    (Quest(budget=0.01), ROW, 2 * 16 + 4),
+    (Quest(budget=1.0), ROW, 100),
+    (Quest(budget=0.01), TokenCounts(33, 30, 120), 33),
+    (Quest(read_tokens=32, page_size=4), TokenCounts(200, 100, 300), 28),  # the last page is one of 8
+    (Quest(group="union"), ROW, None),
+    (SnapKV(budget=0.5), ROW, 40 + 20),
+    (SnapKV(kept_tokens=90), ROW, 100),
+    (Twilight(), ROW, None),
+    (Twilight(p=1.0), ROW, 2 * 16 + 4),  # all candidates: floor(0.5 * 100 / 16) pages
+    (Twilight().with_budget(0.7), ROW, 3 * 16 + 4),  # as many candidates
+    (Twilight(candidate_frac=None).with_budget(0.001), ROW, 1),
+    (Kascade(anchors=(1,), min_tokens=5), ROW, 10),
+    (Kascade(anchors=(1,)), ROW, 100),  # 128 at least
+    (Kascade(anchors=(), min_tokens=5).with_budget(0.3), ROW, 30),
+    (VAttention(), ROW, None),
+    (VAttention(epsilon=0.0, group="union"), ROW, None),
+    (VAttention().with_budget(0.001), ROW, 1),
+    (InfiniGenPool(alpha=math.inf, budget=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
+    (InfiniGen(alpha=math.inf, budget=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),
+    (ShadowKV(), TokenCounts(30, 24, 34), 0),  # no chunk to fetch
+    (ParisKV(budget=0.3), ROW, 30),
+    (Socket(), ROW, 5),
+    (Socket(group="union"), ROW, None),
+    (RocketKV(), ROW, 8),  # half of a fifth of the prompt
+    (RocketKV().with_budget(0.5), ROW, 40),
+    (RocketKV().with_budget(1.0), ROW, 80),
+    (RocketKV(budget_tokens=50), TokenCounts(11, 11, 120), 11),
+    (RocketKV(group="union"), ROW, None),
+    *[(DuoAttention().with_budget(frac), TokenCounts(1000, 900, 1024), read)
+      for frac, read in ((2**-24, 320), (0.25, 490), (0.5, 660), (1.0, 1000))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "row", "read"), SIZES)
+def test_tokens_read_by_hand(method, row, read):
+    found, bound = method.tokens_read(row, 2), method.max_tokens_read(row, 2)
+    assert found == (None if read is None else pytest.approx(read, abs=1e-3))
+    assert (found or 0) <= bound <= row.cached
+    assert SnapKV(kept_tokens=50).with_budget(0.5).tokens_kept(ROW, 2) == 40 + 20
+    assert Quest(read_tokens=32, page_size=4).with_budget(0.5) == Quest(budget=0.5, page_size=4)
+
+
+@pytest.mark.parametrize("budget", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize("cap_of", ["cached", "final"])
+def test_the_cap_of_rows_is_the_one_of_a_row(cap_of, budget):
+    """One token at least, also where the share rounds down to none."""
+    method = InfiniGen(budget=budget, cap_of=cap_of)
+    cached, finals = [[1, 2, 30], [5, 10, 99]], [40, 120]
+    wanted = [
+        [method.max_tokens_read(TokenCounts(row, 1, final), 2) for row in rows]
+        for rows, final in zip(cached, finals, strict=True)
+    ]
+    assert method.cap(torch.tensor(cached), torch.tensor(finals)).tolist() == wanted
+
+
+def test_rocketkvs_stages_by_hand():
+    """A compression c of 64 is split as 64^0.56 and the rest; of 4, as 4^0.32; of 2^20, as (2^20)^0.8."""
+    head_dim = 64
+    # 8192 / 64^0.56 = 8192 / 10.27; 797 / 128 = 6.23: chunks of ceil(sqrt 6.23), and 64 * 3 / 6.23 channels
+    assert RocketKV(budget_tokens=128).plan(8192, head_dim) == (797, 3, 30, 64)
+    # 1024 / 4^0.32 = 1024 / 1.558; 657 / 256 = 2.57: chunks of floor(2.57)
+    assert RocketKV(budget=0.25).plan(1024, head_dim) == (657, 2, 49, 128)
+    assert RocketKV(budget_tokens=2).kept(2**21 + 100) == 2**21 // 2**16  # a little more, for the rounding
+    assert RocketKV(budget=2.0).plan(100, head_dim) == (100, 1, 64, 100)  # nothing is left out
+    assert RocketKV(budget_tokens=50).plan(11, head_dim) == (11, 1, 64, 25)
+    least = RocketKV().min_budget(ROW)
+    found = [RocketKV().with_budget(budget) for budget in (least, 0.999 * least)]
+    assert [(method.budget_in_tokens(80), method.kept(80) > 32) for method in found] == [(9, True), (8, False)]
+    with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=32: must be below 30, the shortest prompt"):
+        RocketKV().min_budget(TokenCounts(31, 30, 50))
+
+
+def test_pariskvs_stages_by_hand():
+    method = ParisKV(budget=0.1)
+    # Of 1,000 tokens 100 are read: 4 first, 38 recent, and of the 958 between them 479 are candidates. A share of
+    # 0.5 of the 958 has votes: 23.95, 71.85, 143.7, 239.5, 359.25 and 479 of them
+    assert method.plan(1000) == [958, 479, 24, 72, 144, 240, 360, 479]
+    assert method.plan(3) == [0, 0, 0, 0, 0, 0, 0, 0]
+    few = ParisKV(budget=0.5, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, collision_frac=1.0)
+    assert few.plan(10) == [10, 5, 1, 2, 3, 5, 8, 10]  # as many candidates as are read
+    found = [shares_of(zone) for zone in (4999, 5000, 10_000, 30_000, 10**7)]
+    assert found == [(0.5, 0.5), (0.25, 0.3), (0.2, 0.25), (0.1, 0.2), (0.1, 0.2)]
+    with pytest.raises(ValueError, match="method ParisKV: a key of 20 elements .*; allowed: a multiple of 8"):
+        ParisKV().new_state(replace(SHAPE, head_dim=20), lengths_of([40], [50]))
+
+
+def test_pariskvs_magnitudes_are_the_best_for_a_random_direction():
+    """Near the official code's table, which a sample of random directions gave; and no other levels near them err
+    less."""
+    published = [0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633]
+    levels = torch.tensor(sphere_levels(8, 8), dtype=torch.float64)
+    assert levels.tolist() == pytest.approx(published, abs=3.5e-3)
+    vectors = torch.randn(50_000, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    elements = (vectors / vectors.norm(dim=-1, keepdim=True)).abs().view(-1, 1)
+
+    def error(levels):
+        return float((elements - levels).square().amin(-1).mean())
+
+    for number in range(8):
+        for moved in (-0.02, 0.02):
+            other = levels.clone()
+            other[number] += moved
+            assert error(other) > error(levels)
+
+
+# The choice
+
+
+def chosen(method, scores, positions, final, geometry=None):
+    """What `method` selects of one sequence whose slots hold their tokens in order."""
+    slots = torch.arange(scores.shape[-1]).expand(1, 1, -1)
+    query = torch.empty(1, GROUP * KV_HEADS, positions.shape[1], 0)
+    rows = QueryRows(query, positions, positions >= 0, slots, positions[:, None], lambda: scores)
+    return method.choose(scores, rows, torch.tensor([final]), geometry or GEOMETRY)
+
+
+def test_a_token_that_scores_far_above_all_others_is_read_alone():
+    scores = torch.zeros(1, KV_HEADS, GROUP, 1, 20)
+    scores[..., 7] = 100
+    selection = chosen(Oracle(budget=1.0), scores, torch.tensor([[20]]), 40)
+    assert selection.mask.nonzero()[:, -1].tolist() == [7] * KV_HEADS and selection.num_read.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("family, threshold", [("opt", 4), ("llama", 5), ("qwen3", 5)])
+def test_alpha_null_is_the_papers(family, threshold):
+    """Scores a unit apart, the cap out of the way: the count is the number of units within alpha."""
+    scores = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
+    geometry = replace(GEOMETRY, family=family)
+    selection = chosen(Oracle(budget=1.0), scores, torch.tensor([[20]]), 40, geometry)
+    assert selection.num_read.item() == threshold + 1  # r = -alpha counts
+    assert selection.mask.sum(-1).unique().tolist() == [threshold + 1]
+
+
+REDUCTIONS = {
+    "best": lambda s: (s - s.amax(-1, keepdim=True)).amax(0),
+    "max_logits": lambda s: s.amax(0),
+    "sum_logits": lambda s: s.mean(0),  # a mean ranks as the sum does
+    "max_probs": lambda s: s.softmax(-1).amax(0),
+    "sum_probs": lambda s: s.softmax(-1).mean(0),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_groups_heads_are_reduced_as_the_setting_says(group):
+    """Against each rule on one row at a time, with sinks and recent tokens among the 8 of 20 that are read.
+
+    A sink has most of one head's attention; the probabilities of the others do not know it.
+    """
+    scores = 3 * torch.randn(1, KV_HEADS, GROUP, 1, 20, generator=torch.Generator().manual_seed(5))
+    scores[:, :, 0, :, 0] = 30
+    method = Oracle(alpha=math.inf, budget=0.4, group=group, num_sinks=2, recent_frac=0.25)
+    selection = chosen(method, scores.clone(), torch.tensor([[20]]), 40)
+    forced = {0, 1, 18, 19}
+    heads = scores[0, :, :, 0].double()
+
+    def best(values):
+        order = sorted(range(2, 18), key=lambda token: -values[token - 2])
+        return forced | set(order[:4])
+
+    def reduced(head):
+        return REDUCTIONS[group](head[:, 2:18]) if group.endswith("probs") else REDUCTIONS[group](head)[2:18]
+
+    for head, mask in zip(heads, selection.mask[0, :, 0], strict=True):
+        sets = [best(row[2:18]) for row in head] if group == "union" else [best(reduced(head))]
+        assert set(mask.nonzero().flatten().tolist()) == set.union(*sets)
+    assert selection.num_read.item() == selection.mask[0, :, 0].sum(-1).double().mean().item()
+
+
+def errors_of_denominators(method: VAttention, scores: torch.Tensor) -> torch.Tensor:
+    """Relative error of the softmax's denominator in each row of `scores` [rows, slots], which all draw a sample of
+    their own."""
+    num_rows, slots = scores.shape
+    geometry = replace(GEOMETRY, num_heads=1, num_kv_heads=1)
+    positions = slots + torch.arange(num_rows)[None]
+    tokens = torch.arange(slots).expand(1, 1, -1)
+    of_heads = scores[None, None, None]
+    rows = QueryRows(
+        torch.empty(1, 1, num_rows, 0), positions, positions >= 0, tokens, positions[:, None], lambda: of_heads
+    )
+    found = VAttentionState(method, geometry, lengths_of([slots], [slots + num_rows])).select(0, rows)
+    assert found.num_read.max() < slots / 2
+    estimated = (scores + found.bias[0, 0, 0]).masked_fill(~found.mask[0, 0], -math.inf).logsumexp(-1)
+    return (estimated - scores.logsumexp(-1)).double().expm1()
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 0.1), (0.05, 0.25)])
+def test_a_sample_is_unbiased_and_its_error_is_the_one_that_was_asked_for(epsilon, delta):
+    """The softmax's denominator, of 3,000 scores in 600 rows that each draw a sample of their own."""
+    scores = torch.randn(600, 3000, generator=torch.Generator().manual_seed(0))
+    error = errors_of_denominators(VAttention(epsilon=epsilon, delta=delta, when="true_scores"), scores)
+    assert abs(float(error.mean())) < epsilon / 20
+    for wrong in (error < -epsilon, error > epsilon):
+        assert 0 < float(wrong.double().mean()) < delta + 0.02
+
+
+@pytest.mark.parametrize("spread", [2.0, 2.5])
+def test_a_sample_is_unbiased_where_few_tokens_hold_most_of_the_attention(spread):
+    """A base sample that misses them asks for few tokens. It must not be part of the sample that it sizes."""
+    scores = spread * torch.randn(1000, generator=torch.Generator().manual_seed(1)).expand(400, -1)
+    settings = {"epsilon": 0.2, "fixed_frac": 0.02, "base_frac": 0.02, "when": "true_scores"}
+    error = torch.cat([errors_of_denominators(VAttention(seed=seed, **settings), scores) for seed in range(24)])
+    standard_error = float(error.std()) / math.sqrt(len(error))
+    assert standard_error < 0.002
+    assert abs(float(error.mean())) < 0.01
+
+
+def test_random_numbers_are_even_and_independent_of_each_other():
+    positions, tokens = torch.arange(40, 60)[None], torch.arange(2000).expand(1, 1, -1)
+    rows = QueryRows(None, positions, positions >= 0, tokens, positions[:, None], None)
+    draws = product((0, 1), (0, 1), (FINAL_SAMPLE, BASE_SAMPLE))
+    parts = [random_numbers(seed, layer, rows, 3, sample).flatten(1, 2) for seed, layer, sample in draws]
+    numbers = torch.cat(parts, 1)[0].double() / 2**24  # of each seed, layer, sample, set and row
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert (numbers.mean(-1) - 0.5).abs().max() < 0.03
+    counts = (numbers.flatten() * 16).long().bincount(minlength=16).double() / numbers.numel()
+    assert (counts * 16 - 1).abs().max() < 0.03
+    assert (torch.corrcoef(numbers) - torch.eye(len(numbers))).abs().max() < 0.12
+    assert (numbers[:, 1:] * numbers[:, :-1]).mean() == pytest.approx(0.25, abs=0.003)
+
+
+# Columns
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "ratio", "up", "down"), [(4, 0.3, 2, 1), (4, 0.1, 1, 1), (64, 0.3, 20, 19), (64, 0.5, 32, 32)]
+)
+def test_a_fraction_of_a_column_is_rounded_as_the_setting_says(head_dim, ratio, up, down):
+    for rounding, expected in (("up", up), ("down", down)):
+        assert InfiniGen(partial_weight_ratio=ratio, round_columns=rounding).num_columns(head_dim) == expected
+
+
+@pytest.mark.parametrize("rule", ["sum", "query", "union"])
+@pytest.mark.parametrize(("prompt", "magnitude"), [(32_768, 10.0), (9, 2e4)], ids=["long", "large"])
+def test_the_importance_of_columns_overflows_in_no_half_precision(rule, prompt, magnitude):
+    """Sums beyond 65504, fp16's largest number: all columns would tie at infinity."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.linspace(0.4, 1, 8)[torch.randperm(8, generator=generator)] * magnitude
+    signs = torch.randn(2, KV_HEADS * GROUP, prompt, 8, generator=generator).sign()
+    query = (signs * spread).half()
+    key = (signs[:, :KV_HEADS] * spread.flip(-1)).half()
+    real = torch.ones(2, prompt, dtype=torch.bool)
+    real[1, :4] = False
+    basis = torch.eye(8, dtype=torch.float16).expand(KV_HEADS, -1, -1)
+    method = InfiniGen(columns=rule)
+    got = choose_columns(query, key, real, basis, method)
+    assert got.dtype == torch.float16 and float(query.abs().sum(2, dtype=torch.float32).min()) > 65_504
+    assert torch.equal(got.float(), choose_columns(query.float(), key.float(), real, basis.float(), method))
+
+
+# A balanced index in few bits
+
+
+def prompt_of(bias: float) -> tuple[torch.Tensor, torch.Tensor, PromptRows]:
+    """Query [1, 4, 40, 16], key [1, 2, 40, 16] whose channels differ in size and have a mean, and the rows."""
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2))
+    channels = torch.linspace(0.1, 3, 16)
+    return query, key * channels + bias * channels.flip(0), PromptRows(torch.ones(1, 40, dtype=torch.bool), 48)
+
+
+def test_white_keys_have_variance_one_and_the_same_scores():
+    query, key, rows = prompt_of(bias=5.0)
+    known = [moments(query, key, rows.real)]
+    plain, white = (balanced(known, 6, white_keys=each) for each in (False, True))
+    products = (of_query @ of_key.mT for of_query, of_key in (each.unbind(1) for each in (plain, white)))
+    torch.testing.assert_close(*products, rtol=1e-9, atol=1e-9)
+    partial = key.double() @ white[:, 1]
+    torch.testing.assert_close(partial.var(2, correction=0), torch.ones(1, 2, 6).double(), rtol=2e-3, atol=0)
+
+
+def svd_pair(of_query: np.ndarray, of_key: np.ndarray, columns: int, white_keys: bool) -> tuple[np.ndarray, np.ndarray]:
+    """W_q and W_k of a head by its SVD. Of the two signs of a column, its direction's largest element is positive."""
+    factors = []
+    for moment in (of_query, of_key):
+        ridge = 1e-4 * np.trace(moment) / len(moment) * np.linspace(1, 2, len(moment))
+        factors.append(np.linalg.cholesky(moment + np.diag(ridge)))
+    left, right = factors
+    images, strength, directions = np.linalg.svd(left.T @ right)
+    pair = []
+    for column in range(columns):
+        direction, image, scale = directions[column], images[:, column], strength[column] ** 0.5
+        sign = np.sign(direction[np.abs(direction).argmax()])
+        of_scale = (1, scale**2) if white_keys else (scale, scale)
+        pair.append((sign * right @ direction / of_scale[0], sign * left @ image / of_scale[1]))
+    return tuple(np.array(side).T for side in zip(*pair, strict=True))
+
+
+@pytest.mark.parametrize("white_keys", [False, True])
+@pytest.mark.parametrize("columns", [6, 16])
+def test_the_balanced_pair_is_that_of_the_svd_of_each_head(columns, white_keys):
+    """Channels differ thirtyfold, two sequences have moments of their own, and all share a calibration."""
+    query, key, _ = prompt_of(bias=0.0)
+    batch = [torch.cat([states, 2 * states.flip(2, 3)]) for states in (query, key)]
+    known = [
+        moments(*batch, torch.ones(2, 40, dtype=torch.bool)),
+        {name: each[0] for name, each in moments(query.roll(1, 2), key, torch.ones(1, 40, dtype=torch.bool)).items()},
+    ]
+    found = balanced(known, columns, white_keys=white_keys)
+    of_query, of_key = (sum(each[name] for each in known).numpy() for name in ("query", "key"))
+    for sequence, head in product(range(2), range(2)):
+        wanted = svd_pair(of_query[sequence, head], of_key[sequence, head], columns, white_keys)
+        for side in range(2):
+            scale = np.abs(wanted[side]).max()
+            assert np.abs(found[sequence, side, head].numpy() - wanted[side]).max() < 1e-8 * scale
+        rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).double().numpy()
+        scores = [
+            rows @ pair[0] @ pair[1].T @ key[0, head].double().numpy().T
+            for pair in (wanted, found[sequence, :, head].numpy())
+        ]
+        assert np.array_equal(*(each.argsort(-1) for each in scores)), "tokens are chosen in this order"
+
+
+@pytest.mark.parametrize("tokens", [3, 8, 20])
+def test_components_are_as_many_as_channels_also_of_few_tokens(tokens):
+    rows = torch.randn(2, 4, tokens, 8, generator=torch.Generator().manual_seed(tokens)).double()
+    basis = right_vectors(rows)
+    identity = torch.eye(8, dtype=torch.float64).expand(2, 4, 8, 8)
+    torch.testing.assert_close(basis.mT @ basis, identity)
+    energies = (rows @ basis).square().sum(-2)
+    torch.testing.assert_close(energies, energies.sort(-1, descending=True).values)
+    singular = torch.linalg.svdvals(rows).square()
+    torch.testing.assert_close(energies[..., : singular.shape[-1]], singular)
+
+
+@pytest.mark.parametrize(("tokens", "width", "rank"), [(40, 12, 5), (12, 40, 5), (12, 40, 30), (12, 12, 12)])
+def test_keys_of_low_rank_are_those_of_the_svd(tokens, width, rank):
+    rows = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(2)) * torch.logspace(0, -3, width)
+    left, right = low_rank(rows, rank)
+    assert left.shape == (2, tokens, min(rank, tokens)) and right.shape == (2, min(rank, tokens), width)
+    for sequence in range(2):
+        images, strength, directions = np.linalg.svd(rows[sequence].double().numpy(), full_matrices=False)
+        nearest = images[:, :rank] * strength[:rank] @ directions[:rank]
+        assert np.abs((left @ right)[sequence].numpy() - nearest).max() < 1e-9
+
+
+def of_all_layers(query: torch.Tensor, key: torch.Tensor, rows: PromptRows) -> dict[str, torch.Tensor]:
+    """A calibration in which every layer has the moments of one sequence."""
+    return {name: moment.expand(4, -1, -1, -1) for name, moment in moments(query, key, rows.real).items()}
+
+
+@pytest.mark.parametrize("statistics", ["prompt", "calibration", "both"])
+@pytest.mark.parametrize(("bits", "projection_bits", "one_code"), [(8, None, 0.02), (4, None, 0.3), (4, 4, 0.3)])
+def test_a_mean_that_all_keys_share_costs_no_bits(bits, projection_bits, one_code, statistics):
+    """Scores on coded keys, but for what all keys of a query have in common, are those without the mean. A number may
+    fall to the next code."""
+    options = {"index_bits": bits, "projection_bits": projection_bits, "dense_layers": 0}
+    method = preset("infinigen-balanced", statistics=statistics, **options)
+    found, text = [], of_all_layers(*prompt_of(bias=0.0))
+    for bias in (0.0, 100.0):
+        query, key, rows = prompt_of(bias)
+        state = method.new_state(SHAPE, lengths_of([40], [48]), text)
+        state.prompt(0, query, key, key, rows)
+        positions = torch.full((1, 1), 40)
+        places = rows.positions[:, None], positions[None]
+        scores = state.scores(0, QueryRows(query[:, :, -1:], positions, positions >= 0, *places, torch.empty))
+        found.append(scores - scores.mean(-1, keepdim=True))
+        width = 5 * bits + 32  # ceil(0.3 * 16) numbers and their scales
+        row = 5 if projection_bits is None else (4 + 4) / 2  # of a projection: numbers, or bytes
+        numbers = 40 * width / 16 + 2 * 16 * row + 5  # and the keys' mean
+        assert state.index_read(0, positions).item() == pytest.approx(numbers / 32)
+    torch.testing.assert_close(*found, rtol=0, atol=one_code)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 2), (5, 3)])
+def test_eigenvectors_by_threads_are_those_of_one_after_another(num_threads, shape):
+    rows = torch.randn(*shape, 20, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    matrices = rows.mT @ rows
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        found = eigenvectors(matrices)
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    one_by_one = [torch.linalg.eigh(each).eigenvectors for each in matrices.flatten(0, 1)]
+    assert torch.equal(found.flatten(0, 1), torch.stack(one_by_one))
+
+
+def test_a_fitted_query_side_is_the_least_squares_fit_of_the_keys():
+    query, key, rows = prompt_of(bias=5.0)
+    generator = torch.Generator().manual_seed(4)
+    key_side = torch.randn(1, 2, 16, 6, generator=generator)
+    fitted = fitted_query_side([moments(query, key, rows.real)], key_side)
+    for head in range(2):
+        centred = (key[0, head] - key[0, head].mean(0)).numpy()
+        expected, *_ = np.linalg.lstsq(centred @ key_side[0, head].numpy(), centred, rcond=None)
+        assert np.allclose(fitted[0, head].numpy(), expected.T, atol=0.01 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("columns", [1, 5, 28])
+def test_mixed_columns_keep_all_products(columns):
+    matrix = mixing(columns, torch.device("cpu"))
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(columns).double(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("projection_bits", "most"), [(8, 0.004), (4, 0.07)])
+def test_coded_projections_give_nearly_the_same_scores(projection_bits, most):
+    """Keys whose channels differ a hundredfold, as where queries and keys have biases. Error over what the scores
+    vary by."""
+    query, key, rows = prompt_of(bias=0.0)
+    scale = torch.logspace(-1, 1, 16)
+    positions = torch.full((1, 1), 40)
+    places = rows.positions[:, None], positions[None]
+    scores = {}
+    for bits in (None, projection_bits):
+        method = preset("infinigen-balanced", statistics="prompt", partial_weight_ratio=0.5, projection_bits=bits)
+        state = method.new_state(SHAPE, lengths_of([40], [48]))
+        state.prompt(0, query / scale, key * scale, key, rows)
+        assert state.projection[0].dtype == (torch.float32 if bits is None else torch.uint8)
+        last = (query / scale)[:, :, -1:]
+        scores[bits] = state.scores(0, QueryRows(last, positions, positions >= 0, *places, torch.empty))
+    error = (scores[projection_bits] - scores[None]).square().mean().sqrt()
+    assert error < most * scores[None].std()
+
+
+@pytest.mark.parametrize("at_once", [2, 7, 1024])
+def test_moments_are_those_of_all_tokens_however_few_are_summed_at_once(at_once, monkeypatch):
+    """2: fewer than the batch has sequences, so one token of each at a time."""
+    monkeypatch.setattr("methods.infinigen2.MOMENT_TOKENS", at_once)
+    query, key, _ = prompt_of(bias=3.0)
+    real = torch.ones(3, 40, dtype=torch.bool)
+    real[1, :9] = False  # padding on the left
+    found = moments(query.repeat(3, 1, 1, 1), key.repeat(3, 1, 1, 1), real)
+    for sequence, is_real in enumerate(real):
+        for head in range(2):
+            queries = query[0, 2 * head : 2 * head + 2, is_real].double().flatten(0, 1)
+            keys = key[0, head, is_real].double()
+            of_query = queries.mT @ queries / len(queries)
+            torch.testing.assert_close(found["query"][sequence, head], of_query)
+            torch.testing.assert_close(found["key"][sequence, head], keys.mT.cov(correction=0))
+
+
+@pytest.mark.parametrize("statistics", ["prompt", "calibration", "both"])
+def test_a_sequence_has_the_scores_that_it_has_alone(statistics):
+    """Its projections, its keys' mean and its index are its own, also in a fork."""
+    method = preset("infinigen-balanced", statistics=statistics, index_bits=8, projection_bits=4, dense_layers=0)
+    query, key, _ = prompt_of(bias=3.0)
+    queries, keys = torch.cat([query.flip(2), query, query * 2]), torch.cat([key.roll(3, -1), key, key.flip(-1)])
+    real = torch.ones(3, 40, dtype=torch.bool)
+    real[1, :9] = False  # padding on the left
+    text = of_all_layers(*prompt_of(bias=0.0))
+    positions = torch.full((1, 1), 31)
+
+    def scores_of(state, queries: torch.Tensor, rows: PromptRows) -> torch.Tensor:
+        places = rows.positions[:, None], positions[None]
+        return state.scores(0, QueryRows(queries[:, :, -1:], positions, positions >= 0, *places, torch.empty))
+
+    together = method.new_state(SHAPE, lengths_of([40, 31, 40], [48, 39, 48]), text)
+    together.prompt(0, queries, keys, keys, PromptRows(real, 48))
+    alone = method.new_state(SHAPE, lengths_of([31], [39]), text)
+    alone_rows = PromptRows(real[1:2, 9:], 48)
+    alone.prompt(0, query[:, :, 9:], key[:, :, 9:], key[:, :, 9:], alone_rows)
+    expected = scores_of(alone, query[:, :, 9:], alone_rows)
+    in_batch = scores_of(together, queries, PromptRows(real, 48))[1:2, ..., 9:]
+    child = together.fork(torch.tensor([1]), 48)
+    in_fork = scores_of(child, query, PromptRows(real[1:2], 48))[..., 9:]
+    for found in (in_batch, in_fork):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def test_a_calibration_leaves_the_state_with_the_prompt():
+    query, key, rows = prompt_of(bias=0.0)
+    for method in (InfiniGen(), preset("infinigen-balanced", dense_layers=1)):
+        text = of_all_layers(query, key, rows) | {"rotation": torch.eye(16).expand(4, 2, -1, -1)}
+        state = method.new_state(SHAPE, lengths_of([40], [48]), text)
+        for layer in range(method.dense_layers, 4):
+            assert layer in state.measured
+            state.prompt(layer, query, key, key, rows)
+        assert state.measured == {}

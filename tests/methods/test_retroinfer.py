@@ -1,0 +1,211 @@
+"""RetroInfer against a plain rule: clusters token by token, and the attention of each head of each row in one sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from harness.model.attention import with_rest
+from methods.attention import Softmax
+from methods.base import Geometry, Lengths, PromptRows, Rest, TokenCounts
+from methods.retroinfer import RetroInfer
+from tests.cases import Case
+from tests.living import attached_with_link, live, replay, tiny
+from tests.methods.test_rules import BATCH, replayed
+
+SMALL = {"num_sinks": 1, "num_recent": 3, "cluster_size": 2, "update": 4}
+METHODS = {
+    "clusters": RetroInfer(retrieval_frac=0.3, estimation_frac=0.4, **SMALL),
+    "one": RetroInfer(estimation_frac=0.5, iterations=3, dense_layers=0, **SMALL),
+    "none-estimated": RetroInfer(retrieval_frac=0.4, estimation_frac=0.0, **SMALL | {"num_sinks": 0}),
+    "share": RetroInfer(budget=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update": 6}),
+    "segments": RetroInfer(budget=0.6, **SMALL | {"segment": 4, "num_recent": 1}),
+    "no-update": RetroInfer(budget=0.4, estimation_frac=1.0, **SMALL | {"update": 100}),
+}
+
+
+class Cluster(NamedTuple):
+    centroid: np.ndarray
+    tokens: list[int]
+    value_sum: np.ndarray
+
+
+def plain_clusters(key, value, tokens: range, count: int, segments: int, iterations: int) -> list[Cluster]:
+    mean = key[list(tokens)].mean(0)
+    points = [key[token] - mean for token in tokens]
+    number = len(points)
+    centroids = [points[int((i + 0.5) * number / count)] for i in range(count)]
+    length, of_segment = number // segments, count // segments
+    for segment in range(segments):
+        mine = range(segment * of_segment, (segment + 1) * of_segment)
+        for _ in range(iterations - 1):
+            members = {i: [] for i in mine}
+            for point in points[segment * length : (segment + 1) * length]:
+                members[max(mine, key=lambda i: centroids[i] @ point)].append(point)
+            for i, own in members.items():
+                total = np.sum(own, 0) if own else None
+                centroids[i] = 0.999 * centroids[i] if total is None else total / np.linalg.norm(total)
+    of_all = [[] for _ in range(count)]
+    for token, point in zip(tokens, points, strict=True):
+        of_all[int(np.argmax([centroid @ point for centroid in centroids]))].append(token)
+    return [
+        Cluster(key[own].mean(0) if own else centroid + mean, own, value[own].sum(0))
+        for centroid, own in zip(centroids, of_all, strict=True)
+    ]
+
+
+def clusters_at(method: RetroInfer, clusters_of: Callable, prompt: int, t: int) -> tuple[list[Cluster], list[int]]:
+    """The clusters that a row with `t` cached tokens sees, and the tokens that are in none."""
+    first = prompt - method.num_recent
+    middle = range(method.num_sinks, first)
+    segments = max(1, len(middle) // method.segment)
+    count = segments * max(1, len(middle) // segments // method.cluster_size)
+    found = [*clusters_of(middle, count, segments, method.iterations)]
+    while t - first >= method.num_recent + method.update:
+        oldest = range(first, first + method.update)
+        found += clusters_of(oldest, method.update // method.cluster_size, 1, method.iterations)
+        first += method.update
+    return found, [*range(method.num_sinks), *range(first, t)]
+
+
+def plain_row(method: RetroInfer, query, key, value, clusters: list[Cluster], read: list[int], t: int):
+    """Attention of a row's heads, query [group, head_dim] scaled; the tokens read, and the clusters estimated. read:
+    tokens that are in no cluster."""
+    held = [cluster for cluster in clusters if cluster.tokens]
+    products = np.array([[np.exp(own @ cluster.centroid) for cluster in held] for own in query])
+    score = (products / products.sum(1, keepdims=True)).sum(0)
+    ranked = [held[i] for i in sorted(range(len(held)), key=lambda i: -score[i])]
+    estimate = math.floor(method.estimation_frac * len(clusters))
+    estimated: list[tuple[int, Cluster]] = []
+    if method.budget is None:
+        best = max(1, math.floor(method.retrieval_frac * len(clusters)))
+        stop = math.floor((method.retrieval_frac + method.estimation_frac) * len(clusters))
+        read = read + [token for cluster in ranked[:best] for token in cluster.tokens]
+        estimated = [(len(cluster.tokens), cluster) for cluster in ranked[best : max(best, stop)]]
+    else:
+        free = max(1, math.floor(method.budget * t) - len(read))
+        reached = 0
+        for number, cluster in enumerate(ranked):
+            taken = cluster.tokens[:free]
+            reached += bool(taken)
+            read, free = read + taken, free - len(taken)
+            left = len(cluster.tokens) - len(taken)
+            if left and number < reached + estimate:
+                estimated.append((left, cluster))
+    outputs = []
+    for own in query:
+        mass, total = np.exp(key[[*read, t]] @ own), np.exp(key[[*read, t]] @ own) @ value[[*read, t]]
+        whole = mass.sum()
+        for left, cluster in estimated:
+            weight = np.exp(own @ cluster.centroid)
+            whole += left * weight
+            total = total + left / len(cluster.tokens) * weight * cluster.value_sum
+        outputs.append(total / whole)
+    return outputs, set(read), len(estimated)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [*((name, "gqa") for name in METHODS), ("clusters", "opt"), ("share", "opt")]
+)
+def test_every_row_of_a_padded_batch_attends_as_the_plain_rule(name, model):
+    method = METHODS[name]
+    geometry, found = replayed(tiny(model), Case(method))
+    estimates = set()
+    for layer, sequences in found.items():
+        for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
+            read, sides = np.zeros(length - prompt), np.zeros(length - prompt)
+            for kv, (keys, values) in enumerate(zip(sequence.key, sequence.value, strict=True)):
+                clusters_of = cache(partial(plain_clusters, keys, values))  # rows see the same ones
+                heads = slice(kv * geometry.group, (kv + 1) * geometry.group)
+                for t in range(prompt, length):
+                    queries = sequence.query[heads, t]
+                    clusters, exact = clusters_at(method, clusters_of, prompt, t)
+                    wanted, tokens, estimated = plain_row(method, queries, keys, values, clusters, exact, t)
+                    difference = np.abs(sequence.output[heads, t] - wanted).max()
+                    assert difference < 1e-5, f"layer {layer}, prompt {prompt}, row {t}"
+                    index = len(clusters) * (geometry.head_dim + 32 / 16) + estimated * geometry.head_dim
+                    read[t - prompt] += len(tokens) / geometry.num_kv_heads
+                    sides[t - prompt] += index / (2 * geometry.head_dim) / geometry.num_kv_heads
+                    estimates.add(estimated)
+            assert sequence.num_read == pytest.approx(read)
+            assert sequence.side == pytest.approx(sides)
+            for t, mean in enumerate(read, prompt):
+                row = TokenCounts(t, prompt, length)
+                assert mean <= method.max_tokens_read(row, layer) <= t
+                assert method.tokens_read(row, layer) in (None, pytest.approx(mean))
+    assert len(estimates) > 1 or name == "none-estimated"
+
+
+def test_rows_beside_a_sink_and_a_softcap_share_the_softmax_with_what_is_estimated():
+    """The sink's weight goes to no token, and is part of the whole."""
+    generator = torch.Generator().manual_seed(0)
+    softmax = Softmax(0.5, softcap=3.0, sinks=torch.tensor([0.3, -1.0]))
+    scores, values = torch.randn(1, 1, 2, 1, 5, generator=generator), torch.randn(5, 8, generator=generator)
+    mass, value = torch.tensor([[[[0.7], [-torch.inf]]]]), torch.randn(1, 1, 2, 1, 8, generator=generator)
+    rest = Rest(None, value, mass).beside(softmax.log_total(scores))
+    found = with_rest(softmax.weights(scores.clone()) @ values, rest)
+    for head in range(2):
+        weights, of_rest = scores[0, 0, head, 0].exp(), float(mass[0, 0, head, 0].exp())
+        whole = weights.sum() + of_rest + softmax.sinks[head].exp()
+        wanted = (weights @ values + of_rest * value[0, 0, head, 0]) / whole
+        assert torch.allclose(found[0, 0, head, 0], wanted, atol=1e-6)
+
+
+def test_sizes_by_hand():
+    """A prompt of 1,000 tokens has 932 in clusters of 16: 58. 24 tokens have come, so none has been clustered."""
+    row = TokenCounts(cached=1024, prompt=1000, final=1100)
+    later = TokenCounts(cached=1000 + 1024 + 5, prompt=1000, final=2100)
+    method = RetroInfer()
+    assert method.num_clusters(1000) == 58 and method.clusters_of_update == 64
+    assert method.num_clusters(4 + 64 + 20_000) == 2 * (10_000 // 16)
+    assert (method.steady(row), method.steady(later)) == (4 + 64 + 24, 4 + 64 + 5)
+    assert method.tokens_read(row, 2) is None and method.max_tokens_read(row, 2) == 1024
+    with_quarter = method.with_budget(0.25)
+    assert with_quarter.tokens_read(row, 2) == 256 and with_quarter.tokens_read(later, 2) == int(0.25 * 2029)
+    assert method.with_budget(0.01).tokens_read(row, 2) == 4 + 64 + 24 + 1
+    assert method.min_budget(TokenCounts(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
+    assert method.with_budget(1.0).tokens_read(row, 2) == 1024
+
+
+@pytest.mark.parametrize(("final", "updates"), [(1100, 0), (2100, 1)])
+def test_what_stays_on_the_device_by_hand(final, updates):
+    """Of a prompt of 1,000 tokens with 2 KV heads of 8 elements."""
+    geometry, prompt = Geometry(3, 4, 2, 8, 8**-0.5, "llama"), 1000
+    lengths = Lengths(torch.tensor([prompt]), torch.tensor([final]))
+    state = RetroInfer().new_state(geometry, lengths)
+    key = torch.randn(1, 2, prompt, 8, generator=torch.Generator().manual_seed(0))
+    state.prompt(2, torch.randn(1, 4, prompt, 8), key, key, PromptRows(torch.ones(1, prompt, dtype=torch.bool), final))
+    held = {name: getattr(state, name)[2] for name in state.sequence_tensors if getattr(state, name)}
+    clusters = 58 + 64 * updates
+    assert held["centroids"].shape == held["value_sums"].shape == (1, 2, clusters, 8)
+    assert held["sizes"].shape == (1, 2, clusters) and int(held["sizes"].sum()) == 2 * (prompt - 68)
+    assert state.cluster[2].shape == (1, 2, final) and state.cluster[2].dtype == torch.int16
+    assert ("recent_keys" in held) == bool(updates)
+    if updates:
+        assert held["recent_keys"].shape == held["recent_values"].shape == (1, 2, 64 + 1024, 8)
+
+
+def test_a_long_answer_is_clustered_live_as_in_replay():
+    """More than two updates, which end inside and between the calls of replay."""
+    method = RetroInfer(retrieval_frac=0.3, dense_layers=1, **SMALL | {"update": 7, "cluster_size": 3})
+    with attached_with_link() as (attached, link):
+        expected = replay(attached, Case(method), (20, 13), steps=40)
+        found = live(attached, Case(method), (20, 13), steps=40, placement="host", link=link)
+    assert (found.logits - expected.logits).abs().max() < 1e-4
+    assert found[1:] == pytest.approx(expected[1:], abs=1e-9)
+
+
+def test_settings_are_checked():
+    for field, value in (("retrieval_frac", 0.0), ("estimation_frac", -0.1), ("budget", 1.5), ("segment", 15)):
+        with pytest.raises(ValueError, match=f"method.{field}={value}: must be "):
+            replace(RetroInfer(), **{field: value})
+    lengths = Lengths(torch.tensor([68]), torch.tensor([80]))
+    with pytest.raises(ValueError, match="method.num_recent=64: must be below 64, so that a prompt of 68 tokens has"):
+        RetroInfer().new_state(Geometry(3, 4, 2, 8, 1.0, "llama"), lengths)

@@ -1,0 +1,112 @@
+"""TriAttention's calibration: the planes in which positions turn a head, and the centres of queries in them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from harness.model.attach import attach
+from harness.model.calibration import calibrate
+from harness.model.policies import new_states
+from harness.model.tiny import tiny_model
+from methods.base import Lengths
+from methods.triattention import TriAttention, magnitude, planes, turned
+from tests.conftest import tiny
+from tests.replaying import token_ids
+
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MODELS = {
+    "llama": {"num_key_value_heads": 2},
+    "phi3": {"num_key_value_heads": 2, "rope_parameters": HALF},  # half of a head is turned
+    "glm": {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5},  # and in pairs of neighbours
+    "gpt_neox": {},
+    "gemma3_text": {  # local layers turn by other angles
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_planes_turn_a_head_as_the_model_does(family):
+    """At any position, in each layer that a method governs."""
+    with attach(tiny_model(family, **MODELS[family])) as attached:
+        geometry = attached.geometry
+        states = torch.randn(1, 3, 1, geometry.head_dim, generator=torch.Generator().manual_seed(2))
+        for layer in range(geometry.num_layers):
+            partner, turn = planes(geometry, layer, states)
+            assert torch.equal(partner[partner], torch.arange(geometry.head_dim)) and bool(turn.any())
+            for position in (0, 1, 37, 300):
+                placed = geometry.rotate(states, torch.tensor([[position]]), layer=layer)
+                found = turned(states.double(), states[..., partner].double(), turn * position)
+                assert (found - placed).abs().max() < 1e-4, (layer, position)
+                lengths = magnitude(placed, partner) - magnitude(states, partner)
+                assert lengths.abs().max() < 1e-5, "a position changes no plane's length"
+
+
+def test_centres_and_spreads_are_means_of_complex_queries_without_positions():
+    text = token_ids(40, seed=3)
+    seen = []
+
+    class Noting(TriAttention):
+        def calibrate(self, query, key, geometry, earlier):
+            seen.append(query.double().numpy())
+            return super().calibrate(query, key, geometry, earlier)
+
+    with attach(tiny("gqa")) as attached:
+        found, geometry = calibrate(attached, Noting(), text), attached.geometry
+    half = geometry.head_dim // 2
+    angle = 10000 ** -(np.arange(half) / half)
+    assert len(seen) == geometry.num_layers
+    for layer, queries in enumerate(seen):
+        for head, rows in enumerate(queries):
+            turned_back = [(row[:half] + 1j * row[half:]) * np.exp(-1j * angle * t) for t, row in enumerate(rows)]
+            mean, size = np.mean(turned_back, 0), np.mean(np.abs(turned_back), 0)
+            centre, spread = found["centre"][layer, head].numpy(), found["spread"][layer, head].numpy()
+            assert np.allclose(centre, [*mean.real, *mean.imag], atol=1e-5)
+            assert np.allclose(spread, [*(size - np.abs(mean)), *[0] * half], atol=1e-5)
+        assert torch.allclose(found["turn"][layer], torch.tensor([*-angle, *angle]), rtol=1e-6)
+
+
+def test_a_score_is_the_mean_score_that_queries_at_the_centre_would_give():
+    """Without spread: the model's own product of a placed query and a placed key, averaged over the distances."""
+    method = TriAttention(kept_tokens=10, offset_max_length=8, protect_prompt=False, normalize_scores=False)
+    generator = torch.Generator().manual_seed(1)
+    with attach(tiny("gqa")) as attached:
+        geometry = attached.geometry
+        measured = calibrate(attached, method, token_ids(30))
+        measured["spread"] = torch.zeros_like(measured["spread"])
+        lengths = Lengths(torch.tensor([20]), torch.tensor([40]))
+        state = new_states(attached, method, lengths, measured)[attached.device]
+        bare = torch.randn(1, 2, 20, geometry.head_dim, generator=generator)
+        key = geometry.rotate(bare, torch.arange(20)[None], layer=3)
+        centre = measured["centre"][3].float()[None, :, None]
+        products = []
+        for ahead in (1, 2, 4, 8):
+            query = geometry.rotate(centre, torch.tensor([[20 + ahead]]), layer=3)
+            products.append(query.unflatten(1, (2, -1))[:, :, :, 0] @ key.mT)
+        wanted = torch.stack(products).mean(0)  # [1, num_kv_heads, group, tokens]
+        coming = state._coming(3, lengths.prompt).unflatten(1, (2, -1))
+        assert torch.allclose(coming @ key.mT, wanted, atol=1e-4)
+
+
+def test_a_model_without_rotary_positions_is_refused_in_one_line():
+    method = TriAttention()
+    lengths = Lengths(torch.tensor([20]), torch.tensor([200]))
+    with attach(tiny("opt")) as attached:
+        measured = calibrate(attached, method, token_ids(30))
+        with pytest.raises(ValueError) as refusal:
+            new_states(attached, method, lengths, measured)
+    line = "method.offset_max_length=65536: must be used with rotary positions, which turn the centres: model family "
+    assert str(refusal.value) == f"{line}'opt' has none in layers that see all tokens"
+
+
+def test_distances_double_up_to_the_largest():
+    assert TriAttention().offsets == [2**power for power in range(17)]
+    assert TriAttention(offset_max_length=1).offsets == [1] and TriAttention(offset_max_length=7).offsets == [1, 2, 4]
+    assert math.log2(TriAttention().offset_max_length) == 16

@@ -1,0 +1,325 @@
+"""Attaching to a model: what is refused, what is given up before that, and nothing left behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from harness.checks.contract import open_replay, token_batch
+from harness.checks.families import tiny_family
+from harness.decode.session import LiveSession
+from harness.errors import UserError
+from harness.model import attach as checks
+from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.calibration import calibrate
+from harness.model.decoder import Decoder
+from harness.model.prompts import PromptPass
+from harness.model.split_rows import in_parts
+from harness.model.tiny import tiny_model
+from harness.model.trace import Latent
+from harness.replay import decode_pass as passes
+from harness.replay.setup import Setup
+from methods.extras import to_calibrate
+from methods.full import Full
+from methods.infinigen import InfiniGen
+from methods.prompt_evicting import ExpectedAttention
+from methods.shadowkv import ShadowKV
+from tests.cases import CASES, Case
+from tests.living import FAMILIES, largest_difference, tiny
+from tests.replaying import LENGTH, PROMPT, assert_close, every_model, open_session, run, run_one, run_ragged, token_ids
+
+# A model with other numbers is refused
+
+
+def llama(**shape: Any) -> PreTrainedModel:
+    return tiny_model("llama", num_key_value_heads=2, **shape)
+
+
+def cap_scores(model: PreTrainedModel) -> None:
+    """Scores are capped by an attention function of which the model says nothing."""
+
+    def capped(module, query, *others, **options):
+        return eager_attention_forward(module, 1.5 * torch.tanh(query), *others, **options)
+
+    AttentionInterface.register("capped", capped)
+    model.config._attn_implementation = "capped"
+
+
+def mix_rows(model: PreTrainedModel) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
+
+
+def spoil_a_weight(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.up_proj.weight[3, 3] = torch.nan
+
+
+OFF = "^model family 'llama' is not supported: under our attention its logits are off by"
+NO_NUMBERS = r"^.* not finite; look at its weights, .* in its configuration \(rope_parameters, eps"
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "words"),
+    [
+        (cap_scores, {}, OFF),
+        (mix_rows, {}, OFF),
+        (spoil_a_weight, {}, NO_NUMBERS),
+        (id, {"rms_norm_eps": float("nan")}, NO_NUMBERS),
+        (id, {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, NO_NUMBERS),
+    ],
+)
+def test_a_model_with_other_numbers_is_refused_in_one_line(change, shape, words):
+    model = llama(**shape)
+    change(model)
+    with pytest.raises(UserError, match=words) as refusal, attach(model):
+        pass
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
+    ids = torch.tensor([[3, 300, 5]])
+    with attach(tiny_gqa) as attached, pytest.raises(UserError, match=r"token 300, .* embedding has 256 tokens"):
+        attached.forward(ids, torch.arange(3)[None], handler=None)
+
+
+def test_a_wrong_early_query_is_refused_to_predictions_alone(monkeypatch):
+    """Others choose by a layer's own query, or by none. A model is asked once, as that costs a few passes."""
+    asked, check = [], checks.check_decoder
+    monkeypatch.setattr(checks, "check_decoder", lambda *each: (asked.append(each), check(*each)))
+    early = Attached.early_query
+    monkeypatch.setattr(Attached, "early_query", lambda attached, *given: 1.1 * early(attached, *given))
+    model = llama()
+    expected = r"^model family 'llama' takes no method that predicts .* a query made ahead of its layer is off by \d"
+    with pytest.raises(UserError, match=expected):
+        run_one(model, Case(InfiniGen()))
+    with attach(model) as attached, pytest.raises(UserError, match=expected):
+        LiveSession(attached, InfiniGen(), max_new_tokens=2)
+    for method in (InfiniGen(when="own_query"), Full()):
+        run_one(model, Case(method))
+    assert len(asked) == 1
+
+
+# Feed-forward networks
+
+
+def test_feed_forward_networks_take_some_rows_at_a_time():
+    model, seen = llama(), []
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:2]))
+    ids = torch.tensor([token_ids(20), token_ids(20, 1)])
+    with attach(model) as attached:
+        assert [type(each).__name__ for each in attached.decoder.row_wise] == ["LlamaMLP"] * len(model.model.layers)
+        positions = torch.arange(20).expand(2, -1)
+        whole = attached.forward(ids, positions, PromptPass(attached))
+        attached.decoder.rows_at_once = 14
+        del seen[:]
+        parts = attached.forward(ids, positions, PromptPass(attached))
+    assert seen == [(2, 7), (2, 7), (2, 6)]
+    assert_close(parts, whole)
+
+
+def test_a_network_that_gets_its_rows_by_name_or_gives_those_of_all_sequences_in_one_axis():
+    hidden = torch.randn(2, 5, 4)
+    decoder = SimpleNamespace(rows_at_once=4)
+
+    def network(hidden_states: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert hidden_states.shape[1] <= 2
+        return hidden_states * factor, hidden_states.flatten(0, 1)
+
+    output, logits = in_parts(decoder, network, hidden_states=hidden, factor=hidden[..., :1])
+    assert torch.equal(output, hidden * hidden[..., :1]) and torch.equal(logits, hidden.flatten(0, 1))
+
+
+def test_a_network_that_takes_no_part_of_the_rows_takes_all():
+    """It gives each row the same number however many come, but for those of two rows at once."""
+    model = llama()
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: forward(hidden) * (1.5 if hidden.shape[1] == 2 else 1)
+    with attach(model) as attached:
+        assert not attached.decoder.row_wise
+
+
+# Sequences that are too long
+
+
+def test_a_window_shorter_than_the_sequence_is_refused():
+    model = tiny_model("mistral", num_key_value_heads=2, sliding_window=16)
+    with attach(model) as attached:
+        session = open_session(attached, CASES["full"], [16], 16)
+        ids = torch.tensor([token_ids(16)])
+        got = attached.logits(session.prefill(ids, torch.ones_like(ids, dtype=torch.bool)))
+        for num_columns in (17, 10):  # 10: the rows come by a fork
+            with pytest.raises(UserError, match="17 tokens: 16 is .* sliding window"):
+                open_session(attached, CASES["full"], [17], num_columns)
+        # Padding is no token: sequences that fit may be padded beyond the window.
+        run(attached, CASES["full"], [token_ids(16), token_ids(16, 1)], [12, 2])
+    with torch.inference_mode():
+        assert_close(got, model(ids).logits)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+SCALED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dynamic": ("llama", {"max_position_embeddings": 24}, {"rope_type": "dynamic", "factor": 4.0}),
+    "longrope": ("phi3", {"original_max_position_embeddings": 24}, LONGROPE),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_sequence_runs_up_to_the_length_at_which_rotary_frequencies_change(kind):
+    model_type, shape, rope = SCALED[kind]
+    model = tiny_model(model_type, num_key_value_heads=2, **shape, rope_parameters=rope | {"rope_theta": 1e4})
+    ids = token_ids(25)
+    with torch.inference_mode():
+        of_24, of_25 = (model(torch.tensor([ids[:length]]), use_cache=False).logits[0] for length in (24, 25))
+    assert float((of_24[10:] - of_25[10:24]).abs().max()) > 1e-3, "otherwise there is nothing to refuse"
+    assert_close(run_one(model, Case(Full()), ids[:24], 10).logits[0], of_24[10:])
+    refused = rf"^a sequence of 25 tokens: 24 is the model's length up to which {kind} rope keeps its positions; lower"
+    with pytest.raises(UserError, match=refused):
+        run_one(model, CASES["h2o"], ids, 10)
+    prompt, real = torch.tensor([ids[:20]]), torch.ones(1, 20, dtype=torch.bool)
+    with attach(model) as attached:
+        session = LiveSession(attached, Full(), max_new_tokens=4)
+        logits = [session.prefill(prompt, real), *(session.decode_step(torch.tensor([ids[at]])) for at in (20, 21, 22))]
+        assert_close(torch.cat(logits), of_24[19:23])
+        with pytest.raises(UserError, match=refused):
+            LiveSession(attached, Full(), max_new_tokens=5).prefill(prompt, real)
+
+
+# What is given up before a model is refused
+
+
+class ChoosesBySign(nn.Module):
+    """A query projection to which no derivative leads from a module that decides its sign."""
+
+    def __init__(self, query: nn.Module) -> None:
+        super().__init__()
+        self.query, self.decides = query, nn.Linear(64, 8)
+
+    def forward(self, hidden):
+        return self.query(hidden) * (1.5 + self.decides(hidden).mean(-1, keepdim=True).detach().sign())
+
+
+def test_a_query_that_is_decided_without_a_derivative_is_made_in_full():
+    """The submodules that no derivative passes through are left out of predictions, unless the query is wrong then."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = ChoosesBySign(layer.self_attn.q_proj).requires_grad_(False)
+    with attach(model) as attached:
+        assert attached.decoder.no_prediction is None
+        assert all("q_proj.decides" in layer.query_modules for layer in attached.layers)
+    run_one(model, CASES["infinigen"])
+
+
+def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch):
+    """Keys and values of every head: more memory, the same numbers."""
+    read = Decoder._read_latent
+
+    def misread(*given):
+        latent = read(*given)
+        return Latent(1.5 * latent.to_query, latent.to_value)
+
+    monkeypatch.setattr(Decoder, "_read_latent", misread)
+    model, ids = tiny_family("deepseek_v3"), token_ids(30)
+    with attach(model) as attached:
+        assert (attached.geometry.num_kv_heads, attached.geometry.values_in_keys) == (4, False)
+    found = run_one(model, Case(Full()), ids, 11)
+    with torch.inference_mode():
+        assert_close(found.logits[0], model(torch.tensor([ids]), use_cache=False).logits[0, 11:])
+    assert "latent_bytes" not in found.reads.shares
+
+
+# Order of calls, and nothing left behind
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "infinigen-union"])
+def test_only_the_layers_that_select_by_a_predicted_query_have_one(tiny_gqa, name, monkeypatch):
+    method, asked = CASES[name].method, []
+    with attach(tiny_gqa):
+        original = Attached.early_query  # the check of a model at its first use asks for each layer's
+    monkeypatch.setattr(Attached, "early_query", lambda *a: (asked.append(a[1]), original(*a))[1])
+    run_one(tiny_gqa, CASES[name])
+    assert asked == (list(range(method.dense_layers, 4)) if method.when == "previous_layer" else [])
+
+
+def fingerprint(model) -> dict:
+    return {
+        "config": model.config.to_dict(),
+        "implementation": model.config._attn_implementation,
+        "hooks": [(len(module._forward_pre_hooks), len(module._forward_hooks)) for module in model.modules()],
+        "methods": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "attention": set(AttentionInterface()._global_mapping),
+        "mask": set(AttentionMaskInterface()._global_mapping),
+        "logits": model(torch.tensor([token_ids(12)])).logits.tolist(),
+    }
+
+
+@every_model
+def test_attaching_leaves_nothing_behind_even_after_an_error(model, monkeypatch):
+    before = fingerprint(model)
+
+    def fail(*arguments):
+        raise ArithmeticError
+
+    monkeypatch.setattr(passes.DecodePass, "attention", fail)
+    with pytest.raises(ArithmeticError), attach(model) as attached:
+        run(attached, CASES["infinigen"], [token_ids(LENGTH)], [PROMPT])
+    assert fingerprint(model) == before
+    monkeypatch.undo()
+    run_ragged(model, CASES["infinigen"])
+    with attach(model):
+        with pytest.raises(UserError, match=r"attached already in this thread"), attach(model):
+            pytest.fail("refused")
+        with pytest.raises(UserError, match=r"the model is attached .* cannot be called by itself"):
+            model(torch.tensor([token_ids(12)]))
+    assert fingerprint(model) == before
+
+
+# Rotary positions: keys before and after them
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_come_off_and_on_again(family):
+    """Scores of placed queries and keys depend on the distance alone, and at position 0 nothing changes."""
+    with attach(tiny(family)) as attached:
+        geometry = attached.geometry
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(2, geometry.num_kv_heads, 7, geometry.head_dim, generator=generator)
+    positions = torch.randint(0, 300, (2, 7), generator=generator)
+    placed = geometry.rotate(states, positions)
+    assert largest_difference(geometry.rotate(placed, positions, inverse=True), states) < 1e-5
+    assert torch.equal(placed, states) == (family == "opt")
+    assert torch.allclose(geometry.rotate(states, 0 * positions), states)
+    query, key = torch.randn(2, 1, 1, 1, geometry.head_dim, generator=generator)
+
+    def score(at: int, of: int) -> torch.Tensor:
+        return (geometry.rotate(query, torch.tensor([[at]])) * geometry.rotate(key, torch.tensor([[of]]))).sum()
+
+    assert largest_difference(score(90, 70), score(31, 11)) < 1e-4
+    assert (largest_difference(score(90, 70), score(90, 60)) > 1e-3) == (family != "opt")
+
+
+@pytest.mark.parametrize("method", [ExpectedAttention(dense_layers=0), ShadowKV(budget=0.4, dense_layers=0)])
+def test_each_layer_has_its_own_positions(method, monkeypatch):
+    """SmolLM3 has layers without any: here the second and the fourth."""
+    rotate, asked = Attached._rotate, {}
+
+    def listen(self, states, positions, inverse=False, layer=0):
+        turned = rotate(self, states, positions, inverse, layer)
+        asked[layer] = asked.get(layer, False) or not torch.equal(turned, states)
+        return turned
+
+    monkeypatch.setattr(Attached, "_rotate", listen)
+    ids, real = token_batch((60,), 6)
+    with attach(tiny_family("smollm3")) as attached:
+        calibration = calibrate(attached, method, ids[0].tolist()) if to_calibrate(method) else None
+        session = open_replay(attached, Setup(method, None, calibration), real)
+        session.prefill(ids[:, :60], real[:, :60])
+        session.decode(ids[:, 60:], real[:, 60:])
+    assert asked == {0: True, 1: False, 2: True, 3: False}

@@ -1,0 +1,85 @@
+"""Calibration: the rotation is the SVD's, and is measured once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.calibration import cached_calibration, calibrate
+from methods.extras import Calibrates
+from methods.full import Full
+from methods.infinigen import InfiniGen
+from tests import reference as plain
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(3, 256, (100,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("fixture", ["tiny_gqa", "tiny_opt", "tiny_qwen3"])
+def test_calibration_is_the_svd_of_the_groups_queries(fixture, text, request):
+    model = request.getfixturevalue(fixture)
+    with attach(model) as attached:
+        rotation = calibrate(attached, InfiniGen(), text[:-1])["rotation"].double().numpy()
+        geometry = attached.geometry
+    reference = plain.Reference(model, Full(), final_length=len(text), prefill_len=len(text) - 1)
+    with torch.inference_mode():
+        reference.run(text)
+    d = geometry.head_dim
+    assert rotation.shape == (geometry.num_layers, geometry.num_kv_heads, d, d)
+    for layer, heads in enumerate(reference.heads):
+        for basis, head in zip(rotation[layer], heads, strict=True):
+            queries = np.array([query for row in head.prompt_queries for query in row])
+            assert len(queries) == geometry.group * (len(text) - 1)
+            assert np.allclose(basis.T @ basis, np.eye(d), atol=1e-5)
+            _, singular, vectors = np.linalg.svd(queries, full_matrices=False)
+            assert (singular[:-1] - singular[1:]).min() > 1e-4 * singular[0], "too close to compare vectors"
+            overlap = np.abs((vectors.T * basis).sum(0))  # equal up to sign, in the same order
+            assert np.allclose(overlap, 1, atol=1e-3), f"layer {layer}: {overlap.min()}"
+
+
+def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("harness.model.calibration.calibrate", lambda *given: calls.append(given) or calibrate(*given))
+    folder = tmp_path / "new" / "calibration"
+
+    def rotation(method=None, ids=text, fingerprint="a" * 64):
+        return cached_calibration(attached, method or InfiniGen(), ids, fingerprint, folder)["rotation"]
+
+    with attach(tiny_gqa) as attached:
+        with pytest.raises(UserError, match="^calibration: rotation of .* is not finite"):
+            rotation(Measuring(power=float("nan")))
+        assert not folder.exists() and len(calls) == 1, "not kept"
+        first = rotation()
+        assert torch.equal(rotation(), first) and len(calls) == 2
+        (file,) = folder.iterdir()
+        file.write_bytes(file.read_bytes()[:-20])
+        assert torch.equal(rotation(), first) and torch.equal(rotation(), first) and len(calls) == 3
+        for unheeded in (InfiniGen(alpha=2.0, partial_weight_ratio=0.5), InfiniGen(dense_layers=1)):
+            assert torch.equal(rotation(unheeded), first) and len(calls) == 3
+        others = [rotation(ids=text[:50]), rotation(fingerprint="b" * 64), rotation(Measuring())]
+        others += [rotation(Measuring(power=2.0)), rotation(Measuring(power=2.0, unheeded=3))]
+        assert not torch.equal(others[0], first) and not torch.equal(others[2], others[3])
+        assert len(calls) == 7 and len(list(folder.iterdir())) == 5, "something is left lying about"
+        assert torch.equal(others[4], others[3])
+        assert torch.equal(others[3], calibrate(attached, Measuring(power=2.0), text)["rotation"])
+
+
+@dataclass(frozen=True)
+class Measuring(Calibrates, Full):
+    """Measures two things, one of them by a setting."""
+
+    power: float = 1.0
+    unheeded: int = 0
+
+    calibration_settings = ("power",)
+
+    def calibrate(self, query, key, geometry, earlier):
+        return {"rotation": key.abs().pow(self.power).mean(1), "heads": query.mean((1, 2))}

@@ -1,0 +1,306 @@
+"""Models and data sets of a hub that answers over HTTP: what is fetched, later starts, and what a refusal says."""
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from harness.data.rows import revision
+from harness.data.text import WIKITEXT_HUB, corpus_text
+from harness.errors import UserError
+from harness.model import source
+from harness.model.load import load_model
+from harness.model.tiny import tiny_model
+from harness.results import inputs
+from harness.results.record import read_records
+from harness.run.cli import main
+from harness.run.compose import load
+from harness.settings.config import CorpusConfig, DataConfig, ModelConfig
+from harness.settings.schema import CONF_DIR
+from tests.hub_standin import Files, Repository, break_off, commit, hang, stall, status
+from tests.tokens import byte_tokenizer
+
+ID = "meta-llama/Llama-2-7b-hf"
+IDS = torch.arange(3, 35)[None]
+CONFIG = ModelConfig(name="tiny", hub_id=ID, device="cpu")
+API, TREE, FILE = rf"GET /api/models/{ID}$", rf"GET /api/models/{ID}/tree", r"GET .*/model-00001.*"
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+COPA = {"premise": "It rained", "choice1": "He stayed.", "choice2": "He left.", "question": "effect"}
+TASKS = {
+    "aps/super_glue": ("copa", COPA),
+    "nyu-mll/glue": ("rte", {"sentence1": "It rains.", "sentence2": "It is wet."}),
+}
+SHORT = "prefill_len=32 seq_len=96 num_windows=1 num_samples=1"
+COMMAND = "method=infinigen model=llama2-7b data=hub experiment=tasks tasks=[copa,rte] num_samples=1"
+
+
+@pytest.fixture(scope="module")
+def model():
+    """With the shape of conf/model/llama2-7b.yaml, but for its size."""
+    entry = yaml.safe_load((CONF_DIR / "model" / "llama2-7b.yaml").read_text())
+    assert entry["hub_id"] == ID
+    shape = entry["shape"] | SIZES
+    return tiny_model(shape.pop("model_type"), **shape)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, model) -> Files:
+    """The files of the model, as transformers saves it."""
+    folder = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder, max_shard_size="400KB")
+    byte_tokenizer().save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def repository(part: str | None, rows: list[dict[str, Any]], *splits: str) -> Repository:
+    """The same rows in every split."""
+    found = [{"split": split, "path": f"{split}.jsonl"} for split in splits]
+    configs = [{"config_name": part or "default", "data_files": found}]
+    card = f"---\n{yaml.safe_dump({'configs': configs})}---\n".encode()
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return Repository({"README.md": card} | {f"{split}.jsonl": lines for split in splits})
+
+
+def data_set(part: str | None, row: dict[str, Any]) -> Repository:
+    """Six equal rows a split but for their label."""
+    rows = [{"label": number % 2, "idx": number, **row} for number in range(6)]
+    return repository(part, rows, "train", "validation", "test")
+
+
+def wikitext(text: str = "A line.\n") -> Repository:
+    return repository(WIKITEXT_HUB[1], [{"text": text}] * 40, "test")
+
+
+@pytest.fixture
+def served(hub_server, files, tmp_path, monkeypatch):
+    """The hub with the model and data sets, asked from an empty folder."""
+    hub_server.models[ID] = Repository(dict(files))
+    hub_server.datasets |= {name: data_set(*about) for name, about in TASKS.items()}
+    hub_server.datasets[WIKITEXT_HUB[0]] = wikitext()
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return hub_server
+
+
+def refused(hub_id: str = ID) -> str:
+    """The one line with which a model is refused, which says what remains."""
+    with pytest.raises(UserError) as caught:
+        source.snapshot(hub_id)
+    message = str(caught.value)
+    assert message.startswith(f"model.hub_id={hub_id}: ") and "\n" not in message
+    assert all(option in message for option in ("model.path=DIR", "model=smollm2-135m", "data=local"))
+    return message
+
+
+# Which files are fetched
+
+
+def test_a_model_is_fetched_once_and_then_loaded_without_a_request(served, files, model, capsys):
+    others = dict.fromkeys(("LICENSE.txt", "training_args.json", "original/params.json"), b"{}")
+    served.models[ID] = Repository(files | others | {"modeling_tiny.py": b"pass"})
+    assert source.hub_file(ID, "config.json").read_bytes() == files["config.json"]
+    assert len(served.asked(r"GET .*/resolve/")) == 1, "a shape is read from the config alone"
+    loaded = load_model(CONFIG)
+    assert f"{ID}: fetching from {served.url}, revision " in capsys.readouterr().err
+    assert torch.equal(loaded.model(IDS).logits, model(IDS).logits)
+    assert {path.name for path in source.snapshot(ID).iterdir()} == set(files), "only the files that transformers reads"
+    assert len(served.asked(r"GET .*\.safetensors$")) > 1
+    served.requests.clear()
+    again = load_model(CONFIG)
+    assert again.tokenizer("a b").input_ids == loaded.tokenizer("a b").input_ids
+    assert again.fingerprint == loaded.fingerprint and not served.requests
+    source.snapshot(ID, with_code=True)
+    assert served.asked(r"GET .*/modeling_tiny.py$") and not served.asked("safetensors"), "code only when asked"
+
+
+def test_a_pickle_is_never_fetched_but_the_conversion_bots_branch(served, files):
+    config = {"config.json": files["config.json"], "pytorch_model.bin": b"a pickle"}
+    served.models[ID] = Repository(config | {"README.md": b"main"})
+    message = refused()
+    assert "save_pretrained" in message and source.CONVERT in message
+    served.models[ID].add_pull_request(3, source.CONVERTED_TITLE, "somebody", files)
+    assert "no model*.safetensors" in refused()
+    assert not served.asked(r"GET .*/resolve/")
+    served.models[ID].add_pull_request(7, source.CONVERTED_TITLE, source.CONVERTED_AUTHOR, files)
+    assert source.snapshot(ID).name == commit(files)
+    assert not served.asked("pytorch_model.bin")
+
+
+# Later starts
+
+
+@pytest.mark.parametrize("lost", ["tokenizer.json", "config.json"])
+def test_a_download_cut_short_goes_on_at_the_next_start(lost, served):
+    served.disturb(rf"HEAD .*/{lost}$", status(404, "Entry not found", X_Error_Code="EntryNotFound"), times=1)
+    assert re.search(f"the hub refused: 404 .*Entry Not Found for .*/{lost}", refused())
+    served.requests.clear()
+    assert load_model(CONFIG).tokenizer is not None
+    assert served.asked(rf"GET .*/{lost}$")
+
+
+# Refusals
+
+
+def test_a_gated_model_is_refused_in_the_hubs_words_and_fetched_with_a_token(served, monkeypatch):
+    served.models[ID].gated = True
+    assert f"Access to model {ID} is restricted. You must have access to it. Please log in." in refused()
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    assert f"Visit https://huggingface.co/{ID} to ask for access." in refused()
+    monkeypatch.setenv("HF_TOKEN", served.token)
+    assert source.weight_files(source.snapshot(ID))
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "words"),
+    [
+        (API, status(401, "Invalid credentials in header"), "401 .*Invalid credentials"),
+        (TREE, status(403, "Forbidden by your organisation"), "403 .*Forbidden by your organisation"),
+        (FILE, status(429, "We had to rate limit you"), "429 .*We had to rate limit you"),
+        (API, status(500), "500 .*Internal Server Error"),
+        (FILE, break_off, "peer closed connection"),
+        (FILE, stall, "timed out"),
+        (API, hang, "timed out"),
+    ],
+)
+def test_a_refusal_says_what_the_hub_answered(asked, answer, words, served, monkeypatch):
+    if answer in (stall, hang):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    served.disturb(asked, answer)
+    message = refused()
+    assert re.search(words, message)
+    assert len(served.asked(asked)) <= 14, "given up"
+
+
+def test_other_refusals(served, monkeypatch):
+    assert re.search("Repository Not Found .* make sure you are authenticated", refused("org/no"))
+    assert "Repo id must" in refused("a/b/c")
+    served.requests.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert "HF_HUB_OFFLINE" in refused() and not served.requests
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
+    began = time.monotonic()
+    assert "the connection to http://127.0.0.1:9 failed" in refused() and time.monotonic() - began < 5
+
+
+# Transfers
+
+
+def test_a_busy_hub_and_a_broken_transfer_are_tried_again(served, files):
+    served.disturb(r"HEAD .*/config.json$", status(429, Retry_After="1"), times=2)
+    served.disturb(FILE, break_off, times=2)
+    assert {path.name: path.read_bytes() for path in source.snapshot(ID).iterdir()} == files
+
+
+# Data sets, in commands of the README
+
+
+def run(command: str) -> int:
+    """A command line; the shape's sizes are given with it, as those of the entry are the real model's."""
+    return main([*command.split(), *(f"model.shape.{name}={size}" for name, size in SIZES.items())])
+
+
+def test_tasks_from_the_hub_and_again_without_a_request(served, capfd):
+    assert run(COMMAND) == 0
+    shown = capfd.readouterr()
+    assert all(task in shown.out for task in ("copa", "rte"))
+    (record,) = read_records("outputs", "tasks")
+    assert record["inputs"]["model"] == commit(served.models[ID].branches["main"])
+    served.requests.clear()
+    assert run(f"{COMMAND} seed=1") == 0
+    assert not served.requests
+    assert "cached version" not in capfd.readouterr().err
+
+
+CORPUS, HUB = CorpusConfig("wikitext2"), DataConfig("hub")
+ROWS = r"GET .*/wikitext/resolve/.*/test.jsonl"
+
+
+def test_a_data_set_or_a_model_replaced_on_the_hub_is_another_run(served, capfd):
+    """Once it is fetched anew; until then, offline too, it is what the cache holds."""
+    command = f"method=full model=llama2-7b experiment=perplexity data=hub corpus=wikitext2 {SHORT}"
+    assert run(command) == 0
+    assert f"{WIKITEXT_HUB[0]}: fetching from " in capfd.readouterr().err
+    old, weights = served.datasets[WIKITEXT_HUB[0]].branches["main"], served.models[ID].branches["main"]
+    served.datasets[WIKITEXT_HUB[0]] = wikitext("Another line.\n")
+    served.models[ID] = Repository(changed := weights | {"config.json": weights["config.json"] + b"\n"})
+    served.requests.clear()
+    assert run(command) == 0 and "finished before, skipped" in capfd.readouterr().out and not served.requests
+    (record,) = read_records("outputs", "perplexity")
+    assert record["inputs"]["corpus"] == commit(old)
+    shutil.rmtree("datasets"), shutil.rmtree("hub")
+    new = served.datasets[WIKITEXT_HUB[0]].branches["main"]
+    assert run(command) == 0
+    records = read_records("outputs", "perplexity")
+    assert {each["inputs"]["corpus"] for each in records} == {commit(old), commit(new)}
+    assert {each["inputs"]["model"] for each in records} == {commit(weights), commit(changed)}
+    table = Path("outputs/tables/perplexity.md").read_text()
+    assert all(f"weights={commit(each)[:8]}" in table for each in (weights, changed))
+
+
+def test_rows_of_a_task_are_of_a_revision(served):
+    config = load(COMMAND.split())
+    before = inputs.tasks(config)
+    served.requests.clear()
+    assert inputs.tasks(config) == before and not served.requests
+    served.datasets["aps/super_glue"] = data_set("copa", COPA | {"premise": "It snowed"})
+    assert inputs.tasks(config) == before
+    shutil.rmtree("datasets/aps___super_glue")
+    after = inputs.tasks(config)
+    assert after["rte"] == before["rte"] and after["copa"] != before["copa"]
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "has_options", "expected"),
+    [
+        ("Org/CamelCase", "en", False, "22"),
+        ("Org/CamelCase", None, False, "33"),
+        ("Org/CamelCase", "en", True, "44"),
+        ("Org/Camel", "en", False, ""),
+    ],
+)
+def test_the_revision_is_that_of_the_newest_whole_rows(path, part, has_options, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    newest_first = ["en/0.0.0/55.incomplete", "default/0.0.0/33", "en/0.0.0/22", "en/0.0.0/11", "en-ab/0/44"]
+    for age, name in enumerate(newest_first):
+        rows = tmp_path / "Org___camel_case" / name
+        rows.mkdir(parents=True)
+        (rows / "dataset_info.json").touch()
+        newest = part is None and name == "default/0.0.0/33"
+        os.utime(rows, (2e9 if newest else 1e9 - age - 9 * ("-" in name),) * 2)
+    fetched = []
+    assert revision(path, part, lambda: fetched.append(path), has_options=has_options) == expected
+    assert bool(fetched) == (not expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "words"),
+    [
+        (ROWS, break_off, "peer closed connection"),
+        ("/wikitext", status(403, "Visit the page to ask for access.", X_Error_Code="GatedRepo"), "ask for access"),
+        ("/wikitext", status(503, "The hub is being updated"), "503 .*being updated"),
+        ("nothing", None, "not cached, and the connection to http://127.0.0.1:9 failed"),
+    ],
+)
+def test_a_refused_data_set_says_what_the_hub_answered(asked, answer, words, served, monkeypatch):
+    served.disturb(asked, answer)
+    if answer is None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
+    with pytest.raises(UserError, match=rf"^data=hub: {WIKITEXT_HUB[0]} cannot be loaded \(.*{words}") as caught:
+        corpus_text(CORPUS, HUB)
+    message = str(caught.value)
+    assert "data=local data.root=DIR" in message and "data=offline" in message and "\n" not in message
+    assert (answer is None) == (not served.requests), "a hub that is out of reach is asked once"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
+    served.faults.clear()
+    assert corpus_text(CORPUS, HUB), "goes on"

@@ -1,0 +1,151 @@
+"""Models whose layers are not all full attention: replay is the model's own pass, live is replay, sizes by hand."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from harness.decode.links import EmulatedLink
+from harness.decode.resident import LocalCache
+from harness.errors import UserError
+from harness.model.attach import attach
+from methods.base import Window
+from methods.full import Full
+from methods.h2o import H2O
+from tests.cases import CASES, Case
+from tests.living import PROMPT, PROMPTS, STEPS, TOLERANCE, Crossed, force, largest_difference, live, open_live, replay
+from tests.mixed_models import LOCAL, MIXED, WINDOW, mixed
+from tests.replaying import assert_close, open_session, pad, run_one, run_ragged, token_ids
+
+every_model = pytest.mark.parametrize("name", MIXED)
+local_models = pytest.mark.parametrize("name", LOCAL)
+HEADS, ROW = 2 * 2, 2 * 16 * 4
+"""Of the models but for deepseek_v3: KV heads of a batch of two, and bytes of a token's key and value."""
+
+
+# Live is replay; replay of the full cache is the model: see test_families.py
+
+
+@every_model
+def test_live_is_replay_and_host_is_device(name):
+    case = CASES["infinigen"]
+    with attach(mixed(name)) as attached, EmulatedLink(1e12) as link:
+        expected = replay(attached, case, PROMPTS["padded"])
+        got = live(attached, case, PROMPTS["padded"])
+        assert largest_difference(got.logits, expected.logits) <= TOLERANCE
+        assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
+        host = live(attached, case, PROMPTS["padded"], placement="host", link=link)
+        assert torch.equal(host.logits, got.logits) and host[1:] == got[1:]
+
+
+# Windows and chunks
+
+
+@local_models
+def test_the_ring_stays_on_the_device(name):
+    """Over the link go the four layers that see every token; a ring holds what the next row sees beside its own."""
+    with attach(mixed(name)) as attached, EmulatedLink(1e12) as link:
+        geometry, width = attached.geometry, Window(WINDOW, is_chunk=name == "llama4_text")
+        assert attached.numbers == [None, 0, 1, None, 2, 3]
+        assert (geometry.num_layers, geometry.windows) == (4, (width, width))
+        opened = closing(open_live(attached, Case(Full()), placement="host", link=link))
+        with opened as session, Crossed() as crossed:
+            force(session, (PROMPT, PROMPT))
+            rings = [cache for cache in session.caches if isinstance(cache, LocalCache)]
+            assert [cache.keys.shape[2] for cache in rings] == [WINDOW - 1] * 2
+            assert session.h2d_bytes == 4 * HEADS * sum(range(PROMPT, PROMPT + STEPS)) * ROW
+            assert session.d2h_bytes == 4 * HEADS * STEPS * ROW
+            rows = range(PROMPT, PROMPT + STEPS)
+            in_rings = 2 * sum(
+                (t % WINDOW if width.is_chunk else WINDOW - 1) + 1 for t in rows
+            )  # with the current token
+            in_all = 4 * sum(t + 1 for t in rows)
+            assert float(session.reads.num_bytes) == HEADS * ROW * (in_all + in_rings)
+            session.drain()  # the last rows may be under way
+            assert crossed.written.total() == 4 * HEADS * (PROMPT + STEPS) * ROW
+        kinds = [policy.kind for policy in open_session(attached, CASES["h2o"], [20], 20).policies]
+        assert kinds == ["local", "full", "full", "local", "method", "method"], "dense by its number among them"
+
+
+# States of recurrent layers
+
+
+def copies_of_states(session) -> list[torch.Tensor]:
+    """The recurrent states of a session, copied."""
+    return [state.clone() for states in session.model_cache.states() for state in states.values()]
+
+
+def test_a_fork_of_a_session_forks_the_states():
+    """Children in another order and twice, of which one runs on before the other, and the trunk after both."""
+    ids, valid = pad([token_ids(20), token_ids(13, 1)], left=True)
+    rest = torch.tensor([token_ids(6, 2)] * 3)
+    real = torch.ones_like(rest, dtype=torch.bool)
+    with attach(mixed("qwen3_next")) as attached:
+        trunk = open_session(attached, CASES["h2o"], [26, 19], 26)
+        trunk.prefill(ids, valid)
+        states = copies_of_states(trunk)
+        child, twin = (trunk.fork(torch.tensor([1, 0, 1]), 26) for _ in range(2))
+        first = attached.logits(child.decode(rest, real))
+        assert all(torch.equal(*pair) for pair in zip(copies_of_states(trunk), states, strict=True))
+        real[2] = False  # a sequence that has ended
+        assert_close(attached.logits(twin.decode(rest, real))[:2], first[:2])
+        own = attached.logits(trunk.decode(rest[:2], real[:2]))
+    assert_close(first, own[[1, 0, 1]])
+
+
+# Sizes, by hand: more in test_mixed_tables.py
+
+
+def test_what_chunks_read_by_hand():
+    length = 40
+    reads = run_one(
+        mixed("llama4_text"), Case(H2O(heavy_frac=0.1, recent_frac=0.1, dense_layers=2)), token_ids(length), 20
+    ).reads
+    rows = range(20, length)
+    held = [t % WINDOW for t in rows]  # of each of two layers
+    of_windows = [2 * window / (4 * t + 2 * window) for t, window in zip(rows, held, strict=True)]
+    assert reads.window_frac == pytest.approx(sum(of_windows) / len(rows))
+    budget = 4 + 4  # of 40 tokens, in two of the four layers
+    by_row = [(2 * t + 2 * budget) / (4 * t) for t in rows]
+    assert reads.budget == pytest.approx(sum(by_row) / len(rows))
+
+
+def test_recurrent_bytes_are_of_a_sequence():
+    one, several = (decode(mixed("qwen3_next"), CASES["h2o"]).reads.shares for decode in (run_one, run_ragged))
+    assert one["recurrent_bytes"] == several["recurrent_bytes"]
+
+
+def test_a_latent_is_stored_once_for_all_heads_by_hand():
+    """24 latent and 8 rotary elements a token and layer, of which the first 24 are the value as well."""
+    with attach(mixed("deepseek_v3")) as attached, EmulatedLink(1e12) as link:
+        with closing(open_live(attached, Case(Full()), placement="host", link=link)) as session:
+            force(session, (PROMPT, PROMPT))
+            assert session.h2d_bytes == 4 * 2 * sum(range(PROMPT, PROMPT + STEPS)) * 32 * 4
+        with pytest.raises(UserError, match="in this model they hold the values"):
+            open_session(attached, CASES["shadowkv"], [20], 20)
+
+
+# Sinks and softcaps
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_the_weights_that_a_method_sees_are_the_models(name):
+    """Attention weights by the model's own eager code, summed over the group and the prompt's rows: H2O's score."""
+    ids = token_ids(20)
+    model = mixed(name)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            weights = model(torch.tensor([ids]), use_cache=False, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    with attach(model) as attached:
+        session = open_session(attached, Case(H2O(heavy_frac=0.7, recent_frac=0.3)), [21], 21)
+        session.prefill(torch.tensor([ids]), torch.ones(1, 20, dtype=torch.bool))
+        (state,) = session.states.values()
+        for number, layer in ((2, 4), (3, 5)):
+            received = weights[layer][0].sum(1).view(2, 2, 20).sum(1)
+            assert_close(state.score[number][0, :, :20], received, 1e-5)

@@ -1,0 +1,678 @@
+"""Loading models: every source, the converted copy, the shipped shapes, and one clear line for each fault."""
+
+import importlib.util
+import json
+import math
+import os
+import pickle
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+
+from harness import files
+from harness.checks.families import families
+from harness.data.text import start_ids
+from harness.errors import UserError
+from harness.model import source
+from harness.model.gguf_config import Metadata, with_metadata
+from harness.model.load import from_memory, load_model, model_config, require_kernels, shape_mapping
+from harness.model.shape import as_config, count_weights, read_yaml
+from harness.model.tiny import VOCAB_SIZE, tiny_model
+from harness.results import inputs
+from harness.settings.config import ModelConfig
+from harness.settings.schema import CONF_DIR, options
+from tests.hub_standin import Repository
+from tests.tokens import byte_tokenizer
+
+# Parameters of the authors' checkpoints, counted by transformers; tied weights count once. The text decoder's alone.
+PARAMETER_COUNTS = {
+    "smollm2-135m": 134_515_008, "opt-125m": 125_239_296, "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280, "opt-30b": 29_974_540_288, "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320,
+    "qwen2.5-coder-0.5b": 494_032_768 + 151_936 * 896,  # the files hold the tied head a second time
+    "qwen2.5-coder-1.5b": 1_543_714_304 + 151_936 * 1536, "gemma3-270m": 268_098_176,
+    "llama3.1-8b": 8_030_261_248, "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+}  # fmt: skip
+LAYERS = {
+    "gemma3-270m": {"sliding_attention": 15, "full_attention": 3},
+    "qwen3-8b": {"full_attention": 36},
+}
+PRESETS = options("model")
+IDS = torch.arange(3, 43)[None]
+SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+}  # fmt: skip
+TINY_SHAPE = {"model_type": "llama", **SIZES}
+
+
+def preset_shape(name: str) -> dict[str, Any]:
+    """The published shape in `conf/model/<name>.yaml`."""
+    return dict(read_yaml(CONF_DIR / "model" / f"{name}.yaml")["shape"])
+
+
+def configured(path: Path | str | None = None, **settings) -> ModelConfig:
+    return ModelConfig(**{"name": "tiny", "device": "cpu", "path": path and str(path), **settings})
+
+
+@pytest.fixture(autouse=True)
+def own_caches(request, tmp_path, monkeypatch):
+    """Tiny models are cached in folders of their own; the default model's copy stays where users have it."""
+    if "default_model" not in request.fixturenames:
+        monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path) -> Path:
+    """A two-layer Llama in float16 with a byte-level tokenizer, as llama.cpp's converter would write it."""
+    (tmp_path / "gguf").mkdir()
+    return write_tiny_gguf(tmp_path / "gguf" / "tiny.gguf")
+
+
+def write_tiny_gguf(path: Path, extra: Mapping[str, Any] = {}, tensors: Mapping[str, list[float]] = {}) -> Path:
+    """extra: more metadata, by whole key. tensors: more tensors, of fp32."""
+    shape = TINY_SHAPE
+    hidden, ffn, head_dim = shape["hidden_size"], shape["intermediate_size"], 16
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "block_count": shape["num_hidden_layers"], "context_length": shape["max_position_embeddings"],
+        "embedding_length": hidden, "feed_forward_length": ffn, "head_count": shape["num_attention_heads"],
+        "head_count_kv": shape["num_key_value_heads"], "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
+        "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "bos_token_id": 1, "eos_token_id": 2,
+    }.items():  # fmt: skip
+        if f"llama.{name}" not in extra:
+            getattr(writer, f"add_{name}")(value)
+    alphabet = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]]
+    alphabet += [chr(256 + i) for i in range(VOCAB_SIZE - len(alphabet))]
+    alphabet[-1] = "ab"
+    for key, value in extra.items():
+        kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
+        getattr(writer, f"add_{kind}")(key, value)
+    for name, numbers in tensors.items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
+    writer.add_token_list(alphabet)
+    writer.add_token_merges(["a b"])
+    of_layer = {
+        "attn_q": (hidden, hidden), "attn_k": (head_dim, hidden), "attn_v": (head_dim, hidden),
+        "attn_output": (hidden, hidden), "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden), "ffn_down": (hidden, ffn),
+        "attn_norm": (hidden,), "ffn_norm": (hidden,),
+    }  # fmt: skip
+    vocabulary = (VOCAB_SIZE, hidden)
+    outside = {"token_embd": vocabulary, "output": vocabulary, "output_norm": (hidden,)}
+    write_random_weights(writer, outside, of_layer, shape["num_hidden_layers"])
+    return path
+
+
+Sizes = dict[str, tuple[int, ...]]
+
+
+def write_random_weights(writer: gguf.GGUFWriter, outside: Sizes, of_layer: Sizes, num_layers: int) -> None:
+    """Write the file: its metadata, the weights outside of layers and those of each layer."""
+    draw = np.random.default_rng(0)
+    tensors = dict(outside)
+    for layer in range(num_layers):
+        for name, size in of_layer.items():
+            tensors[f"blk.{layer}.{name}"] = size
+    for name, size in tensors.items():
+        writer.add_tensor(f"{name}.weight", draw.normal(0, 0.1, size).astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def gemma_gguf(tmp_path) -> Path:
+    """A Gemma 3 of six layers with the metadata of the 270M model's file, and no output head."""
+    path, hidden, ffn, heads, head_dim, vocab_size = tmp_path / "gemma.gguf", 32, 64, 2, 16, 64
+    writer = gguf.GGUFWriter(path, "gemma3")
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "\u2581", *map(chr, range(33, 33 + 58)), "\u2581I"]
+    for name, value in {
+        "block_count": 6, "context_length": 128, "embedding_length": hidden, "feed_forward_length": ffn,
+        "head_count": heads, "head_count_kv": 1, "key_length": head_dim, "value_length": head_dim,
+        "layer_norm_rms_eps": 1e-6, "rope_freq_base": 1e6, "sliding_window": 8,
+        "tokenizer_model": "llama", "tokenizer_pre": "default", "token_list": pieces,
+        "token_scores": [-1000.0] * vocab_size, "token_types": [3] * 4 + [1] * (vocab_size - 4),
+        "bos_token_id": 2, "eos_token_id": 1, "unk_token_id": 3, "pad_token_id": 0, "add_bos_token": True,
+        "add_eos_token": False, "add_space_prefix": False,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    of_layer = {
+        "attn_q": (heads * head_dim, hidden), "attn_k": (head_dim, hidden), "attn_v": (head_dim, hidden),
+        "attn_output": (hidden, heads * head_dim), "attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,),
+        "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden), "ffn_down": (hidden, ffn), "attn_norm": (hidden,),
+        "ffn_norm": (hidden,), "post_attention_norm": (hidden,), "post_ffw_norm": (hidden,),
+    }  # fmt: skip
+    write_random_weights(writer, {"token_embd": (vocab_size, hidden), "output_norm": (hidden,)}, of_layer, 6)
+    return path
+
+
+@pytest.fixture
+def model_dir(tmp_path, tiny_gguf) -> Path:
+    """A two-layer Llama with a tokenizer, as save_pretrained leaves it."""
+    tiny_model("llama", **SIZES).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(file: Path, **values) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+class Payload:
+    """What pickle would run: it leaves a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def refused(match: str, config: ModelConfig) -> str:
+    with pytest.raises(UserError, match=match) as caught:
+        load_model(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_shipped_shape_is_the_published_one(name):
+    described = as_config(name, preset_shape(name))
+    assert count_weights(name, described) == PARAMETER_COUNTS[name]
+    assert described.model_type in families(), "whose tiny model runs in test_families.py or the command"
+    assert name not in LAYERS or Counter(described.layer_types) == LAYERS[name]
+
+
+DECODERS = r"allowed: decoders of transformers \d+\.\d+\.\d+ \(AutoModelForCausalLM\)$"
+NO_MODELS = [
+    ({"model_type": "lama"}, rf"model_type=lama is not supported: did you mean 'llama' .*\? {DECODERS}"),
+    ({"model_type": "bart"}, f"model_type=bart is not supported: it is an encoder-decoder; {DECODERS}"),
+    ({"model_type": "vit"}, f"model_type=vit is not supported: it is no decoder; {DECODERS}"),
+    ({"model_type": "bert"}, "is_decoder=False of model_type=bert is not supported: tokens would attend to later ones"),
+    (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "use_bidirectional_attention=True of model_type=gemma3_text is not supported",
+    ),
+    (TINY_SHAPE | {"num_hidden_layers": 0}, "num_hidden_layers=0 must be above 0"),
+    (TINY_SHAPE | {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 must be at most 1,000"),
+    ({"model_type": "gpt2", "n_layer": 10**12}, "its shape is not valid: n_layer=1000000000000 must be at most 1,000"),
+    (TINY_SHAPE | {"hidden_size": 2.5}, "its shape is not valid .*'hidden_size' expected int"),
+    (TINY_SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num"),
+    (TINY_SHAPE | {"hidden_size": 33}, "its shape is not valid .*not a multiple"),
+]
+
+
+@pytest.mark.parametrize(("shape", "said"), NO_MODELS)
+def test_refuses_a_shape_of_no_causal_decoder(shape, said):
+    refused(said, configured(weights="random", shape=shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "attention", "max_length"),
+    [
+        ({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}, "sdpa", 96),
+        ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}, "eager", 2**31 - 1),
+    ],
+)
+def test_any_decoder_of_transformers_is_loaded(shape, attention, max_length):
+    loaded = load_model(configured(weights="random", shape=shape))
+    assert loaded.model.config._attn_implementation == attention and loaded.max_length == max_length
+    assert loaded.model(IDS).logits.isfinite().all()
+
+
+def test_a_softcap_is_not_left_to_the_fused_attention(monkeypatch):
+    """Also of a transformers that says that its fused attention will do, as up to 5.20."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    logits = {}
+    for softcap, attention in ((0.01, "eager"), (None, "sdpa")):
+        shape = TEXT | {"model_type": "gemma2", "attn_logit_softcapping": softcap, "initializer_range": 0.5}
+        model = load_model(configured(weights="random", shape=shape)).model
+        assert model.config._attn_implementation == attention
+        logits[softcap] = model(IDS).logits
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(logits[softcap], model(IDS).logits, atol=1e-4, rtol=1e-4)
+    assert (logits[0.01] - logits[None]).abs().max() > 0.01, "a softcap changes these numbers"
+
+
+TEXT = {
+    "model_type": "gemma3_text", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "sliding_window": 16,
+}  # fmt: skip
+
+
+VISION = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+
+
+def test_of_a_multimodal_checkpoint_the_text_decoder_is_loaded(tmp_path):
+    config = AutoConfig.for_model("gemma3", text_config=TEXT, vision_config=VISION, tie_word_embeddings=True)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "model")
+    described = configured(tmp_path / "model", shape=TEXT)
+    loaded = load_model(described)
+    assert torch.equal(loaded.model(IDS).logits, whole(input_ids=IDS).logits)
+    assert loaded.model.num_parameters() < whole.num_parameters()
+    assert (loaded.model.config.model_type, loaded.max_length) == ("gemma3_text", 128)
+    assert model_config(configured(shape=shape_mapping(described))).to_dict() == model_config(described).to_dict()
+    other = replace(described, shape={**described.shape, "vocab_size": 300})
+    refused("holds a model of vocab_size=256, and conf/model says vocab_size=300; ", other)
+    edit(tmp_path / "model" / "config.json", text_config=TEXT | {"quantization_config": {"quant_method": "fp8"}})
+    refused(r"its weights are quantized \(fp8\)", configured(tmp_path / "model"))
+
+
+# Sources
+
+
+def test_random_weights_follow_the_seed_and_leave_torchs_generator_alone():
+    state = torch.get_rng_state()
+    first, again = (load_model(configured(weights="random", shape=TINY_SHAPE)) for _ in range(2))
+    other = load_model(configured(weights="random", shape=TINY_SHAPE, seed=1, dtype="bfloat16"))
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(first.model(IDS).logits, again.model(IDS).logits)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert (first.tokenizer, first.max_length) == (None, 128)
+    for each, dtype in ((first, torch.float32), (other, torch.bfloat16)):
+        assert {parameter.dtype for parameter in each.model.parameters()} == {dtype}
+        assert not each.model.training and not any(p.requires_grad for p in each.model.parameters())
+        assert each.model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_is_loaded_from_a_folder_or_given_as_it_is(model_dir):
+    model, config = tiny_model("llama", **SIZES), configured(model_dir)
+    byte_tokenizer().save_pretrained(model_dir)
+    loaded = load_model(config)
+    given = from_memory(model, byte_tokenizer(), "mine")
+    assert torch.equal(loaded.model(IDS).logits, given.model(IDS).logits)
+    assert {p.dtype for p in load_model(replace(config, dtype="bfloat16")).model.parameters()} == {torch.bfloat16}
+    assert (loaded.name, given.name, given.max_length) == ("tiny", "mine", loaded.max_length)
+    assert load_model(replace(config, name="renamed")).fingerprint == loaded.fingerprint
+    assert given.fingerprint == from_memory(model).fingerprint
+    identity = inputs.model(config)
+    (model_dir / "chat_template.jinja").write_text("{{ messages }}")
+    assert inputs.model(config) != identity, "a chat template is part of a model's identity"
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(model_dir)
+    assert load_model(config).fingerprint != loaded.fingerprint
+    assert from_memory(model).fingerprint != given.fingerprint
+    with pytest.raises(UserError, match=r"its tokenizer has 49152 tokens, .* \(vocab_size=256\)"):
+        from_memory(model, SimpleNamespace(vocab_size=49152, bos_token_id=1, eos_token_id=None))
+
+
+def only(shard: str) -> dict[str, str | None]:
+    """Changes of a folder after which its weights lie in this file."""
+    return {"model.safetensors": None, "model.safetensors.index.json": json.dumps({"weight_map": {"a": shard}})}
+
+
+OF_FOLDER = "allowed: .safetensors files of that folder"
+BAD_CONFIG = "cannot be read|is not supported|is not valid"
+DAMAGE = {
+    "no model at all": ({"config.json": None, "model.safetensors": None}, "neither a config.json nor a GGUF"),
+    "a config that is a list": ({"config.json": "[1]"}, BAD_CONFIG),
+    "a config of words": ({"config.json": '{"model_type": "llama", "num_attention_heads": "many"}'}, BAD_CONFIG),
+    "a missing layer": ({"config.json": {"num_hidden_layers": 5}}, r"lacks \d+ weights"),
+    "a missing shard": (only("model-2.safetensors"), "not all of its safetensors are here: model-2.safetensors"),
+    "a pickle as a shard": (only("pytorch_model.bin"), f"weights lie in pytorch_model.bin; {OF_FOLDER}"),
+    "a shard elsewhere": (only("../outside.safetensors"), f"weights lie in ../outside.safetensors; {OF_FOLDER}"),
+    "a tokenizer of nothing": ({"tokenizer.json": '{"version": "1.0"}'}, "tokenizer in .* cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_folder_is_refused(name, model_dir, tmp_path):
+    changes, message = DAMAGE[name]
+    (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    for file, content in ((model_dir / name, content) for name, content in changes.items()):
+        if content is None:
+            file.unlink()
+        elif isinstance(content, str):
+            file.write_text(content)
+        else:
+            edit(file, **content)
+    refused(message, configured(model_dir))
+    assert not (tmp_path / "ran").exists()
+    refused("neither model.path nor model.hub_id", configured(shape=TINY_SHAPE))
+
+
+# GGUF
+
+
+def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, capsys):
+    left = files.cache_dir() / "gguf" / "converting"  # by a killed conversion
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    origin = AutoModelForCausalLM.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name, dtype=torch.float32)
+    first = load_model(configured(tiny_gguf))
+    assert torch.equal(first.model(IDS).logits, origin.eval()(IDS).logits)
+    assert str(files.cache_dir()) in capsys.readouterr().err and not left.exists()
+    monkeypatch.setattr(source, "_convert", None)  # a second conversion would fail
+    again = load_model(configured(tiny_gguf.parent))
+    assert torch.equal(again.model(IDS).logits, first.model(IDS).logits)
+    assert again.fingerprint == first.fingerprint == files.file_sha256(tiny_gguf)
+    assert again.tokenizer.decode(again.tokenizer("abc").input_ids) == "abc"
+
+
+def test_one_of_several_ggufs_is_named(tiny_gguf, hub_server, monkeypatch, tmp_path):
+    repository = Repository({"README.md": b"", "tiny.gguf": tiny_gguf.read_bytes(), "big.gguf": b""})
+    hub_server.models["org/tiny"] = repository
+    config = configured(hub_id="org/tiny", gguf_file="tiny.gguf")
+    loaded = load_model(config)
+    assert loaded.max_length == TINY_SHAPE["max_position_embeddings"]
+    assert inputs.model(config) == inputs.model(configured(tiny_gguf))
+    assert load_model(config).fingerprint == load_model(configured(tiny_gguf)).fingerprint
+    assert len(hub_server.asked("GET .*/resolve/")) == 1, "fetched alone, and once"
+    other = configured(hub_id="org/tiny", gguf_file="tyni.gguf")
+    refused("model.gguf_file=tyni.gguf: org/tiny has no such file; did you mean 'tiny.gguf'", other)
+    (tiny_gguf.parent / "other.gguf").write_bytes(b"not a model")
+    folder = configured(tiny_gguf.parent)
+    refused("2 GGUF files, name one of them or set model.gguf_file", folder)
+    assert load_model(replace(folder, gguf_file="tiny.gguf")).fingerprint == loaded.fingerprint
+    refused("model.gguf_file=no.gguf: no such file in", replace(folder, gguf_file="no.gguf"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "file"))
+    refused("KV_HARNESS_CACHE", config)
+
+
+def test_a_gguf_of_gemma_has_windows_two_ropes_and_a_start_token(gemma_gguf):
+    """Its file says neither which layers have windows nor their rope; both are the family's, as in conf/model."""
+    loaded = load_model(configured(gemma_gguf))
+    config, shipped = loaded.model.config, as_config("gemma3-270m", preset_shape("gemma3-270m"))
+    assert config.layer_types == shipped.layer_types[:6] and config.sliding_window == 8
+    for kind in ("sliding_attention", "full_attention"):
+        assert config.rope_parameters[kind] == shipped.rope_parameters[kind], kind
+    for name in ("tie_word_embeddings", "hidden_activation", "rms_norm_eps", "bos_token_id", "eos_token_id"):
+        assert getattr(config, name) == pytest.approx(getattr(shipped, name)), name
+    assert start_ids(loaded.tokenizer) == [2] and loaded.tokenizer("I I").input_ids == [2, 4 + 41, 63]
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    (file,) = (files.cache_dir() / "gguf").glob("*/model.safetensors")
+    weights, written = load_file(file), gguf.GGUFReader(gemma_gguf)
+    for tensor in written.tensors:
+        if tensor.name == "blk.5.attn_q_norm.weight":
+            plain = torch.tensor(tensor.data).float()
+    assert torch.equal(weights["model.layers.5.self_attn.q_norm.weight"], plain - 1), "Gemma's norms multiply by 1 + it"
+    with torch.inference_mode():
+        logits = loaded.model(IDS[:, :40]).logits
+    assert logits.isfinite().all() and logits.std() > 0.01
+
+
+HEAD_DIM, THETA = 16, 10000.0
+FREQ_FACTORS = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
+SCALING = "llama.rope.scaling."
+
+
+def frequencies(factor: float = 1.0, original: int | None = None, divisors: list[float] | None = None) -> list[float]:
+    """Angles a position for each pair of a head's dimensions, in llama.cpp's way, one after the other.
+
+    original: yarn's, of which pairs that turn more than 32 times keep their angle.
+    """
+    found = []
+    for pair in range(HEAD_DIM // 2):
+        angle = THETA ** (-2 * pair / HEAD_DIM) / (divisors[pair] if divisors else 1.0)
+        kept = 0.0
+        if original:
+            first, last = (
+                HEAD_DIM * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (32, 1)
+            )
+            first, last = max(0, math.floor(first)), min(HEAD_DIM - 1, math.ceil(last))
+            kept = 1 - min(1, max(0, (pair - first) / max(0.001, last - first)))
+        found.append(angle / factor * (1 - kept) + angle * kept)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("extra", "tensors", "expected", "scale"),
+    [
+        ({f"{SCALING}type": "linear", f"{SCALING}factor": 4.0}, {}, frequencies(4.0), 1.0),
+        ({f"{SCALING}factor": 4.0}, {}, frequencies(4.0), 1.0),
+        ({"llama.rope.scale_linear": 4.0}, {}, frequencies(4.0), 1.0),
+        ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, {}, frequencies(), 1.0),
+        (
+            {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}original_context_length": 32},
+            {},
+            frequencies(4.0, 32),
+            1 + 0.1 * math.log(4),
+        ),
+        (
+            {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}attn_factor": 0.5},
+            {},
+            frequencies(4.0, TINY_SHAPE["max_position_embeddings"]),
+            0.5 * (1 + 0.1 * math.log(4)),
+        ),
+        ({}, {"rope_freqs.weight": FREQ_FACTORS}, frequencies(divisors=FREQ_FACTORS), 1.0),
+        (
+            {f"{SCALING}original_context_length": 64, f"{SCALING}attn_factor": 1.25},
+            {"rope_factors_short.weight": FREQ_FACTORS, "rope_factors_long.weight": [9.0] * 8},
+            frequencies(divisors=FREQ_FACTORS),
+            1.25,
+        ),
+    ],
+    ids=["linear", "no type", "old key", "none", "yarn", "yarn of the context", "a divisor each", "longrope"],
+)  # fmt: skip
+def test_the_scaling_of_a_gguf_is_applied(extra, tensors, expected, scale, tmp_path):
+    loaded = load_model(configured(write_tiny_gguf(tmp_path / "scaled.gguf", extra, tensors)))
+    rope = loaded.model.model.rotary_emb
+    assert rope.inv_freq.tolist() == pytest.approx(expected, rel=1e-5)
+    assert rope.attention_scaling == pytest.approx(scale)
+    plain = load_model(configured(write_tiny_gguf(tmp_path / "plain.gguf")))
+    is_plain = torch.equal(loaded.model(IDS).logits, plain.model(IDS).logits)
+    assert is_plain == (expected == frequencies())
+    assert loaded.max_length == TINY_SHAPE["max_position_embeddings"]
+
+
+def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
+    ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
+    loaded = load_model(configured(write_tiny_gguf(tmp_path / "eot.gguf", ends)))
+    assert loaded.model.generation_config.eos_token_id == [2, 7]
+
+
+@pytest.mark.parametrize(
+    ("extra", "tensors", "words"),
+    [
+        ({f"{SCALING}type": "cubic"}, {}, "llama.rope.scaling.type=cubic, which is not supported"),
+        ({f"{SCALING}type": "longrope"}, {}, "type=longrope, without rope_factors_long.weight"),
+        ({f"{SCALING}factor": 2.0}, {"rope_freqs.weight": FREQ_FACTORS}, "factor=2.0, beside factors of each"),
+        ({}, {"rope_freqs.weight": [1.0]}, "llama.rope_freqs.weight=1, factors, but 8 frequencies"),
+        ({"llama.attention.scale": 0.5}, {}, "llama.attention.scale=0.5, which is not supported"),
+        ({"llama.attention.causal": False}, {}, "llama.attention.causal=False, which is not supported"),
+        ({"llama.attention.sliding_window": 8}, {}, "sliding_window=8, which transformers' configuration"),
+        ({"llama.final_logit_softcapping": 30.0}, {}, "final_logit_softcapping=30.0, which transformers'"),
+        ({"llama.new_key": 1}, {}, "llama.new_key=1, a key that is not known here"),
+        ({}, {"blk.0.attn_q.bias": [0.0] * 64}, r"its tensors hold [\d,]+ weights, and the llama that transformers"),
+        ({"llama.block_count": 3}, {}, r"its tensors hold [\d,]+ weights, and the llama that transformers"),
+        ({"llama.block_count": 10**6}, {}, "num_hidden_layers=1000000 must be at most 1,000"),
+        ({"llama.block_count": 2**32 - 1}, {}, "num_hidden_layers=4294967295 must be at most 1,000"),
+    ],
+)  # fmt: skip
+def test_what_a_gguf_says_and_transformers_leaves_out_is_refused(extra, tensors, words, tmp_path):
+    refused(words, configured(write_tiny_gguf(tmp_path / "odd.gguf", extra, tensors)))
+
+
+LEFT_OUT = {
+    "rotary dimensions": ("phi3", {"rope.dimension_count": 48}, {"partial_rotary_factor": 0.5}),
+    "a window": ("phi3", {"attention.sliding_window": 2047}, {"sliding_window": 2047}),
+    "no window": ("phi3", {"attention.sliding_window": 0}, {"sliding_window": None}),
+    "the epsilon": ("nemotron", {"attention.layer_norm_epsilon": 1e-3}, {"norm_eps": 1e-3}),
+    "a Mistral's window": ("mistral", {"block_count": 32}, {"sliding_window": None}),
+    "positions of GPT-2": ("gpt2", {"context_length": 2048}, {"max_position_embeddings": 2048}),
+    "which layers have windows": (
+        "gemma3_text",
+        {"block_count": 26, "attention.sliding_window_pattern": 13},
+        {"layer_types": 2 * (12 * ["sliding_attention"] + ["full_attention"])},
+    ),
+    "two ropes": ("gemma3_text", {"rope.freq_base": 2e6, "rope.freq_base_swa": 3e4, "rope.scaling.factor": 8.0}, {}),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_transformers_leaves_out_of_a_family_is_taken(case):
+    family, says, expected = LEFT_OUT[case]
+    plain = AutoConfig.for_model(family)
+    metadata = Metadata(Path("x.gguf"), "llama" if family == "mistral" else family, says, [], {}, {})
+    found = with_metadata(plain, metadata)
+    for name, value in expected.items():
+        rope = getattr(found, "rope_parameters", None) or {}
+        assert rope.get(name, getattr(found, name, None)) == value
+        assert getattr(plain, name, None) != value or case == "no window"
+    if case == "two ropes":
+        assert found.rope_parameters == {
+            "full_attention": {"rope_type": "linear", "rope_theta": 2e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        }
+
+
+def test_the_default_model_has_its_shipped_shape(default_model):
+    shipped, loaded = preset_shape("smollm2-135m"), default_model.model.config.to_dict()
+    for key, value in as_config("smollm2-135m", shipped).to_dict().items():
+        if key in shipped:
+            assert loaded[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
+    assert (default_model.name, default_model.max_length) == ("smollm2-135m", 8192)
+    assert default_model.fingerprint == source.PACKAGED_SHA256
+    assert source.PACKAGE_PIN in Path("requirements-model.lock").read_text().splitlines()
+
+
+def test_refuses_a_package_that_is_missing_or_damaged(tmp_path, monkeypatch):
+    (tmp_path / source.PACKAGED_FILE).write_bytes(b"GGUF")
+    for spec, said in ((None, "weights is missing"), (tmp_path / "__init__.py", "damaged or of another version")):
+        found = spec and SimpleNamespace(origin=str(spec))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        assert source.PACKAGE_PIN in refused(said, configured(name="smollm2-135m"))
+
+
+# Model files that somebody else made: damaged ones end in one line, and none of them runs code
+
+
+@pytest.mark.parametrize("how", ["cut", "shuffled", "of huge lengths"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tiny.gguf"])
+def test_a_damaged_file_is_refused_in_a_line(name, how, model_dir, tiny_gguf):
+    folder = tiny_gguf.parent if name == tiny_gguf.name else model_dir
+    content = (folder / name).read_bytes()
+    damaged = {
+        "cut": content[: len(content) // 2],
+        "shuffled": content[64:] + content[:64],
+        "of huge lengths": content[:8] + struct.pack("<Q", 2**63 - 1) + content[16:],
+    }
+    (folder / name).write_bytes(damaged[how])
+    words = "damaged or truncated GGUF" if name == tiny_gguf.name else "tiny|model|json|safetensors"
+    if name == "model.safetensors":
+        assert model_config(configured(folder)).num_key_value_heads == 1, "known without the weights"
+    refused(words, configured(folder))
+    assert not list((files.cache_dir() / "gguf").glob("*"))
+
+
+# What a file says, and what is loaded
+
+
+def flip_last_byte(file: Path) -> None:
+    """Change a weight, and nothing that a listing of the folder shows."""
+    before = file.stat()
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["model-1.safetensors", "sub/weights.safetensors"])
+def test_the_shards_that_are_loaded_are_the_identity(name, model_dir):
+    (model_dir / name).parent.mkdir(exist_ok=True)
+    shard, config = (model_dir / "model.safetensors").rename(model_dir / name), configured(model_dir)
+    with safe_open(shard, framework="np") as tensors:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors.offset_keys(), name)}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    before, fingerprint = inputs.model(config), load_model(config).fingerprint
+    (model_dir / "beside.safetensors").write_bytes(b"never read")
+    assert inputs.model(config) == before
+    flip_last_byte(shard)
+    assert inputs.model(config) != before and load_model(config).fingerprint != fingerprint
+
+
+def test_remote_code_runs_only_where_it_is_trusted(model_dir, tmp_path):
+    (model_dir / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ImportError('seen')")
+    edit(model_dir / "config.json", auto_map={"AutoModelForCausalLM": "mine.Mine", "AutoConfig": "mine.Config"})
+    load_model(configured(model_dir))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_that_changed_behind_the_clock_is_read_again(tiny_gguf, monkeypatch):
+    monkeypatch.setattr(files, "SETTLED_S", -1.0)  # so that a note of the digest is kept at once
+    before = files.file_sha256(tiny_gguf)
+    flip_last_byte(tiny_gguf)
+    assert files.file_sha256(tiny_gguf) == files.content_sha256(tiny_gguf) != before
+
+
+# What is refused before a run
+
+
+def test_a_model_that_conf_model_does_not_describe_is_refused(model_dir, monkeypatch):
+    monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: model_dir)
+    served = ModelConfig(name="llama2-7b", hub_id="meta-llama/Llama-2-7b-hf", device="cpu", shape=TINY_SHAPE)
+    assert load_model(served).max_length == TINY_SHAPE["max_position_embeddings"]
+    edit(model_dir / "config.json", max_position_embeddings=64)
+    said = refused("holds a model of max_position_embeddings=64, and conf/model says", served)
+    assert said.startswith("model=llama2-7b: meta-llama/Llama-2-7b-hf holds") and "model.shape=null" in said
+    monkeypatch.setattr(source, "hub_file", lambda hub_id, name: model_dir / name)
+    assert load_model(replace(served, shape=None)).max_length == 64
+    edit(model_dir / "config.json", model_type="opt")
+    refused("holds a model of model_type=opt, max_position_embeddings=64, and conf/model says model_type=llama", served)
+
+
+@pytest.mark.parametrize("weights", ["random", "pretrained"])
+def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir, monkeypatch):
+    config = configured(model_dir, weights=weights)
+    needed = tiny_model("llama", **SIZES).num_parameters() * 4
+    monkeypatch.setattr(files, "available_memory", lambda: needed)
+    load_model(config)
+    monkeypatch.setattr(files, "available_memory", lambda: needed - 4)
+    said = refused("model tiny needs 0.0 GiB of cpu memory for its weights in float32 and 0.0 GiB are", config)
+    assert "or model.dtype=bfloat16" in said
+    load_model(replace(config, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), 1e5])
+def test_weights_that_are_not_finite_are_refused(odd, model_dir):
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.norm.weight"][3] = odd
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    said = "1 of its weights are not finite in float"
+    if odd == 1e5:
+        load_model(configured(model_dir))
+    else:
+        refused(f"{said}32, such as model.norm.weight", configured(model_dir))
+    refused(f"{said}16, such as model.norm.weight", configured(model_dir, dtype="float16"))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model_dir):
+    tiny_model("llama", **SIZES | {"vocab_size": 200}).save_pretrained(model_dir)
+    refused(r"has 256 tokens, more than the model's embedding \(vocab_size=200\)", configured(model_dir))
+    assert load_model(configured(model_dir, weights="random")).tokenizer is None
+
+
+def test_a_gpu_on_which_kernels_cannot_be_launched_is_refused_in_a_line(monkeypatch):
+    class Driver:
+        @property
+        def active(self):
+            raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(pytest.importorskip("triton.runtime"), "driver", Driver())
+    with pytest.raises(UserError, match="^model.device=cuda: .*Failed to find C compiler.*; it needs a C compiler"):
+        require_kernels()

@@ -1,0 +1,199 @@
+"""The house around the code: make, the environment it builds, the lock, and what import-linter cannot check."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from harness.errors import UNFINISHED
+from harness.settings.codecs import codec_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# make
+
+
+def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = ["make", "--no-print-directory", "-C", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_help_lists_every_target():
+    targets = re.search(r"^\.PHONY: (help .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
+    lines = make(ROOT).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == targets
+    assert all(len(line.split()) > 1 for line in lines)
+
+
+FAKE_PYTHON = """#!/bin/bash
+# An interpreter whose environments hold itself; pip and the import check succeed unless a file says no.
+case "$1 $2" in
+  "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; echo made >> log ;;
+  "-m pip") echo pip >> log; [ ! -e pip-fails ] ;;
+  "-c import hydra"*) [ ! -e import-fails ] ;;
+  "run.py "*) [ ! -e code ] || exit "$(cat code)" ;;
+  "-m harness.report") echo reported >> log ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A folder with the Makefile, the locks and an interpreter that installs nothing."""
+    for name in ("Makefile", "requirements.lock", "requirements-model.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return tmp_path
+
+
+def setup(checkout: Path) -> int:
+    """Run `make setup`, which must succeed; returns how many environments were made so far."""
+    done = make(checkout, "setup", f"PYTHON={checkout}/python")
+    assert done.returncode == 0, done.stderr
+    return (checkout / "log").read_text().split().count("made")
+
+
+def test_an_environment_behind_a_link_is_left_alone(checkout):
+    other = checkout / "other"
+    (other / "bin").mkdir(parents=True)
+    (checkout / ".venv").symlink_to(other)
+    done = make(checkout, "setup", f"PYTHON={checkout}/python")
+    assert done.returncode == 2 and "error: .venv is a link" in done.stderr
+    assert (other / "bin").is_dir() and not (checkout / "log").exists()
+
+
+def newer_lock(checkout: Path) -> None:
+    newer = (checkout / ".venv" / "installed").stat().st_mtime + 10
+    os.utime(checkout / "requirements-model.lock", (newer, newer))
+
+
+def copied(checkout: Path) -> None:
+    (checkout / ".venv" / "installed").write_text("/elsewhere\n")
+
+
+@pytest.mark.parametrize("change", [newer_lock, copied])
+def test_setup_installs_once_and_again_after_a_change(change, checkout):
+    assert [setup(checkout), setup(checkout)] == [1, 1]
+    assert (checkout / ".venv" / ".gitignore").read_text() == "*\n"
+    change(checkout)
+    assert setup(checkout) == 2
+
+
+@pytest.mark.parametrize("failure", ["pip-fails", "import-fails"])
+def test_half_an_installation_is_none(checkout, failure):
+    (checkout / failure).touch()
+    assert make(checkout, "setup", f"PYTHON={checkout}/python").returncode != 0
+    assert not (checkout / ".venv" / "installed").exists()
+    (checkout / failure).unlink()
+    assert setup(checkout) == 2
+
+
+@pytest.mark.parametrize("python, message", [("false", "PYTHON=false is not"), ("", "name one with PYTHON=")])
+def test_setup_refuses_an_unsupported_interpreter(checkout, python, message):
+    result = make(checkout, "setup", f"PYTHON={python}")
+    assert result.returncode != 0 and message in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+CHOSEN = {
+    "accuracy DATA=offline": "experiment=accuracy model=smollm2-135m platform=cpu data=offline",
+    "accuracy DATA=local MODEL=opt-13b": "experiment=accuracy-paper model=opt-13b platform=cpu data=local",
+    "accuracy DATA=hub ARGS=seed=3": "experiment=accuracy-paper model=smollm2-135m platform=cpu data=hub seed=3",
+    "paper": "experiment=paper-small model=smollm2-135m platform=cpu data=offline results_dir=outputs",
+    "paper DATA_ROOT=texts": "experiment=paper-small model=smollm2-135m platform=cpu sweep.data_root=texts "
+    "results_dir=outputs",
+    "paper MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "experiment=paper model=opt-13b platform=cpu data=local "
+    "data.root=texts sweep.data_root=texts results_dir=r",
+    "paper MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "experiment=paper model=opt-13b platform=cuda data=hub "
+    "data.root=null sweep.data_root=hub results_dir=outputs seed=3",
+}
+
+
+@pytest.mark.parametrize("command", CHOSEN)
+def test_the_data_and_the_model_choose_the_grid(checkout, command):
+    setup(checkout)
+    commands = make(checkout, "-n", *command.split()).stdout
+    assert f"run.py {CHOSEN[command]}" in " ".join(commands.replace("\\\n", " ").split())
+
+
+@pytest.mark.parametrize("code, reported", [(0, True), (UNFINISHED, True), (2, False)])
+def test_paper_reports_what_there_is_and_says_whether_it_is_all(checkout, code, reported):
+    setup(checkout)
+    (checkout / "code").write_text(str(code))
+    done = make(checkout, "paper")
+    assert (done.returncode == 0) == (code == 0) and (code == 0 or f"Error {code}" in done.stderr)
+    assert ("reported" in (checkout / "log").read_text()) == reported
+
+
+def test_clean_keeps_results_and_the_environment(checkout):
+    setup(checkout)
+    for name in ("outputs/runs/a", "harness/__pycache__", ".mypy_cache", ".venv/lib/__pycache__"):
+        (checkout / name).mkdir(parents=True)
+    assert make(checkout, "clean").returncode == 0
+    left = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_dir()}
+    assert {"outputs/runs/a", "harness", ".venv/lib/__pycache__"} <= left
+    assert not {"harness/__pycache__", ".mypy_cache"} & left
+
+
+# dependencies
+
+
+def locked(name: str = "requirements.lock") -> dict[str, str]:
+    lines = (ROOT / name).read_text().splitlines()
+    pins = [line.partition(" ; ")[0] for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin) for pin in pins), pins
+    return dict(pin.split("==") for pin in pins)
+
+
+def test_the_lock_pins_every_dependency_within_its_range():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = locked()
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *extras["cluster"], *extras["dev"]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+
+
+# imports and names, beyond `make lint`
+
+METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
+METHODS -= {"full", "oracle", "oracle-infinigen", "oracle-sampled", "random", *codec_names()}
+"""Names that stand for a method alone: tables compare with the oracles, weights and texts may be `random`, and codecs
+are settings."""
+LISTS_OF_METHODS = ("api/interface.py", "settings/systems.py", "checks/families.py", "paper/", "report/")
+"""Defaults of the Python interface, systems of speed runs, the check of families, and the paper's analyses."""
+
+
+def test_the_harness_names_no_method():
+    """It asks a method for its properties."""
+    for path in (ROOT / "harness").rglob("*.py"):
+        if not str(path.relative_to(ROOT / "harness")).startswith(LISTS_OF_METHODS):
+            strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not strings & METHODS, path
+
+
+SLOW = ("torch", "transformers", "lm_eval", "datasets")
+LIGHT = {
+    "import harness.run.cli, harness.run.kinds": (*SLOW, "numpy", "pandas"),
+    "import harness.settings.config, harness.results.record, harness.results.write, plots": SLOW,
+    "from harness.run.compose import load": SLOW,
+    "from harness.run.compose import load; load(['method=infinigen'])": SLOW[1:],
+}
+"""What begins a command, settings that are refused and tables, and packages that take seconds to import."""
+
+
+@pytest.mark.parametrize("code", LIGHT)
+def test_start_up_loads_no_heavy_package(code):
+    code = f"import sys; {code}; print([name for name in {LIGHT[code]} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr

@@ -1,0 +1,400 @@
+"""Replay: against the token-by-token reference, against itself in other batches and calls, and at its limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import inf
+
+import pytest
+import torch
+
+from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.dense_prompts import DensePrompts
+from harness.model.prompts import PromptPass, held_prompt, positions_of, shared_prompt
+from harness.replay import decode_pass as passes
+from methods import attention
+from methods.base import LayerInputs, Method
+from methods.codecs.integers import IntegerCodec
+from methods.codecs.kvarn import KvarnCodec
+from methods.codecs.split import LayerCodecs, SplitCodec, every_codec
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.infinigen_pool import InfiniGenPool
+from methods.kvzip import KVzip
+from methods.oracle import Oracle
+from methods.prompt_evicting import PromptEvicting, SnapKV
+from methods.quest import Quest
+from methods.retroinfer import RetroInfer
+from methods.rkv import RKV
+from methods.rocketkv import RocketKV
+from methods.selection import largest
+from methods.shadowkv import ShadowKV
+from methods.sparq import SparQ
+from methods.streaming import DuoAttention, Streaming
+from methods.twilight import Twilight
+from tests import reference as plain
+from tests.cases import ASKED, CASES, WIDE, Case, smooth
+from tests.living import PROMPTS, calibration, replay, tiny, token_batch
+from tests.mixed_models import mixed
+from tests.replaying import (
+    LENGTH,
+    PROMPT,
+    RAGGED,
+    RAGGED_IDS,
+    TOLERANCE,
+    assert_close,
+    every_model,
+    open_session,
+    pad,
+    run_one,
+    run_ragged,
+    token_ids,
+)
+
+WELL_APART = 1e-6
+"""The least `Reference.margin` at which fp32 and fp64 must choose alike."""
+
+
+def has_steps(case: Case) -> bool:
+    """True if the values of a layer are coded as integers."""
+    codecs = [] if case.codec is None else every_codec(case.codec)
+    return any(isinstance(codec.values, IntegerCodec | KvarnCodec) for codec in codecs)
+
+
+WITHOUT_STEPS = [name for name, case in CASES.items() if not has_steps(case)]
+"""Cases of which no value lies at the border of two codes, where rounding decides."""
+REFERENCED = [
+    name
+    for name in WITHOUT_STEPS
+    if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
+    and name != "infinigen-coded"
+    and not isinstance(CASES[name].codec, SplitCodec | LayerCodecs)
+]
+"""Cases that the plain reference knows; others have one of their own."""
+EVICTING_ONCE = [case.method for case in CASES.values() if isinstance(case.method, PromptEvicting)]
+TOO_SHORT = [method for method in EVICTING_ONCE if method.kept_tokens is None]
+TOO_SHORT += [case.method for case in CASES.values() if isinstance(case.method, RetroInfer)]
+"""Methods that refuse a prompt of one token, as the batch of `RAGGED` has."""
+BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
+
+OF_OTHER_SHAPES = (
+    "residual-groups",
+    "layers-residual",
+    "quest-union",
+    "oracle+smooth",
+    "vattention-true",
+)
+"""Cases beside one of each method whose masks are of a union, or whose last tokens are exact."""
+
+every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
+OTHER_FAMILIES = [(("llama", "opt")[number % 2], name) for number, name in enumerate(REFERENCED)]
+
+
+# Against the reference
+
+
+@cache
+def traced(model, name: str, ids: tuple[int, ...], prompt: int) -> plain.Trace:
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotation = calibration(getattr(config, "num_key_value_heads", 4), head_dim)["rotation"]
+    codec = CASES[name].codec and smooth
+    with torch.inference_mode():
+        lengths = {"final_length": len(ids), "prefill_len": prompt}
+        return plain.Reference(model, CASES[name].method, **lengths, rotation=rotation, codec=codec).run(list(ids))
+
+
+def trace(model, name: str, ids=None, prompt: int = PROMPT) -> plain.Trace:
+    """The reference's decode of one sequence, computed once."""
+    return traced(model, name, tuple(ids or token_ids(LENGTH)), prompt)
+
+
+@pytest.mark.parametrize(("family", "name"), [*(("gqa", name) for name in REFERENCED), *OTHER_FAMILIES])
+def test_replay_is_the_reference(family, name):
+    """Each in one more family beside that of grouped heads, the cases of a method in both others."""
+    model = tiny(family)
+    expected = trace(model, name)
+    assert expected.margin > WELL_APART, "these ids make a choice that rounding decides"
+    assert_close(run_one(model, CASES[name]).logits[0], expected.logits)
+
+
+@pytest.mark.parametrize("fixture", ["tiny_qwen2", "tiny_qwen3", "tiny_mistral", "tiny_phi3", "tiny_gpt_neox"])
+def test_replay_is_the_reference_in_other_families(fixture, request):
+    model = request.getfixturevalue(fixture)
+    assert_close(run_one(model, CASES["infinigen"]).logits[0], trace(model, "infinigen").logits)
+
+
+@every_model
+def test_the_reference_of_full_is_the_model_itself(model):
+    ids = token_ids(LENGTH)
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0, PROMPT:]
+    assert_close(trace(model, "full").logits, expected)
+
+
+# Sizes
+
+
+@every_referenced_case
+def test_budgets_and_recall_are_the_plain_ones(tiny_gqa, name):
+    case = CASES[name]
+    multiplicity = [2, 1, 3]
+    reads = run_ragged(tiny_gqa, case, multiplicity=torch.tensor(multiplicity), measure_recall=True).reads
+    traces = [
+        trace(tiny_gqa, name, ids, prompt)
+        for ids, (prompt, _), times in zip(RAGGED_IDS, RAGGED, multiplicity, strict=True)
+        for _ in range(times)
+    ]
+    bits = 16 if case.codec is None else 4 + 32 / 16  # head_dim 16
+    assert reads.rows == sum(len(each.rows) for each in traces)
+    assert reads.budget == pytest.approx(plain.budget(traces, bits), abs=1e-9)
+    code_bits = 16 if case.codec is None else 4
+    # Below the root, rounding of the sums counts by its square root.
+    assert reads.budget_artifact == pytest.approx(plain.budget_artifact(traces, code_bits), abs=1e-7)
+    if case.codec is None:
+        assert reads.attention_recall == pytest.approx(plain.attention_recall(traces), abs=1e-5)
+    else:
+        assert reads.attention_recall is None
+    reads.check_fired()
+
+
+# Padding, chunks, calls
+
+
+# Without a codec every shipped method has this check in test_contract.py.
+@pytest.mark.parametrize("name", [name for name in BATCHED if CASES[name].codec is not None])
+def test_a_padded_batch_is_its_sequences_alone(tiny_gqa, name):
+    together = run_ragged(tiny_gqa, CASES[name]).logits
+    for ids, (prompt, _), got in zip(RAGGED_IDS, RAGGED, together, strict=True):
+        assert_close(got, run_one(tiny_gqa, CASES[name], ids, prompt).logits[0])
+
+
+@pytest.mark.parametrize("name", [name for name in BATCHED if name in WIDE])
+def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
+    expected = run_ragged(tiny_gqa, CASES[name], measure_recall=True)
+    monkeypatch.setattr(attention, "PROMPT_CHUNK", 7)
+    monkeypatch.setattr(passes, "SCORES_PER_CHUNK", 1)  # 16 rows, the least
+    got = run_ragged(tiny_gqa, CASES[name], measure_recall=True)
+    for rows, wanted in zip(got.logits, expected.logits, strict=True):
+        assert_close(rows, wanted)
+    assert got.reads.budget == pytest.approx(expected.reads.budget)
+    assert got.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in BATCHED if name in WIDE or name in OF_OTHER_SHAPES])
+def test_gathered_columns_give_what_a_mask_over_all_gives(tiny_gqa, name, monkeypatch):
+    """The mask is the plain path. What it hides has a weight of 0, so only the order of sums may differ."""
+    case = CASES[name]
+    monkeypatch.setattr(passes, "GATHERED_SHARE", -1.0)
+    expected = run_ragged(tiny_gqa, case, measure_recall=True)
+    monkeypatch.setattr(passes, "GATHERED_SHARE", 1.0)
+    monkeypatch.setattr(passes, "GATHERED_SCORES", 0)
+    attend_to_masked = passes._Block._attend_to_masked
+
+    def noted(block, selection, visible, exact):
+        has_log_mass = selection.rest is not None and selection.rest.log_mass is not None
+        needs_all = selection.bias is not None or has_log_mass or block.exact is not None
+        assert visible is None or needs_all, "a selection was masked"
+        return attend_to_masked(block, selection, visible, exact)
+
+    monkeypatch.setattr(passes._Block, "_attend_to_masked", noted)
+    with_recall = run_ragged(tiny_gqa, case, measure_recall=True)
+    for got in with_recall, run_ragged(tiny_gqa, case):
+        for rows, wanted in zip(got.logits, expected.logits, strict=True):
+            assert_close(rows, wanted, 1e-5)
+    assert with_recall.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "deepseek_v3"])
+def test_columns_are_gathered_with_sinks_softcaps_and_latents(family, monkeypatch):
+    expected = run_ragged(mixed(family), CASES["infinigen"]).logits
+    monkeypatch.setattr(passes, "GATHERED_SHARE", 1.0)
+    monkeypatch.setattr(passes, "GATHERED_SCORES", 0)
+    for rows, wanted in zip(run_ragged(mixed(family), CASES["infinigen"]).logits, expected, strict=True):
+        assert_close(rows, wanted, 1e-5)
+
+
+def test_one_causal_pass_over_all_columns_is_the_rows_alone(tiny_gqa, monkeypatch):
+    causal = run_one(tiny_gqa, CASES["full"], calls=[9]).logits[0]
+    monkeypatch.setattr(passes.DecodePass, "_is_causal", lambda *_: False)
+    assert_close(causal, run_one(tiny_gqa, CASES["full"]).logits[0], 1e-5)
+
+
+def test_the_largest_are_the_first_of_a_plain_sort():
+    """Ties, inf of what is always read, -inf of what is hidden, and counts from none to more than there are."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, 40, 33, generator=generator).mul_(3).round_()
+    values.masked_fill_(torch.rand(values.shape, generator=generator) < 0.3, -inf)
+    values.masked_fill_(torch.rand(values.shape, generator=generator) < 0.05, inf)
+    values[0, :, :5] = -inf
+    count = torch.randint(0, 36, (2, 40), generator=generator)
+    count[1, 10:30] = 7
+    expected = torch.zeros_like(values, dtype=torch.bool)
+    for sequence, head, row in torch.cartesian_prod(*map(torch.arange, values.shape[:3])).tolist():
+        slots = values[sequence, head, row].sort(descending=True, stable=True).indices
+        best = slots[: int(count[sequence, row])]
+        expected[sequence, head, row, best] = values[sequence, head, row, best] > -inf
+    assert torch.equal(largest(values, count), expected)
+    assert torch.equal(largest(values.double(), count), expected), (
+        "by sorting, as numbers that numpy does not partition"
+    )
+
+
+# Forks
+
+
+@pytest.mark.parametrize("name", [name for name in BATCHED if name in WIDE])
+def test_a_fork_is_each_continuation_alone(tiny_gqa, name):
+    """Contexts of two lengths; the first has three choices, of which two share rows, the second two."""
+    contexts = [token_ids(20), token_ids(13, 1)]
+    longest = token_ids(9, 2)
+    choices = [(0, longest), (0, longest[:4] + token_ids(3, 3)), (1, token_ids(6, 4)), (1, token_ids(2, 5))]
+    final = [32, 25]
+    case = CASES[name]
+    with attach(tiny_gqa) as attached:
+        root = open_session(attached, case, final, 20, measure_recall=True)
+        root.prefill(*pad(contexts, left=True), torch.tensor([2, 2]))
+        shared = [choices[0][1][:4], []]
+        trunk = root.fork(torch.tensor([0, 1]), 20 + 4)
+        trunk.decode(*pad(shared, left=False), torch.tensor([2, 1]))
+        stems = torch.tensor([parent for parent, _ in choices])
+        own = [tokens[len(shared[parent]) :] for parent, tokens in choices]
+        tips = trunk.fork(stems, 24 + max(map(len, own)))
+        ids, valid = pad(own, left=False)
+        got = attached.logits(tips.decode(ids, valid))
+        again = trunk.fork(stems, 24 + max(map(len, own)))
+        assert torch.equal(got[valid], attached.logits(again.decode(ids, valid))[valid]), "a sibling left something"
+        alone = []
+        for row, (parent, tokens) in enumerate(choices):
+            session = open_session(attached, case, [final[parent]], 32, measure_recall=True)
+            session.prefill(*pad([contexts[parent]], left=True))
+            wanted = attached.logits(session.decode(*pad([tokens], left=False)))[0]
+            assert_close(got[row][valid[row]], wanted[-len(own[row]) :])
+            alone.append(session.reads)
+    together = root.reads + trunk.reads + tips.reads
+    separate = sum(alone[1:], alone[0])
+    assert together.rows == separate.rows
+    assert together.budget == pytest.approx(separate.budget)
+    assert together.device_frac == pytest.approx(separate.device_frac)
+    # These keep as much of a sequence as a batch's longest needs.
+    if not isinstance(case.method, Quest | Twilight | ShadowKV | RetroInfer | RocketKV):
+        assert together.resident_frac == pytest.approx(separate.resident_frac)
+    assert together.budget_artifact == pytest.approx(separate.budget_artifact)
+    assert together.attention_recall == pytest.approx(separate.attention_recall, abs=1e-5)
+
+
+# The contract's edges
+
+
+LIMITS = {
+    "h2o-halves": H2O(heavy_frac=0.5, recent_frac=0.5),
+    "streaming": Streaming(budget=1.0),
+    "oracle": Oracle(alpha=inf, budget=1.0),
+    "infinigen-skew": InfiniGen(alpha=inf, budget=1.0),
+    "infinigen-pool": InfiniGenPool(alpha=inf, budget=1.0, pool_frac=1.0),
+    "quest": Quest(budget=1.0, page_size=5),
+    "snapkv": SnapKV(budget=1.0),
+    "sparq": SparQ(read_tokens=None, budget=1.0),
+    "rkv-late": RKV(kept_tokens=PROMPT, divide_length=LENGTH),
+    "duo-window": DuoAttention(),
+    "shadowkv": ShadowKV(budget=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limit_cases_are_the_full_cache(tiny_gqa, name):
+    full = run_ragged(tiny_gqa, CASES["full"]).logits
+    limit = run_ragged(tiny_gqa, Case(LIMITS[name]), measure_recall=True)
+    for got, expected in zip(limit.logits, full, strict=True):
+        assert_close(got, expected, 2e-5 if name != "shadowkv" else TOLERANCE)
+    if name == "shadowkv":  # what stays on the device counts as read of an index
+        return
+    assert limit.reads.budget == limit.reads.budget_artifact == 1
+    assert limit.reads.attention_recall == pytest.approx(1, abs=1e-6)
+
+
+# Prompts that runs share
+
+
+class WithoutBudget(KVzip):
+    """A method that rereads and has no budget."""
+
+    def with_budget(self, frac):
+        return Method.with_budget(self, frac)
+
+
+def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(monkeypatch):
+    """In one process, one method after another: none changes what the next one starts from."""
+    prompts, model, passes = DensePrompts(2**20), tiny("gqa"), []
+    forward = Attached.forward
+
+    def counted(self, ids, *args, **kwargs):
+        passes.append(ids.shape)
+        return forward(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(Attached, "forward", counted)
+
+    def replayed(case: Case, shared: DensePrompts | None) -> torch.Tensor:
+        with attach(model, shared) as attached:
+            return replay(attached, case, PROMPTS["padded"]).logits
+
+    alone = {name: replayed(CASES[name], None) for name in (*WIDE, "kvzip-plus")}
+    del passes[:]
+    for name, expected in alone.items():
+        assert torch.equal(replayed(CASES[name], prompts), expected), name
+    dense = sum(shape == (2, max(PROMPTS["padded"])) for shape in passes)
+    assert dense == 1
+    for name in ("kvzip", "kvzip-plus"):  # of another budget, and with other dense layers: what was reread holds
+        case = Case(replace(CASES[name].method.with_budget(0.7), dense_layers=1))
+        expected = replayed(case, None)
+        del passes[:]
+        assert torch.equal(replayed(case, prompts), expected), name
+        assert len(passes) == 1, "the decode rows alone"
+    case = Case(WithoutBudget(budget=0.5, num_sinks=2, chunk_size=9, **ASKED))
+    assert torch.equal(replayed(case, prompts), replayed(case, None))
+    full = DensePrompts(1000)
+    assert torch.equal(replayed(CASES["quest"], full), alone["quest"])
+    assert full.free == 1000, "what does not fit is not kept"
+
+
+def test_a_prompt_that_no_run_asks_for_any_more_leaves_for_another(monkeypatch):
+    passes, forward = [], Attached.forward
+    monkeypatch.setattr(Attached, "forward", lambda *args, **named: passes.append(1) or forward(*args, **named))
+    one, other = torch.tensor([[3, 5, 7, 9]]), torch.tensor([[4, 6, 8, 10]])
+    real = torch.ones_like(one, dtype=torch.bool)
+    room = DensePrompts(2**20)
+    with attach(tiny("gqa"), room) as attached:
+        shared_prompt(attached, one, real, needs_inputs=False)
+    prompts = DensePrompts(2**20 - room.free)  # room for one of them
+    runs = [(one, True), (one, False), (other, None), (other, True), (other, False), (one, None)]
+    with attach(tiny("gqa"), prompts) as attached:
+        for prompts.run, (asked, is_run) in enumerate(runs):
+            del passes[:]
+            kept = shared_prompt(attached, asked, real, needs_inputs=False)
+            assert (kept is None) == (is_run is None), "no room for it yet"
+            assert bool(passes) == bool(is_run), f"run {prompts.run}"
+            assert prompts.free == 0
+
+
+@pytest.mark.parametrize("name", ["gqa", "phi3", "gpt_neox", "opt"])
+def test_a_kept_prompt_has_the_numbers_and_the_layout_of_the_pass(name):
+    """Layouts too: a product may sum in another order where its factors lie otherwise."""
+    ids, real = token_batch(PROMPTS["padded"])
+    with attach(tiny(name), DensePrompts(2**24)) as attached:
+        run, hidden = held_prompt(attached, ids, real, attached.new_cache())
+        for needs_inputs in False, True, False:
+            kept, of_columns = shared_prompt(attached, ids, real, needs_inputs=needs_inputs)
+            assert torch.equal(of_columns, hidden) and torch.equal(kept.hidden, run.hidden)
+            for layer, expected in zip(kept.layers, run.layers, strict=True):
+                for got, wanted in zip(layer.tensors(), expected.tensors(), strict=False):
+                    assert torch.equal(got, wanted) and got.stride() == wanted.stride()
+        inputs: list[LayerInputs] = []
+        handler = PromptPass(attached, real, lambda _, prompt: inputs.append(prompt.inputs), needs_inputs=True)
+        attached.forward(ids, positions_of(real), handler, attached.new_cache(), real)
+        for layer, expected in zip(kept.layers, inputs, strict=True):
+            assert layer.inputs.module is expected.module and torch.equal(layer.inputs.hidden, expected.hidden)
+            pairs = zip(layer.inputs.position_embeddings or (), expected.position_embeddings or (), strict=True)
+            assert all(torch.equal(got, wanted) for got, wanted in pairs)

@@ -1,0 +1,322 @@
+"""The report: one file with everything in it, nothing from elsewhere, and nothing that its inputs could inject."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+import shutil
+from collections import defaultdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+import pytest
+
+import plots
+from harness import report
+from harness.errors import UserError
+from harness.paper.costmodel import published
+from harness.report import page as report_page
+from harness.report.__main__ import main as report_main
+from harness.report.explorer import explorer
+from harness.report.sections import (
+    MODELLED,
+    REGISTRY,
+    entries_of,
+    published_sheet,
+)
+from harness.results import write as tables
+from harness.results.board_rows import OWN_BUDGET
+from harness.results.columns import ACCURACY, TableRow, names
+from harness.results.metrics import MISSING
+from plots import drawing
+from plots.drawing import DRAWINGS
+from tests.plots.test_plots import write
+from tests.results.test_tables import LATENCY_METRICS, save, save_task, save_text
+
+WHERE = {"python": "3.11.7", "cpu": "a processor", "memory_bytes": 2**34, "device_name": None, "dirty": True}
+RAN = {"seconds": 90.0, "error": None, "environment": WHERE | {"commit": "abc", "packages": {"torch": "2.13.0"}}}
+INJECTED = '<img src="http://example.org/x.png">&'
+HOSTILE = "</script><svg onload='alert(1)'><!-- \u2028 \" datum['x'] ${alert(1)} {{7*7}} \\u003c a.b[0] \n'];alert(1)//"
+HEADER = ",".join(names(ACCURACY))
+LONG_NUMBER = ",".join("9" * 401 if name == "value" else "" for name in names(ACCURACY))
+FINDING = "H2O reads less & loses <more>."
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
+
+
+def place(label: str, **fields: Any) -> TableRow:
+    """A row of the board."""
+    common = {
+        "over": "tiny", "model": "tiny", "method": label.lower(), "family": "evicts", "asked_budget": 0.16,
+        "seq_len": 1024,
+        "kl_nats": 0.5, "ratio": 2.0, "ratio_low": 1.5, "ratio_high": 3.0, "rank": 1, "rank_low": 1, "rank_high": 1,
+        "num_compared": 2, "budget_low": 0.16, "budget_high": 0.16, "device_frac_low": 0.3, "device_frac_high": 0.4,
+        "resident_frac_low": 0.1, "resident_frac_high": 0.2, "dense_numbers": "2", "apart": "", "source": "measured",
+        "answers_difference": -0.05, "step_s": 0.25, "step_source": "emulated", "step_on": "tiny", "front": "",
+        "num_models": 1, "num_windows": 8, "num_places": 4,
+    }  # fmt: skip
+    return common | {"label": label} | fields
+
+
+def score(label: str, budget: float, value: float, **fields: Any) -> TableRow:
+    """A row of an accuracy table."""
+    common = {"model": "tiny", "task": "passkey", "metric": "acc", "stderr": 0.05, "source": "measured"}
+    return common | {"label": label, "budget": budget, "value": value} | fields
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_library():
+    """Bundling it takes seconds, and it has no part here; `test_report_browser` runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_page, "library", lambda: "window.vegaEmbed = undefined;")
+        yield
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """Records of three experiments, one run failed and one not begun; their tables and figures, a board, and
+    the report."""
+    folder = tmp_path_factory.mktemp("results")
+    save_task(folder, "method=full", budget=1.0, **RAN)
+    save_task(folder, "method=h2o", **RAN)
+    save_task(folder, "method=streaming", f"label='{INJECTED}'", **RAN)
+    save_task(folder, "method=infinigen", **RAN | {"status": "failed", "error": "UserError: out of memory"})
+    save_text(folder, "method=h2o", **RAN | {"environment": RAN["environment"] | {"commit": "def", "dirty": False}})
+    for label in ("offload", "infinigen"):
+        save(folder, ["experiment=latency", f"system={label}"], LATENCY_METRICS, text=label, **RAN)
+    for experiment in ("fig11", "perplexity", "latency"):
+        tables.update(folder, experiment)
+    write(folder, "board-methods", [place("A"), place(HOSTILE, asked_budget=0.2)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(published, "FIGURES", {name: published.FIGURES[name] for name in ("fig14", "fig15")})
+        published.write_tables(folder)
+        patch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name] for name in ("fig11", "fig14-modelled")})
+        patch.setattr(drawing, "FORMATS", {"svg": drawing.FORMATS["svg"]})
+        plots.main(folder)
+    (folder / "findings.yaml").write_text(json.dumps({"fig11": FINDING}))
+    report.write_report(folder)
+    return folder
+
+
+def digest(script: str) -> str:
+    """As a page's policy names a script."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+class Page(HTMLParser):
+    """What a test asks of a page: tags with their attributes, ids, the text of each section, scripts that run, and what
+    these unpack."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = defaultdict(list)
+        self.scripts: list[str] = []
+        self.packed: dict[str, str] = {}
+        self._section = ""
+        self._script: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "section":
+            self._section = dict(attrs)["id"] or ""
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] == "script":
+            self._script.append(data)
+        else:
+            self.texts[self._section] += data.split()
+
+    def handle_endtag(self, tag):
+        if tag == "script":
+            attributes, text = self.tags[-1][1], "".join(self._script)
+            if attributes.get("type") == "application/gzip":
+                self.packed[attributes["data-packed"] or ""] = gzip.decompress(base64.b64decode(text)).decode()
+            else:
+                self.scripts.append(text)
+            self._script.clear()
+            self.tags.append(("/script", {}))
+
+    def all(self, attribute: str) -> list[str]:
+        return [attrs[attribute] or "" for _, attrs in self.tags if attribute in attrs]
+
+    def text(self, section: str) -> str:
+        return " ".join(self.texts[section])
+
+
+@pytest.fixture(scope="module")
+def page(results) -> Page:
+    return Page((results / "report.html").read_text())
+
+
+def test_nothing_comes_from_elsewhere(page):
+    assert all(link.startswith("#") and link[1:] in page.all("id") for link in page.all("href"))
+    assert not {"link", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
+    (policy,) = (attrs["content"] for _, attrs in page.tags if "http-equiv" in attrs)
+    assert policy.startswith("default-src 'none'; img-src data:;") and "http" not in policy
+    allowed = policy.partition("; script-src ")[2]
+    assert allowed.split() == [f"'sha256-{digest(script)}'" for script in (*page.scripts, page.packed["library"])]
+    assert len(page.all("id")) == len(set(page.all("id")))
+
+
+def test_figures_are_the_drawings_of_matplotlib(page, results):
+    images = page.all("src")
+    assert len(images) == 2 == len(page.all("alt"))
+    for image, name in zip(images, ("fig11", "fig14-modelled"), strict=True):
+        kind, _, text = image.partition(",")
+        drawn = (results / "figures" / f"{name}.svg").read_text()
+        assert kind == "data:image/svg+xml" and unquote(text) == " ".join(drawn.split())
+        assert ElementTree.fromstring(unquote(text)).tag.endswith("svg")
+
+
+def test_the_catalogue_has_every_figure_once():
+    found = [entry.name for entry in entries_of()]
+    assert len(found) == len(set(found)) and list(DRAWINGS) == [name for name in found if name in DRAWINGS]
+    for page in REGISTRY["pages"].values():
+        for name, entry in page.items():
+            assert {"title"} <= set(entry) <= {"title", "command", "tables", "draw", "modelled"}, name
+            assert (name in entry.get("tables", [name])) == (name != "budget"), "a table of its own name"
+    modelled = {f"{name}{MODELLED}" for name in published.FIGURES}
+    assert {name for name in found if name.endswith(MODELLED)} == modelled
+
+
+def test_a_section_says_what_there_is(page):
+    assert "A 1 (1 to 1) 2.00 (1.50 to 3.00) -5.0" in page.text("board")
+    text = page.text("fig11")
+    assert text.startswith("fig11: Accuracy against budget measured make accuracy H2O reads")
+    assert "smollm2-135m" in text and "75.0 ± 6.2" in text and "Also from table perplexity" in text
+    text = page.text("fig15-modelled")
+    assert "modelled python -m harness.paper.costmodel --write" in text and "opt-13b on a6000-pcie3, modelled" in text
+    assert "opt-13b infinigen batch size 20 tokens per s 41.99 1/s quoted 42.91 1.02" in text
+    text = page.text("environment")
+    assert "finished runs 6, 9 minutes in total" in text and "python 3.11.7" in text and "memory 16 GiB" in text
+    assert "commit abc and changes (5 of 6 runs); def (1 of 6 runs)" in text and "torch 2.13.0" in text
+    assert "device name" not in text
+
+
+def test_what_comes_from_outside_is_text(page, results):
+    assert INJECTED in page.text("fig11") and FINDING in page.text("fig11")
+    source = (results / "report.html").read_text()
+    assert INJECTED not in source and "<more>" not in source and HOSTILE not in source
+    points = json.loads(page.packed["explorer"])["points"]
+    assert [point["name"] for point in points] == ["A", HOSTILE]
+
+
+def test_what_is_missing_comes_last_and_folded(page):
+    text = page.text("missing")
+    assert re.search(r"fig11 InfiniGen \([0-9a-f-]{16,}\): failed, UserError: out of memory", text)
+    assert "fig2: Bytes of KV cache and weights (python run.py experiment=fig2 && make plots)" in text
+    assert "fig11:" not in text and "fig14-modelled:" not in text
+    assert page.all("id").index("environment") < page.all("id").index("missing")
+
+
+def test_published_numbers_stand_beside_ours():
+    compared = {(row.figure, row.series, row.x, row.metric): row for row in published.calibrate()}
+    for figure in published.FIGURES:
+        rows = published.figure_rows(figure)
+        sheet = published_sheet(figure, rows)
+        ours = [line[sheet.header.index("ours")] for line in sheet.lines]
+        expected = [row.predicted for key, row in compared.items() if key[0] == figure]
+        assert [value for value in ours if value != MISSING] == [f"{value:.4g}" for value in expected]
+        emulated = published_sheet(figure, [row | {"source": "emulated"} for row in rows])
+        assert "ours" not in emulated.header and len(emulated.lines) == len(sheet.lines)
+        assert "ours" not in published_sheet(figure, rows * 2).header, "neither of two rows is ours"
+    point = {"model": "opt-13b", "series": "block_input_prev", "x_name": "", "x": None, "metric": "cosine_similarity"}
+    sheet = published_sheet("table1", [point | {"value": 0.48}])
+    assert [line[-3:-1] for line in sheet.lines][:3] == [["-", "-"], ["0.48", "0.50"], ["-", "-"]]
+
+
+def test_the_explorer_has_every_row_as_a_point_and_says_what_it_is():
+    rows = [place("A", front="link, step time"), place("A", seq_len=4096, step_s=None), place("Full", kl_nats=None)]
+    for budget in (0.16, 0.05):  # it stands beside both budgets
+        codes = {"family": "codes", "apart": OWN_BUDGET, "rank": None, "asked_budget": budget}
+        rows.append(place("B", **codes, step_source="modelled"))
+    found = explorer(rows, REGISTRY["families"])
+    first, longer, second = found["points"]
+    assert (first["budget"], first["traffic"], first["kl_nats"], first["step_s"]) == (16, 51, 0.5, 250)
+    assert (first["resident_frac"], first["resident_frac_low"], first["ratio"], first["ratio_high"]) == (20, 10, 2, 3)
+    assert first["kl_nats_low"] is None and longer["step_s"] is None and longer["text_step_s"] == MISSING
+    said = {title: first[field] for field, title in found["tooltip"].items()}
+    assert said["method"] == "A" and said["asked budget"] == "16 %" and said["KL (nats)"] == "0.5000"
+    assert said["KL / oracle's"] == "2.00 (1.50 to 3.00)" and said["resident (%)"] == "10.0 to 20.0"
+    assert said["windows"] == "1,024 tokens" and said["over"] == said["step timed on"] == "tiny"
+    assert (first["label"], second["label"], second["asked"]) == ("A 16 %", "B", "of its own")
+    assert found["choices"]["budget"] == {"": "all", "16 %": "16 %", "of its own": "of its own"}
+    assert [*found["choices"]["windows"]] == ["1,024 tokens", "4,096 tokens"] and [*found["choices"]["over"]] == [
+        "tiny"
+    ]
+    costs = {"budget": "link", "traffic": "link + device", "resident_frac": "resident", "step_s": "step time"}
+    assert found["fronts"] == costs and second["modelled"] and first["front"] == "link, step time"
+    assert {*costs, "kl_nats", "ratio", "answers_difference"} == set(found["axes"])
+    assert explorer([], REGISTRY["families"]) is None
+
+
+def test_tables_alone_and_tables_of_the_user_are_reported(tmp_path):
+    save_task(tmp_path, "experiment=fig11", "method=h2o", **RAN)
+    tables.update(tmp_path, "fig11")
+    shutil.copy(tmp_path / "tables" / "fig11.csv", tmp_path / "tables" / "mine.csv")
+    shutil.rmtree(tmp_path / "runs")
+    page = Page(report.write_report(tmp_path).read_text())
+    assert not page.all("src") and page.all("id") == [
+        "page-overview", "words", "contents", "page-accuracy", "fig11", "page-further-runs", "mine", "page-runs",
+        "environment", "missing",
+    ]  # fmt: skip
+    assert "there are no records" in page.text("environment") and not page.packed
+
+
+def refusal(results: Path) -> str:
+    with pytest.raises(UserError) as refused:
+        report.write_report(results)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("figures/fig11.svg", "no image", "fig11.svg: not an SVG image; `python -m plots`"),
+        ("tables/fig11.csv", "no table", "fig11.csv: not a table of results"),
+        ("tables/fig11.csv", f"{HEADER}\n{LONG_NUMBER}\n", "fig11.csv: not a table of results (ValueError: value=inf)"),
+        ("findings.yaml", "fig111: a", "findings.yaml: fig111: did you mean 'fig11'"),
+        ("findings.yaml", "[" * 10_000, "findings.yaml: not YAML"),
+    ],
+)
+def test_damaged_input_is_named(file, text, message, tmp_path):
+    for folder in ("figures", "tables"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / file).write_text(text)
+    assert message in refusal(tmp_path)
+
+
+def test_the_command_prints_the_path_or_one_line(tmp_path, results, capsys):
+    before = (results / "report.html").read_bytes()
+    assert report_main(["--results-dir", str(results)]) == 0
+    assert capsys.readouterr().out == f"{results / 'report.html'}\n"
+    assert (results / "report.html").read_bytes() == before, "the same results give the same bytes"
+    assert report_main(["--results-dir", str(tmp_path)]) == 2
+    message = (
+        f"error: results_dir={tmp_path}: neither table nor figure; `python run.py experiment=accuracy` makes some\n"
+    )
+    assert capsys.readouterr().err == message
+    (tmp_path / "tables").mkdir()
+    shutil.copy(results / "tables" / "fig11.csv", tmp_path / "tables")
+    (tmp_path / "report.html").mkdir()
+    assert "cannot be written" in refusal(tmp_path)
+
+
+def test_another_models_results_within_the_folder_stand_beside(results, tmp_path):
+    rows = [score("A", 0.1, 0.5), score("B", 0.1, 0.5, task="copa"), score("B", 0.1, 0.5)]
+    for inner, model in ((tmp_path, "first"), (tmp_path / "second", "second")):
+        write(inner, "fig11", rows, model=model)
+        (inner / "figures").mkdir()
+        (inner / "figures" / "fig11.svg").write_text(SVG)
+    (tmp_path / "findings.yaml").write_text((results / "findings.yaml").read_text())
+    page = Page(report.write_report(tmp_path).read_text())
+    assert "In second" in page.text("fig11") and len(page.all("src")) == 2
+    assert "without numbers: none." in page.text("missing")
+    alone = report.write_report(tmp_path / "second").read_text()
+    assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone

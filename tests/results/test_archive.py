@@ -1,0 +1,388 @@
+"""Results as one archive: its members, damage that is refused, and what a comparison of two results finds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import statistics
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from harness import report
+from harness.errors import UserError
+from harness.report.__main__ import main as report_main
+from harness.results import archive
+from harness.results import compare as comparing
+from harness.results import record as records
+from harness.results import write as tables
+from harness.run.cli import main
+from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save
+
+RAN = {
+    "environment": {"python": "3.11.7", "cpu": "a processor", "packages": {"torch": "2.13.0"}, "commit": "abc"},
+    "inputs": {"code:method": "a" * 64, "code:harness": "b" * 64, "model": "c" * 64, "corpus": "d" * 64},
+}
+SHARES = {"budget": 0.2, "budget_artifact": 0.1, "device_frac": 0.25, "resident_frac": 0.02}
+HITS = (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
+OTHER_HITS = (0.0, *HITS[1:])
+NLLS = (2.0, 2.5, 3.0)
+TIMED_RUN = ["experiment=latency", "system=offload"]
+
+
+def save_task(results: Path, method: str, hits: tuple[float, ...] = HITS, **fields: Any) -> dict[str, Any]:
+    metrics = {"acc": sum(hits) / len(hits), "acc_stderr": 0.2, "num_samples": len(hits), "num_fewshot": 0}
+    ran = RAN | {"samples": {"passkey": answers(hits)}} | fields
+    return save(results, ["experiment=fig11", f"method={method}"], {"passkey": metrics | SHARES}, **ran)
+
+
+def save_text(results: Path, method: str, nlls: tuple[float, ...] = NLLS) -> None:
+    metrics = TEXT_METRICS | SHARES | {"perplexity": math.exp(sum(nlls) / len(nlls)), "perplexity_stderr": 2.0}
+    ran = RAN | {"samples": {"windows": [{"nll": nll} for nll in nlls]}}
+    save(results, ["experiment=perplexity", f"method={method}"], {"offline": metrics}, **ran)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """Two methods on a task, one on a text, a timed run, and a run that failed; tables and a figure."""
+    folder = tmp_path_factory.mktemp("results")
+    save_task(folder, "full")
+    save_task(folder, "h2o", HITS[::-1])
+    save_text(folder, "h2o")
+    save(folder, TIMED_RUN, LATENCY_METRICS, **RAN)
+    save_task(folder, "streaming", status="failed", error="UserError: out of memory")
+    for experiment in ("fig11", "perplexity", "latency"):
+        tables.update(folder, experiment)
+    (folder / "figures").mkdir()
+    (folder / "figures" / "fig11.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
+    (folder / "figures" / "fig11.png").touch()
+    (folder / "figures" / "fig11.pdf").touch()
+    (folder / "findings.yaml").write_text(json.dumps({"fig11": "H2O reads less."}))
+    return folder
+
+
+@pytest.fixture
+def other(results, tmp_path) -> Path:
+    """A copy of the results, to be changed."""
+    return Path(shutil.copytree(results, tmp_path / "other"))
+
+
+@pytest.fixture(scope="module")
+def packed(results, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("shared") / "a.zip"
+    archive.pack(results, target)
+    return target
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as opened:
+        return {info.filename: opened.read(info) for info in opened.infolist()}
+
+
+# Writing
+
+
+def umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+
+def test_the_members_are_the_results(results, packed, other, tmp_path):
+    found = members(packed)
+    assert all((results / name).read_bytes() == data for name, data in found.items())
+    kept = {str(path.relative_to(results)) for path in results.rglob("*") if path.is_file() and path.suffix != ".pdf"}
+    assert set(found) == kept and sum(name.startswith("runs/") for name in found) == 5
+    for path in other.rglob("*"):
+        os.utime(path, (0, 0))
+    archive.pack(other, again := tmp_path / "b.zip")
+    assert again.read_bytes() == packed.read_bytes() and again.stat().st_mode & 0o777 == 0o666 & ~umask()
+    with zipfile.ZipFile(packed) as opened:
+        modes = {(info.date_time, stat.S_IMODE(info.external_attr >> 16)) for info in opened.infolist()}
+    assert modes == {(archive.EPOCH, 0o644)}
+
+
+def test_what_lies_behind_a_link_out_of_the_folder_is_left_out(other, tmp_path, caplog):
+    secret = tmp_path / "secret.csv"
+    secret.write_text("key\n")
+    (other / "tables" / "mine.csv").symlink_to(secret)
+    archive.pack(other, packed := tmp_path / "a.zip")
+    assert "tables/mine.csv" not in members(packed)
+    assert f"{other}/tables/mine.csv: a link out of the folder; left out of the archive" in caplog.messages
+
+
+def test_interrupted_and_damaged_records_and_old_reports_are_left_out(other, tmp_path, caplog):
+    save_task(other, "tova", status="interrupted")
+    record = save_task(other, "quest")
+    del record["inputs"]
+    records.write_record(records.record_path(other, "fig11", record["run_id"]), record)
+    (other / "report.html").touch()
+    said = archive.pack(other, tmp_path / "a.zip")
+    assert ": 5 records (2 interrupted or damaged left out), " in said
+    assert "damaged record (inputs: Field required); left out of the archive" in caplog.text
+    assert "report.html" not in members(tmp_path / "a.zip")
+
+
+def test_the_command_exports_to_a_file_or_a_folder(results, packed, tmp_path, capsys):
+    assert main([f"export={tmp_path}/new/mine.zip", f"results_dir={results}"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"mine\.zip: 5 records, \d+ tables, figures and pages, 0\.\d MiB, sha256 [0-9a-f]{64}\n", said)
+    assert main([f"export={tmp_path}", f"results_dir={results}"]) == 0
+    for path in (tmp_path / f"{results.name}.zip", tmp_path / "new" / "mine.zip"):
+        assert path.read_bytes() == packed.read_bytes()
+
+
+def is_refused(command: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture) -> str:
+    """Asserts that a command ends in one line on stderr; returns the line."""
+    assert command(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (main, ["export=a.zip", "results_dir=none"], "results_dir=none: no such folder"),
+        (main, ["export=a.zip", "results_dir=empty"], "results_dir=empty: nothing to share, neither finished run nor"),
+        (main, ["export=a.zip", "results_dir=full", "seed=3"], "seed=3: export=a.zip runs nothing; beside it only res"),
+        (main, ["export=full/a.zip", "results_dir=full"], "export=full/a.zip: lies inside results_dir=full"),
+        (main, ["export=full", "results_dir=full"], "export=full: lies inside results_dir=full"),
+        (main, ["export=file/a.zip", "results_dir=full"], "export=file/a.zip: file: "),
+        (main, ["export=''", "results_dir=full"], "export=: must be a folder, or a file whose name ends with .zip"),
+        (comparing.main, ["", "full"], "A=: name a results folder or an archive"),
+        (comparing.main, ["full", ""], "B=: name a results folder or an archive"),
+        (comparing.main, ["full", "none.zip"], "none.zip: no such results folder or archive"),
+        (comparing.main, ["tables", "full"], "tables: no finished run in it, and tables alone do not say what was run"),
+    ],
+)
+def test_a_wrong_export_or_comparison_is_one_line_and_leaves_nothing(
+    command, arguments, message, results, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    shutil.copytree(results, "full")
+    shutil.copytree(results / "tables", "tables/tables")
+    assert is_refused(command, arguments, capsys).startswith(message)
+    assert not list(tmp_path.rglob("*.zip*"))
+
+
+# Reading
+
+
+def test_a_report_of_an_archive_is_that_of_its_folder(results, packed, tmp_path, capsys):
+    expected = report.write_report(results, tmp_path / "folder.html").read_bytes()
+    shutil.copy(packed, tmp_path / "a.zip")
+    assert report_main(["--results-dir", str(tmp_path / "a.zip")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert (tmp_path / "report.html").read_bytes() == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "folder.html", "report.html"]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, bytes]], object], infos: tuple[zipfile.ZipInfo, ...] = ()) -> Path:
+    """The archive with other members; `infos` are added, each with one byte."""
+    found = members(path)
+    change(found)
+    target = path.with_name("changed.zip")
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as written:
+        for name, data in found.items():
+            written.writestr(name, data)
+        for info in infos:
+            written.writestr(info, b"x")
+    return target
+
+
+def put(name: str, data: bytes = b"") -> Callable[[dict[str, bytes]], object]:
+    """Add or replace a member."""
+
+    def change(found: dict[str, bytes]) -> None:
+        chosen = next(each for each in found if re.fullmatch(RECORD, each)) if name == RECORD else name
+        found[chosen] = data
+
+    return change
+
+
+CSV, RECORD = "tables/fig11.csv", r"runs/fig11/.*"
+TAMPERED: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
+    "a record of nothing": (put(RECORD, b"{}"), "damaged record"),
+    "a deep record": (put(RECORD, b"[" * 10**5), "damaged record"),
+    "no table": (put(CSV, b"no table"), f"changed.zip/{CSV}: not a table of results"),
+}
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, monkeypatch) -> Callable[[Path], str]:
+    """Asks for a report, which is refused in one line and leaves nothing; returns the line."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(archive.tempfile, "tempdir", str(temporary))
+
+    def refuse(path: Path) -> str:
+        line = is_refused(report_main, ["--results-dir", str(path), "--output", str(tmp_path / "report.html")], capsys)
+        assert not (tmp_path / "report.html").exists() and not list(temporary.iterdir())
+        return line
+
+    return refuse
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_changed_archive_is_refused_by_name(name, packed, refused):
+    change, message = TAMPERED[name]
+    line = refused(rewrite(packed, change))
+    assert message in line and str(packed.with_name("changed.zip")) in line
+
+
+def test_bombs_are_refused(packed, refused, monkeypatch):
+    monkeypatch.setattr(archive, "MAX_BYTES", 2**20)
+    bomb = rewrite(packed, put("tables/x.csv", bytes(2**24)))
+    assert "bytes unpacked, more than the 1,048,576 that are read" in refused(bomb)
+    lied = bomb.read_bytes().replace((2**24).to_bytes(4, "little"), (2**10).to_bytes(4, "little"))
+    bomb.write_bytes(lied)
+    line = refused(bomb)
+    assert "damaged (Bad CRC-32 for file 'tables/x.csv')" in line, "no more is unpacked than the header says"
+
+
+def test_no_member_is_written_outside_of_the_folder(packed, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(archive.tempfile, "tempdir", str(temporary))
+    link = zipfile.ZipInfo("tables/link.csv")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    changed = rewrite(packed, put("../x"), (link,))
+    with archive.opened(changed) as folder:
+        assert [path.name for path in temporary.iterdir()] == [folder.name] and (folder / "x").is_file()
+        written = folder / "tables" / "link.csv"
+        assert written.read_bytes() == b"x" and not written.is_symlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
+
+
+def test_a_member_that_is_not_what_was_packed_is_refused(packed, refused):
+    with zipfile.ZipFile(packed) as opened:
+        info = opened.getinfo(CSV)
+    data = bytearray(packed.read_bytes())
+    data[info.header_offset + 30 + len(CSV) + info.compress_size // 2] ^= 255
+    changed = packed.with_name("changed.zip")
+    changed.write_bytes(data)
+    assert "changed.zip: not an archive of results, or damaged (" in refused(changed)
+
+
+def test_what_is_no_archive_is_refused(tmp_path, packed, refused):
+    assert "no such results folder or archive" in refused(tmp_path / "none.zip")
+    data = packed.read_bytes()
+    for content in (b"no zip", data[: len(data) // 2], data[:-5]):
+        (tmp_path / "a.zip").write_bytes(content)
+        assert "a.zip: not an archive of results, or damaged" in refused(tmp_path / "a.zip")
+
+
+# Comparing
+
+
+def moved(one: Path, two: Path) -> dict[tuple[str, str], Any]:
+    """The changes of what is not equal, by label and metric."""
+    frame = comparing.compare(one, two)
+    return {(each["label"], each["metric"]): each for each in frame[frame.moved].to_dict("records")}
+
+
+def printed(capsys: pytest.CaptureFixture, *arguments: object) -> str:
+    assert comparing.main([*map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_number_on_the_same_questions_is_compared_by_pairs(results, packed, other, capsys):
+    assert int(re.match(r"(\d+) numbers in both: \1 equal, 0 moved\n$", printed(capsys, packed, results))[1]) > 20
+    save_task(other, "full", OTHER_HITS)
+    ((key, change),) = moved(results, other).items()
+    assert key == ("Full cache", "acc") and change["pairs"] == 8
+    contexts = [-0.5, 0, 0, 0]  # mean difference of each
+    assert change["difference"] == pytest.approx(statistics.mean(contexts))
+    assert change["stderr"] == pytest.approx(statistics.stdev(contexts) / 2)
+    assert abs(change["z"]) == pytest.approx(1.0)
+
+
+def test_texts_are_compared_by_windows_or_prompts(tmp_path, results, other):
+    save_text(other, "h2o", tuple(nll + 1e-4 * (1 + index) for index, nll in enumerate(NLLS)))
+    ((key, change),) = moved(results, other).items()
+    assert key == ("H2O", "perplexity") and change["pairs"] == 3
+    assert change["difference"] == pytest.approx(2e-4 * math.exp(2.5), rel=1e-3)
+    assert change["stderr"] < 1e-3 * math.exp(2.5) * 0.5 / math.sqrt(3), "what the two share does not count"
+    for name, shift in (("one", 0.0), ("two", 0.5)):
+        prompts = [{"nll": nll + shift, "kl_nats": nll} for nll in NLLS]
+        metrics = {"text_perplexity": math.exp(2.5 + shift), "kl_nats": 2.5, "num_samples": 3} | SHARES
+        command = ["experiment=long_decode", "method=h2o"]
+        save(tmp_path / name, command, {"offline": metrics}, **RAN | {"samples": {"prompts": prompts}})
+    ((key, change),) = moved(tmp_path / "one", tmp_path / "two").items()
+    assert key == ("H2O", "text_perplexity") and change["pairs"] == 3
+    assert change["difference"] == pytest.approx(math.exp(3) - math.exp(2.5))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"inputs": RAN["inputs"] | {"corpus": "e" * 64}}, {"samples": {"passkey": answers(OTHER_HITS, first=1)}}]
+)
+def test_numbers_of_other_questions_are_compared_as_independent(fields, results, other):
+    save_task(other, "full", OTHER_HITS, **fields)
+    ((_, change),) = moved(results, other).items()
+    assert pd.isna(change["pairs"]) and change["stderr"] == pytest.approx(math.hypot(0.2, 0.2))
+    assert change["differs"] == ("data" if "inputs" in fields else "")
+
+
+def test_the_largest_comes_first_with_what_else_differs(results, other, capsys):
+    inputs = RAN["inputs"] | {"code:harness": "e" * 64, "model": "f" * 64}
+    save_task(other, "full", OTHER_HITS, inputs=inputs, environment=RAN["environment"] | {"python": "3.12"})
+    save_task(other, "h2o", (0.0,) * 8, inputs=inputs)
+    said = printed(capsys, results, other)
+    assert said.startswith(f"{len(comparing.compare(results, other))} numbers in both: ") and " 2 moved\n" in said
+    header, _, first, second = [re.split("  +", line.strip()) for line in said.splitlines()[2:]]
+    first, second = (dict(zip(header, cells, strict=True)) for cells in (first, second))
+    assert (first["label"], first["differs"]) == ("H2O", "code weights")
+    assert (second["label"], second["differs"]) == ("Full cache", "code weights environment")
+    assert (first["metric"], first["task"], first["A"], first["B"]) == ("acc", "passkey", "0.625", "0")
+    assert abs(float(first["z"])) > abs(float(second["z"])) > 0
+
+
+def test_rows_of_one_alone_are_counted_and_named(tmp_path, results, capsys):
+    save_task(tmp_path, "full")
+    save_task(tmp_path, "quest")
+    said = printed(capsys, results, tmp_path)
+    assert re.search(r"only in A: \d+ numbers, of .*fig11 of H2O on smollm2-135m", said)
+    assert "only in B: 4 numbers, of fig11 of Quest on smollm2-135m\n" in said
+
+
+def test_runs_with_other_settings_are_not_matched(tmp_path):
+    metrics = {"passkey": {"acc": 0.5, "acc_stderr": 0.2, **SHARES}}
+    for seed in (4, 5):
+        save(tmp_path / str(seed), ["experiment=fig11", "method=h2o", f"seed={seed}"], metrics, **RAN)
+    with pytest.raises(UserError, match=r"^no run is in both: A has .*\(seed=4\); B has .*\(seed=5\)$"):
+        comparing.compare(tmp_path / "4", tmp_path / "5")
+
+
+def test_results_without_a_common_run_are_refused_in_one_line(tmp_path, results, capsys):
+    save_task(tmp_path, "quest")
+    line = is_refused(comparing.main, [str(results), str(tmp_path)], capsys)
+    assert re.search(r"no run is in both: A has (fig11|latency) of .* on smollm2-135m, ", line)
+    assert line.endswith("...; B has fig11 of Quest on smollm2-135m\n")
+
+
+def test_speed_is_compared_by_ratio(results, other, capsys):
+    shutil.rmtree(other / "runs" / "latency")
+    save(other, TIMED_RUN, LATENCY_METRICS | {"decode_s": 1.0, "tokens_per_s": 6.4}, **RAN)
+    said = printed(capsys, results, other)
+    assert re.search(r"0\.5 +1 +0\.5 +2 +decode_s +latency .* offload +4 +1024 +8\n", said)
+    assert re.search(r"12\.8 +6\.4 +-6\.4 +0\.5 +tokens_per_s +latency", said)
+
+
+def test_a_strangers_names_fit_a_terminal(tmp_path, capsys):
+    for name, hits in (("one", HITS), ("two", OTHER_HITS)):
+        label = "label='\x1b[2J" + "x" * 200 + "'"
+        metrics = {"passkey": {"acc": sum(hits) / 8, **SHARES}}
+        save(tmp_path / name, ["experiment=fig11", "method=h2o", label], metrics, **RAN)
+    said = printed(capsys, tmp_path / "one", tmp_path / "two")
+    assert "\x1b" not in said and "\\x1b[2Jxxx" in said

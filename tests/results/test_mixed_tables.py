@@ -1,0 +1,74 @@
+"""Columns of the tables that only some models have: numbers by hand, and no column without a number."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from harness.model import load as models
+from harness.model.load import LoadedModel
+from harness.results.columns import ACCURACY, OPTIONAL, names, read_table
+from harness.results.metrics import NUM_CONTEXTS, OF_SOME_RUNS
+from harness.run.cli import main
+from tests.living import tiny
+from tests.mixed_models import WINDOW, mixed
+from tests.tokens import byte_tokenizer
+
+SEQ_LEN, PREFILL_LEN = 100, 40
+ROWS = range(PREFILL_LEN, SEQ_LEN - 1)
+"""Tokens cached at each decode row; the last one of a window predicts nothing."""
+HELD = 2 * (WINDOW - 1)
+"""Two of six layers hold the last 15 tokens."""
+CHANNELS = 2 * 2 * 16 + 4 * 16
+"""Of qwen3_next's convolution: queries and keys of two heads, values of four."""
+
+
+BUDGET = sum((2 * t + 2 * 20) / (4 * t) for t in ROWS) / len(ROWS)
+"""Of H2O with 10 + 10 of 100 tokens in two of the four layers that see every token; windows count in none."""
+EVICTED = sum(t - 20 for t in ROWS) / len(ROWS)
+"""All but 10 + 10 tokens, at each row."""
+WINDOW_FRAC = sum(HELD / (4 * t + HELD) for t in ROWS) / len(ROWS)
+EXPECTED: dict[str, dict[str, float]] = {
+    "gemma2": {"window_frac": WINDOW_FRAC, "budget": BUDGET, "tokens_evicted": EVICTED},
+    "qwen3_next": {
+        "recurrent_bytes": 2 * 4 * (4 * 16 * 16 + CHANNELS * 4),
+        "budget": BUDGET,
+        "tokens_evicted": EVICTED,
+    },
+    "deepseek_v3": {"latent_bytes": 4 * 32 * 4, "budget": BUDGET, "tokens_evicted": EVICTED},
+    "gqa": {"budget": BUDGET, "tokens_evicted": EVICTED},
+}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Scores H2O on random letters with a tiny model in place of any other; returns the table's rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
+
+    def score(name: str, *more: str) -> list[dict]:
+        loaded = LoadedModel(tiny(name) if name == "gqa" else mixed(name), byte_tokenizer(), name, 512, name * 10)
+        monkeypatch.setattr(models, "load_model", lambda config: loaded)
+        lengths = [f"seq_len={SEQ_LEN}", f"prefill_len={PREFILL_LEN}", "num_windows=2", f"corpus.path={text}"]
+        assert main(["experiment=perplexity", "method=h2o", "method.dense_layers=2", *lengths, *more]) == 0
+        return read_table(Path("outputs/tables/perplexity.csv"))
+
+    return score
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_table_has_the_columns_of_its_models_and_no_other(name, run):
+    rows = run(name)
+    absent = set(OPTIONAL) - set(EXPECTED[name]) - {NUM_CONTEXTS.name}
+    assert rows and tuple(rows[0]) == tuple(column for column in names(ACCURACY) if column not in absent)
+    for column, expected in EXPECTED[name].items():
+        assert [row[column] for row in rows] == pytest.approx([expected] * len(rows)), column
+    shown = Path("outputs/tables/perplexity.md").read_text()
+    assert all((column.heading in shown) == (column.name in EXPECTED[name]) for column in OF_SOME_RUNS)
+    if name == "gqa":  # beside a model that has another column
+        window_shares = {row["num_samples"]: row["window_frac"] for row in run("gemma2", "num_windows=1")}
+        assert window_shares == {2: None, 1: pytest.approx(WINDOW_FRAC, rel=0.1)}

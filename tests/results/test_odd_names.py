@@ -1,0 +1,115 @@
+"""Names that break what shows them: labels, texts and folders that look like markup, like no value, or like a part."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plots
+from harness.errors import UserError
+from harness.results import record as records
+from harness.results import write as tables
+from harness.results.columns import read_table
+from plots import data, style
+from plots.drawing import DRAWINGS
+from tests.plots.test_plots import write
+from tests.results.test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save
+
+LABELS = (
+    "NA", "nan", "null", "None", "-", " ", "a\nb", "a\r\nb", "$\\foo$", "$x", "a|b", "a\\|b", "x" * 300,
+    "x" * 150 + "y" + "x" * 149, "_hidden", "x]", "a[b]", "*", "**", "`x`", "<b>", "%s", "{0}", "\x1b[2J", "a,b", '"q"',
+    "1.0", "True", "\\", "ü", "=1+1", "+1", "-1x", "@cmd", "\tx", "'=1", "''", "[a](b://c.de)", "www.a.de", "x@y.de",
+)  # fmt: skip
+SHARES = {"budget": 0.16, "budget_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
+CHUNK = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": {"perplexity": 12.5, "perplexity_stderr": None}}
+
+
+def save_labelled(results: Path, experiment: str, metrics: dict[str, Any], **fields: Any) -> None:
+    """A finished record for each of `LABELS`."""
+    record = save(results, [f"experiment={experiment}"], metrics, **fields)
+    for number, label in enumerate(LABELS):
+        run = {"run_id": f"{number}", "settings_id": f"{number}", "config": record["config"] | {"label": label}}
+        records.write_record(records.record_path(results, experiment, f"{number}"), record | run)
+    shutil.rmtree(records.record_path(results, experiment, record["run_id"]).parent)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("a*[b]?")
+    save_labelled(folder, "fig11", {"passkey": TASK_METRICS | SHARES})
+    save_labelled(folder, "fig12", {"offline": TEXT_METRICS | SHARES}, chunks=[CHUNK])
+    save_labelled(folder, "latency", LATENCY_METRICS)
+    for experiment in ("fig11", "fig12", "latency"):
+        tables.update(folder, experiment)
+    return folder
+
+
+def markdown_cells(line: str) -> list[str]:
+    """The cells of a line of a Markdown table as a reader sees them."""
+    assert line.startswith("| ") and line.endswith(" |")
+    cells = [cell.strip() for cell in re.split(r" \| ", line[2:-2])]
+    return [re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", cell) for cell in cells]
+
+
+@pytest.mark.parametrize("name", ["fig11", "latency"])
+def test_a_table_has_every_label_as_it_is(name, results):
+    path = results / "tables" / f"{name}.csv"
+    assert {row["label"] for row in read_table(path)} == set(LABELS)
+    with path.open(newline="") as stream:
+        cells = [cell for row in csv.reader(stream) for cell in row]
+    assert [cell for cell in cells if re.match(r"[=+@\t]|-\D*$", cell)] == [], "no spreadsheet computes one"
+    assert {"'=1+1", "'+1", "'-1x", "'@cmd", "'\tx", "''=1", "''"} <= set(cells)
+    lines = [line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("| ")]
+    header, *body = lines
+    assert len(body) == len(LABELS)
+    assert {len(markdown_cells(line)) for line in lines} == {len(markdown_cells(header))}
+    shown = {markdown_cells(line)[0] for line in body}
+    assert {"NA", "$\\foo$", "a|b", "a\\|b", "a\\nb", "a\\r\\nb", "\\x1b[2J", "<b>", "`x`", "*"} <= shown
+    assert not any("\x1b" in line for line in lines)
+    assert not any(re.search(r"[^\\]\]\(|[^\\]:/|www\.|\w@\w", line) for line in body), "no links"
+
+
+@pytest.mark.parametrize("name", ["fig12", "fig14"])
+def test_a_figure_has_every_label(name, results):
+    shown = data.Tables(results / "tables")
+    with style.applied():
+        figure = DRAWINGS[name](shown, name)
+        figure.draw_without_rendering()
+    drawn = {text.get_text().replace("\n", "") for legend in figure.legends for text in legend.get_texts()}
+    drawn |= {tick.get_text().replace("\n", "") for axes in figure.axes for tick in axes.get_xticklabels()}
+    names = {shown._legible(label) for label in LABELS}
+    assert len(names) == len(LABELS) and max(map(len, names)) <= data.MAX_LETTERS + 1
+    found = {name for name in names if any(text.startswith(name) for text in drawn)}
+    assert {"NA", "nan", "$\\foo$", "a|b", "a\\nb", f"{data.NARROW_SPACE}_hidden"} <= found
+
+
+@pytest.mark.parametrize("text", ("notes[draft].txt", "a [5, 0-20 %]", "offline[256:512]", "NA", "a\nb"))
+def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
+    for method in ("full", "h2o"):
+        metrics = {text: TEXT_METRICS | SHARES}
+        save(tmp_path, ["experiment=fig12", f"method={method}"], metrics, chunks=[CHUNK])
+    path = tables.update(tmp_path, "fig12")
+    with path.open(newline="") as stream:
+        tasks = {row["task"] for row in csv.DictReader(stream)}
+    name = text.replace("[", "(").replace("]", ")")
+    assert tasks == {name, f"{name}[256:512]"}
+    assert "12.500" in tables.summary(records.read_records(tmp_path, "fig12"))
+    frame = data.Tables(tmp_path / "tables").accuracy("fig12")
+    assert len(data.whole_texts(frame)) == len(frame) - 2
+    with style.applied():
+        figure = DRAWINGS["fig12"](data.Tables(tmp_path / "tables"), "fig12")
+        figure.draw_without_rendering()
+    assert len(figure.axes) == 1
+
+
+def test_where_no_figure_can_be_drawn_it_is_said_why(tmp_path):
+    with pytest.raises(UserError, match="tables: no table yet; `python run.py experiment=fig11`"):
+        plots.main(tmp_path)
+    write(tmp_path, "perplexity", [])
+    with pytest.raises(UserError, match=r"tables: no figure is drawn from perplexity\.csv alone; "):
+        plots.main(tmp_path)

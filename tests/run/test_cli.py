@@ -1,0 +1,294 @@
+"""The command line, in-process: usage that must work, exit codes, a line for every failure, no litter."""
+
+import io
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf
+
+from harness.errors import UserError
+from harness.results.record import flat
+from harness.run.cli import main, read_words
+from harness.run.compose import compose, load, override, read_override
+from harness.settings.explain import run_help
+from harness.settings.schema import as_typed
+from tests.runs import outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def only_error(capsys) -> str:
+    """The one line on stderr."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "method=infinigen model=llama2-7b",
+        "method=h2o method.heavy_frac=0.1 model=smollm2-135m data=local data.root=data experiment=tasks tasks=[copa]",
+    ],
+)
+def test_usage(command, runs, capsys):
+    Path("data/copa").mkdir(parents=True)
+    Path("data/copa/validation.jsonl").write_text("{}\n")
+    assert main(command.split()) == 0
+    assert len(runs.configs) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "" and printed.out.strip()
+    assert {path.name for path in Path().iterdir()} == {"data", "outputs"}
+    assert {path.name for path in Path("outputs").iterdir()} == {"runs", "tables"}
+
+
+def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
+    def fail_h2o(config):
+        if config.method_name == "h2o":
+            raise UserError("h2o is not well")
+        return outcome(config)
+
+    runs.measure = fail_h2o
+    assert main(["-m", "method=full,h2o,int4"]) == 2
+    assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
+    assert runs.loads == ["smollm2-135m"]
+    printed = capsys.readouterr()
+    assert printed.err == "error: method=h2o: h2o is not well\n" and printed.out.count("budget (%)") == 1
+    assert "INT4" in printed.out and "H2O" not in printed.out
+    assert {path.name for path in Path().iterdir()} == {"outputs"}
+
+
+def test_a_sweep_with_a_budget_runs_the_full_cache_as_it_is(runs, capsys):
+    assert main(["-m", "method=full,infinigen,h2o", "budget=0.1"]) == 0
+    assert [(config.method_name, config.budget) for config in runs.configs] == [
+        ("full", None), ("infinigen", 0.1), ("h2o", 0.1),
+    ]  # fmt: skip
+    assert main(["method=full", "budget=0.1"]) == main(["method=full"]) == 0
+    assert len(runs.configs) == 3, "one run, whatever budget is given"
+    assert main(["-m", "method=int4,h2o", "budget=0.2"]) == 2
+    assert "budget=0.2: method Full has no budget to set" in capsys.readouterr().err
+    assert main(["-m", "method=int4,h2o", "budget=nearest:0.2"]) == 0
+
+
+def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys):
+    of_both = ["-m", "method=quest,freekv", "method.page_size=8", "budget=0.2,0.3"]
+    assert main(of_both) == 0
+    assert [(config.method_name, config.method.page_size, config.budget) for config in runs.configs] == [
+        ("quest", 8, 0.2), ("quest", 8, 0.3), ("freekv", 8, 0.2), ("freekv", 8, 0.3),
+    ]  # fmt: skip
+    capsys.readouterr()
+    for pages in ("8", "8,16"):
+        assert main(["-m", "method=quest,h2o", f"method.page_size={pages}"]) == 2
+        assert only_error(capsys).startswith("error: unknown setting method.page_size: allowed: dense_layers")
+    assert len(runs.configs) == 4, "Hydra composes all jobs before the first runs"
+
+
+def test_help_says_of_every_setting_its_default_range_and_meaning():
+    config = compose(["method=h2o"])
+    lines = run_help(config).splitlines()
+    settings = {}
+    for number, line in enumerate(lines):
+        found = re.match(r"([a-z_]+(?:\.\w+)*)  ", line)
+        if found:
+            rest = itertools.takewhile(lambda later: later.startswith("    "), lines[number + 1 :])
+            settings[found[1]] = " ".join([line.removeprefix(found[1]), *rest]).split()
+    plain = OmegaConf.to_container(config, resolve=False)
+    for name in ("method", "experiment", "kind"):
+        plain.pop(name, None)
+    plain["model"].pop("shape")
+    plain.pop("sweep")
+    for name, default in flat(plain).items():
+        words = settings.pop(name)
+        written = str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
+        assert words[0] == written, name
+        at = words.index("Allowed:")
+        assert at > 1 and words[at - 1].endswith(".") and len(words) > at + 1, f"{name} has meaning and range"
+    assert set(settings) == {"model.shape", "codec_settings", "sweep.share"}
+    assert "a whole number, at least 1, at most 1,000,000; or null" in " ".join(run_help(config).split())
+
+
+def test_help_lists_methods_and_systems(runs, capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "keydiff, kivi, kivi4, knorm" in printed and "system: ideal, infinigen" in printed
+    assert runs.configs == [] and list(Path().iterdir()) == []
+
+
+REFUSED = {
+    "method=[": "",
+    "--cfg job method=h2": "",
+    "hydra=null": "",
+    "-m seed=range(1,2,0)": "",
+    "seed": "seed: must be NAME=VALUE",
+    "seed=${nothing}": "seed=${nothing}: must be a whole number",
+    "method.alpha=${no.such}": "method.alpha=${no.such}: must be a number",
+    "--config-dir=/nonexistent": "--config-dir=/nonexistent: settings are read from the project's conf/ alone; your",
+    "--config-dir /nonexistent": "--config-dir: settings are read from",
+    "-cn other": "-cn: settings are read from",
+    "hydra.run.dir=/tmp/x": "hydra.run.dir=/tmp/x: is no setting of a run; results go to results_dir=; allowed of",
+    "-m hydra.sweep.dir=/tmp/x seed=1,2": "hydra.sweep.dir=/tmp/x: is no setting of a run",
+    "method=infinigen2 method.alpha=0": "method.alpha=0.0: must be inf with group=sum_probs, or set group=best",
+    "seed=\udcff": "seed=\\udcff: is not UTF-8 text",
+    f"seed={'9' * 5000}": "seed=9",
+    f"tasks={'[' * 3000}{']' * 3000}": "tasks=[",
+    "hydra/launcher=x": "hydra/launcher=x: starts the jobs of a sweep, which needs -m",
+    "-m hydra/launcher=x": "hydra/launcher=x: ",
+    "method=null": "method=null: must be one name; allowed: adakv, ",
+    "method=[full,h2o]": "method=[full,h2o]: must be one name",
+    "model={name:x}": "model={name:x}: must be one name",
+    "-m method=full,null": "method=full,null: must be one name",
+    "method=full,h2o": "method=full,h2o: is a sweep, which needs -m",
+    "-m label=a,b": "label=a,b: names the same run several times; a sweep over systems is system=",
+    "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
+    "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
+    "sweep.share=1/2": "sweep.share=1/2: needs an experiment that is many runs",
+    "experiment=./nothing.yaml": "experiment=./nothing.yaml: there is no file ./nothing.yaml; allowed: ablation",
+    "system=offlod+int4 experiment=latency": "system=offlod+int4: did you mean 'offload+int4'",
+    "label=offload experiment=latency": "label=offload: names a system; a system is chosen by system=NAME",
+    "method=infinigen method.alpha=4 budget=0.16": "method.alpha=4.0: budget=0.16 sets it; leave one of them out",
+    "method=quest method.budget=0.3 budget=0.16": "method.budget=0.3: budget=0.16 sets it",
+    "-m method=full,h2": "method=h2: did you mean 'h2o'",
+    "budget=near:0.1": "budget=near:0.1: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
+    "budget=nearest:2": "budget=2.0: must be above 0 and at most 1",
+    "experiment=latency method=full gpu_cache=2": "gpu_cache=2: Full cache selects no rows; needs a method that",
+    "method=quest gpu_cache=0.5": "gpu_cache=0.5: must be 0, or 1 and more, times the rows that a step reads",
+}
+"""What Hydra would misread, or refuse in words that do not help, and settings that do not go together."""
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_is_refused_is_one_line(command, runs, capsys):
+    assert main(command.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {REFUSED[command]}") and "a bug" not in printed.err
+    assert printed.err.count("\n") == 1 and len(printed.err) < 900
+    assert printed.out == "" and runs.configs == []
+    assert list(Path().iterdir()) == [] or command == "-m method=full,h2", "a sweep that Hydra itself ends is noted"
+
+
+QUOTED = {
+    "label=It's fine": """'label="It'"'"'s fine"'""",
+    "results_dir=/tmp/Übung": """'results_dir="/tmp/Übung"'""",
+    'label=say "hi"': """'label="say \\"hi\\""'""",
+    "prompt='": """'prompt="'"'"'"'""",
+}
+"""What Hydra's grammar does not take, and what a user of a shell types instead."""
+
+
+@pytest.mark.parametrize("word", QUOTED)
+def test_what_needs_quotes_is_shown_in_them(word, runs, capsys):
+    assert main([word]) == 2
+    said = only_error(capsys)
+    assert said.startswith(f"error: {word}: ") and QUOTED[word].strip("'") in said
+    (typed,) = shlex.split(said.partition("as text: ")[2])
+    assert read_override(typed).value() == word.partition("=")[2]
+    read_words([typed])
+
+
+TEXTS = [
+    "${nothing}",
+    "const line = `${a => b} and ${seed}`;",
+    r"C:\\${HOME}\${seed}",
+    "${",
+    '$${seed}}, it\'s "${oc.env:HOME}"',
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_text_and_no_other_settings_value(text, runs):
+    Path(text).mkdir(parents=True)
+    words = [f"system_instruction={text}", f"results_dir={QuotedString(text, Quote.single).with_quotes()}"]
+    assert main(["method=full", "experiment=tasks", *words]) == 0
+    (config,) = runs.configs
+    assert (config.task.system_instruction, config.results_dir) == (text, text)
+    in_python = load([override("system_instruction", text), override("tasks", [text, "passkey"])])
+    assert (in_python.task.system_instruction, in_python.tasks) == (text, (text, "passkey"))
+    ours = read_words(words)
+    assert [read_override(word).value() for word in read_words([as_typed(word) for word in ours])] == [
+        read_override(word).value() for word in ours
+    ], "as they are read again from what is shown of them"
+
+
+def test_a_sweep_over_texts(runs):
+    assert main(["-m", "method=full", "experiment=tasks", "system_instruction='${a}','b, ${seed}'"]) == 0
+    assert [config.task.system_instruction for config in runs.configs] == ["${a}", "b, ${seed}"]
+
+
+def test_a_name_with_a_line_break_is_refused_in_one_line(runs, capsys):
+    assert main(["method='full\n'"]) == 2
+    assert only_error(capsys).startswith("error: method=full\\n: did you mean 'full'")
+
+
+def test_a_grid_without_a_method_is_refused(runs, capsys):
+    assert main(["experiment=long", "sweep.methods=null", "status=true"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == ["error: sweep.runs: method=None: must be one name"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("experiment", ["perplexity", "latency", "generate"])
+def test_a_platform_that_is_not_here_is_refused_before_anything_else(experiment, runs, capsys):
+    assert main([f"experiment={experiment}", "platform=cuda"]) == 2
+    assert only_error(capsys) == "error: platform=cuda: torch finds no CUDA device here; allowed: cpu"
+    assert runs.loads == runs.configs == [] == list(Path().iterdir())
+
+
+def test_an_unwritable_results_folder(runs, capsys):
+    Path("file").touch()
+    assert main(["results_dir=file"]) == 2
+    assert only_error(capsys).startswith("error: results_dir: file/runs/")
+    assert main(["-m", "results_dir=file", "method=full,h2o"]) == 2
+    assert only_error(capsys).startswith("error: file/runs")
+    assert runs.configs == []
+
+
+def test_leaves_the_process_as_it_was(runs):
+    before = sys.argv, os.getcwd(), dict(os.environ)
+    main(["method=h2"])
+    main(["method=full"])
+    assert (sys.argv, os.getcwd(), dict(os.environ)) == before
+
+
+def test_a_bug_is_one_line_exit_code_1_and_a_traceback_on_demand(runs, capsys, monkeypatch):
+    def break_down(config):
+        raise AttributeError("a bug")
+
+    runs.measure = break_down
+    assert main([]) == 1
+    assert only_error(capsys) == "error: a bug (AttributeError, a bug; HYDRA_FULL_ERROR=1 shows where)"
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert main([]) == 1
+    assert "in break_down" in capsys.readouterr().err
+
+
+def test_a_terminal_of_ascii_shows_any_name(runs, monkeypatch):
+    written = io.BytesIO()
+    with monkeypatch.context() as patch:
+        terminal = io.TextIOWrapper(written, encoding="ascii")
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        assert main(["method=full", "label='größer'"]) == 0
+        assert main(["method=größer"]) == 2
+    terminal.flush()
+    assert written.getvalue().count(rb"gr\xf6\xdfer") == 3
+
+
+def test_without_the_environment_one_line_says_what_installs_it(tmp_path):
+    command = [sys.executable, "-S", ROOT / "run.py", "method=full"]  # without site-packages
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert "needs the Python package hydra, which is not installed; `make setup`" in done.stderr
+
+
+def test_entry_point(tmp_path):
+    command = [sys.executable, ROOT / "run.py", "method=h2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: method=h2: did you mean 'h2o'") and done.stderr.count("\n") == 1

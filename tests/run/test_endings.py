@@ -1,0 +1,126 @@
+"""How a command ends where a method ends the process, nobody reads the output, or a disk is full."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from harness import errors, files
+from harness.errors import UserError
+from harness.model import calibration
+from harness.results.record import read_all
+from harness.run import cli
+from harness.run.cli import main
+from tests.methods.test_hostile_files import HEAD, METHOD, SHORT
+from tests.run.test_processes import forked
+from tests.runs import reading, tiny_loaded
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_method_that_ends_the_process_leaves_an_interrupted_run(own_folder, monkeypatch):
+    loaded = tiny_loaded()
+    loaded.model.save_pretrained("model")
+    loaded.tokenizer.save_pretrained("model")
+    Path("text.txt").write_text("a cache of keys and values " * 40)
+    Path("mine.py").write_text(HEAD + METHOD.replace("return value", "import os; os._exit(0); return value"))
+    words = ["method=./mine.py", "model.path=model", "corpus.path=text.txt", *SHORT]
+    monkeypatch.setenv("KV_HARNESS_CACHE", "cache")
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(lambda: main(words)), 0)[1]) == 0
+    assert [record["status"] for record in read_all("outputs")] == ["interrupted"]
+
+
+# Nobody reads
+
+
+@pytest.mark.parametrize("closed", ["sys.stdout.close()", "sys.stderr.close(); sys.stdout.close()", "os.close(1)"])
+def test_a_method_that_closes_the_output_ends_it_quietly(closed, tmp_path):
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from harness.run import cli
+def run(jobs, words):
+    {closed}
+    print("a line", flush=True)
+cli._run_hydra = run
+os._exit(cli.main([]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+
+
+@pytest.mark.parametrize("full", ["/dev/full", None])
+def test_a_refusal_that_nobody_can_read_has_its_exit_code(full, tmp_path):
+    of_project = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    code = f"{of_project}; from harness.run.cli import main; sys.exit(main(['a=b=c[']))"
+    shell = f'exec {sys.executable} -c "{code}" 2>{full or "&-"}'
+    assert subprocess.run(["bash", "-c", shell], timeout=60).returncode == 2
+
+
+def test_a_broken_pipe_of_the_methods_own_is_told(own_folder, monkeypatch, capfd):
+    texts = reading(monkeypatch, own_folder, tiny_loaded())
+    Path("mine.py").write_text(HEAD + METHOD.replace("return value", "raise BrokenPipeError(32, 'gone'); return value"))
+    assert main(["method=./mine.py", *texts, *SHORT]) == 2
+    assert "gone" in capfd.readouterr().err
+
+
+# Full disks
+
+
+def test_a_grid_on_a_full_disk_says_so_once(runs, small, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    finished = main(["experiment=accuracy"])
+    assert finished == 0
+    (record,) = list(Path("outputs/runs/fig12").glob("*/record.json"))[:1]
+    record.unlink()
+    capsys.readouterr()
+    monkeypatch.setattr(files.os, "replace", full)
+    assert main(["experiment=accuracy"]) == 2
+    refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(refusals) == 1 and "No space left on device" in refusals[0]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")])
+def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monkeypatch, capsys):
+    def full(*_):
+        raise error
+
+    texts = reading(monkeypatch, own_folder, tiny_loaded())
+    monkeypatch.setattr(calibration, "save_file", full)
+    assert main(["method=infinigen", *texts, *SHORT]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the cache {own_folder}/cache/calibration cannot be written" in line
+    assert "No space left" in line and "KV_HARNESS_CACHE" in line
+
+
+# Damaged notes in the cache
+
+
+@pytest.mark.parametrize(
+    "note", ["[" * 100_000, "{}", "[]", "null", '{"stamp": 1}', '{"sha256": null, "stamp": STAMP}']
+)
+def test_a_damaged_note_of_a_digest_is_not_read(note, tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "SETTLED_S", -1.0)
+    file = tmp_path / "file"
+    file.write_text("content")
+    digest = files.file_sha256(file)
+    (kept,) = (tmp_path / "cache" / "digests").iterdir()
+    stamp = json.dumps(json.loads(kept.read_text())["stamp"])
+    kept.write_text(note.replace("STAMP", stamp))
+    assert files.file_sha256(file) == digest == files.content_sha256(file)
+
+
+def test_refused_takes_whatever_foreign_code_raises():
+    for error in (GeneratorExit(), BaseException("x"), SystemExit(3)):
+        with pytest.raises(UserError, match=f"^a thing \\({type(error).__name__}"), errors.refused("a thing"):
+            raise error
+    with pytest.raises(KeyboardInterrupt), errors.refused("a thing"):
+        raise KeyboardInterrupt

@@ -1,0 +1,257 @@
+"""`experiment=tune` and the sweep of `experiment=board` that reads its numbers; one's own rows on the board."""
+
+import re
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness.errors import UserError
+from harness.model.tiny import tiny_model
+from harness.results import board, columns, tuned
+from harness.results.board_rows import ORACLES
+from harness.results.board_sources import step_at, step_seconds, timed_step
+from harness.results.columns import TableRow, read_table
+from harness.run import cli
+from harness.run.compose import choices, composed, load
+from harness.run.sweep import read_plan
+from harness.settings.config import RunConfig
+from harness.settings.schema import options
+from tests.methods.test_own_codec import HEAD as CODEC_HEAD
+from tests.methods.test_own_codec import MINE as CODEC
+from tests.runs import letters
+from tests.tokens import byte_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The sweep
+
+
+@contextmanager
+def choosing(*few: str):
+    """Sweeps over all methods with a few of them, as composing all takes a while."""
+    OmegaConf.register_new_resolver("choices", lambda _, *without: [x for x in few if x not in without], replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("choices", choices, replace=True)
+
+
+@pytest.fixture
+def plan():
+    """The plan of `experiment=tune` with a few of the methods."""
+    with choosing("full", "int4", "oracle", "quest"):
+        yield read_plan(composed(["experiment=tune"]).sweep, ["experiment=tune"])
+
+
+def test_every_method_is_in_the_sweep():
+    asked = OmegaConf.to_container(composed(["experiment=tune"]).sweep, resolve=False)
+    left_out = "full,random,triattention,infinigen-pool,oracle-sampled"
+    assert asked["methods"] == f"${{choices:method,{left_out}}}"
+    assert choices("method") == options("method") and set(ORACLES) <= set(options("method"))
+    assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
+
+
+OF_OFFICIAL_CODE = {"freekv": 1} | dict.fromkeys(
+    ("doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "infinigen-pool", "knorm", "quest",
+     "turboquant2", "turboquant3", "turboquant4", "twilight"), 2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", OF_OFFICIAL_CODE)
+def test_a_method_has_as_many_dense_layers_as_its_official_code(method):
+    default, given = (load([f"method={method}", *more]) for more in ([], ["method.dense_layers=3"]))
+    assert default.method.dense_layers == OF_OFFICIAL_CODE.get(method, 0)
+    assert given.method.dense_layers == 3, "the command line wins"
+
+
+def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers(plan):
+    configs = [(config.method_name, config.budget, config.method.dense_layers) for config in plan.runs]
+    with_budget = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
+    assert configs == [("full", None, 0), *product(["int4"], [None], range(3)), *with_budget]
+    assert {config.kind for config in plan.runs} == {"perplexity"}
+
+
+def scored(method: str, asked: float, dense: int | None, kl: float, **columns: Any) -> TableRow:
+    """A KL in the table of `experiment=tune`; dense: None where it is the number of the method's file."""
+    words = "" if dense is None else f"dense_layers={dense}, "
+    common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "budget": asked, "experiment": "tune"}
+    row = common | {"method": method, "label": method, "settings": f"{words}budget={asked}, num_windows=4", "value": kl}
+    return row | {"source": "measured"} | columns
+
+
+def test_dense_layers_are_the_best_of_each_model_and_budget(monkeypatch, tmp_path):
+    """Those with the least KL of the numbers with which a method has the budget; of a codec's rows none."""
+    rows = [scored("quest", 0.1, 0, 0.2), scored("quest", 0.1, 1, 0.1), scored("quest", 0.1, None, 0.3)]
+    rows += [scored("quest", 0.05, None, 0.1), scored("quest", 0.05, 1, 0.2)]  # 2 are of its file
+    rows += [scored("quest", 0.1, 0, 0.01, model="gemma3-270m"), scored("quest", 0.1, 0, 0.01, metric="perplexity")]
+    coded = "dense_layers=0, codec=int8, budget=0.1"
+    rows += [scored("quest", 0.1, 0, 0.01, settings=coded), scored("./mine.py", 0.1, None, 0.01)]
+    rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), budget=0.3) for layers in (0, 1, 2)]
+    other = tmp_path / "other"
+    (other / "tables").mkdir(parents=True)
+    (other / "tables" / "tune.csv").write_text(columns.render_csv(columns.ACCURACY, rows))
+    file = tmp_path / "tuned.yaml"
+    file.write_text("mine: {h2o: {0.1: 1}}\nsmollm2-135m: {h2o: {0.1: 2}, quest: {0.16: 1}}\n")
+    monkeypatch.setattr(tuned, "FILE", file)
+    assert tuned.write([other]) == file
+    model = "smollm2-135m"
+    assert tuned.read() == {
+        "gemma3-270m": {"quest": {0.1: 0}},
+        "mine": {"h2o": {0.1: 1}},
+        model: {"h2o": {0.1: 2}, "quest": {0.05: 2, 0.1: 1, 0.16: 1}},
+    }, "what the folder lacks stays"
+    small, large = "nearest:0.05", "nearest:0.1"
+    assert tuned.as_tuned(["quest"], [0.05, 0.1], model) == [["quest", small, 2], ["quest", large, 1]]
+    assert tuned.as_tuned(["quest", "sparq"], [0.1], "gemma3-270m") == [["quest", large, 0], ["sparq", large, 0]]
+    assert tuned.as_tuned(["h2o"], [0.1], "unknown") == [["h2o", large, 0]]
+    with pytest.raises(UserError, match="no tables/tune.csv"):
+        tuned.write([tmp_path])
+
+
+def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
+    file = tmp_path / "tuned.yaml"
+    file.write_text("qwen2.5-coder-0.5b: {quest: {0.05: 2, 0.1: 1}}\nsmollm2-135m: {sparq: {0.1: 2}}\n")
+    monkeypatch.setattr(tuned, "FILE", file)
+    asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.data_root=.", "sweep.methods=[quest]"]
+    asked += ["sweep.long.methods=[quest]", "sweep.over_int8=[oracle,quest]", "sweep.long_over_int8=[quest]"]
+    asked += ["sweep.tasks_over_int8=[oracle]"]
+    with choosing("full", "quest", "int4", "sparq"):
+        configs = read_plan(composed(asked).sweep, asked).runs
+    quest = [("quest", 0.05, 2), ("quest", 0.1, 1)]
+    oracle = [("oracle", 0.05, 0), ("oracle", 0.1, 0)]
+    plain = [*quest, ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
+    full = ("full", None, 0)
+    expected = [("code", 1024, *config) for config in [full, *plain, *oracle, *quest]]
+    for of_length in ([full], plain, [*oracle, *quest]):
+        expected += [(text, 1024, *config) for text in ("book", "wikitext2") for config in of_length]
+    expected += [("tasks", 1024, *config) for config in [full, *quest, *oracle]]
+    at_10 = [("quest", 0.1, 1), ("int4", None, 0), ("sparq", 0.1, 0), ("quest", 0.1, 1)]
+    expected += [("latency", 1024, *config) for config in [full, *at_10]]
+    expected += [("code", 4096, *config) for config in [full, *quest, *quest]]
+    for of_length in ([full], quest, quest):
+        expected += [(text, 4096, *config) for text in ("book", "wikitext2") for config in of_length]
+    assert [what_runs(config) for config in configs] == expected
+    coded = [what_runs(config)[2:] for config in configs if config.codec == "int8"]
+    assert coded == [*oracle, *quest] * 3 + oracle + quest[1:] + quest * 3, "the number of the plain row"
+    assert {config.group_size for config in configs if config.codec == "int8"} == {16}
+    assert {config.task.num_sentences for config in configs} == {40}, "as long as the shorter windows"
+    timed = [config.latency for config in configs if config.kind == "latency"]
+    assert {(config.batch_size, config.prompt_len, config.gen_len) for config in timed} == {(4, 1024, 24)}
+    assert all(config.corpus.spread for config in configs)
+    assert {config.seq_len - config.prefill_len for config in configs} == {64}
+
+
+def test_the_shipped_numbers_are_those_of_the_shipped_scores():
+    found = tuned.read()
+    for folder in ("results", "results/qwen2.5-coder-0.5b"):
+        best = tuned.best_of(read_table(ROOT / folder / "tables" / "tune.csv"))
+        assert best
+        for model, methods in best.items():
+            assert found[model] == methods
+
+
+def test_without_data_and_longer_windows_a_board_remains():
+    """As `make board` starts it. A method of one's own has its class's number of dense layers."""
+    asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.longer=null"]
+    asked += ["sweep.over_int8=[quest]", "sweep.tasks_over_int8=[quest]", "sweep.methods=[quest,infinigen]"]
+    with choosing("full", "quest", "infinigen"):
+        configs = read_plan(composed(asked).sweep, asked).runs
+        own = ["method=kvzip", *asked[1:]]  # takes the place of a method of one's own
+        of_own = read_plan(composed([asked[0], *own]).sweep, [asked[0], *own]).runs
+    parts = {
+        (config.kind, config.seq_len, config.corpus.name if config.kind == "perplexity" else "") for config in configs
+    }
+    assert parts == {("perplexity", 1024, "code"), ("tasks", 1024, ""), ("latency", 1024, "")}
+    numbers = {config.method.dense_layers for config in configs}
+    assert len(numbers) > 1 and {config.method.dense_layers for config in of_own} == {0}
+    found = [(config.kind, config.budget, config.codec) for config in of_own]
+    assert len(found) == len(set(found)) == 13
+
+
+def what_runs(config: RunConfig) -> tuple[Any, ...]:
+    text = config.corpus.name if config.kind == "perplexity" else config.kind
+    return text, config.seq_len, config.method_name, config.budget, config.method.dense_layers
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"),
+    [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))],
+)
+def test_slower_models_get_fewer_windows_and_questions(model, counts):
+    sweep = composed(["experiment=board", f"model={model}"]).sweep
+    assert (sweep.windows, sweep.questions) == counts
+    assert composed(["experiment=board", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
+
+
+def test_an_entry_is_lenient_only_where_it_says_so():
+    entry = {"method": ["full", "oracle"], "experiment": "latency"}
+    with pytest.raises(UserError, match="Oracle selects by the true scores"):
+        read_plan(OmegaConf.create({"runs": [entry]}), [])
+    unknown = entry | {"method": "full", "method.none": 1}
+    lenient = read_plan(OmegaConf.create({"runs": [each | {"where_allowed": True} for each in (entry, unknown)]}), [])
+    assert [each.method_name for each in lenient.runs] == ["full"] and len(lenient.left_out) == 2
+
+
+def test_the_full_cache_runs_as_it_is_and_under_nearest_so_does_a_method_without_a_budget():
+    as_it_is = load(["method=full"])
+    for budget in ("0.1", "nearest:0.1"):
+        assert load(["method=full", f"budget={budget}"]) == as_it_is, "one record for all budgets"
+    assert load(["method=int4", "budget=nearest:0.1"]).budget is None
+    assert load(["method=h2o", "budget=nearest:0.1"]).budget == 0.1
+    with pytest.raises(UserError, match="has no budget to set"):
+        load(["method=int4", "budget=0.1"])
+
+
+def test_a_step_at_another_budget_follows_from_the_timed_one():
+    late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
+    assert step_seconds(late, 1.0) == 3.0 and step_seconds(late, 10.0) == pytest.approx(1.1)
+    metrics = dict.fromkeys(("platform", "batch_size", "prompt_len", "source"), 0)
+    metrics |= {"gen_len": 11, "decode_s": 0.1, "exposed_transfer_s": 0.02, "h2d_bytes": 10 * 2**20}
+    step = timed_step(metrics | {"late_bytes": 5 * 2**20, "link_bytes_per_s": 2**20})
+    assert (step["step_s"], step["compute_s"], step["link_bytes"]) == (pytest.approx(0.01), pytest.approx(0.008), 2**20)
+    larger = step_at(step, 0.1, 0.3, 0)
+    assert (larger["link_bytes"], larger["late_bytes"]) == (pytest.approx(3 * 2**20), pytest.approx(1.5 * 2**20))
+    assert larger["step_s"] == pytest.approx(0.01 + 3 - 1), "all of it waits for the link"
+    larger = step_at(step, 0.1, 0.3, 1)
+    assert larger["late_bytes"] == pytest.approx(2.5 * 2**20), "the dense layer's bytes, which are hidden, do not grow"
+    assert step_at(step, 0.1, None, 0)["step_s"] is None and timed_step(metrics | {"h2d_bytes": None}) == {}
+
+
+# One's own method or codec beside the shipped ones
+
+SMALL = [
+    "seq_len=200", "prefill_len=150", "num_windows=1", "num_samples=2", "tasks=[passkey]", "too_long=truncate",
+    "calibration.num_tokens=64", "batch_size=1", "prompt_len=24", "gen_len=6", "warmup_steps=1", "timed_steps=1",
+    "platform.link_gbps=1",
+]  # fmt: skip
+
+
+def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipped_beside, monkeypatch, capsys):
+    """As `make board METHOD= CODEC=` starts them, on a toy that has the shipped rows' model's name."""
+    file = letters(own_folder, monkeypatch, 1000)
+    tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("smollm2-135m")
+    byte_tokenizer().save_pretrained("smollm2-135m")
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    *_, example = readme.split("```python\n")
+    Path("long_value.py").write_text(example.partition("```")[0])
+    Path("mine.py").write_text(CODEC_HEAD + CODEC)
+    settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
+    own = ["method=./long_value.py", "codec=./mine.py", "sweep.longer=null"]
+    assert cli.main(["experiment=board", *settings, *own]) == 0, capsys.readouterr().err
+    board.write(Path("outputs"))
+    rows = [row for row in read_table(Path("outputs/tables/board-methods.csv")) if row["over"] == "smollm2-135m"]
+    label = "Long values + mine"
+    mine = [row for row in rows if row["shipped"] != "yes"]
+    assert {row["label"] for row in mine} == {label} and len({row["label"] for row in rows}) > 30
+    steps = [row for row in read_table(Path("outputs/tables/board-steps.csv")) if not row["shipped"]]
+    assert {row["label"] for row in steps} == {label} and {row["asked_budget"] for row in steps} == {None, 0.1}
+    assert all(row["step_s"] > 0 and row["codec"] == "mine" for row in steps)
+    answered = [row for row in read_table(Path("outputs/tables/board-answers.csv")) if row["label"] == label]
+    assert {row["asked_budget"] for row in answered} == {None, 0.05, 0.1}
+    page = Path("outputs/board.md").read_text()
+    assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
+    assert len([line for line in page.splitlines() if re.match(r"\| \W*Long values \+ mine \W*\*", line)]) >= 2

@@ -1,0 +1,689 @@
+"""Log-likelihoods and texts through replay: HFLM's for the full cache, live decoding's tokens for every method, and no
+trace of how work was shared."""
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from harness.decode.session import generate as live_texts
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.budgets import SHARES, ReadStats
+from harness.model.load import LoadedModel
+from harness.model.prompts import kept_bytes, prompt_bytes
+from harness.replay.session import ReplaySession
+from harness.run.compose import load
+from harness.scoring import answers
+from harness.scoring.answers import Request, Score, Written, generate, score
+from harness.scoring.evaluation import ReplayEngine, decode_rows
+from harness.scoring.lm import Prefill, ReplayLM
+from harness.scoring.question import QuestionFinder
+from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from tests.cases import CASES
+from tests.living import endless, open_live, setup_of, tiny
+from tests.tokens import byte_tokenizer, starting_tokenizer
+
+MAX_LENGTH = 512
+NEW = 12
+TOKENIZER = byte_tokenizer()
+EXAMPLES = "Q: one?\nA: two.\n\nQ: three?\nA: four.\n\n"
+QUESTIONS = [
+    [(EXAMPLES + "Q: what is it?\nA:", choice) for choice in (" red", " reddish brown", " blue", " x")],
+    [(EXAMPLES + "Q: and now, for something longer?\nA:", choice) for choice in (" yes", " no")],
+    [("Other.\n\nQ: who?\nA: ", choice) for choice in ("me", "you")],  # its space moves to the continuation
+    [("Other.\n\nThe " + name + " is", " the one.") for name in ("tall man", "cat")],  # choices in the context
+]
+UNSHARED = [
+    [("", "Once upon"), ("", "Once more")],
+    [("", "ab"), ("", "cd")],  # nothing is equal after the prompt
+    [("A single", " continuation of one context")],
+]
+TEXTS = ["ab", "The quick brown fox jumps over the lazy dog. " * 3, EXAMPLES * 2]
+CONTEXT = "Some example.\n\nAnother one, somewhat longer.\n\n"
+LONGER = CONTEXT + "Q: what is it now, and what was it then?\nA:"
+CONTEXTS = [CONTEXT + "Q: who?\nA:", LONGER, "A shorter one.\n\nQ: why?\nA:"]
+DENSE = Prefill("dense")
+QUESTION = Prefill("question", QuestionFinder("\n\n"))
+
+
+@pytest.fixture(autouse=True)
+def without_end(monkeypatch):
+    """Tiny models end at no token of their own accord."""
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", None)
+
+
+def choices(*questions: list[tuple[str, ...]], kind: str = "loglikelihood") -> list[Instance]:
+    """What lm-eval asks; each question is a list of the arguments of its choices."""
+    return [
+        Instance(kind, {}, arguments, index, metadata=("task", number, 1))
+        for number, of_question in enumerate(questions)
+        for index, arguments in enumerate(of_question)
+    ]
+
+
+def texts(*contexts: str, **settings) -> list[Instance]:
+    """Answers to these contexts, which lm-eval asks for."""
+    return choices(*([(context, settings)] for context in contexts), kind="generate_until")
+
+
+def scored(requests: list[Request], name: str = "full", family: str = "gqa") -> tuple[list[Score], ReadStats]:
+    with attach(tiny(family)) as attached:
+        return score(requests, attached, setup_of(attached, CASES[name]), lambda count: None)
+
+
+def generated(requests: list[Request], name: str = "full") -> tuple[list[Written], ReadStats]:
+    with attach(tiny("gqa")) as attached:
+        return generate(requests, attached, setup_of(attached, CASES[name]), lambda count: None, tokenizer=TOKENIZER)
+
+
+def written(requests: list[Request], name: str = "full") -> tuple[list[list[int]], ReadStats]:
+    """The tokens of the answers alone."""
+    answers, reads = generated(requests, name)
+    return [answer.tokens for answer in answers], reads
+
+
+def language_model(prefill=DENSE, *, family="gqa", max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
+    """Scores and texts of the full cache, where `options` have no others."""
+    workers = {"scorer": lambda asked: scored(asked, family=family)[0], "generator": lambda asked: generated(asked)[0]}
+    loaded = LoadedModel(tiny(family), tokenizer, "tiny", max_length, "f" * 64)
+    lm = ReplayLM(loaded, prefill, **(workers | options))
+    lm.cache_hook.dbdict = {}
+    return lm
+
+
+def hflm(family: str = "gqa", max_length: int = MAX_LENGTH, batch_size: int = 2) -> HFLM:
+    return HFLM(pretrained=tiny(family), tokenizer=TOKENIZER, batch_size=batch_size, max_length=max_length)
+
+
+def planned(asked: list[Instance], prefill=DENSE, **options) -> list[Request]:
+    """What is asked of the model, which does not answer."""
+    workers = {
+        "scorer": lambda each: [Score(0.0, False)] * len(each),
+        "generator": lambda each: [Written([5], False)] * len(each),
+    }
+    lm = language_model(prefill, **(workers | options))
+    getattr(lm, asked[0].request_type)(asked)
+    return lm.requests
+
+
+def work_of(monkeypatch) -> list[tuple[str, int, int]]:
+    """Each prefill and decode of a session from now on: its name, real tokens, and tokens with the padding."""
+    calls = []
+
+    def counted(name, function):
+        def count(self, ids, valid, multiplicity=None):
+            calls.append((name, int(valid.sum()), ids.numel()))
+            return function(self, ids, valid, multiplicity)
+
+        return count
+
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(ReplaySession, name, counted(name, getattr(ReplaySession, name)))
+    return calls
+
+
+def furthest(scores: list[Score], others: list[Score]) -> float:
+    return max(abs(one.log_likelihood - other.log_likelihood) for one, other in zip(scores, others, strict=True))
+
+
+def require_same_sums(reads: ReadStats, others: list[ReadStats]) -> None:
+    """The reads of all requests together are the sum of those of each alone."""
+    summed = sum(others, ReadStats(constants=reads.constants))
+    for name in ("rows", "fired_rows", "frac_sum", "index_sum", "resident_sum", "pairs_read", "pairs"):
+        assert getattr(reads, name) == pytest.approx(getattr(summed, name), rel=1e-6), name
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("prefill", "expected"),
+    [
+        (DENSE, [17, 17]),
+        (QUESTION, [7, 7]),  # "Some ex" and not the token of ".\n\n", which holds the marker
+        (Prefill("question", QuestionFinder("\nA")), [15, 15]),
+        (Prefill("artifact", budget=0.25), [5, 5]),  # T = 18 + 5
+        (Prefill("artifact", budget=0.0), [1, 1]),
+        (Prefill("artifact", budget=1.0), [17, 17]),
+    ],
+)
+def test_where_the_prompt_of_choices_ends(prefill, expected):
+    context = "Some ex.\n\nQ: who?\nA:"
+    assert len(TOKENIZER(context)["input_ids"]) == 18
+    requests = planned(choices([(context, " you"), (context, " them")]), prefill)
+    assert [request.prefill_len for request in requests] == expected
+    assert [request.final_length for request in requests] == [18 + 5] * 2
+    assert {request.document for request in requests} == {("task", 0)}
+
+
+def test_the_last_marker_counts_and_choices_in_the_context_have_one_final_length():
+    (request,) = planned(choices([("a\n\nb\n\ncd", " e")]), QUESTION)
+    assert TOKENIZER.decode(request.prompt) == "a\n\nb"
+    short, long = planned(choices(QUESTIONS[3][::-1]), Prefill("artifact", budget=0.5))
+    assert short.context_len < long.context_len
+    assert short.final_length == long.final_length == len(long.ids)
+    assert short.prefill_len == long.prefill_len == long.final_length // 2
+
+
+def test_what_is_asked_for_a_text():
+    def request(context, prefill=DENSE, **settings) -> Request:
+        return planned(texts(context, **({"until": []} | settings)), prefill)[0]
+
+    found = request(CONTEXTS[2], until=["\n"], max_tokens=40)
+    assert TOKENIZER.decode(found.ids) == CONTEXTS[2] and found.document == ("task", 0)
+    assert found.prefill_len == found.context_len == len(found.ids) == found.final_length - 40
+    assert found.stops == ("\n", "</s>")
+    assert request("", max_tokens=40).ids == (TOKENIZER.bos_token_id,)
+    assert request("a").max_new_tokens == 256, "lm-eval's default"
+    request("a", do_sample=False, top_p=0.9, temperature=0.0, num_beams=1, max_gen_toks=9)
+    found = request(CONTEXTS[2], QUESTION, max_gen_toks=9)
+    assert TOKENIZER.decode(found.prompt) == "A shorter one"  # the token of ".\n\n" holds the marker
+    found = request(CONTEXTS[2] + "  ", Prefill("question", QuestionFinder("A:")), max_gen_toks=9)
+    assert TOKENIZER.decode(found.rows) == "A:  ", "a context is taken as it is"
+    found = request(CONTEXTS[2], Prefill("artifact", budget=0.5), max_gen_toks=9)
+    assert found.prefill_len == (found.context_len + 9) // 2
+
+
+CUT = {"too_long": "truncate"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "message"),
+    [
+        (
+            choices([("no separator", " x")]),
+            {"prefill": QUESTION},
+            "question 0: prefill=question finds no .* not there",
+        ),
+        (choices([("c" * 510, " xyz")]), {}, "context and answer have 513 tokens, the model takes 512; lower"),
+        (
+            choices([("It is.", " x"), ("It is.", "\n")]),
+            {},
+            r"question 0: .* '\\n' adds no token .* the token '.\\n'; let",
+        ),
+        (choices([("a", "")]), {}, "task task, question 0: the continuation '' is empty"),
+        (choices([("", "")]), {}, "task task, question 0: the continuation '' is empty"),
+        (choices([(" ", "x")]), {}, "the continuation 'x' follows the context ' ', which has no token"),
+        (choices([("a", "x" * 513)]), CUT, "have .* tokens, the model takes 512; lower num_fewshot, choose"),
+        (
+            choices([("a\n\nQ: rather long?\nA:", " yes")]),
+            {"prefill": QUESTION, "max_length": 15, **CUT},
+            "nothing before the q",
+        ),
+        (choices([("a", " b")]), {"tokenizer": None}, "model tiny has no tokenizer"),
+        (
+            choices([(TEXTS[1],)], kind="loglikelihood_rolling"),
+            {"prefill": QUESTION},
+            "task task: scores whole texts, in which prefill=question finds no question",
+        ),
+        (texts("a", num_return_sequences=2), {}, "task task: generation_kwargs num_return_sequences=2 is not offered"),
+        (texts("a", logprobs=5), {}, "task task: generation_kwargs logprobs=5 is not offered"),
+        (texts("a", max_length=5), {}, "task task: generation_kwargs max_length=5 is not offered"),
+        (texts("a", repetition_penalty=-1.0), {}, 'task task: generation_kwargs {"repetition_penalty": -1.0} are not'),
+        (texts("a"), {"sampling": SamplingConfig(top_k=3)}, "task task: top_k=3: the most likely token is taken; set"),
+        (
+            texts("a", num_beams=10),
+            {},
+            'generation_kwargs {"num_beams": 10} are not offered .num_beams=10: .* allowed: 1',
+        ),
+        (texts(LONGER, max_gen_toks=20), {"max_length": 64}, "the model takes 64; .* or too_long=truncate"),
+        (texts(*CONTEXTS, max_gen_toks=9), {"prefill": QUESTION, "max_length": 40, **CUT}, "question 1: prefill=q"),
+    ],
+)
+def test_refused_before_the_model_runs(asked, options, message):
+    with pytest.raises(UserError, match=message):
+        planned(asked, **({"scorer": pytest.fail, "generator": pytest.fail} | options))
+
+
+def test_what_fits_is_taken():
+    assert len(scored(planned(choices([("c" * 510, " xy")])))[0]) == 1
+    question = ("a long beginning\n\nQ: who?\nA:", " you.")
+    (request,) = planned(choices([question]), QUESTION, max_length=30, **CUT)
+    assert TOKENIZER.decode(request.prompt) == " long beginning"
+
+
+def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
+    class Tokenizer:
+        bos_token_id, eos_token_id, is_fast = 1, 2, True
+
+        def decode(self, token):
+            return "<s>"
+
+        def __call__(self, text, add_special_tokens=True, **options):
+            return {"input_ids": [1] * add_special_tokens + list(text.encode())}
+
+    lm = language_model(tokenizer=Tokenizer())
+    assert lm.tok_encode("ab") == [1, 97, 98]
+    assert lm.tok_encode("<s>ab")[0] == ord("<")
+    assert lm.tok_encode("ab", add_special_tokens=False) == [97, 98]
+    assert (lm.prefix_token_id, lm.eot_token_id) == (1, 2)
+
+
+def test_chat_templates(monkeypatch):
+    lm, turns = language_model(), [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
+    for call in (lambda: lm.apply_chat_template(turns), lambda: lm.chat_template(True)):
+        with pytest.raises(UserError, match="apply_chat_template=true: model tiny has no chat template"):
+            call()
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+        "[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
+    monkeypatch.setattr(TOKENIZER, "name_or_path", "a/b")
+    stock = hflm()
+    assert lm.apply_chat_template(turns) == stock.apply_chat_template(turns) == "[user] hello[assistant]"
+    assert lm.chat_template(True) == template
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ 'a\\ud800' }}")
+    with pytest.raises(UserError, match=r"^model tiny: its chat template makes '\\ud800', which is no UTF-8 text"):
+        lm.apply_chat_template(turns)
+    assert lm.tokenizer_name == stock.tokenizer_name == "a__b"
+
+
+@pytest.mark.parametrize("given", ["r", "^J", 66, "86", None])
+def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
+    template = "[{{ enable_thinking | default('unset') }}] {{ messages[0].content }}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
+    options = {"pretrained": tiny("gqa"), "tokenizer": TOKENIZER, "batch_size": 1, "max_length": MAX_LENGTH}
+    asked = texts(*CONTEXTS, max_gen_toks=40, until=["x"])
+    whole = language_model().generate_until(asked)
+    for thinks in (None, False, True):
+        if thinks and given is None:
+            continue
+        stock = HFLM(**options, enable_thinking=thinks, think_end_token=given)
+        lm = language_model(enable_thinking=thinks, think_end_token=given)
+        turn = [{"role": "user", "content": "hello"}]
+        assert lm.apply_chat_template(turn) == stock.apply_chat_template(turn)
+        answers = lm.generate_until(asked)
+        assert answers == stock.generate_until(asked, disable_tqdm=True)
+        assert (answers == whole) == (given is None)
+        if thinks:
+            for kind, arguments in (("loglikelihood", ("a", " b")), ("loglikelihood_rolling", ("ab",))):
+                with pytest.raises(UserError, match="enable_thinking=true: task task scores texts"):
+                    getattr(lm, kind)(choices([arguments], kind=kind))
+
+
+# The full cache as HFLM
+
+
+@pytest.mark.parametrize("prefill", [DENSE, QUESTION, Prefill("artifact", budget=0.3)])
+@pytest.mark.parametrize("family", ["gqa", "opt"])
+def test_scores_are_hflms(family, prefill):
+    asked = choices(*QUESTIONS, *(UNSHARED if prefill.mode != "question" else ()))
+    expected = hflm(family).loglikelihood(asked, disable_tqdm=True)
+    lm = language_model(prefill, family=family)
+    found = lm.loglikelihood(asked)
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
+
+
+@pytest.mark.parametrize("max_length", [50, 512])
+@pytest.mark.parametrize("prefill", [DENSE, Prefill("artifact", budget=0.3)])
+def test_scores_of_whole_texts_are_hflms(prefill, max_length):
+    asked = choices(*([(text,)] for text in TEXTS), kind="loglikelihood_rolling")
+    expected = hflm(max_length=max_length).loglikelihood_rolling(asked, disable_tqdm=True)
+    lm = language_model(prefill, max_length=max_length)
+    found = lm.loglikelihood_rolling(asked)
+    assert found == pytest.approx(expected, abs=1e-3)
+    assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
+    windows = [-(-len(TOKENIZER(text)["input_ids"]) // max_length) for text in TEXTS]
+    documents = [number for number, count in enumerate(windows) for _ in range(count)]
+    assert [request.document[1] for request in lm.requests] == documents
+    dense = [request.prefill_len for request in lm.requests if request.context_len == 1]
+    assert len(dense) >= len(TEXTS) and set(dense) == {1}, "every row past the first is a decode row"
+    assert all(request.final_length == len(request.ids) <= max_length + 1 for request in lm.requests)
+
+
+@pytest.mark.parametrize("prefill", [DENSE, QUESTION, Prefill("artifact", budget=0.2)])
+@pytest.mark.parametrize("settings", [{"until": "e", "max_gen_toks": 30}, {"until": ["x", "e"], "max_new_tokens": 9}])
+def test_texts_are_hflms(prefill, settings):
+    lm, asked = language_model(prefill), texts(*CONTEXTS, **settings)
+    expected = hflm(batch_size=3).generate_until(asked, disable_tqdm=True)
+    assert lm.generate_until(asked) == expected == list(lm.cache_hook.dbdict.values())
+
+
+def test_contexts_beyond_the_limit_are_cut_on_the_left_as_hflms():
+    asked = choices(QUESTIONS[0][:2], QUESTIONS[2])
+    expected = hflm(max_length=40).loglikelihood(asked, disable_tqdm=True)
+    lm = language_model(max_length=40, **CUT)
+    found = lm.loglikelihood(asked)
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
+    assert [len(request.ids) for request in lm.requests][:2] == [41, 41]
+    assert lm.truncated == {("task", 0)}
+    assert {request.final_length for request in lm.requests if request.document[1] == 0} == {41}
+    asked = texts(*CONTEXTS, max_gen_toks=20, until=["e"])
+    for max_length in (64, 70):
+        lm = language_model(max_length=max_length, **CUT)
+        assert lm.generate_until(asked) == hflm("gqa", max_length, 1).generate_until(asked, disable_tqdm=True)
+        assert [request.context_len for request in lm.requests] == [max_length - 20, max_length - 20, 24]
+        assert len(lm.truncated) == 2
+
+
+@pytest.mark.parametrize(
+    ("of_task", "differs"),
+    [
+        ({"num_return_sequences": 1, "num_beams": 1, "length_penalty": 1.0}, False),
+        ({"repetition_penalty": 1.0}, True),  # holds before the model's own
+        ({"repetition_penalty": 2.5, "no_repeat_ngram_size": 2, "min_p": 0.1}, True),
+        ({"suppress_tokens": [*range(60, 110)], "min_new_tokens": 9}, True),
+    ],
+)
+def test_generation_kwargs_of_a_task_are_hflms(of_task, differs, monkeypatch):
+    monkeypatch.setattr(tiny("gqa").generation_config, "repetition_penalty", 1.3)
+    plain, asked = (
+        texts(*CONTEXTS, max_gen_toks=NEW, until=["e"]),
+        texts(*CONTEXTS, max_gen_toks=NEW, until=["e"], **of_task),
+    )
+    found = language_model().generate_until(asked)
+    assert found == hflm(batch_size=1).generate_until(asked, disable_tqdm=True)
+    assert (found != language_model().generate_until(plain)) == differs
+
+
+def test_what_has_no_decode_row_is_scored_densely_as_hflms():
+    """Choices of one token without a context, texts of one token, texts that are the start token alone, and answers
+    of one token."""
+    stock, starting = hflm(), HFLM(pretrained=tiny("gqa"), tokenizer=starting_tokenizer(), max_length=MAX_LENGTH)
+    asked = choices([("", "x"), ("", "y")], QUESTIONS[0], [("", "xy")])
+    of_texts = choices([("a",)], [(TEXTS[1],)], [("",)], kind="loglikelihood_rolling")
+    of_one_token = texts(*CONTEXTS, until=[], max_gen_toks=1)
+    for name in ("full", "h2o"):
+        lm = language_model(scorer=lambda each, name=name: scored(each, name)[0])
+        found = lm.loglikelihood(asked[:2]) + lm.loglikelihood(asked)[-1:]
+        expected = stock.loglikelihood([*asked[:2], asked[-1]], disable_tqdm=True)
+        assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
+        assert (lm.num_dense, len(lm.requests)) == (4, 2 + len(asked))
+        assert lm.notes() == [
+            "task: 4 of 9 requests leave no decode row; they are scored densely, as by the full cache"
+        ]
+        lm = language_model(scorer=lambda each, name=name: scored(each, name)[0], tokenizer=starting_tokenizer())
+        found = lm.loglikelihood_rolling(of_texts)
+        expected = starting.loglikelihood_rolling(of_texts, disable_tqdm=True)
+        assert [found[0], found[2]] == pytest.approx([expected[0], expected[2]], abs=1e-3) and lm.num_dense == 1
+    lm = language_model()
+    assert lm.generate_until(of_one_token) == stock.generate_until(of_one_token, disable_tqdm=True)
+    assert lm.num_dense == 3
+
+
+@pytest.mark.parametrize(("method", "is_refused"), [("full", False), ("h2o", True), ("int4", True)])
+def test_a_task_without_any_decode_row_is_the_full_caches_alone(method, is_refused):
+    config = load(["experiment=tasks", f"method={method}"])
+    loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
+    engine = ReplayEngine(config, loaded, "task", io.StringIO())
+    requests = planned(choices([("", "x"), ("", "y")]))
+    if not is_refused:
+        assert len(engine.score(requests)) == 2 and engine.reads.budget == 1
+        return
+    with pytest.raises(UserError, match="^task task: no request leaves a decode row"):
+        engine.score(requests)
+
+
+# Scores under a method
+
+
+def test_a_greedy_continuation_is_recognised():
+    context = TOKENIZER("Q: what?")["input_ids"]
+    for _ in range(3):
+        context.append(int(tiny("gqa")(torch.tensor([context])).logits[0, -1].argmax()))
+    likely = Request(tuple(context), len(context) - 3, len(context) - 4, len(context), ("task", 0))
+    other = likely._replace(ids=(*likely.ids[:-1], (likely.ids[-1] + 1) % 256))
+    assert [each.is_greedy for each in scored([likely, other])[0]] == [True, False]
+
+
+@pytest.mark.parametrize("mode", ["dense", "question", "artifact"])
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "streaming", "int4"])
+def test_scores_show_no_trace_of_sharing_and_batches(name, mode, monkeypatch):
+    """Scored together, with everything shared and padded, as scored one request at a time or in small batches."""
+    case = CASES[name]
+    prefill = Prefill(mode, QuestionFinder("\n\n"), 0.0 if case.codec else case.method.artifact_budget())
+    requests = planned(choices(*QUESTIONS), prefill)
+    together, reads = scored(requests, name)
+    alone = [scored([request], name) for request in requests]
+    assert furthest(together, [scores[0] for scores, _ in alone]) < 1e-3
+    require_same_sums(reads, [each for _, each in alone])
+    assert reads.rows == len(decode_rows(requests))
+    if name != "full":
+        assert reads.budget < 0.9, "the method must have dropped something for this test to mean anything"
+    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)) * (mode == "artifact"):
+        monkeypatch.setattr(f"harness.scoring.answers.{constant}", size)
+        found, again = scored(requests, name)
+        assert furthest(found, together) < 1e-3, constant
+        assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
+
+
+def test_each_piece_of_work_is_done_once_and_little_is_padded(monkeypatch):
+    calls = work_of(monkeypatch)
+    options = (" red", " reddish", " blue")
+    requests = planned(choices([("Q: a rather long question?\nA:", option) for option in options]))
+    scored(requests)
+    done = {kind: sum(real for name, real, _ in calls if name == kind) for kind in ("prefill", "decode")}
+    # Equal in all choices: the context's last token and the space. Then "re", "reddis" and "blu" are run for each.
+    assert done == {"prefill": requests[0].context_len - 1, "decode": 2 + 2 + 6 + 3}
+    calls.clear()
+    scored(planned(choices([("Q:", " a"), ("Q:", "-" * 60), ("Q:", "_" * 59)])))
+    assert max(padded / real for _, real, padded in calls) < 2
+
+
+def test_a_method_that_did_not_run_is_an_error(monkeypatch):
+    decode = ReplaySession.decode
+
+    def idle(self, *arguments):
+        hidden = decode(self, *arguments)
+        self.reads = replace(self.reads, fired_rows=0.0)
+        return hidden
+
+    monkeypatch.setattr(ReplaySession, "decode", idle)
+    with pytest.raises(UserError, match="the method ran on 0 of"):
+        scored(planned(choices(QUESTIONS[0])), "h2o")
+
+
+# Texts under a method
+
+
+def to_write(contexts, prefill_len=None, max_new_tokens=NEW, stops=()) -> list[Request]:
+    """Requests whose prompt is the context, or ends at a given token, or that many tokens before the end (negative)."""
+    requests = []
+    for number, context in enumerate(contexts):
+        ids = tuple(TOKENIZER(context)["input_ids"])
+        prompt = len(ids) if prefill_len is None else prefill_len % len(ids)
+        lengths = (len(ids), prompt, len(ids) + max_new_tokens)
+        requests.append(Request(ids, *lengths, ("task", number), max_new_tokens, tuple(stops)))
+    return requests
+
+
+def answer(request: Request, **changes) -> list[int]:
+    return written([request._replace(**changes)])[0][0]
+
+
+def live(request: Request, name: str) -> list[int]:
+    """The tokens that live decoding gives after the request's prompt; the rest of its context is fed."""
+    forced = list(request.rows)
+    with attach(tiny("gqa")) as attached:
+        session = open_live(attached, CASES[name], len(forced) + request.max_new_tokens)
+        ids = torch.tensor([request.prompt])
+        logits = session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
+        for token in forced:
+            logits = session.decode_step(torch.tensor([token]))
+        tokens = [int(logits.argmax())]
+        while len(tokens) < request.max_new_tokens:
+            logits = session.decode_step(torch.tensor(tokens[-1:]))
+            tokens.append(int(logits.argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("prefill_len", [None, -9], ids=["dense", "question"])
+@pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen", "kivi", "freekv", "shadowkv", "pool-lru"])
+def test_tokens_are_those_of_live_decoding(name, prefill_len):
+    """In one padded batch, whatever else is in it; T is the context and `max_new_tokens`."""
+    requests = to_write(CONTEXTS, prefill_len)
+    answers, reads = written(requests, name)
+    assert answers == [live(request, name) for request in requests]
+    assert reads.rows == reads.fired_rows == sum(request.num_rows for request in requests)
+    if name != "full":
+        assert reads.budget < 0.97
+
+
+@pytest.mark.parametrize("prefill_len", [None, 20], ids=["dense", "question"])
+@pytest.mark.parametrize("name", ["h2o", "infinigen", "kivi"])
+def test_texts_show_no_trace_of_sharing_and_batches(name, prefill_len, monkeypatch):
+    requests = to_write([*CONTEXTS, CONTEXTS[0]], prefill_len, stops=["e"])
+    requests += to_write(CONTEXTS[:2], prefill_len, 5, stops=["e"])
+    together, reads = written(requests, name)
+    alone = [written([request], name) for request in requests]
+    assert together == [answers[0] for answers, _ in alone]
+    assert len({len(each) for each in together}) > 1, "some must end before others"
+    require_same_sums(reads, [each for _, each in alone])
+    monkeypatch.setattr("harness.scoring.answers.CACHE_TOKENS", 100)
+    assert written(requests, name)[0] == together
+
+
+def test_what_is_decoded_at_once_fits_into_half_of_the_free_memory(monkeypatch):
+    """Four copies of a token's queries, keys and values, and a layer's pass over it; not more where there is room."""
+    with attach(tiny("gqa")) as attached:
+        token_bytes = 4 * kept_bytes(attached, 1) + prompt_bytes(attached, 1)
+        for free, expected in ((2**50, 32_768), (2 * token_bytes * 9000, 8192), (2 * token_bytes * 8192, 8192), (0, 1)):
+            monkeypatch.setattr(answers, "available_bytes", lambda device, free=free: free)
+            assert answers.tokens_at_once(attached) == expected
+
+
+def test_each_piece_of_a_text_is_decoded_once(monkeypatch):
+    calls = work_of(monkeypatch)
+    first = to_write([CONTEXTS[0]], 30)[0]
+    other = first._replace(ids=(*first.ids[:-2], 50, 51), document=("task", 1))
+    answers, reads = written([first, other, first, first])
+    assert answers[0] == answers[2] == answers[3]
+    shared = 2 * len(first.rows)
+    assert calls == [("prefill", 30, 30), ("decode", shared, shared), *[("decode", 2, 2)] * (NEW - 1)]
+    assert reads.rows == 4 * first.num_rows
+
+
+def test_what_ends_an_answer(monkeypatch):
+    (request,) = to_write([CONTEXTS[0]])
+    free = answer(request)
+    text = TOKENIZER.decode(free)
+    assert len(free) == NEW and len(set(free)) > 4
+    token = free[5]
+    first = free.index(token)
+    assert answer(request, max_new_tokens=3) == free[:3]
+    assert answer(request, stops=("A:",)) == free, "a context does not hold its own stop"
+    assert answer(request, stops=(TOKENIZER.decode([token]),)) == free[: first + 1]
+    assert answer(request, stops=("not there", text[2:5])) == free[:5], "a stop of several tokens"
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", [1, token])
+    assert answer(request) == free[: first + 1]
+
+
+# Sampled texts
+
+WARM = Sampling(0.9, top_p=0.95, top_k=50)
+
+
+def sampled(contexts, repeats: int = 1, seed: int = 3, **changes) -> list[Request]:
+    asked = to_write(contexts, **changes)
+    return [each._replace(sampling=WARM, seed=seed, repeat=repeat) for repeat in range(repeats) for each in asked]
+
+
+@pytest.mark.parametrize(("name", "prefill_len"), [("full", None), ("h2o", -9), ("infinigen", -9), ("kivi", None)])
+def test_a_sampled_text_is_the_same_alone_and_in_a_padded_batch(name, prefill_len):
+    requests = sampled(CONTEXTS, repeats=3, prefill_len=prefill_len)
+    together, reads = written(requests, name)
+    assert together == [written([request], name)[0][0] for request in requests]
+    assert together == written(requests[::-1], name)[0][::-1]
+    assert len({tuple(answer) for answer in together}) == len(requests), "no two questions or repeats are equal"
+    assert reads.rows == sum(request.num_rows for request in requests)
+
+
+def test_a_sampled_text_is_that_of_live_decoding():
+    """By the definition: the prediction of each live step, and the next random number of the key."""
+    for request in sampled(CONTEXTS, repeats=2):
+        key = f"3/{request.document[1]}/{request.repeat}"
+        draft = endless(request.ids, request.max_new_tokens, sampling=WARM, key=key)
+        with attach(tiny("gqa")) as attached:
+            session = open_live(attached, CASES["h2o"], request.max_new_tokens)
+            ids = torch.tensor([request.prompt])
+            for _ in live_texts(session, session.prefill(ids, torch.ones_like(ids, dtype=torch.bool)), [draft]):
+                pass
+        assert written([request], "h2o")[0] == [draft.tokens]
+
+
+def test_what_decides_a_sampled_text():
+    (request,) = sampled(CONTEXTS[:1])
+    base = answer(request)
+    assert base == answer(request) == answer(request, document=("another task", 0))
+    changed = [{"seed": 4}, {"repeat": 1}, {"document": ("task", 1)}, {"sampling": GREEDY}]
+    assert all(answer(request, **change) != base for change in changed)
+    greedy = answer(request, sampling=GREEDY)
+    assert (
+        greedy
+        == answer(request, sampling=Sampling(LOWEST_TEMPERATURE))
+        == answer(request, sampling=Sampling(1.0, top_k=1))
+    )
+    assert greedy == answer(request, sampling=Sampling(5.0, top_p=1e-9))
+
+
+def test_whether_the_limit_ended_an_answer(monkeypatch):
+    (request,) = to_write([CONTEXTS[0]])
+    (whole,), _ = generated([request])
+    assert whole.at_limit and len(whole.tokens) == NEW
+    stop = TOKENIZER.decode(whole.tokens[5:6])
+    (stopped,), _ = generated([request._replace(stops=(stop,))])
+    assert not stopped.at_limit and len(stopped.tokens) < NEW
+    (last,), _ = generated([request._replace(stops=(stop,), max_new_tokens=len(stopped.tokens))])
+    assert last == stopped, "the last token that it may have ends it itself"
+
+
+@pytest.mark.parametrize(
+    ("of_task", "given", "expected"),
+    [
+        ({}, {}, GREEDY),
+        ({"do_sample": True}, {}, Sampling(1.0)),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}, Sampling(0.7, 0.8, 20)),
+        ({"do_sample": True, "top_p": 0.8}, {"temperature": 0.3, "top_k": 5}, Sampling(0.3, 0.8, 5)),
+        ({"do_sample": False}, {"temperature": 0.6, "top_p": 0.9}, Sampling(0.6, 0.9)),
+    ],
+)
+def test_the_projects_settings_of_sampling_come_before_the_tasks(of_task, given, expected):
+    (request,) = planned(texts("a", **of_task), sampling=SamplingConfig(**given), seed=7)
+    assert (request.sampling, request.seed) == (expected, 0 if expected == GREEDY else 7)
+
+
+def test_every_answer_that_is_asked_for_has_its_own_number():
+    """lm-eval asks n times for the same instance where a task's YAML says `repeats: n`."""
+    asked = texts(*CONTEXTS[:2], do_sample=True, until=["\n\n"], max_gen_toks=9)
+    thrice = [instance for instance in asked for _ in range(3)]
+    lm = language_model()
+    answers = lm.generate_until(thrice)
+    assert [request.repeat for request in lm.requests] == [0, 1, 2] * 2
+    assert len(set(answers)) == 6
+    again = language_model(sampling=SamplingConfig(repeats=3))
+    assert again.generate_until(asked) == answers[::3]
+    for again.repeat in (1, 2):
+        assert again.generate_until(asked) == answers[again.repeat :: 3]
+    assert [len(answers) for repeat in again.written for answers in repeat.values()] == [1] * 6
+    with pytest.raises(UserError, match="^repeats=3: task task makes other prompts each time"):
+        again.generate_until(asked[::-1])
+
+
+def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
+    (request,) = to_write([CONTEXTS[0]])
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", answer(request)[0])
+    answers, reads = written([request])
+    assert len(answers[0]) == 1
+    assert [getattr(reads, share) for share in SHARES] == [1, 1, 1, 0], "the full cache's, whatever is decoded"
+    for name in ("h2o", "int4"):
+        with pytest.raises(UserError, match="every answer ended with its first token, .* use prefill=question"):
+            written([request], name)
+
+
+def test_a_run_generates_at_the_budget_that_it_is_set_to():
+    """Through the engine: `budget` is met on answers of full length."""
+    config = load(["experiment=tasks", "method=h2o", "budget=0.7"])
+    loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
+    engine = ReplayEngine(config, loaded, "task", io.StringIO())
+    requests = to_write(CONTEXTS, max_new_tokens=40)
+    assert [len(each.tokens) for each in engine.generate(requests)] == [40] * 3
+    assert engine.method != config.method
+    assert engine.reads.budget == pytest.approx(0.7, abs=0.01)
+    assert len(decode_rows(requests)) == 3 * 20, "as many as say it"

@@ -1,0 +1,467 @@
+"""Texts under a method, scored in windows and decoded freely, against direct computations on a tiny model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.load import LoadedModel
+from harness.model.resources import Memo
+from harness.model.tiny import tiny_model
+from harness.replay.session import ReplaySession
+from harness.run.compose import load
+from harness.run.kinds import measurement_of
+from harness.scoring import long_decode, perplexity
+from harness.scoring.evaluation import running_lm_eval
+from harness.scoring.long_decode import Pair, Text, curve, repetition, run_long_decode, summarize
+from harness.scoring.perplexity import CHUNK, as_perplexity, run_perplexity
+from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig, SamplingConfig
+from harness.settings.kinds import Outcome
+from methods.base import Method
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.streaming import Streaming
+from tests import reference as plain
+from tests.living import tiny
+from tests.runs import calls_of, letters
+from tests.tokens import byte_tokenizer
+
+PROMPT, STEPS, MAX_LENGTH = 20, 24, 512
+METRICS = {
+    "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "budget", "budget_artifact",
+    "device_frac", "resident_frac", "attention_error", "attention_error_p95",
+}  # fmt: skip
+OF_EVICTING = METRICS | {"tokens_evicted"}
+SINKS = Streaming(budget=0.2, num_sinks=2, dense_layers=2)
+SHORT = {"perplexity": {"seq_len": 60}, "long_decode": {"max_new_tokens": STEPS}}
+"""Lengths of the runs, by their kind."""
+
+two_methods = pytest.mark.parametrize("method", [SINKS, H2O(dense_layers=2)], ids=["streaming", "h2o"])
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> str:
+    return str(letters(tmp_path, monkeypatch, 1500, others=""))
+
+
+@pytest.fixture
+def loaded() -> LoadedModel:
+    return LoadedModel(tiny("gqa"), byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+
+
+defaults = cache(lambda kind: load([f"experiment={kind}"]))
+
+
+def settings(kind: str, text: str, method: Method, **changes) -> RunConfig:
+    """Settings of a run of three windows or prompts of the text."""
+    about = {"method": method, "method_name": type(method).__name__.lower(), "num_windows": 3, "prefill_len": PROMPT}
+    files = {"corpus": CorpusConfig("offline", path=text), "calibration": CalibrationConfig(path=text, num_tokens=64)}
+    return replace(defaults(kind), **(about | files | SHORT[kind] | changes))
+
+
+def run(kind: str, loaded: LoadedModel, text: str, method: Method, references=None, **changes) -> Outcome:
+    config = settings(kind, text, method, **changes)
+    return (run_perplexity if kind == "perplexity" else run_long_decode)(config, loaded, references)
+
+
+def metrics_of(outcome: Outcome) -> dict:
+    (metrics,) = outcome.metrics.values()
+    return metrics
+
+
+def measure(*about, **changes) -> dict:
+    """The metrics of `run`."""
+    return metrics_of(run(*about, **changes))
+
+
+def absent_of(metrics: dict) -> set[str]:
+    return {name for name, value in metrics.items() if value is None}
+
+
+def stderr_of(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def pieces(text: str, length: int, num: int = 3, start: int = 0) -> list[list[int]]:
+    """Tokens of the windows or prompts of a run."""
+    with open(text) as file:
+        ids = byte_tokenizer()(file.read(), add_special_tokens=False)["input_ids"]
+    return [ids[first : first + length] for first in range(start, start + num * length, length)]
+
+
+def log_probs_of_model(model, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+
+def log_probs_of_method(model, method: Method, ids: list[int], prompt: int) -> torch.Tensor:
+    """Of the rows after the prompt, by the reference."""
+    with torch.inference_mode():
+        reference = plain.Reference(model, method, final_length=len(ids), prefill_len=prompt)
+        return reference.run(ids).logits.double().log_softmax(-1)
+
+
+def nll_of(log_probs: torch.Tensor, ids: list[int], first: int) -> list[float]:
+    """Of the tokens after rows first, first + 1, ...; the last row predicts nothing."""
+    return [-float(log_probs[t, ids[t + 1]]) for t in range(first, len(ids) - 1)]
+
+
+# Windows
+
+
+@pytest.mark.parametrize("prefill_len", [0, 20, 57])
+@two_methods
+def test_metrics_of_windows_are_the_direct_ones(loaded, text, method, prefill_len):
+    metrics = measure("perplexity", loaded, text, method, prefill_len=prefill_len)
+    scored = {"perplexity": [], "perplexity_full": [], "kl_nats": [], "top1_agreement": []}
+    for window in pieces(text, 60):
+        prompt, full = max(1, prefill_len), log_probs_of_model(loaded.model, window)
+        ours = torch.cat([full[:prompt], log_probs_of_method(loaded.model, method, window, prompt)])
+        scored["perplexity"].append(nll_of(ours, window, prefill_len))
+        scored["perplexity_full"].append(nll_of(full, window, prefill_len))
+        rows = list(zip(full[prefill_len:-1], ours[prefill_len:-1], strict=True))
+        scored["kl_nats"].append([float((p.exp() * (p - q)).sum()) for p, q in rows])
+        scored["top1_agreement"].append([float(p.argmax() == q.argmax()) for p, q in rows])
+    for name, by_window in scored.items():
+        unit = math.exp if name.startswith("perplexity") else float
+        assert metrics[name] == pytest.approx(unit(statistics.mean(sum(by_window, []))), rel=1e-4, abs=1e-5), name
+        means = [unit(statistics.mean(rows)) for rows in by_window]
+        assert metrics[f"{name}_stderr"] == pytest.approx(stderr_of(means), rel=1e-3, abs=1e-5), name
+    assert metrics["num_samples"] == 3
+    assert set(metrics) == OF_EVICTING | {f"{name}_stderr" for name in OF_EVICTING} | {"num_samples"}
+    assert metrics["kl_nats"] > 0 and metrics["top1_agreement"] < 1, "the method changed nothing"
+
+
+def test_samples_are_of_each_window_and_say_its_place(loaded, text):
+    """Spread over a text of 1,500 tokens."""
+    corpus = CorpusConfig("offline", path=text, spread=True)
+    outcome = run("perplexity", loaded, text, SINKS, corpus=corpus)
+    samples = outcome.samples["windows"]
+    assert [sample["place"] for sample in samples] == [0, 1 / 3, 2 / 3]
+    for sample, first in zip(samples, (0, 500, 1000), strict=True):
+        (window,) = pieces(text, 60, num=1, start=first)
+        full = log_probs_of_model(loaded.model, window)
+        ours = log_probs_of_method(loaded.model, SINKS, window, PROMPT)[:-1]
+        assert sample["nll_full"] == pytest.approx(statistics.mean(nll_of(full, window, PROMPT)), rel=1e-4)
+        kl = (full[PROMPT:-1].exp() * (full[PROMPT:-1] - ours)).sum(-1)
+        assert sample["kl_nats"] == pytest.approx(float(kl.mean()), abs=1e-5) and sample["kl_nats"] > 0
+    assert statistics.mean(sample["kl_nats"] for sample in samples) == pytest.approx(metrics_of(outcome)["kl_nats"])
+    prompts = run("long_decode", loaded, text, SINKS, corpus=corpus).samples["prompts"]
+    assert [prompt["place"] for prompt in prompts] == [0, 1 / 3, 2 / 3]
+
+
+@pytest.mark.parametrize(
+    "prefill_len, seq_len, expected",
+    [
+        (0, 300, [(0, 0, 256), (1, 256, 43)]),
+        (100, 300, [(0, 100, 156), (1, 256, 43)]),
+        (256, 300, [(1, 256, 43)]),
+        (255, 258, [(0, 255, 1), (1, 256, 1)]),
+        (10, 257, [(0, 10, 246)]),  # row 256 is the last one
+    ],
+)
+def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len, expected):
+    """(chunk, first row, rows of a window)"""
+    assert CHUNK == 256
+    outcome = run(
+        "perplexity", loaded, text, Full(dense_layers=2), prefill_len=prefill_len, seq_len=seq_len, num_windows=2
+    )
+    counted = [(row["first"], row["stop"], row["num_tokens"] / 2) for row in outcome.chunks]
+    assert counted == [(256 * chunk, 256 * (chunk + 1), rows) for chunk, _, rows in expected]
+    nll = [nll_of(log_probs_of_model(loaded.model, window), window, 0) for window in pieces(text, seq_len, 2)]
+    for row, (_, first, count) in zip(outcome.chunks, expected, strict=True):
+        parts = [rows[first : first + count] for rows in nll]
+        assert row["metrics"]["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(parts, []))), rel=1e-4)
+        means = [statistics.mean(part) for part in parts]
+        assert row["metrics"]["perplexity_stderr"] == pytest.approx(stderr_of([*map(math.exp, means)]), rel=1e-3)
+        for name in ("nll", "nll_full"):  # the method is the full cache
+            assert [window[name] for window in row["windows"]] == pytest.approx(means, rel=1e-4)
+
+
+def test_infinigen_is_calibrated_once_and_a_target_budget_is_met(loaded, text, tmp_path):
+    about = ("perplexity", loaded, text, InfiniGen(alpha=math.inf))
+    outcome = measure(*about, budget=0.7)
+    assert outcome["budget"] == pytest.approx(0.7, abs=0.01)
+    (file,) = (tmp_path / "cache" / "calibration").iterdir()
+    stamp = file.stat().st_mtime_ns
+    cached = range(20, 59)
+    tokens = [(t + 16) * 5 / (2 * 16) / t for t in cached]  # ceil(0.3 * 16) columns, and what makes them
+    index = 2 / 4 * sum(tokens) / len(tokens)  # in two of four layers
+    assert outcome["device_frac"] - outcome["budget"] == pytest.approx(index)
+    assert measure(*about, budget=0.7) == outcome and file.stat().st_mtime_ns == stamp
+
+
+def test_a_perplexity_that_overflows_names_its_window(text):
+    model = tiny_model("llama", num_key_value_heads=2)
+    model.lm_head.weight.data.mul_(1e4)
+    loaded = LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    message = r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
+    with pytest.raises(UserError, match=message):
+        run("perplexity", loaded, text, Full(dense_layers=2))
+    assert as_perplexity(300.0, "") == math.exp(300)
+    for nll in (300.5, math.nan, math.inf):
+        with pytest.raises(UserError, match="window 2, rows 0 to 255: perplexity overflows"):
+            as_perplexity(nll, "window 2, rows 0 to 255")
+    overflows = "^task wikitext: a metric overflows .math range error."
+    with pytest.raises(UserError, match=overflows), running_lm_eval("task wikitext"):
+        math.exp(1e3)  # as lm-eval does with the mean of a text
+
+
+# Texts that are decoded
+
+
+def test_texts_are_drawn_by_the_same_random_numbers(loaded, text):
+    """So the full cache's text is its own, and a method's parts from it where their predictions do."""
+    sampling = SamplingConfig(temperature=1.0)
+    for method, never in ((Full(dense_layers=2), 3), (SINKS, 0)):
+        outcome = run("long_decode", loaded, text, method, sampling=sampling)
+        assert metrics_of(outcome)["never_diverged"] == never
+        full = [sample["tokens_full"] for sample in outcome.samples["prompts"]]
+        greedy = run("long_decode", loaded, text, method).samples["prompts"]
+        assert full != [sample["tokens_full"] for sample in greedy] and len({*map(tuple, full)}) == 3
+
+
+@two_methods
+def test_metrics_of_texts_are_those_of_two_plain_forwards(loaded, text, method, monkeypatch):
+    outcome = run("long_decode", loaded, text, method)
+    metrics, samples = metrics_of(outcome), outcome.samples["prompts"]
+    kl, nll = [], []
+    for prompt, sample in zip(pieces(text, PROMPT), samples, strict=True):
+        written = [*prompt, *sample["tokens"]]
+        ours = log_probs_of_method(loaded.model, method, written, PROMPT)[:-1]
+        full = log_probs_of_model(loaded.model, written)
+        assert ours.argmax(-1).tolist() == written[PROMPT + 1 :], "what the method finds most likely"
+        kl.append((full[PROMPT:-1].exp() * (full[PROMPT:-1] - ours)).sum(-1))
+        nll.append(nll_of(full, written, PROMPT))
+        assert sample["nll"] == pytest.approx(statistics.mean(nll[-1]), rel=1e-4)
+        assert sample["text"] == byte_tokenizer().decode(sample["tokens"])
+    means = [float(each.mean()) for each in kl]
+    assert metrics["kl_nats"] == pytest.approx(statistics.mean(means), abs=1e-5) and metrics["kl_nats"] > 0
+    assert metrics["kl_nats_stderr"] == pytest.approx(stderr_of(means), abs=1e-5)
+    assert metrics["text_perplexity"] == pytest.approx(math.exp(statistics.mean(sum(nll, []))), rel=1e-4)
+    differences = [sample["nll"] - sample["nll_full"] for sample in samples]
+    assert metrics["text_nll_difference"] == pytest.approx(statistics.mean(differences))
+    assert metrics["text_nll_difference_stderr"] == pytest.approx(stderr_of(differences))
+    monkeypatch.setattr(long_decode, "BATCH", 2)
+    apart = run("long_decode", loaded, text, method)
+    assert metrics_of(apart) == pytest.approx(metrics, abs=1e-5), "prompts come in batches"
+    assert [prompt["tokens"] for prompt in apart.samples["prompts"]] == [prompt["tokens"] for prompt in samples]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3], None),
+        ([1, 2, 3, 4], 0),
+        ([1, 1, 1, 1, 1], 1 / 2),
+        ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5),
+        ([7] * 103, 99 / 100),
+    ],
+)
+def test_repetition_is_the_share_of_4_grams_seen_before(tokens, expected):
+    assert repetition(tokens) == (None if expected is None else pytest.approx(expected))
+
+
+def pair_of(tokens: list[int], others: list[int]) -> Pair:
+    rows = torch.arange(1, len(tokens), dtype=torch.float64)
+    return Pair(Text(tokens, rows / 10), Text(others, rows / 20), rows, rows % 2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (2, [(1, 2, 1)]),
+        (5, [(1, 2, 1), (2, 3, 1), (3, 4, 1), (4, 5, 1)]),
+        (17, [(0, 2, 1), *((first, first + 2, 2) for first in range(2, 16, 2)), (16, 17, 1)]),
+    ],
+)
+def test_a_curve_has_at_most_sixteen_ranges_of_the_tokens_after_the_first(num_tokens, expected):
+    """(first, stop, scored tokens of a text)"""
+    tokens = list(range(num_tokens))
+    chunks = list(curve([pair_of(tokens, tokens)] * 3, num_tokens))
+    assert [(chunk["first"], chunk["stop"], chunk["num_tokens"] / 3) for chunk in chunks] == expected
+    for chunk in chunks:  # the kl of `pair_of` is the token's number
+        scored = range(max(chunk["first"], 1), chunk["stop"])
+        assert chunk["metrics"]["kl_nats"] == pytest.approx(statistics.mean(scored))
+        assert chunk["metrics"]["text_perplexity"] == pytest.approx(math.exp(statistics.mean(scored) / 10))
+
+
+def test_where_two_texts_part():
+    entries = summarize([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
+    assert (entries["first_divergence"], entries["never_diverged"], entries["num_samples"]) == (3, 1, 2)
+    pair = pair_of([1, 2], [1, 2])
+    with pytest.raises(UserError, match="^prompt 2: perplexity overflows"):
+        summarize([pair, pair._replace(own=Text([1, 2], torch.tensor([400.0])))])
+
+
+def test_the_errors_of_attention_outputs_by_layer_and_window(loaded, text):
+    """From those of each window's own session; the percentile is of all rows and heads together."""
+    outcome = run("perplexity", loaded, text, SINKS)
+    errors = []
+    with attach(loaded.model) as attached, torch.inference_mode():
+        for ids in pieces(text, 60):
+            tokens, final = torch.tensor([ids]), torch.tensor([60])
+            session = ReplaySession(attached, SINKS, final_lengths=final, num_columns=60, measure_errors=True)
+            session.prefill(tokens[:, :PROMPT], torch.ones(1, PROMPT, dtype=torch.bool))
+            session.decode(tokens[:, PROMPT:-1], torch.ones(1, 59 - PROMPT, dtype=torch.bool))
+            errors.append(session.attention_errors.double())
+    metrics, layers = metrics_of(outcome), outcome.samples["layers"]
+    together = torch.stack(errors)[:, 2:]
+    assert metrics["attention_error"] == pytest.approx(float(together.mean())) and metrics["attention_error"] > 0.1
+    ranked = sorted(together.flatten().tolist())
+    place = 0.95 * (len(ranked) - 1)
+    low, high = ranked[int(place)], ranked[int(place) + 1]
+    assert metrics["attention_error_p95"] == pytest.approx(low + (place - int(place)) * (high - low))
+    means = [float(of_window[2:].mean()) for of_window in errors]
+    assert metrics["attention_error_stderr"] == pytest.approx(stderr_of(means))
+    assert [sample["attention_error"] for sample in outcome.samples["windows"]] == pytest.approx(means)
+    assert [layer["layer"] for layer in layers] == [0, 1, 2, 3]
+    for layer in layers:
+        of_layer = torch.stack(errors)[:, layer["layer"]]
+        assert layer["attention_error"] == pytest.approx(float(of_layer.mean()))
+        assert (layer["attention_error"] == 0) == (layer["layer"] < 2), "dense layers read everything"
+        assert layer["attention_error_p95"] >= layer["attention_error"] and "attention_error_stderr" in layer
+
+
+# Both
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
+    metrics = measure(kind, loaded, text, Full(dense_layers=2))
+    assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6)
+    shares = ("top1_agreement", "budget", "budget_artifact", "device_frac", "resident_frac")
+    assert [metrics[name] for name in shares] == [1, 1, 1, 1, 0]
+    if kind == "perplexity":
+        assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
+        assert metrics["attention_recall"] == 1
+        assert metrics["attention_error"] == metrics["attention_error_p95"] == 0
+    else:
+        assert all(metrics[name] == metrics[f"{name}_full"] for name in ("text_perplexity", "repetition"))
+        assert (metrics["text_nll_difference"], metrics["repetition_difference"]) == (0, 0)
+        assert (metrics["first_divergence"], metrics["never_diverged"]) == (STEPS, 3)
+        assert metrics["seq_len"] == PROMPT + STEPS
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "counts", "longer"),
+    [
+        ("perplexity", (perplexity, "full_pass"), (3, 6), {"prefill_len": 30}),
+        ("long_decode", (long_decode, "decode_freely"), (3, 5), {"max_new_tokens": STEPS + 1}),
+    ],
+)
+def test_the_full_caches_pass_is_shared_by_all_methods(kind, function, counts, longer, loaded, text, monkeypatch):
+    """long_decode calls the same function for each method's own texts."""
+    passes, references = calls_of(monkeypatch, *function), Memo()
+    first, second = (measure(kind, loaded, text, method, references) for method in (H2O(dense_layers=2), SINKS))
+    assert len(passes) == counts[0]
+    assert all(first[name] == second[name] for name in first if name.endswith("_full"))
+    measure(kind, loaded, text, H2O(dense_layers=2), references, **longer)
+    assert len(passes) == counts[1], "other rows are scored"
+
+
+READ = statistics.mean(12 / cached for cached in range(20, 59))
+"""Share of a window of 60 that SINKS reads: 59 rows are run, T is 60, floor(0.2 * 60) = 12 tokens in 2 of 4 layers."""
+WRITTEN = statistics.mean(8 / cached for cached in range(PROMPT, PROMPT + STEPS - 1))
+"""The same of a text: T is 44, and the last token is not fed."""
+BITS = {"int2": 2 + 32 / 16, "int4": 4 + 32 / 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "changes", "expected"),
+    [
+        ("perplexity", SINKS, {}, (2 + 2 * READ) / 4),
+        ("perplexity", SINKS, {"codec": "int4"}, (2 + 2 * READ * BITS["int4"] / 16) / 4),
+        (
+            "perplexity",
+            Full(dense_layers=2),
+            {"codec": "fp32", "value_codec": "int2"},
+            (2 + 2 * (16 + BITS["int2"]) / 2 / 16) / 4,
+        ),
+        ("perplexity", H2O(dense_layers=1), {"codec": "int4", "budget": 0.30}, 0.30),
+        ("long_decode", SINKS, {}, (2 + 2 * WRITTEN) / 4),
+        ("long_decode", H2O(dense_layers=2), {"budget": 0.7}, 0.7),
+    ],
+)
+def test_budgets_are_those_of_the_decode_rows_and_their_bits(kind, method, changes, expected, loaded, text):
+    metrics = measure(kind, loaded, text, method, **changes)
+    assert metrics["budget"] == pytest.approx(expected, abs=0.01 if "budget" in changes else 1e-6)
+    if kind == "perplexity":
+        assert metrics["budget_stderr"] == pytest.approx(0, abs=1e-12)
+        if not changes:
+            density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
+            assert metrics["budget_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
+
+
+def test_what_cannot_be_measured_is_none(loaded, text):
+    one_window = measure("perplexity", loaded, text, H2O(dense_layers=2), num_windows=1)
+    assert absent_of(one_window) == {f"{name}_stderr" for name in OF_EVICTING}
+    quantized = measure("perplexity", loaded, text, Full(dense_layers=2), codec="int2")
+    assert absent_of(quantized) == {"attention_recall", "attention_recall_stderr"}
+    assert quantized["budget"] == pytest.approx((2 + 2 * BITS["int2"] / 16) / 4)
+    assert quantized["budget_artifact"] == pytest.approx(2 / 16)
+    assert quantized["kl_nats"] > 0
+    one_text = measure("long_decode", loaded, text, H2O(dense_layers=2), num_windows=1, max_new_tokens=3)
+    errors = {name for name in one_text if name.endswith("_stderr")}
+    repeated = {"repetition", "repetition_full", "repetition_difference"}  # three tokens have no 4-gram
+    assert absent_of(one_text) == errors | repeated and "kl_nats_stderr" in errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "changes", "message"),
+    [
+        (
+            "perplexity",
+            Full(dense_layers=2),
+            {"seq_len": 513, "num_windows": 1},
+            r"seq_len=513: tiny takes at most 512",
+        ),
+        (
+            "perplexity",
+            Streaming(budget=0.05, dense_layers=2),
+            {},
+            r"method\.budget=0\.05: .*keeps 3 of 60.*num_sinks=4",
+        ),
+        ("perplexity", H2O(dense_layers=2), {"budget": 0.1}, r"budget=0\.1.*2 of 4 layers"),
+        (
+            "long_decode",
+            Full(dense_layers=2),
+            {"max_new_tokens": 493},
+            "^prefill_len=20 and max_new_tokens=493: .* at most 512, the",
+        ),
+        (
+            "long_decode",
+            Full(dense_layers=2),
+            {"num_windows": 76},
+            r"^num_windows=76 of prefill_len=20 .* need 1520 tokens, .* 1500",
+        ),
+    ],
+)
+def test_refused(kind, method, changes, message, loaded, text):
+    with pytest.raises(ValueError, match=message):
+        run(kind, loaded, text, method, **changes)
+
+
+def test_bounds(loaded, text):
+    run("perplexity", loaded, text, Full(dense_layers=2), seq_len=512, num_windows=1)
+    run("perplexity", loaded, text, Full(dense_layers=2), seq_len=500)
+    run("long_decode", replace(loaded, max_length=PROMPT + STEPS), text, Full(dense_layers=2), num_windows=1)
+    for seq_len, prefill_len in ((60, 59), (2, 0), (2, 1)):  # no decode row
+        with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
+            measurement_of("perplexity").check(
+                settings("perplexity", text, H2O(dense_layers=2), seq_len=seq_len, prefill_len=prefill_len)
+            )
+    for setting, value in (("prefill_len", 0), ("max_new_tokens", 1)):
+        with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
+            load(["experiment=long_decode", f"{setting}={value}"])
+        load(["experiment=long_decode", f"{setting}={value + 1}"])
+    hints = measurement_of("long_decode").memory_hints(load(["experiment=long_decode"]))
+    assert hints == {"max_new_tokens": 256, "prefill_len": 512}

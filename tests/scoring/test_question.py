@@ -1,0 +1,182 @@
+"""Where a context ends: no word of an unknown question is in the dense prompt, whatever the template, or the run is
+refused."""
+# ruff: noqa: F811, the fixture `loaded` is imported
+
+from dataclasses import replace
+from typing import Any
+
+import jinja2
+import pytest
+import yaml
+
+from harness.errors import UserError
+from harness.scoring.evaluation import KNOWN, UNKNOWN, run_tasks, run_turns
+from harness.scoring.question import QuestionFinder
+from tests.data.test_tasks import loaded, settings, write_rows  # noqa: F401, a fixture
+from tests.tokens import byte_tokenizer
+
+STORY = "Mira keeps a cup in the attic.\n\nTom keeps a bag in the garden."
+DOC = {"story": STORY, "question": "Where is the cup?", "options": ["attic", "garden"], "answer": "attic"}
+TWICE = "Question: {{question}}\n\n{{story}}\n\nQuestion: {{question}}\nAnswer:"
+
+
+def finder(template: str, **options: Any) -> QuestionFinder:
+    made = jinja2.Template(template)
+    return QuestionFinder(options.pop("marker", None), lambda doc: made.render(doc), **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "doc", "around", "question"),
+    [
+        ("{{story}}\n\nQuestion: {{question}}\nAnswer:", DOC, "{}", "Where is the cup?\nAnswer:"),
+        ("{{story}}\n\nQuestion: {{question}}\n\nAnswer:", DOC, "{}", "Where is the cup?\n\nAnswer:"),
+        ("{{story}} {{question}}", DOC, "<user>\n\n{}<end><model>\n\n", "Where is the cup?<end><model>\n\n"),
+        (" {{story}}\n{{question | upper}} ", DOC, "{}", "WHERE IS THE CUP?"),
+        ("{{story}}\n{{question}}\n(a) {{options[0]}}", DOC, "{}", "Where is the cup?\n(a) attic"),
+        ("{{story}}\n{{Question}}", {"story": STORY, "Question": "Who?"}, "{}", "Who?"),
+        ("{{story}}\n{{input}}", {"story": STORY, "input": "Who is it?", "id": "a"}, "{}", "Who is it?"),
+        ("{{story | join(' ')}}: {{question}}", DOC | {"story": ["It is.", "So it is."]}, "{}", "Where is the cup?"),
+        ("{{input}}\n{{question}}", {"input": STORY, "question": "Who?"}, "{}", "Who?"),
+    ],
+)
+def test_a_question_begins_where_its_task_writes_it(template, doc, around, question):
+    prompt = around.format(jinja2.Template(template).render(doc).strip())
+    place = finder(template).find(prompt, doc)
+    assert prompt[place:] == question
+    assert finder(template).split(prompt, doc) == (prompt[:place], question)
+
+
+@pytest.mark.parametrize(
+    ("template", "doc"),
+    [
+        ("Question: {{question}}\nAnswer:", DOC),  # no text of the document is before its question
+        ("{{question}}\n{{story}}", DOC),
+        ("{{premise}} therefore", {"premise": "The effect is small", "question": "effect"}),
+        ("{{sentence}} Is it so?", {"sentence": "It is late."}),
+    ],
+)
+def test_all_of_a_document_is_the_question_where_nothing_of_it_comes_before(template, doc):
+    own = jinja2.Template(template).render(doc)
+    assert finder(template, has_preface=True).split("An example.\n\n" + own, doc) == ("An example.\n\n", own)
+    with pytest.raises(ValueError, match="nothing but the question is in the prompt"):
+        finder(template).find("<user>\n\n" + own, doc)
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "said"),
+    [
+        (TWICE, {}, "the prompt has its field question 2 times"),
+        (TWICE, {"marker": "Question:"}, "the text of its field question stands before that place: 'Where is"),
+        ("{{story}}\n{{question}}\nAnswer:", {"marker": "Answer:"}, "the text of its field question stands before"),
+        ("{{story}}\n{{question}}", {"marker": "Now:"}, "'Now:', with which the question begins, is not there"),
+    ],
+)
+def test_a_question_that_cannot_be_kept_apart_is_refused(template, options, said):
+    prompt = jinja2.Template(template).render(DOC)
+    with pytest.raises(ValueError, match=said):
+        finder(template, **options).find(prompt, DOC)
+    assert finder(template, **options).split(prompt, DOC) == ("", prompt)
+
+
+def test_a_marker_may_be_inside_the_field_and_needs_no_task():
+    doc = {"input": f"{STORY}\nWhat is it?"}
+    assert QuestionFinder("\nWhat").split(doc["input"], doc) == (STORY, "\nWhat is it?")
+    with pytest.raises(ValueError, match="lm-eval does not say here where a question begins"):
+        QuestionFinder().find(doc["input"], doc)
+    with pytest.raises(ValueError, match="the task asks by its choices"):
+        QuestionFinder(make_text=lambda doc: 1).find("a", doc)
+    with pytest.raises(ValueError, match="own text is not in the prompt as it is"):
+        QuestionFinder(make_text=lambda doc: "b").find("a", doc)
+
+
+# Runs
+
+ASKED = {
+    "task": "toy_asked", "dataset_path": "org/asked", "output_type": "generate_until", "test_split": "test",
+    "doc_to_target": "{{answer}}", "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 4},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}  # fmt: skip
+QUESTIONS = ["Where is the cup?", "Where is the bag?", "Who has a cup?"]
+
+
+@pytest.fixture
+def asked(tmp_path, loaded):
+    """A task of three questions to one story, and a model whose chat template ends its header with an empty line."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>\n\n{{ m.content | trim }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>\n\n{% endif %}"
+    )
+    write_rows(tmp_path / "data/toy_asked/test.jsonl", [DOC | {"question": question} for question in QUESTIONS])
+    folder = tmp_path / "own"
+    folder.mkdir()
+
+    def of(template: str, of_task: dict[str, Any] | None = None, **changes: Any):
+        (folder / "asked.yaml").write_text(yaml.safe_dump(ASKED | {"doc_to_text": template} | (of_task or {})))
+        return settings("toy_asked", folder=folder, root=tmp_path / "data", num_samples=3, **changes)
+
+    return of, replace(loaded, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("end", ["\nAnswer:", "\n\nAnswer:"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked, capsys):
+    of, loaded = asked
+    template = {"apply_chat_template": chat}
+    config = of("{{story}}\n\nQuestion: {{question}}" + end, task=template, prefill="question")
+    header, suffix = ("<user>\n\n", "<end><assistant>\n\n") if chat else ("", "")
+    context = f"{header}{STORY}\n\nQuestion: "
+    whole = [f"{context}{question}{end}{suffix}" for question in QUESTIONS]
+    num_tokens = [len(loaded.tokenizer(text)["input_ids"]) for text in whole]
+    dense = len(loaded.tokenizer(context)["input_ids"])
+    samples = run_tasks(config, loaded).samples["toy_asked"]
+    assert [(each["prefill_len"], each["context_tokens"]) for each in samples] == [(dense, n) for n in num_tokens]
+    said = f"toy_asked: the dense prompt ends before the question, after {dense} of "
+    assert f"{said}{min(num_tokens)} to {max(num_tokens)} tokens; in question 0 before 'Where is" in (
+        capsys.readouterr().err
+    )
+    assert samples[1]["question_text"].startswith("Where is the bag? Answer:")
+    assert samples[1]["context_text"].endswith("Tom keeps a bag in the garden. Question:")
+
+    turns = replace(config, kind="turns", experiment="turns", prefill="auto")
+    outcome = run_turns(turns, loaded)
+    assert outcome.metrics["toy_asked"]["num_contexts"] == 1
+    both = [(each[UNKNOWN]["prefill_len"], each[KNOWN]["prefill_len"]) for each in outcome.samples["toy_asked"]]
+    assert both == [(dense, n) for n in num_tokens]
+
+
+def test_a_run_that_cannot_find_the_question_is_refused(asked):
+    of, loaded = asked
+    with pytest.raises(UserError, match="question 0: prefill=question finds no end of the context .* 2 times.*; set"):
+        run_tasks(of(TWICE, prefill="question"), loaded)
+    with pytest.raises(UserError, match="kind=turns finds no end of the context .* 2 times.*; set question_marker="):
+        run_turns(of(TWICE, kind="turns", experiment="turns"), loaded)
+    with pytest.raises(UserError, match="nothing but the question is in the prompt"):
+        run_tasks(of("Q: {{question}}\n\nA:", prefill="question", task={"apply_chat_template": True}), loaded)
+
+
+@pytest.mark.parametrize("choices", [["red", "a"], ["attic", "garden"]])
+def test_choices_that_are_asked_for_without_a_prompt_are_no_question(choices, asked, capsys):
+    """acc_mutual_info asks for each choice a second time, after nothing. A row is left to decode if it has a second
+    token."""
+    of, loaded = asked
+    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")]
+    of_choices = {
+        "output_type": "multiple_choice", "doc_to_choice": choices, "doc_to_target": 0, "metric_list": metrics,
+        "generation_kwargs": None, "target_delimiter": "",
+    }  # fmt: skip
+    template = "{{story}}\n\nQuestion: {{question}}\nAnswer:"
+    config = of(template, of_task=of_choices, prefill="question")
+    found = run_tasks(config, loaded)
+    expected = run_tasks(replace(config, prefill="dense"), loaded)
+    context = f"{STORY}\n\nQuestion: "
+    dense = len(loaded.tokenizer(context)["input_ids"])
+    num_tokens = [len(loaded.tokenizer(f"{context}{question}\nAnswer:")["input_ids"]) for question in QUESTIONS]
+    said = f"before the question, after {dense} of {min(num_tokens)} to {max(num_tokens)} tokens"
+    assert said in capsys.readouterr().err
+    for metric in ("acc", "acc_mutual_info"):
+        assert found.metrics["toy_asked"][metric] == expected.metrics["toy_asked"][metric]
+
+    outcome = run_turns(replace(config, kind="turns", experiment="turns", prefill="auto"), loaded)
+    assert outcome.metrics["toy_asked"]["num_contexts"] == 1
+    assert outcome.metrics["toy_asked"]["unknown,acc_mutual_info"] == expected.metrics["toy_asked"]["acc_mutual_info"]

@@ -1,0 +1,110 @@
+"""A tokenizer that starts every text with a token: each kind of run gives the model that token once, at the front."""
+
+import pytest
+
+import harness
+from harness.data.text import offline_text, token_ids
+from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.tiny import tiny_model
+from harness.scoring.evaluation import run_turns
+from harness.scoring.long_decode import run_long_decode
+from harness.speed.latency import run_latency
+from tests.tokens import starting_tokenizer
+
+SHORT = {"seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1, "num_windows": 2}
+MIXED = {
+    "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 32, "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 24, "max_position_embeddings": 2048,
+}  # fmt: skip
+START = starting_tokenizer().bos_token_id
+
+
+@pytest.fixture(scope="module")
+def network():
+    """Layers with windows between layers that see every token, as Gemma has."""
+    model = tiny_model("gemma2", **MIXED)
+    with attach(model):
+        pass  # the check at the first use, whose ids are numbers in a row
+    return model
+
+
+@pytest.fixture
+def model(network, tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))  # so that it calibrates
+    return harness.load(network, starting_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The real tokens of every sequence that a pass began, in order: of passes over the first rows alone."""
+    seen = []
+    forward = Attached.forward
+
+    def watched(self, ids, positions, handler, cache=None, real=None):
+        if cache is None or cache.num_columns == 0:
+            for row, is_real in zip(ids.tolist(), (real if real is not None else ids >= 0).tolist(), strict=True):
+                seen.append([token for token, keep in zip(row, is_real, strict=True) if keep])
+        return forward(self, ids, positions, handler, cache, real)
+
+    monkeypatch.setattr(Attached, "forward", watched)
+    return seen
+
+
+def assert_started(prompts):
+    assert prompts
+    for prompt in prompts:
+        assert prompt[0] == START and prompt.count(START) == 1, prompt[:4]
+
+
+def text_from(offset, count):
+    return token_ids(offline_text(), starting_tokenizer())[offset : offset + count]
+
+
+def test_windows_and_calibration(model, prompts):
+    for method in ("full", "infinigen"):  # in one call they would share the windows' prompts
+        model.perplexity(methods=[method])
+    assert_started(prompts)
+    lengths = [len(prompt) for prompt in prompts]
+    assert 64 in lengths and {*lengths} <= {32, 64}, "the token counts as one of the prompt's and of the calibration's"
+    assert [START, *text_from(0, 63)] in prompts, "calibration"
+    assert [START, *text_from(64, 31)] in prompts and [START, *text_from(64 + 95, 31)] in prompts, "windows"
+
+
+def test_generate(model, prompts):
+    made = model.generate("A cache", method="infinigen", budget=0.7, max_new_tokens=4)
+    assert_started(prompts)
+    assert made.num_prompt_tokens == 1 + len("A cache") and str(made).startswith(f"A cache{made.text}")
+    assert model.generate("<s>A cache", method="full", max_new_tokens=4).num_prompt_tokens == made.num_prompt_tokens
+
+
+def test_tasks_and_turns(model, prompts):
+    model.tasks(["kv_recall"], methods=["full"], num_samples=2)
+    assert_started(prompts)
+    prompts.clear()
+    config = model.configured(experiment="turns", tasks=["kv_recall"], method="keydiff", num_samples=2)
+    run_turns(config, model.loaded)
+    assert_started(prompts)
+
+
+def test_long_decoding(model, prompts):
+    config = model.configured(experiment="long_decode", method="keydiff", max_new_tokens=4)
+    run_long_decode(config, model.loaded)
+    assert_started(prompts)
+    assert {tuple(prompt[:32]) for prompt in prompts} == {
+        (START, *text_from(64, 31)), (START, *text_from(64 + 31, 31)),
+    }  # fmt: skip
+
+
+def test_a_timed_run(model, prompts):
+    config = model.configured(experiment="latency", method="keydiff", prompt_len=24, gen_len=20, batch_size=2)
+    run_latency(config, model.loaded)
+    assert_started(prompts)
+    whole = {tuple(prompt) for prompt in prompts if len(prompt) > 1}  # a pass of one token warms up
+    assert whole == {(START, *text_from(64, 23)), (START, *text_from(64 + 23, 23))}
+
+
+@pytest.mark.parametrize("budget", [0.5, "50%"])
+def test_a_budget_is_of_the_layers_that_see_every_token(model, budget):
+    frame = model.perplexity(methods=["streaming"], budget=budget, **{"method.dense_layers": 0})
+    assert abs(frame["budget"][0] - 0.5) < 0.01

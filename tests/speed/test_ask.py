@@ -1,0 +1,132 @@
+"""`Model.ask`: several questions to one context, each as if it were the only one."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pandas as pd
+import pytest
+import torch
+
+import harness
+from harness.decode.session import LiveSession
+from harness.errors import UserError
+from harness.model.attached import Attached
+from harness.model.tiny import tiny_model
+from tests.tokens import byte_tokenizer
+
+CONTEXT = "The cat sat on the mat, and the dog ate the hat. " * 2
+QUESTIONS = ["Who sat?", "Who ate?", "Why, cat"]  # of one length, so that T is the same alone
+NEW = 7
+SHORT = {"calibration.num_tokens": 64, "platform.link_gbps": 1, "max_new_tokens": NEW, "quiet": True}
+METHODS = {
+    "full": {},
+    "infinigen": {"budget": 0.6},
+    "h2o": {"budget": 0.6},
+    "snapkv": {"budget": "nearest:0.6", "method.window": 8},
+    "quest": {"budget": "nearest:0.6", "method.page_size": 4},
+    "int4": {},
+    "shadowkv": {"budget": "nearest:0.6"},
+}
+if importlib.util.find_spec("kvpress") is not None:
+    METHODS["kvpress:KnormPress"] = {"budget": "nearest:0.6"}
+
+
+@pytest.fixture(scope="module")
+def network():
+    model = tiny_model("llama", num_key_value_heads=2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(network):
+    return harness.load(network, byte_tokenizer())
+
+
+def decoded(model, question: str, **words) -> str:
+    """The answer by an attached model's own calls: the context as a prompt, then row by row."""
+    tokenizer, network = model.loaded.tokenizer, model.loaded.model
+    rows = [tokenizer(text, return_tensors="pt").input_ids for text in (CONTEXT, question)]
+    with harness.attach(model, max_new_tokens=rows[1].shape[1] + NEW, **words), torch.inference_mode():
+        cache = network(rows[0], use_cache=True).past_key_values
+        tokens: list[int] = []
+        logits = network(rows[1], past_key_values=cache).logits[:, -1]
+        while True:
+            tokens.append(int(logits.argmax()))
+            if len(tokens) == NEW:
+                return tokenizer.decode(tokens)
+            logits = network(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[:, -1]
+
+
+PLACED = [(method, ("host", "device")[number % 2]) for number, method in enumerate(METHODS)]
+
+
+@pytest.mark.parametrize(("method", "placement"), [*PLACED, ("full", "device")])
+def test_each_question_is_answered_as_if_it_were_the_only_one(model, method, placement):
+    words = METHODS[method] | {"method": method, "placement": placement}
+    together = model.ask(CONTEXT, QUESTIONS, **words, **SHORT)
+    alone = [model.ask(CONTEXT, [question], **words, **SHORT) for question in QUESTIONS]
+    shared = ["question", "answer", "num_tokens", "budget"]
+    pd.testing.assert_frame_equal(together[shared], pd.concat(alone, ignore_index=True)[shared], check_exact=True)
+    assert list(together.question) == QUESTIONS and set(together.num_tokens) == {NEW}
+    settings = {name: value for name, value in SHORT.items() if name not in ("max_new_tokens", "quiet")}
+    if "budget" not in words:  # which `attach` meets for other rows
+        assert list(together.answer) == [decoded(model, question, **words, **settings) for question in QUESTIONS]
+    assert (together[["ttft_s", "decode_s", "kv_bytes"]] > 0).all(axis=None) and together.attrs["context_s"] > 0
+
+
+def test_the_full_cache_does_not_mind_when_it_knows_a_question(model):
+    questions = ["Who?", "And why did the dog eat it?", "Who?"]
+    asked = model.ask(CONTEXT, questions, method="full", **SHORT)
+    assert [*asked.answer] == [model.generate(CONTEXT + text, method="full", **SHORT).text for text in questions]
+
+
+def test_the_context_runs_once_and_its_cache_is_shared(model, monkeypatch):
+    """No row of it is copied for a question where a method evicts nothing more."""
+    passes, opened = [], []
+    forward, prefill = Attached.forward, LiveSession.prefill
+    monkeypatch.setattr(
+        Attached, "forward", lambda self, ids, *a, **k: passes.append(ids.shape[1]) or forward(self, ids, *a, **k)
+    )
+    monkeypatch.setattr(LiveSession, "prefill", lambda self, *a: opened.append(self) or prefill(self, *a))
+    asked = model.ask(CONTEXT, QUESTIONS, method="snapkv", budget="nearest:0.6", **SHORT, **{"method.window": 8})
+    assert len(opened) == 1 and passes.count(len(CONTEXT)) == 1 and max(passes[1:], default=0) < len(CONTEXT)
+    full = model.ask(CONTEXT, QUESTIONS, method="full", **SHORT)
+    assert asked.kv_bytes.max() < 0.9 * full.kv_bytes.min(), "memory is that of what is kept"
+
+
+def test_an_answer_ends_with_the_model_and_the_next_one_sees_nothing_of_it(network, model, monkeypatch):
+    free = model.ask(CONTEXT, QUESTIONS, method="h2o", **SHORT)
+    token = byte_tokenizer()(free.answer[1][2], add_special_tokens=False)["input_ids"][0]
+    monkeypatch.setattr(network.generation_config, "eos_token_id", token)
+    ended = model.ask(CONTEXT, QUESTIONS, method="h2o", **SHORT)
+    for text, whole in zip(ended.answer, free.answer, strict=True):
+        assert whole.startswith(text)
+    assert len(ended.answer[1]) < NEW
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"questions": "Who?"}, "questions='Who?': must be a list of texts"),
+        ({"questions": []}, "questions=[]: must hold at least one"),
+        ({"questions": [3]}, "questions: 3 is no text"),
+        ({"questions": ["Who?", ""]}, "questions: '' makes no tokens; give a text"),
+        ({"context": 3}, "context=3: must be text"),
+        ({"context": ""}, "context='': must be text, and not empty"),
+        ({"max_new_tokens": 5000}, "context and question of 106 tokens and max_new_tokens=5000: must be at least 1"),
+        ({"prompt": "x"}, "prompt='x': is 'The cat"),
+        (
+            {"placement": "disk", "platform.link_gbps": None},
+            "placement=disk: questions cannot go on from one cache there",
+        ),
+        ({"method": "h2p"}, "method=h2p"),
+    ],
+)
+def test_wrong_questions_are_refused_in_one_line(model, words, message):
+    given = {"context": CONTEXT, "questions": QUESTIONS, "method": "full"} | SHORT | words
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        model.ask(**given)
+    assert "\n" not in str(refused.value)
